@@ -1,0 +1,116 @@
+"""What a rule is: a definition with a page, examples that are its tests, and a check over a `Script`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from oomfix.script import Place, Script
+
+
+class Severity(str, Enum):
+    """How much a finding costs. The order of `rank` is what `--fail-on` compares."""
+
+    ERROR = "error"
+    """Memory grows every iteration, or gradients are wrong."""
+    WARNING = "warning"
+    """A higher peak than needed, or an API that is going away."""
+    NOTE = "note"
+    """Hygiene."""
+
+    @property
+    def rank(self) -> int:
+        """0 for a note, 1 for a warning, 2 for an error."""
+        return ("note", "warning", "error").index(self.value)
+
+
+class Edit(NamedTuple):
+    """Replace `text[start:end]` of the decoded source by `replacement`; offsets count characters."""
+
+    start: int
+    end: int
+    replacement: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One occurrence of one rule.
+
+    Lines and columns are 1-based, columns count characters, the end is exclusive, all of them in the text of
+    `Source` (a notebook's cells joined; `Source.locate` turns a line into cell and line).
+    `edits` are the local fix, to be made together or not at all; empty when the rule has none here.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    message: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    edits: tuple[Edit, ...] = ()
+    fixed_by_runtime: bool = False
+
+    @property
+    def fix(self) -> str | None:
+        """`"local"` when the finding carries its edit, `"runtime"` when `apply` fixes it by calling the runtime."""
+        if self.edits:
+            return "local"
+        return "runtime" if self.fixed_by_runtime else None
+
+
+class Invalid(NamedTuple):
+    """Code that a rule must report: `lines` of the findings (1-based) and, where it has an edit, the code after it."""
+
+    code: str
+    lines: tuple[int, ...]
+    fixed: str | None = None
+
+
+class Rule:
+    """One thing that wastes GPU memory, or breaks accumulation or mixed precision.
+
+    The docstring of the subclass is the page that `oomfix explain` shows: what, why, when it is quiet, the fix.
+    A rule is added by adding a file with one subclass to `oomfix/rules/`: nothing else is registered by hand.
+    """
+
+    code: ClassVar[str]
+    name: ClassVar[str]
+    severity: ClassVar[Severity]
+    needs: ClassVar[tuple[bytes, ...]]
+    """Byte strings without which the rule cannot fire: a file with none of any rule's is never parsed."""
+    fixed_by_runtime: ClassVar[bool] = False
+    """Whether `oomfix apply` mends it by calling `oomfix.runtime`."""
+
+    INVALID: ClassVar[list[Invalid]]
+    VALID: ClassVar[list[str]]
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Yield every occurrence in the script."""
+        raise NotImplementedError(f"{type(self).__name__} does not define check()")
+
+    def finding(
+        self,
+        place: Place,
+        message: str,
+        *,
+        edits: tuple[Edit, ...] = (),
+        severity: Severity | None = None,
+    ) -> Finding:
+        """A finding of this rule at a place of the script."""
+        return Finding(
+            code=self.code,
+            name=self.name,
+            severity=severity or self.severity,
+            message=message,
+            line=place.line,
+            column=place.column,
+            end_line=place.end_line,
+            end_column=place.end_column,
+            edits=edits,
+            fixed_by_runtime=self.fixed_by_runtime,
+        )
