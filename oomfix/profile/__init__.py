@@ -1,0 +1,1 @@
+"""The simulated GPU: what a training step needs in memory, measured without one."""
