@@ -146,7 +146,7 @@ def from_environment(preset: Preset, environ: Mapping[str, str] = os.environ) ->
     _check_choice(ENVIRONMENT_VARIABLE, name, PRESETS)
     if name == "off":
         return PRESETS[name]
-    return get(name, **{field: value for field, value in _changes(preset).items() if field != "budget_gib"})
+    return get(name, **_changes(preset))
 
 
 def table() -> list[tuple[str, ...]]:
@@ -172,9 +172,10 @@ def _row(preset: Preset) -> tuple[str, ...]:
 
 
 def _changes(preset: Preset) -> dict[str, Any]:
+    """The fields that the script changed, but for those that belong to the card."""
     # a preset under a name of its own counts as changes to "auto", which stands for no particular card
     original = PRESETS.get(preset.name, PRESETS["auto"])
-    names = (field.name for field in fields(Preset))
+    names = (field.name for field in fields(Preset) if field.name not in ("name", "budget_gib", "card"))
     return {name: getattr(preset, name) for name in names if getattr(preset, name) != getattr(original, name)}
 
 
