@@ -227,7 +227,8 @@ def test_the_error_reads_as_torch_writes_it():
     assert str(caught.value) == (
         "CUDA out of memory. Tried to allocate 4.00 MiB. GPU 0 has a total capacity of 4.00 MiB of which "
         "2.00 MiB is free. Including non-PyTorch memory, this process has 2.00 MiB memory in use. Of the "
-        "allocated memory 2.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+        "allocated memory 2.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch "
+        "but unallocated."
     )
     assert isinstance(caught.value, torch.cuda.OutOfMemoryError)
     assert kept.numel() == 2**19
