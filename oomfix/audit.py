@@ -1,0 +1,207 @@
+"""The audit of one file: bytes -> words that rules need -> tree -> script -> findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from oomfix.results import FileReport, Located, Silencer, locate
+from oomfix.rules.base import Finding, Rule
+from oomfix.source import Source, Unreadable, decode
+from oomfix.spelling import did_you_mean
+from oomfix.suppressions import Comment, Statements, UnusedSuppression, comments
+
+if TYPE_CHECKING:
+    from oomfix.script import Script
+
+# A training loop runs a backward, and only what holds "oomfix:" holds a comment that may silence nothing.
+_NEEDED_BY_AUDIT = (b"backward", b"oomfix:")
+
+TorchVersion = tuple[int, int]
+
+
+class Auditor:
+    """Runs rules over files.
+
+    Args:
+        rules: instances of the rules to run, each with `needs`, the byte strings without which it cannot fire.
+    """
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = tuple(rules)
+        self._words = _shortest(_NEEDED_BY_AUDIT, *(rule.needs for rule in self.rules))
+
+    def audit(
+        self, path: str, data: bytes, target_torch: TorchVersion | None = None, *, parse_always: bool = False
+    ) -> FileReport:
+        """What the rules find in the bytes of a file; never raises.
+
+        Args:
+            path: how the file is named in messages; .ipynb makes it a notebook.
+            target_torch: the oldest torch that the script must run on; None: unknown.
+            parse_always: say whether the file can be parsed, even when no rule could fire on it.
+        """
+        try:
+            if not parse_always and not self._may_matter(data):
+                if not path.endswith(".ipynb"):
+                    decode(data)
+                return FileReport(parsed=False)
+            source = Source.from_bytes(path, data)
+        except Unreadable as problem:
+            return FileReport(errors=(str(problem),))
+        return self._audit_source(source, data, target_torch)
+
+    def _may_matter(self, data: bytes) -> bool:
+        return any(word in data for word in self._words)
+
+    def _audit_source(self, source: Source, data: bytes, target_torch: TorchVersion | None) -> FileReport:
+        errors = source.problems
+        findings: list[Finding] = []
+        loops: tuple[dict[str, Any], ...] = ()
+        if self._may_matter(data):
+            # imported here: a file without training code needs none of it
+            from oomfix.script import Script
+
+            try:
+                script = Script.read(source, target_torch)
+                loops = tuple(_loop(source, loop.to_json()) for loop in script.loops)
+                findings, rule_errors = self._check(script, data)
+                errors += rule_errors
+            except RecursionError:
+                errors += ("cannot analyse: nested too deeply",)
+        silencers = comments(source)
+        return FileReport(
+            findings=_located(source, findings, silencers),
+            loops=loops,
+            errors=errors,
+            silencers=tuple(_silencer(source, comment) for comment in silencers),
+        )
+
+    def _check(self, script: Script, data: bytes) -> tuple[list[Finding], tuple[str, ...]]:
+        findings: list[Finding] = []
+        errors = []
+        for rule in self.rules:
+            if not any(word in data for word in rule.needs):
+                continue
+            try:
+                findings += rule.check(script)
+            except RecursionError:
+                raise
+            except Exception as bug:  # the one place where a rule's bug stops that rule, not the whole audit
+                errors.append(f"internal error in {rule.code}, please report it: {_where(bug)}")
+        return sorted(dict.fromkeys(findings), key=lambda f: (f.line, f.column, f.code)), tuple(errors)
+
+
+class Selection(NamedTuple):
+    """Which findings are wanted: those that a prefix in `select` names and none in `ignore` does.
+
+    Attributes:
+        select: codes or prefixes of codes; empty for all.
+        ignore: codes or prefixes of codes.
+        known: every code there is, for comments that name others.
+    """
+
+    select: tuple[str, ...]
+    ignore: tuple[str, ...]
+    known: tuple[str, ...]
+
+    def wants(self, code: str) -> bool:
+        """Whether findings with this code are wanted."""
+        return (not self.select or code.startswith(self.select)) and not (
+            self.ignore and code.startswith(self.ignore)
+        )
+
+    def visible(self, report: FileReport) -> list[Located]:
+        """The findings to show: wanted, not silenced by a comment, and the comments that silence nothing."""
+        wanted = [finding for finding in report.findings if self.wants(finding.code)]
+        shown = [finding for finding in wanted if not finding.silenced_by]
+        if self.wants(UnusedSuppression.code):
+            shown += self._unused(report.silencers, wanted)
+        return sorted(shown, key=lambda finding: (finding.cell or 0, finding.line, finding.column, finding.code))
+
+    def _unused(self, silencers: Sequence[Silencer], wanted: Sequence[Located]) -> Iterator[Located]:
+        for index, silencer in enumerate(silencers):
+            message = silencer.problem or self._unused_message(silencer.codes, index, wanted)
+            if message:
+                yield silencer.unused._replace(message=message)
+
+    def _unused_message(self, codes: tuple[str, ...], index: int, wanted: Sequence[Located]) -> str | None:
+        silenced = {finding.code for finding in wanted if index in finding.silenced_by}
+        if not codes:
+            return None if silenced or self.select or self.ignore else "silences no finding; remove it"
+        unknown = [code for code in codes if not any(known.startswith(code) for known in self.known)]
+        if unknown:
+            return f"names {unknown[0]}, which is no rule{did_you_mean(unknown[0], self.known)}"
+        unused = [
+            code
+            for code in codes
+            if not any(found.startswith(code) for found in silenced)
+            and all(self.wants(known) for known in self.known if known.startswith(code))
+        ]
+        return f"silences no finding of {', '.join(unused)}; remove it" if unused else None
+
+
+def _shortest(*groups: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """The words that contain no other of them: a file holds one of these exactly when it holds one of all."""
+    words = {word for group in groups for word in group}
+    return tuple(sorted(word for word in words if not any(w != word and w in word for w in words)))
+
+
+def _located(source: Source, findings: list[Finding], silencers: list[Comment]) -> tuple[Located, ...]:
+    if not silencers:
+        return tuple(locate(source, finding) for finding in findings)
+    statements = Statements(source.tree)
+    return tuple(
+        locate(source, finding, _silenced_by(statements, finding, silencers)) for finding in findings
+    )
+
+
+def _silenced_by(statements: Statements, finding: Finding, silencers: list[Comment]) -> tuple[int, ...]:
+    lines = statements.lines(finding.line)
+    return tuple(
+        index
+        for index, comment in enumerate(silencers)
+        if not comment.problem
+        and comment.names(finding.code)
+        and (comment.whole_file or comment.line in lines)
+    )
+
+
+def _silencer(source: Source, comment: Comment) -> Silencer:
+    unused = Finding(
+        code=UnusedSuppression.code,
+        name=UnusedSuppression.name,
+        severity=UnusedSuppression.severity,
+        message="",
+        line=comment.line,
+        column=comment.column,
+        end_line=comment.line,
+        end_column=comment.end_column,
+    )
+    return Silencer(comment.codes, comment.problem, locate(source, unused))
+
+
+def _loop(source: Source, facts: dict[str, Any]) -> dict[str, Any]:
+    """A loop's facts with its lines as the reader of a notebook counts them."""
+    if source.cells is None:
+        return facts
+    cell, line = source.locate(facts["line"])
+    facts |= {"cell": cell, "line": line, "end_line": source.locate(facts["end_line"])[1]}
+    for key in ("forwards", "backwards", "steps"):
+        facts[key] = [_line_in_cell(source, line, cell) for line in facts[key]]
+    return facts
+
+
+def _line_in_cell(source: Source, line: int, cell: int | None) -> int | dict[str, int | None]:
+    """The line in its cell; with the cell where a helper defined in another one is meant."""
+    own_cell, own_line = source.locate(line)
+    return own_line if own_cell == cell else {"cell": own_cell, "line": own_line}
+
+
+def _where(bug: Exception) -> str:
+    trace = bug.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code if trace is not None else None
+    place = f" in {code.co_name}" if code is not None else ""
+    return f"{type(bug).__name__}{place}: {' '.join(str(bug).split())}"

@@ -1,0 +1,160 @@
+"""Notebooks: their code cells as one Python text, with IPython's own syntax replaced by lines that parse."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+from oomfix.source import Unreadable, parse, split_lines
+
+# Cell magics whose cell is still Python run by this kernel; every other one hands its cell to something else.
+_PYTHON_CELL_MAGICS = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "lprun", "debug"})
+
+_CELL_MAGIC = re.compile(r"\s*%%(\w+)")
+_LINE_MAGIC = re.compile(
+    r"""(?P<indent>\s*)(
+        [%!?]                                   # %magic, !command, ?help
+        | [\w.,\s\[\]'"]+ = \s* [%!] (?!=)      # x = %magic, x = !command
+        | [\w.%]+ \?{1,2} \s* $                 # name?, name??
+    )""",
+    re.VERBOSE,
+)
+
+
+class Cells(NamedTuple):
+    """Where the code cells of a notebook stand in the joined text.
+
+    Attributes:
+        first_lines: the 1-based line of the text at which each code cell starts, ascending.
+        numbers: the 1-based number of each of them among all cells of the notebook.
+    """
+
+    first_lines: list[int]
+    numbers: list[int]
+
+    def locate(self, line: int) -> tuple[int, int]:
+        """The cell and the line in it, both 1-based, of a 1-based line of the joined text."""
+        index = bisect_right(self.first_lines, line) - 1
+        return self.numbers[index], line - self.first_lines[index] + 1
+
+
+class Notebook(NamedTuple):
+    """What `read_notebook` returns: the cells' places, their joined text, and the cells that do not parse."""
+
+    cells: Cells
+    text: str
+    problems: tuple[str, ...]
+
+
+def read_notebook(data: bytes) -> Notebook:
+    """The code cells of a notebook (nbformat 3 or 4) joined into one text that parses.
+
+    A magic (`%`, `!`, `?`) becomes `pass` on its line, a cell for another language (`%%bash`) blank lines, so that
+    lines stay what they are. A cell that still does not parse becomes blank too and is named in the problems:
+    Jupyter runs cell by cell, so one half-written cell does not spoil the others.
+
+    Raises:
+        Unreadable: the bytes are no notebook, or a notebook in another language than Python.
+    """
+    first_lines: list[int] = []
+    numbers: list[int] = []
+    texts: list[str] = []
+    problems: list[str] = []
+    line = 1
+    for number, cell in enumerate(_cells(_load(data)), start=1):
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        text, problem = _readable(_source(cell))
+        if problem:
+            problems.append(f"cell {number}: {problem}")
+        first_lines.append(line)
+        numbers.append(number)
+        texts.append(text)
+        line += len(split_lines(text))
+    return Notebook(Cells(first_lines, numbers), "\n".join(texts), tuple(problems))
+
+
+def _load(data: bytes) -> dict[str, Any]:
+    try:
+        notebook = json.loads(data)
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"not a notebook: not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise Unreadable(f"not a notebook: line {error.lineno} is not JSON: {error.msg}") from None
+    except RecursionError:
+        raise Unreadable("not a notebook: JSON nested too deeply") from None
+    if not isinstance(notebook, dict) or not isinstance(_cells(notebook), list):
+        raise Unreadable("not a notebook: JSON without a list of cells")
+    metadata = notebook.get("metadata")
+    info = metadata.get("language_info") if isinstance(metadata, dict) else None
+    language = info.get("name", "python") if isinstance(info, dict) else "python"
+    if str(language).lower() not in ("python", "ipython", "python3"):
+        raise Unreadable(f"a notebook in {language}, expected Python")
+    return notebook
+
+
+def _cells(notebook: dict[str, Any]) -> Any:
+    if "cells" in notebook:
+        return notebook["cells"]
+    sheets = notebook.get("worksheets")  # nbformat 3
+    return sheets[0].get("cells") if isinstance(sheets, list) and sheets and isinstance(sheets[0], dict) else None
+
+
+def _source(cell: dict[str, Any]) -> str:
+    source = cell.get("source", cell.get("input", ""))
+    if isinstance(source, list):
+        source = "".join(part for part in source if isinstance(part, str))
+    return source.replace("\0", "") if isinstance(source, str) else ""
+
+
+def _readable(text: str) -> tuple[str, str | None]:
+    """The text of a cell made to parse, line by line the same; and what was wrong where that is not possible."""
+    lines = split_lines(text)
+    first = next((index for index, line in enumerate(lines) if line.strip()), None)
+    magic = _CELL_MAGIC.match(lines[first]) if first is not None else None
+    if first is not None and magic:
+        if magic[1] not in _PYTHON_CELL_MAGICS:
+            return "\n" * (len(lines) - 1), None
+        lines[first] = ""
+    return _without_magics(lines)
+
+
+def _without_magics(lines: list[str]) -> tuple[str, str | None]:
+    # The parser itself says which line is no Python: a `%` that continues an expression, or a `!` in a string,
+    # is never mistaken for a magic. Each round replaces one line, so there are at most as many as lines.
+    for _ in range(len(lines) + 1):
+        text = "\n".join(lines)
+        try:
+            parse(text)
+        except Unreadable as problem:
+            index = _refused_line(problem)
+            if index is None or not _replace_magic(lines, index):
+                return "\n" * (len(lines) - 1), str(problem)
+        else:
+            return text, None
+    raise AssertionError("every round replaces a line that holds a magic, and `pass` holds none")
+
+
+def _refused_line(problem: Unreadable) -> int | None:
+    error = problem.__cause__
+    return error.lineno - 1 if isinstance(error, SyntaxError) and error.lineno else None
+
+
+def _replace_magic(lines: list[str], index: int) -> bool:
+    if index >= len(lines):
+        return False
+    # a command continued by backslashes is refused at any of its lines
+    while index and lines[index - 1].endswith("\\"):
+        index -= 1
+    magic = _LINE_MAGIC.match(lines[index])
+    if not magic:
+        return False
+    continued = lines[index].endswith("\\")
+    lines[index] = magic["indent"] + "pass"
+    while continued and index + 1 < len(lines):
+        index += 1
+        continued = lines[index].endswith("\\")
+        lines[index] = ""
+    return True

@@ -1,0 +1,132 @@
+"""What an audit yields: findings at their place in a file, with all that a report shows of them, and the loops."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from oomfix.rewrite.edits import apply_edits
+from oomfix.rules.base import Finding
+from oomfix.source import Source, split_lines
+
+CONTEXT_LINES = 2
+"""How many lines a report shows above and below the line of a finding."""
+
+
+class Change(NamedTuple):
+    """An edit as lines and columns of the file (of the cell, in a notebook): 1-based, in characters, end exclusive."""
+
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    replacement: str
+
+
+class Located(NamedTuple):
+    """A finding at its place in a file. Lines count within the cell where `cell` is a number.
+
+    Attributes:
+        severity: "error", "warning" or "note".
+        fix: "local", "runtime" or None, as in `Finding.fix`.
+        changes: the edits of a local fix.
+        context_line: the number of the first line in `context`.
+        context: the lines around the finding's line, `CONTEXT_LINES` on each side where the file has them.
+        fixed: the lines at the finding after its local fix, without their indentation.
+        silenced_by: the indices of the `# oomfix:` comments of the file that name it.
+    """
+
+    code: str
+    name: str
+    severity: str
+    message: str
+    cell: int | None
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    fix: str | None
+    changes: tuple[Change, ...]
+    context_line: int
+    context: tuple[str, ...]
+    fixed: tuple[str, ...]
+    silenced_by: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """The finding's first line, without its indentation."""
+        return self.context[self.line - self.context_line].strip()
+
+
+class Silencer(NamedTuple):
+    """A `# oomfix:` comment: the codes it names (none: all), and the finding it becomes if it silences nothing."""
+
+    codes: tuple[str, ...]
+    problem: str | None
+    unused: Located
+
+
+class FileReport(NamedTuple):
+    """What the audit found in one file.
+
+    Attributes:
+        findings: every finding of every rule, those that a comment silences too, by line and column.
+        loops: the training loops as `Loop.to_json` gives them, with "cell" in a notebook.
+        errors: what could not be read, one plain line each.
+        silencers: the file's `# oomfix:` comments.
+        parsed: False where the file holds no word that any rule needs, and was not parsed.
+    """
+
+    findings: tuple[Located, ...] = ()
+    loops: tuple[dict[str, Any], ...] = ()
+    errors: tuple[str, ...] = ()
+    silencers: tuple[Silencer, ...] = ()
+    parsed: bool = True
+
+
+def locate(source: Source, finding: Finding, silenced_by: tuple[int, ...] = ()) -> Located:
+    """The finding at its place in the file, with the lines that a report shows."""
+    cell, line = source.locate(finding.line)
+    above = min(CONTEXT_LINES, line - 1)
+    context = [
+        source.lines[number - 1]
+        for number in range(finding.line - above, finding.line + CONTEXT_LINES + 1)
+        if number <= len(source.lines) and source.locate(number)[0] == cell
+    ]
+    return Located(
+        code=finding.code,
+        name=finding.name,
+        severity=finding.severity.value,
+        message=finding.message,
+        cell=cell,
+        line=line,
+        column=finding.column,
+        end_line=source.locate(finding.end_line)[1],
+        end_column=finding.end_column,
+        fix=finding.fix,
+        changes=tuple(_change(source, *edit) for edit in finding.edits),
+        context_line=line - above,
+        context=tuple(context),
+        fixed=_fixed_lines(source, finding),
+        silenced_by=silenced_by,
+    )
+
+
+def _change(source: Source, start: int, end: int, replacement: str) -> Change:
+    line, column = source.position(start)
+    end_line, end_column = source.position(end)
+    return Change(source.locate(line)[1], column, source.locate(end_line)[1], end_column, replacement)
+
+
+def _fixed_lines(source: Source, finding: Finding) -> tuple[str, ...]:
+    """The lines that the finding's own lines become; its other edits (an import at the top) are not shown."""
+    first = source.line_starts[finding.line - 1]
+    last = source.line_starts[finding.end_line - 1] + len(source.lines[finding.end_line - 1])
+    here = [edit for edit in finding.edits if edit.start <= last and edit.end >= first]
+    if not here:
+        return ()
+    start = min(first, *(edit.start for edit in here))
+    end = max(last, *(edit.end for edit in here))
+    moved = [edit._replace(start=edit.start - start, end=edit.end - start) for edit in here]
+    lines = [line.strip() for line in split_lines(apply_edits(source.text[start:end], moved))]
+    before = {line.strip() for line in split_lines(source.text[start:end])}
+    return tuple(line for line in lines if line and (len(lines) == 1 or line not in before))

@@ -1,0 +1,98 @@
+"""Which torch a script has to run on: as told, else as its requirement files say."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from oomfix.audit import TorchVersion
+
+# `torch>=1.8,<2`, `torch[opt]==2.1.0+cu118`, `- pytorch=1.12` (conda), `["torch ~= 2.1"]` (TOML), `torch = "^2.0"`
+_REQUIREMENT = re.compile(
+    r"""(?<![\w./-]) (?:py)?torch (?![\w.-]) \s* (?:\[[\w,\s-]*\])?
+        (?P<bounds> \s* (?:=\s*["'])? (?: \s* [=~><!^]+ \s* ["']? v? \d [\w.*+]* \s* ,? )+ )""",
+    re.VERBOSE,
+)
+_BOUND = re.compile(r"""(?P<operator>[=~><!^]+)\s*["']?\s*v?(?P<major>\d+)(?:\.(?P<minor>\d+))?""")
+_LOWER = frozenset({"==", "=", "===", "~=", ">=", ">", "^", "~"})
+_LAST_OF_1 = (1, 13)
+_NAMES = re.compile(
+    r"pyproject\.toml|setup\.cfg|Pipfile|[\w.-]*requirements?[\w.-]*\.(txt|in)|environment.*\.ya?ml"
+)
+
+
+def parse_version(text: str) -> TorchVersion:
+    """Major and minor of a version such as "2.3" or "2.3.1".
+
+    Raises:
+        ValueError: the text is no such version.
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?", text.strip())
+    if not match:
+        raise ValueError(f"{text!r}: expected a torch version such as 2.3")
+    return int(match[1]), int(match[2])
+
+
+def target_of(folder: str) -> TorchVersion | None:
+    """The oldest torch that the requirement files nearest to a folder allow; None where none says.
+
+    Looks in the folder and above it, up to the root of the repository.
+    """
+    while True:
+        versions = [version for path in _requirement_files(folder) for version in _stated(path)]
+        if versions:
+            return min(versions)
+        parent = os.path.dirname(folder)
+        if parent == folder or os.path.exists(os.path.join(folder, ".git")):
+            return None
+        folder = parent
+
+
+def _requirement_files(folder: str) -> Iterator[str]:
+    for name in _names(folder):
+        path = os.path.join(folder, name)
+        if _NAMES.fullmatch(name):
+            yield path
+        elif name == "requirements":
+            yield from (os.path.join(path, inner) for inner in _names(path) if inner.endswith(".txt"))
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:  # the walk reports a folder that cannot be read; here it only states nothing
+        return []
+
+
+def _stated(path: str) -> Iterator[TorchVersion]:
+    if not os.path.isfile(path):
+        return
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = file.readlines()
+    except OSError:
+        return
+    for line in lines:
+        match = _REQUIREMENT.search(line.partition("#")[0])
+        version = oldest_allowed(match["bounds"]) if match else None
+        if version:
+            yield version
+
+
+def oldest_allowed(bounds: str) -> TorchVersion | None:
+    """The oldest version that bounds such as ">=1.8,<2" allow; with only an upper bound, the newest; else None."""
+    found = [(match["operator"], (int(match["major"]), int(match["minor"] or 0))) for match in _BOUND.finditer(bounds)]
+    lowest = [version for operator, version in found if operator in _LOWER]
+    if lowest:
+        return max(lowest)
+    return min((_upper(operator, version) for operator, version in found if "<" in operator), default=None)
+
+
+def _upper(operator: str, version: TorchVersion) -> TorchVersion:
+    if "=" in operator:
+        return version
+    major, minor = version
+    return (major, minor - 1) if minor else _LAST_OF_1
+
+
