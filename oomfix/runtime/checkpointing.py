@@ -1,0 +1,238 @@
+"""Activation checkpointing put on a model from outside: fewer activations, about one more forward per step.
+
+A model's own switch is used where it has one (timm, open_clip, transformers), because it knows the model's
+caches; in other models the repeated blocks are checkpointed. Nothing a user can see of the model changes.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from oomfix.presets import Checkpointing
+from oomfix.runtime.checkpointed_block import CheckpointedBlock, can_be_wrapped, unwrap, wrap
+from oomfix.runtime.recomputation import undone
+
+# Models whose own switch was thrown here, and the use_cache of their configuration before (transformers).
+_switched: "weakref.WeakKeyDictionary[nn.Module, bool | None]" = weakref.WeakKeyDictionary()
+
+
+def enable_checkpointing(model: nn.Module, policy: Checkpointing = "on") -> list[str]:
+    """Let `model` keep only the inputs of its blocks for backward, and run the blocks again there.
+
+    A block is run once more at its first use, on copies of its inputs: one that writes its input, its
+    parameters or buffers other than running statistics, or that has forward hooks inside, then stays as it
+    was, said once. In the others random numbers are drawn again as in forward, and running statistics are
+    updated once.
+
+    Args:
+        model: any module; parts that have a switch of their own and parts that have none may be mixed.
+        policy: "on" checkpoints now; "if-needed" and "off" do nothing, and are accepted so that a preset's
+            policy can be passed on.
+
+    Returns:
+        Names in `model` of what is checkpointed: blocks, and models that threw their own switch ("" is
+        `model` itself). Empty where nothing was found to checkpoint.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: `policy` is none of the three.
+
+    Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint without
+    reentrance, which lets frozen inputs, keyword arguments and torch.autograd.grad pass.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    if policy not in ("off", "if-needed", "on"):
+        raise ValueError(f"policy: got {policy!r}, expected 'off', 'if-needed' or 'on'")
+    if policy != "on":
+        return []
+    switches = dict(_throw_switches(model, ""))
+    blocks = _choose_blocks(model, "", set(switches.values()))
+    for block in blocks.values():
+        wrap(block)
+    return [*switches, *blocks]
+
+
+def disable_checkpointing(model: nn.Module) -> None:
+    """Undo `enable_checkpointing`; checkpointing that the user had switched on stays on."""
+    for module in model.modules():
+        unwrap(module)
+        if module in _switched:
+            _switch_off(module, _switched.pop(module))
+
+
+def same_gradients(model: nn.Module, forward: Callable[..., Any], *rows: Any, **named_rows: Any) -> bool:
+    """Whether checkpointing leaves the gradients of `forward` as they are, tried on a few rows.
+
+    Runs forward and backward twice, with checkpointing and without. Random generators, buffers and `.grad`
+    are as they were afterwards.
+
+    Args:
+        model: a model that `enable_checkpointing` has seen.
+        forward: returns the loss, or a tuple that starts with it.
+        rows, named_rows: what `forward` is called with; two rows are enough.
+
+    Returns:
+        False where the gradient of some parameter differs by more than 1e-3 of its norm (float64: 1e-9), or
+        exists only in one of the two runs. Kernels that add in no fixed order differ by less.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients() -> list[torch.Tensor | None]:
+        with undone(model):
+            result = forward(*rows, **named_rows)
+            loss = result[0] if isinstance(result, tuple) else result
+            return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+
+    checkpointed = gradients()
+    with _without_checkpointing(model):
+        plain = gradients()
+    return all(_close(a, b) for a, b in zip(checkpointed, plain, strict=True))
+
+
+@contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    blocks = [module for module in model.modules() if isinstance(module, CheckpointedBlock)]
+    switched = [module for module in model.modules() if module in _switched]
+    disable_checkpointing(model)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            wrap(block)
+        for module in switched:
+            _switch_on(module)
+
+
+def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    tolerance = 1e-9 if b.dtype == torch.float64 else 1e-3
+    return bool(torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(b))
+
+
+def _throw_switches(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Throw the outermost switches in `module`, which is called `name`; yields each model that has one."""
+    if _has_switch(module) and (_is_on(module) or _switch_on(module)):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _throw_switches(child, _joined(name, child_name))
+
+
+def _has_switch(module: nn.Module) -> bool:
+    # their recomputation updates running statistics a second time; the blocks here do not
+    if any(isinstance(norm, _NormBase) and norm.track_running_stats for norm in module.modules()):
+        return False
+    return _is_transformers(module) or callable(getattr(module, "set_grad_checkpointing", None))
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return callable(getattr(module, "gradient_checkpointing_enable", None))
+
+
+def _is_on(module: nn.Module) -> bool:
+    # three names: transformers since 5, transformers before, timm
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing", "grad_checkpointing"):
+        if hasattr(module, name):
+            return bool(getattr(module, name))
+    return False
+
+
+def _switch_on(module: Any) -> bool:
+    """Switch a model's own checkpointing on; False where the model has the method but no checkpointing."""
+    use_cache = None
+    if not _is_transformers(module):
+        try:
+            module.set_grad_checkpointing(True)
+        except AssertionError:  # how timm's models say that they have none
+            return False
+    elif not getattr(module, "supports_gradient_checkpointing", False):
+        return False
+    else:
+        use_cache = getattr(module.config, "use_cache", None)
+        _enable_transformers(module)
+        if use_cache:
+            module.config.use_cache = False
+    _switched[module] = use_cache
+    return True
+
+
+def _enable_transformers(module: Any) -> None:
+    requires_input_gradients = hasattr(module, "_require_grads_hook")
+    if hasattr(module, "activation_checkpointing_enable"):  # the name since transformers 5
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if hasattr(module, "_require_grads_hook") and not requires_input_gradients:
+        # needed only with reentrance, and a hook that cannot be pickled: torch.save(model) would fail
+        module.disable_input_require_grads()
+
+
+def _switch_off(module: Any, use_cache: bool | None) -> None:
+    if not _is_transformers(module):
+        module.set_grad_checkpointing(False)
+        return
+    if hasattr(module, "activation_checkpointing_disable"):
+        module.activation_checkpointing_disable()
+    else:
+        module.gradient_checkpointing_disable()
+    if use_cache is not None:
+        module.config.use_cache = use_cache
+
+
+def _choose_blocks(module: nn.Module, name: str, switches: set[nn.Module]) -> dict[str, nn.Module]:
+    """The blocks to checkpoint in `module`, which is called `name`: alike members of one container."""
+    if isinstance(module, CheckpointedBlock):
+        return {name: module}
+    if module in switches:
+        return {}
+    members = dict(_members(module, name))
+    repeated = _repeated(members) if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) else {}
+    rest: dict[str, nn.Module] = {}
+    finer: dict[str, nn.Module] = {}
+    for member_name, member in members.items():
+        inner = _choose_blocks(member, member_name, switches)
+        if member_name in repeated:
+            finer.update(inner or {member_name: member})
+        else:
+            rest.update(inner)
+    return {**(repeated if _held(repeated) <= _held(finer) else finer), **rest}
+
+
+def _members(container: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children of `container`; those of a list inside a list, which is never called, in its place."""
+    for child_name, child in container.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and isinstance(container, nn.ModuleList):
+            yield from _members(child, _joined(name, child_name))
+        else:
+            yield _joined(name, child_name), child
+
+
+def _repeated(members: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    blocks = {
+        name: member for name, member in members.items() if _is_composite(member) and can_be_wrapped(member)
+    }
+    count = Counter(type(block) for block in blocks.values())
+    return {name: block for name, block in blocks.items() if count[type(block)] > 1}
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether `module` has several layers; a single one keeps its input in any case."""
+    return sum(bool(part._parameters) for part in module.modules()) > 1
+
+
+def _held(blocks: dict[str, nn.Module]) -> int:
+    """Activations held in backward: an input per block, and the layers of the block that runs again."""
+    layers = [sum(1 for _ in block.modules()) for block in blocks.values()]
+    return len(layers) + max(layers, default=0)
+
+
+def _joined(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child

@@ -1,0 +1,531 @@
+"""Activation checkpointing: less memory, the same gradients, and nothing else that a user could see."""
+
+import copy
+import io
+import logging
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from oomfix.profile.tracker import SimulatedCard
+from oomfix.runtime.checkpointing import disable_checkpointing, enable_checkpointing, same_gradients
+
+
+class Block(nn.Module):
+    """Residual two-layer block with dropout, as in most networks."""
+
+    def __init__(self, width=16, normalise=False):
+        super().__init__()
+        self.first = nn.Linear(width, 4 * width)
+        self.norm = nn.BatchNorm1d(4 * width) if normalise else nn.Identity()
+        self.second = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x, scale=1.0):
+        return x + scale * self.dropout(self.second(torch.relu(self.norm(self.first(x)))))
+
+
+class Network(nn.Module):
+    def __init__(self, block=Block, depth=4, **arguments):
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList([block(**arguments) for _ in range(depth)])
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TimmModel(nn.Module):
+    """timm's documented interface: `set_grad_checkpointing(enable=True)`, asserted where there is none."""
+
+    def __init__(self, normalise=False, supported=True):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(normalise=normalise) for _ in range(3)])
+        self.grad_checkpointing = False
+        self.supported = supported
+
+    def set_grad_checkpointing(self, enable=True):
+        assert self.supported or not enable, "gradient checkpointing not supported"
+        self.grad_checkpointing = enable
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def seeded(build, *args, **kwargs):
+    torch.manual_seed(0)
+    return build(*args, **kwargs)
+
+
+def step(model, batch, seed=1):
+    """Gradients of one training step, and the state of torch's generator after it."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    output = model(batch)
+    (output if isinstance(output, torch.Tensor) else output[0]).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], torch.get_rng_state()
+
+
+def assert_bitwise(first, second):
+    assert len(first[0]) == len(second[0]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+    assert torch.equal(first[1], second[1])
+
+
+def test_gradients_and_random_state_are_bitwise_those_without():
+    model, batch = seeded(Network), torch.randn(32, 8)
+    plain = step(model, batch)
+    assert enable_checkpointing(model) == [f"blocks.{i}" for i in range(4)]
+    assert_bitwise(step(model, batch), plain)
+    assert_bitwise(step(model, batch), plain)
+
+
+def test_activations_are_not_kept():
+    model, batch = Network(depth=8), torch.randn(64, 8)
+
+    def held_bytes():
+        with SimulatedCard() as card:
+            loss = model(batch).sum()
+            held = card.current_bytes
+            loss.backward()
+        return held
+
+    plain = held_bytes()
+    enable_checkpointing(model)
+    held_bytes()  # the first forward also observes the blocks
+    assert held_bytes() < 0.25 * plain
+    disable_checkpointing(model)
+    assert held_bytes() == plain
+
+
+def test_nothing_a_user_can_see_changes():
+    model = Network(normalise=True)
+    before = (
+        str(model),
+        list(model.state_dict()),
+        [name for name, _ in model.named_modules()],
+        [sorted(vars(module)) for module in model.modules()],
+        [module.__class__.__name__ for module in model.modules()],
+    )
+    assert enable_checkpointing(model)
+    step(model, torch.randn(8, 8))
+    assert all(isinstance(block, Block) for block in model.blocks)
+    assert before == (
+        str(model),
+        list(model.state_dict()),
+        [name for name, _ in model.named_modules()],
+        [sorted(vars(module)) for module in model.modules()],
+        [module.__class__.__name__ for module in model.modules()],
+    )
+
+
+def test_a_saved_model_names_only_the_users_own_classes():
+    model = seeded(Network)
+    enable_checkpointing(model)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    assert b"oomfix" not in pickle.dumps(model.blocks[0]).replace(__name__.encode(), b"")
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=False)
+    assert all(type(block) is Block for block in loaded.blocks)
+    assert_bitwise(step(loaded, torch.ones(4, 8)), step(model, torch.ones(4, 8)))
+
+
+def test_a_deep_copy_trains_its_own_weights_and_is_checkpointed_too():
+    model, batch = seeded(Network, depth=8), torch.randn(64, 8)
+    enable_checkpointing(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    expected = seeded(Network, depth=8)
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.mul_(0.5)
+    assert_bitwise(step(twin, batch), step(expected, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with SimulatedCard() as card:
+        loss = twin(batch).sum()
+        held = card.current_bytes
+        del loss
+        loss = expected(batch).sum()
+        assert held < 0.25 * card.current_bytes
+        del loss
+
+
+def test_a_deep_copy_uses_the_users_own_deepcopy():
+    class Copied(Block):
+        def __deepcopy__(self, memo):
+            twin = Copied()
+            twin.copied = True
+            return twin
+
+    model = Network(block=Copied)
+    enable_checkpointing(model)
+    assert all(block.copied and isinstance(block, Copied) for block in copy.deepcopy(model).blocks)
+
+
+def test_subclass_hooks_of_the_users_class_do_not_fire():
+    registered = []
+
+    class Registered(Block):
+        def __init_subclass__(cls, **kwargs):
+            registered.append(cls)
+
+    enable_checkpointing(Network(block=Registered))
+    assert registered == []
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_statistics_are_updated_once(momentum):
+    model, batch = seeded(Network, normalise=True), torch.randn(32, 8)
+    for block in model.blocks:
+        block.norm.momentum = momentum
+    plain_model = copy.deepcopy(model)
+    enable_checkpointing(model)
+    for seed in range(3):
+        assert_bitwise(step(model, batch, seed), step(plain_model, batch, seed))
+    for (name, buffer), expected in zip(model.named_buffers(), plain_model.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+    assert model.blocks[0].norm.num_batches_tracked == 3
+
+
+def test_keyword_arguments_and_frozen_blocks_pass():
+    class Keyword(Network):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x=x, scale=0.5)
+            return self.head(x)
+
+    model, batch = seeded(Keyword), torch.randn(16, 8)
+    model.stem.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    plain = step(model, batch)
+    enable_checkpointing(model)
+    assert_bitwise(step(model, batch), plain)
+
+
+def test_random_numbers_of_python_and_numpy_are_drawn_again():
+    class StochasticDepth(Block):
+        def forward(self, x, scale=1.0):
+            scale = 0.0 if random.random() < 0.5 else float(np.random.rand())
+            return super().forward(x, scale)
+
+    model, batch = seeded(Network, block=StochasticDepth, depth=6), torch.randn(16, 8)
+
+    def seeded_step():
+        random.seed(3)
+        np.random.seed(3)
+        return *step(model, batch), random.getstate(), np.random.get_state()[1].tolist()
+
+    plain = seeded_step()
+    enable_checkpointing(model)
+    for _ in range(2):
+        checkpointed = seeded_step()
+        assert_bitwise(checkpointed, plain)
+        assert checkpointed[2:] == plain[2:]
+
+
+def test_attributes_change_as_often_as_forward_runs():
+    class Counting(Block):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.norms, self.last = 0, [], None
+
+        def forward(self, x, scale=1.0):
+            self.calls += 1
+            self.norms.append(x.detach().norm().item())
+            self.last = super().forward(x, scale)
+            return self.last
+
+    model = Network(block=Counting)
+    enable_checkpointing(model)
+    for _ in range(3):
+        outputs = []
+        hooks = [
+            block.register_forward_hook(lambda module, args, output, seen=outputs: seen.append(output))
+            for block in model.blocks
+        ]
+        step(model, torch.randn(4, 8))
+        assert all(block.last is output for block, output in zip(model.blocks, outputs, strict=True))
+        for hook in hooks:
+            hook.remove()
+    assert all(block.calls == 3 and len(block.norms) == 3 for block in model.blocks)
+
+
+def writes_input(self, x, scale=1.0):
+    x = x.mul_(1.5)
+    return x + self.second(torch.tanh(self.first(x)))
+
+
+def writes_buffer(self, x, scale=1.0):
+    self.seen.add_(1)
+    return x + self.seen * self.second(torch.tanh(self.first(x)))
+
+
+def replaces_buffer(self, x, scale=1.0):
+    self.seen = self.seen + 1
+    return x + self.seen * self.second(torch.tanh(self.first(x)))
+
+
+def writes_parameter(self, x, scale=1.0):
+    with torch.no_grad():
+        self.teacher.weight.mul_(0.9)
+    return x + self.second(torch.tanh(self.first(x))) + self.teacher(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "what"),
+    [(writes_input, "input"), (writes_buffer, "buffers"), (replaces_buffer, "buffers")],
+)
+def test_a_block_that_writes_what_it_reads_stays_as_it_was_and_says_so(forward, what, caplog):
+    class Writing(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+    Writing.forward = forward
+    model, batch = seeded(Network, block=Writing), torch.randn(16, 8)
+    plain_model = copy.deepcopy(model)
+    enable_checkpointing(model)
+    with caplog.at_level(logging.WARNING, logger="oomfix"):
+        for _ in range(2):
+            assert_bitwise(step(model, batch), step(plain_model, batch))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain_model.buffers(), strict=True))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a Writing is not checkpointed: it writes its {what}"
+    ] * 4
+
+
+def test_a_block_that_writes_its_parameters_is_not_run_twice_in_a_step():
+    class Teaching(Block):
+        def __init__(self):
+            super().__init__()
+            self.teacher = nn.Linear(16, 16).requires_grad_(False)
+
+    Teaching.forward = writes_parameter
+    model, batch = seeded(Network, block=Teaching), torch.randn(16, 8)
+    enable_checkpointing(model)
+    step(model, batch)
+    before = model.blocks[0].teacher.weight.clone()
+    step(model, batch)
+    assert torch.equal(model.blocks[0].teacher.weight, before * 0.9)
+
+
+def test_a_block_with_a_forward_hook_inside_stays_as_it_was():
+    model, features = Network(depth=2), []
+    enable_checkpointing(model)
+    model.blocks[1].first.register_forward_hook(lambda module, args, output: features.append(output))
+    step(model, torch.randn(4, 8))
+    assert len(features) == 1
+
+
+def test_an_error_while_a_block_is_observed_leaves_no_trace():
+    class Failing(Block):
+        fails = True
+
+        def forward(self, x, scale=1.0):
+            self.note = x
+            output = super().forward(x, scale)
+            if self.fails:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return output
+
+    model, batch = seeded(Network, block=Failing, normalise=True), torch.randn(16, 8)
+    enable_checkpointing(model)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    with pytest.raises(torch.OutOfMemoryError):
+        model(batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not hasattr(model.blocks[0], "note")
+    assert model.blocks[0].norm.num_batches_tracked == 0
+    Failing.fails = False
+    assert_bitwise(step(model, batch), step(seeded(Network, block=Failing, normalise=True), batch))
+
+
+def test_same_gradients_tells_a_sound_block_from_one_that_reads_hidden_state():
+    class Hidden(Block):
+        draws = np.random.default_rng(0)
+
+        def forward(self, x, scale=1.0):
+            return super().forward(x, float(self.draws.random()))
+
+    sound, hidden = seeded(Network, normalise=True), seeded(Network, block=Hidden)
+    rows, target = torch.randn(2, 8), torch.tensor([0, 2])
+    buffers, state = [b.clone() for b in sound.buffers()], torch.get_rng_state()
+    for model, same in ((sound, True), (hidden, False)):
+        enable_checkpointing(model)
+
+        def forward(x, y, model=model):
+            output = model(x)
+            return nn.functional.cross_entropy(output, y), output
+
+        assert same_gradients(model, forward, rows, target) is same
+        assert same_gradients(model, forward, x=rows, y=target) is same
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(sound.buffers(), buffers, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_same_gradients_leaves_checkpointing_on():
+    model, batch = Network(depth=8), torch.randn(64, 8)
+    enable_checkpointing(model)
+    assert same_gradients(model, lambda x: model(x).sum(), batch[:2])
+    with SimulatedCard() as card:
+        loss = model(batch).sum()
+        held = card.current_bytes
+        disable_checkpointing(model)
+        plain_loss = model(batch).sum()
+        assert held < 0.25 * (card.current_bytes - held)
+        del loss, plain_loss
+
+
+def test_enabling_twice_or_disabling_without_changes_nothing():
+    model = Network()
+    disable_checkpointing(model)
+    first = enable_checkpointing(model)
+    assert enable_checkpointing(model) == first
+    disable_checkpointing(model)
+    assert all(type(block) is Block for block in model.blocks)
+
+
+@pytest.mark.parametrize("policy", ["off", "if-needed"])
+def test_other_policies_do_nothing_yet(policy):
+    model = Network()
+    assert enable_checkpointing(model, policy) == []
+    assert all(type(block) is Block for block in model.blocks)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(TypeError, match="model: got list, expected a "):
+        enable_checkpointing([])
+    with pytest.raises(ValueError, match="policy: got 'yes', expected 'off', 'if-needed' or 'on'"):
+        enable_checkpointing(Network(), "yes")
+
+
+# Which blocks
+
+
+def stage(depth):
+    return nn.Sequential(*[Block() for _ in range(depth)])
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()), []),
+        (nn.Sequential(Block(), nn.LSTM(16, 16)), []),
+        (nn.Sequential(Block(), nn.ReLU(), Block()), ["0", "2"]),
+        (nn.ModuleDict({"a": stage(2), "b": stage(3)}), ["a.0", "a.1", "b.0", "b.1", "b.2"]),
+        (nn.Sequential(*[stage(4) for _ in range(4)]), [f"{i}.{j}" for i in range(4) for j in range(4)]),
+        (
+            nn.ModuleList([nn.ModuleList([Block(), nn.Sequential(Block(), nn.ReLU())]) for _ in range(2)]),
+            ["0.0", "1.0", "0.1", "1.1"],
+        ),
+        (
+            nn.Transformer(8, 2, 2, 2),
+            [f"{part}.layers.{i}" for part in ("encoder", "decoder") for i in (0, 1)],
+        ),
+    ],
+)
+def test_repeated_blocks_are_chosen(model, expected):
+    assert sorted(enable_checkpointing(model)) == sorted(expected)
+
+
+def test_a_forward_set_on_the_instance_is_left_alone():
+    model = Network(depth=3)
+    model.blocks[0].forward = model.blocks[0].forward
+    assert enable_checkpointing(model) == ["blocks.1", "blocks.2"]
+
+
+# Switches of the libraries
+
+
+def test_timm_models_use_their_own_switch():
+    model = nn.Sequential(TimmModel(), nn.Linear(16, 2))
+    assert enable_checkpointing(model) == ["0"]
+    assert model[0].grad_checkpointing
+    assert all(type(block) is Block for block in model[0].blocks)
+    disable_checkpointing(model)
+    assert not model[0].grad_checkpointing
+
+
+def test_a_switch_that_the_user_threw_stays():
+    model = TimmModel()
+    model.set_grad_checkpointing()
+    assert enable_checkpointing(model) == [""]
+    disable_checkpointing(model)
+    assert model.grad_checkpointing
+
+
+@pytest.mark.parametrize("model", [TimmModel(normalise=True), TimmModel(supported=False)])
+def test_blocks_are_used_where_the_switch_would_count_batches_twice_or_is_none(model):
+    assert enable_checkpointing(model) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert not model.grad_checkpointing
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64
+    )
+    return BertForSequenceClassification(config), {"input_ids": torch.arange(24).view(2, 12)}
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = torch.arange(24).view(2, 12)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=2, n_positions=16)), {
+        "input_ids": tokens,
+        "labels": tokens,
+    }
+
+
+def vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    size = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    model = ViTForImageClassification(ViTConfig(**size, image_size=16, patch_size=4))
+    return model, {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+@pytest.mark.parametrize("build", [bert, gpt2, vit])
+def test_transformers_train_the_same_in_less_memory_and_pickle(build):
+    torch.manual_seed(0)
+    model, batch = build()
+    model.train()
+    use_cache = getattr(model.config, "use_cache", None)
+
+    def step_and_held_bytes():
+        torch.manual_seed(1)
+        model.zero_grad()
+        with SimulatedCard() as card:
+            output = model(**batch)
+            (output[0].square().mean() if output[0].dim() else output[0]).backward(retain_graph=True)
+            held = card.current_bytes
+            del output
+        return [parameter.grad.clone() for parameter in model.parameters()], held
+
+    plain, plain_bytes = step_and_held_bytes()
+    assert enable_checkpointing(model) == [""]
+    assert not getattr(model.config, "use_cache", False)
+    checkpointed, held_bytes = step_and_held_bytes()
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+    assert held_bytes < plain_bytes
+    torch.save(model, io.BytesIO())
+    copy.deepcopy(model)
+    disable_checkpointing(model)
+    assert getattr(model.config, "use_cache", None) == use_cache
+    assert step_and_held_bytes()[1] == plain_bytes
