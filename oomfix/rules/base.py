@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from oomfix.script.edits import Edit
+
 if TYPE_CHECKING:
     from oomfix.script import Place, Script
+
+
+__all__ = ["Edit", "Finding", "Invalid", "Rule", "Severity"]
 
 
 class Severity(str, Enum):
@@ -25,14 +31,6 @@ class Severity(str, Enum):
     def rank(self) -> int:
         """0 for a note, 1 for a warning, 2 for an error."""
         return ("note", "warning", "error").index(self.value)
-
-
-class Edit(NamedTuple):
-    """Replace `text[start:end]` of the decoded source by `replacement`; offsets count characters."""
-
-    start: int
-    end: int
-    replacement: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Invalid(NamedTuple):
     fixed: str | None = None
 
 
-class Rule:
+class Rule(ABC):
     """One thing that wastes GPU memory, or breaks accumulation or mixed precision.
 
     The docstring of the subclass is the page that `oomfix explain` shows: what, why, when it is quiet, the fix.
@@ -89,9 +87,9 @@ class Rule:
     INVALID: ClassVar[list[Invalid]]
     VALID: ClassVar[list[str]]
 
+    @abstractmethod
     def check(self, script: Script) -> Iterator[Finding]:
         """Yield every occurrence in the script."""
-        raise NotImplementedError(f"{type(self).__name__} does not define check()")
 
     def finding(
         self,

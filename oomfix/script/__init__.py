@@ -1,1 +1,269 @@
-"""What a training script is: its loops, forwards, backwards, and which values carry an autograd graph."""
+"""What a training script is: its loops, forwards and backwards, and which values carry an autograd graph.
+
+`Script.read(source)` follows the file once, the way Python would run it: from the first line, into the functions it
+calls with the arguments it calls them with, and then into every function that nothing in the file calls. What is met on
+the way (a forward with gradients off, a loss that is kept) is written down as events; rules are questions about them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from oomfix.script.edits import Edit, remove_statement
+from oomfix.script.evaluation import find_evaluation_forwards
+from oomfix.script.follow import Follower
+from oomfix.script.imports import Imports
+from oomfix.script.loops import TrainingLoop, find_training_loops
+from oomfix.script.names import path_of
+from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, Trace
+
+if TYPE_CHECKING:
+    from oomfix.source import Source
+
+__all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
+
+_CUDA = re.compile(r"cuda|\bgpu|\.to\(|device|accelerat|fabric", re.IGNORECASE)
+_DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
+_STATE_NAME = re.compile(r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory)(_|\d|$)", re.IGNORECASE)
+
+AnyEvent = TypeVar("AnyEvent", bound=Event)
+
+
+class Place(NamedTuple):
+    """A span of the source: 1-based lines and columns in characters, end exclusive."""
+
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+
+@dataclass
+class Script:
+    """A training script, read.
+
+    `target_torch` is the version the script is meant for, as (major, minor); None when nothing says it.
+    """
+
+    source: Source
+    trace: Trace
+    imports: Imports
+    target_torch: tuple[int, int] | None = None
+
+    @classmethod
+    def read(cls, source: Source, target_torch: tuple[int, int] | None = None) -> Script:
+        """Follow a source. Raises RecursionError on absurd nesting."""
+        return cls(source, Follower(source.tree).follow(), Imports(source.tree), target_torch)
+
+    # Places
+
+    def place(self, node: ast.expr | ast.stmt) -> Place:
+        """Where a node stands."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return Place(
+            node.lineno,
+            self._column(node.lineno, node.col_offset),
+            node.end_lineno,
+            self._column(node.end_lineno, node.end_col_offset),
+        )
+
+    def header(self, statement: ast.If) -> Place:
+        """The test of an `if`, with its keyword."""
+        test = self.place(statement.test)
+        return Place(statement.lineno, self._column(statement.lineno, statement.col_offset), test.end_line, test.end_column)
+
+    def _column(self, line: int, utf8_column: int) -> int:
+        return self.source.offset(line, utf8_column) - self.source.line_starts[line - 1] + 1
+
+    # The words that rules are written in
+
+    @cached_property
+    def loops(self) -> list[TrainingLoop]:
+        """Every training loop, by line."""
+        return find_training_loops(self.trace)
+
+    @cached_property
+    def evaluation_forwards(self) -> list[Forward]:
+        """Every forward of an evaluation pass, with gradients on or off, on each way that leads to it."""
+        return find_evaluation_forwards(self.trace, {loop.node for loop in self.loops})
+
+    @property
+    def backwards(self) -> list[Backward]:
+        """Every backward, in program order."""
+        return self.trace.backwards
+
+    @cached_property
+    def may_use_cuda(self) -> bool:
+        """Whether anything in the file speaks of a device other than the CPU."""
+        return bool(_CUDA.search(self.source.text))
+
+    @cached_property
+    def uses_apex(self) -> bool:
+        """Whether NVIDIA's apex does the mixed precision."""
+        return any(True for _ in self.imports.calls("apex.amp.initialize", "apex.amp.scale_loss"))
+
+    @cached_property
+    def uses_gradient_scaler(self) -> bool:
+        """Whether gradients are scaled anywhere in the file, by whatever object."""
+        return any(event.scaled for event in self.trace.backwards) or "scaler" in self.source.text.lower()
+
+    def distinct(self, events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:
+        """The first event at each node: what happens on several ways is one occurrence."""
+        seen: set[ast.expr] = set()
+        for event in events:
+            if event.node not in seen:
+                seen.add(event.node)
+                yield event
+
+    def calls_to(self, name: str) -> list[Event]:
+        """Every call of a function that is followed by name (see `Calls.note_call`)."""
+        return self.trace.calls.get(name, [])
+
+    def calls_of_method(self, name: str) -> Iterator[ast.Call]:
+        """Every call of a method of this name, whatever the object."""
+        for node in self.imports.nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+                yield node
+
+    def gradients_zeroed_by_hand(self) -> Iterator[ast.Call]:
+        """`p.grad.zero_()` on each of several parameters, in a loop."""
+        for loop in self.imports.nodes:
+            if not isinstance(loop, ast.For):
+                continue
+            for target in ast.walk(loop.target):
+                if isinstance(target, ast.Name):
+                    yield from self._zeroed_gradients_of(target.id, loop)
+
+    def _zeroed_gradients_of(self, parameter: str, loop: ast.For) -> Iterator[ast.Call]:
+        paths = (f"{parameter}.grad.zero_", f"{parameter}.grad.data.zero_")
+        for statement in loop.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and path_of(node.func) in paths:
+                    yield node
+
+    def kept_graphs(self) -> Iterator[Keep]:
+        """Everything that is kept with its graph beyond an iteration and never backpropagated."""
+        seen: set[ast.expr] = set()
+        for number, keep in self.trace.keeps.items():
+            if not keep.certain or keep.node in seen or number in self.trace.backpropagated:
+                continue
+            if self._grows_by_iteration(keep):
+                seen.add(keep.node)
+                yield keep
+
+    def _grows_by_iteration(self, keep: Keep) -> bool:
+        """Each round of the outermost loop that the target outlives makes a graph of its own."""
+        forwards = list(self.trace.forwards_of(keep.origins))
+        return not forwards or any(keep.crossed[0] in forward.site.loops for forward in forwards)
+
+    def carried_states(self) -> Iterator[tuple[ast.stmt, str]]:
+        """Assignments whose value goes, graph and all, into a forward of the next iteration, with the name carried."""
+        retaining = {event.site.loop for event in self.trace.backwards if event.retains}
+        for statement, loop in self.trace.carries.values():
+            if not isinstance(statement, ast.Assign):
+                continue
+            names = [path_of(name) or "" for target in statement.targets for name in _flat(target)]
+            states = [name for name in names if _STATE_NAME.search(name.rsplit(".", 1)[-1])]
+            if states or loop in retaining:
+                yield statement, (states or names)[-1]
+
+    def is_needed_later(self, backward: Backward) -> bool:
+        """Whether a later backward (or an unseen one) may go through the graph of this one again."""
+        if backward.carried or not backward.made_here:
+            return True
+        forwards = list(self.trace.forwards_of(backward.origins))
+        loop = backward.site.loop
+        if loop is not None and forwards and all(loop not in forward.site.loops for forward in forwards):
+            return True
+        for other in self.trace.backwards:
+            if other is backward or other.order <= backward.order:
+                continue
+            same_function = other.site.function is backward.site.function
+            if other.node is backward.node and other.site.way == backward.site.way:
+                continue
+            if other.origins & backward.origins:
+                return True
+            if same_function and other.node is not backward.node and not (other.origins and backward.origins):
+                return True
+        return False
+
+    def has_autocast_alternative(self, forward: Forward) -> bool:
+        """The other branch of a flag runs the forward under autocast: this one is the fp32 choice."""
+        sides = {id(guard.statement): guard.value for guard in forward.site.guards}
+        for other in self.trace.forwards.values():
+            if other.site.autocast is not None:
+                for guard in other.site.guards:
+                    if sides.get(id(guard.statement), guard.value) is not guard.value:
+                        return True
+        return False
+
+    def is_in_batch_loop(self, event: Event) -> bool:
+        """Whether an event is in a loop over batches: one that trains, or that runs a forward each time."""
+        loop = event.site.loop
+        if loop is None:
+            return False
+        return any(loop is training.node for training in self.loops) or any(
+            forward.site.loop is loop for forward in self.trace.forwards.values()
+        )
+
+    def runs_every_iteration(self, event: Event) -> bool:
+        """Whether nothing but a check for the device stands between the loop and the event."""
+        return not event.site.handling_exception and all(
+            guard.value and _DEVICE_CHECK.search(ast.unparse(guard.test)) for guard in event.site.guards
+        )
+
+    def trains_in(self, node: ast.stmt) -> bool:
+        """Whether a backward runs in a statement, or in what it calls in this file."""
+        first, last = node.lineno, node.end_lineno or node.lineno
+        inside = any(first <= event.node.lineno <= last for event in self.trace.backwards)
+        return inside or any(event.site.loop is node for event in self.trace.backwards)
+
+    def removal_of(self, call: ast.expr) -> tuple[Edit, ...]:
+        """The edit that takes a call out which is a statement of its own; empty for any other."""
+        for node in self.imports.nodes:
+            for block in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None)):
+                if not isinstance(block, list):
+                    continue
+                for statement in block:
+                    if isinstance(statement, ast.Expr) and statement.value is call:
+                        return remove_statement(self.source, statement, block)
+        return ()
+
+    def deprecated_amp(self) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
+        for statement in self.imports.statements:
+            names = [alias.name for alias in statement.names]
+            module = getattr(statement, "module", None) or ""
+            if isinstance(statement, ast.ImportFrom):
+                hit = module.startswith(("torch.cuda.amp", "torch.cpu.amp")) or (
+                    module in ("torch.cuda", "torch.cpu") and "amp" in names
+                )
+            else:
+                hit = any(name.startswith(("torch.cuda.amp", "torch.cpu.amp")) for name in names)
+            if hit:
+                yield statement, "torch.cuda.amp", "torch.amp"
+        for node in self.imports.nodes:
+            if isinstance(node, ast.Call):
+                for name in self.imports.qualified(node.func):
+                    if re.match(r"torch\.(cuda|cpu)\.amp\.(\w+\.)?(autocast|GradScaler|custom_fwd|custom_bwd)$", name):
+                        yield node, name, name
+            for decorator in getattr(node, "decorator_list", ()):
+                if not isinstance(decorator, ast.Call):
+                    for name in self.imports.qualified(decorator):
+                        if re.match(r"torch\.(cuda|cpu)\.amp\.(\w+\.)?(autocast|custom_fwd|custom_bwd)$", name):
+                            yield decorator, name, name
+
+
+def _flat(target: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        for element in target.elts:
+            yield from _flat(element)
+    else:
+        yield target
+
+
+__all__ += ["Loop"]

@@ -1,0 +1,90 @@
+"""OOM302 accumulation-tail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+from oomfix.script.loops import fires_on_last_batch, is_counted_per_epoch
+
+
+class AccumulationTail(Rule):
+    """The last incomplete accumulation window of an epoch is never stepped.
+
+    Why: with 103 batches and a step every 4, the gradients of the last 3 are either thrown away by the next `zero_grad`,
+    so that these samples never train the model, or leak into the first step of the next epoch.
+
+    Quiet when: the condition also fires on the last batch, a step follows the loop, or the window is counted across
+    epochs by a counter that is not reset.
+
+    Fix: `oomfix.runtime` steps the tail with the right weight; by hand, `or (i + 1) == len(loader)`.
+    """
+
+    code = "OOM302"
+    name = "accumulation-tail"
+    severity = Severity.ERROR
+    needs = (b"backward",)
+    fixed_by_runtime = True
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        for loop in script.loops:
+            window = loop.window
+            if window is None or window.decision is None or loop.framework is not None:
+                continue
+            if not loop.later_steps and is_counted_per_epoch(loop) and not fires_on_last_batch(window.decision.test):
+                yield self.finding(
+                    script.header(window.decision),
+                    f"the last window of fewer than `{window.size}` batches is never stepped",
+                )
+
+    INVALID = [
+        Invalid(
+            """
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y) / 4
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            (5,),
+        ),
+        Invalid(
+            """
+for i, (x, y) in enumerate(loader):
+    (criterion(model(x), y) / 4).backward()
+    if (i + 1) % 4 != 0:
+        continue
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+            (4,),
+        ),
+    ]
+    VALID = [
+        """
+for i, (x, y) in enumerate(loader):
+    (criterion(model(x), y) / 4).backward()
+    if (i + 1) % 4 == 0 or (i + 1) == len(loader):
+        optimizer.step()
+""",
+        """
+for i, (x, y) in enumerate(loader):
+    (criterion(model(x), y) / 4).backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+optimizer.step()
+""",
+        """
+step = 0
+for epoch in range(epochs):
+    for x, y in loader:
+        (criterion(model(x), y) / 4).backward()
+        step += 1
+        if step % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+    ]

@@ -1,0 +1,75 @@
+"""OOM303 clip-before-unscale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+
+
+class ClipBeforeUnscale(Rule):
+    """Gradients are clipped while they are still multiplied by the loss scale.
+
+    Why: a GradScaler multiplies the loss by up to 65536 and more, and the gradients with it. Clipping them to a norm of
+    1.0 then divides nearly every true gradient by the scale: the steps become tiny, and change whenever the scale does.
+
+    Quiet when: `scaler.unscale_(optimizer)` ran after the backward, or the loss was not scaled on this way.
+
+    Fix: `scaler.unscale_(optimizer)` on the line before. `memory.step` does it in the right order.
+    """
+
+    code = "OOM303"
+    name = "clip-before-unscale"
+    severity = Severity.ERROR
+    needs = (b"clip_grad",)
+    fixed_by_runtime = True
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        scaled = [clip for clip in script.trace.clips if "scaled" in clip.gradients]
+        for clip in script.distinct(scaled):
+            yield self.finding(
+                script.place(clip.node),
+                "clips gradients that are still multiplied by the loss scale: call `scaler.unscale_(optimizer)` before",
+            )
+
+    INVALID = [
+        Invalid(
+            """
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    with torch.autocast("cuda"):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            (8,),
+        ),
+    ]
+    VALID = [
+        """
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    with torch.autocast("cuda"):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        """
+import torch
+for x, y in loader:
+    if args.amp:
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+    else:
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+""",
+    ]

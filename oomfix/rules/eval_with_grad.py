@@ -1,0 +1,165 @@
+"""OOM201 eval-with-grad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+from oomfix.script.evaluation import no_grad_edits
+from oomfix.script.values import Graph
+
+
+class EvalWithGrad(Rule):
+    """A model runs with gradients on where nothing is backpropagated.
+
+    What: a forward in a validation, test or inference pass outside `torch.no_grad()` and `torch.inference_mode()`.
+
+    Why: autograd saves the activations of every layer for a backward that never comes. `model.eval()` does not change
+    that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well.
+
+    Quiet when: gradients are off by context, decorator or `set_grad_enabled(False)`, here or in every caller in the
+    file; a backward goes through the forward; a framework (Lightning, Trainer) runs the pass.
+
+    Fix: `@torch.no_grad()` on the function, or `with torch.no_grad():` around the pass.
+    """
+
+    code = "OOM201"
+    name = "eval-with-grad"
+    severity = Severity.WARNING
+    needs = (b"torch",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        recorded = [forward for forward in script.evaluation_forwards if forward.site.grad is Graph.YES]
+        for forward in script.distinct(recorded):
+            yield self.finding(
+                script.place(forward.node),
+                "evaluation with gradients on: every activation is saved for a backward that never comes",
+                edits=no_grad_edits(script, forward),
+            )
+
+    INVALID = [
+        Invalid(
+            """
+import torch
+
+def validate(model, loader, criterion):
+    model.eval()
+    total = 0.0
+    for x, y in loader:
+        out = model(x)
+        total += criterion(out, y).item()
+    return total / len(loader)
+""",
+            (8,),
+            """
+import torch
+
+@torch.no_grad()
+def validate(model, loader, criterion):
+    model.eval()
+    total = 0.0
+    for x, y in loader:
+        out = model(x)
+        total += criterion(out, y).item()
+    return total / len(loader)
+""",
+        ),
+        Invalid(
+            """
+import torch
+
+def run(model, loader, optimizer, train):
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        if train:
+            loss.backward()
+            optimizer.step()
+
+run(model, train_loader, optimizer, train=True)
+run(model, val_loader, None, train=False)
+""",
+            (6,),
+        ),
+        Invalid(
+            """
+import torch
+
+for epoch in range(10):
+    model.train()
+    for x, y in train_loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    model.eval()
+    for x, y in val_loader:
+        print(criterion(model(x), y).item())
+""",
+            (12,),
+            """
+import torch
+
+for epoch in range(10):
+    model.train()
+    for x, y in train_loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for x, y in val_loader:
+            print(criterion(model(x), y).item())
+""",
+        ),
+    ]
+    VALID = [
+        """
+import torch
+
+def validate(model, loader):
+    model.eval()
+    with torch.no_grad():
+        for x, y in loader:
+            print(model(x).argmax(1).eq(y).sum())
+""",
+        """
+import torch
+
+def validate(model, loader):
+    for x, y in loader:
+        print(model(x).argmax(1).eq(y).sum())
+
+def main():
+    with torch.inference_mode():
+        validate(model, loader)
+""",
+        """
+import torch
+
+for phase in ["train", "val"]:
+    for x, y in loaders[phase]:
+        with torch.set_grad_enabled(phase == "train"):
+            out = model(x)
+            loss = criterion(out, y)
+            if phase == "train":
+                loss.backward()
+                optimizer.step()
+""",
+        """
+import torch
+
+guard = torch.no_grad() if evaluating else contextlib.nullcontext()
+with guard:
+    for x, y in loader:
+        out = model(x)
+""",
+        """
+import torch
+
+for x, y in loader:
+    losses = []
+    for part, target in zip(x, y):
+        losses.append(criterion(model(part), target))
+    sum(losses).backward()
+""",
+    ]

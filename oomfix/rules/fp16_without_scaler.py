@@ -1,0 +1,70 @@
+"""OOM304 fp16-without-scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+
+
+class Fp16WithoutScaler(Rule):
+    """Training under fp16 autocast without a gradient scaler.
+
+    Why: fp16 has no numbers between 0 and 6e-8. Gradients below that become zero without a word, layer by layer, and the
+    model trains worse or not at all. Loss scaling keeps them in range; bf16, which has the range of fp32, needs none.
+
+    Quiet when: a gradient scaler is used anywhere in the file, the dtype is bfloat16 or decided elsewhere, or a framework
+    does the backward. `autocast("cuda")` without a dtype means fp16.
+
+    Fix: `oomfix.runtime`, which scales where the card has no bf16; by hand, `torch.amp.GradScaler("cuda")`.
+    """
+
+    code = "OOM304"
+    name = "fp16-without-scaler"
+    severity = Severity.ERROR
+    needs = (b"autocast",)
+    fixed_by_runtime = True
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        if script.uses_gradient_scaler or script.uses_apex:
+            return
+        for loop in script.loops:
+            half = [forward for forward in loop.forwards if forward.site.autocast == "float16"]
+            if loop.framework is None and half:
+                yield self.finding(
+                    script.place(half[0].node),
+                    "training under float16 autocast without a gradient scaler: small gradients become zero",
+                )
+
+    INVALID = [
+        Invalid(
+            """
+import torch
+for x, y in loader:
+    with torch.autocast("cuda"):
+        loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+""",
+            (5,),
+        ),
+    ]
+    VALID = [
+        """
+import torch
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+""",
+        """
+import torch
+for x, y in loader:
+    with torch.autocast("cpu"):
+        loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+""",
+    ]

@@ -1,0 +1,82 @@
+"""OOM205 load-on-gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+from oomfix.script.edits import add_keyword
+
+
+class LoadOnGpu(Rule):
+    """`torch.load` without `map_location` puts a checkpoint back on the GPU it came from.
+
+    Why: a checkpoint saved from a GPU holds CUDA tensors, and loading it allocates all of them on that GPU, beside the
+    model and the optimizer that are already there: weights, and twice that again for Adam's state. They stay as long as
+    any name leads to the checkpoint. Under several processes every rank does so on GPU 0.
+
+    Quiet when: `map_location` is given, by name or as the second argument.
+
+    Fix: `torch.load(path, map_location="cpu")`; `load_state_dict` copies to wherever the parameters are.
+    """
+
+    code = "OOM205"
+    name = "load-on-gpu"
+    severity = Severity.WARNING
+    needs = (b"load",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        for call in script.imports.calls("torch.load", "torch.serialization.load"):
+            if len(call.args) > 1 or any(keyword.arg in ("map_location", None) for keyword in call.keywords):
+                continue
+            if any(argument.__class__.__name__ == "Starred" for argument in call.args):
+                continue
+            yield self.finding(
+                script.place(call),
+                "`torch.load` without `map_location` loads the checkpoint onto the GPU it was saved from",
+                edits=add_keyword(script.source, call, 'map_location="cpu"'),
+            )
+
+    INVALID = [
+        Invalid(
+            """
+import torch
+model.load_state_dict(torch.load("best.pt"))
+""",
+            (3,),
+            """
+import torch
+model.load_state_dict(torch.load("best.pt", map_location="cpu"))
+""",
+        ),
+        Invalid(
+            """
+from torch import load as read
+state = read(
+    path,
+    weights_only=True,
+)
+""",
+            (3,),
+            """
+from torch import load as read
+state = read(
+    path,
+    weights_only=True, map_location="cpu",
+)
+""",
+        ),
+    ]
+    VALID = [
+        """
+import torch
+torch.load(path, map_location=device)
+torch.load(path, "cpu")
+torch.load(path, **options)
+""",
+        """
+import json
+json.load(open(path))
+""",
+    ]

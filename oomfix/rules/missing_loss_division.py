@@ -1,0 +1,84 @@
+"""OOM301 missing-loss-division."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+
+
+class MissingLossDivision(Rule):
+    """Gradients are accumulated over k iterations and the loss is not divided by k.
+
+    Why: k backwards of a mean loss add up to k times the gradient of the mean over all samples. The step is k times too
+    long for the learning rate that was meant (Adam hides it, weight decay and clipping do not), and changing k to fit a
+    card changes the training.
+
+    Quiet when: the loss is divided by anything on its way to the backward, or a framework scales it.
+
+    Fix: `oomfix.runtime` weights each part by its share of the samples, which is exact for ragged windows too; by hand,
+    `(loss / k).backward()`. Mending it makes gradients k times smaller: a learning rate tuned to the error has to grow.
+    """
+
+    code = "OOM301"
+    name = "missing-loss-division"
+    severity = Severity.ERROR
+    needs = (b"backward",)
+    fixed_by_runtime = True
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        for loop in script.loops:
+            if loop.window is None or loop.framework is not None:
+                continue
+            divided = {backward.node for backward in loop.backwards if backward.divided}
+            for backward in script.distinct(loop.accumulated_backwards):
+                if backward.node not in divided:
+                    yield self.finding(
+                        script.place(backward.node),
+                        f"gradients add up over `{loop.window.size}` backwards and the loss is not divided by it",
+                    )
+
+    INVALID = [
+        Invalid(
+            """
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y)
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            (4,),
+        ),
+    ]
+    VALID = [
+        """
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y) / steps
+    loss.backward()
+    if (i + 1) % steps == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        """
+for i, (x, y) in enumerate(loader):
+    d_loss = criterion(D(x), y)
+    d_loss.backward()
+    d_optimizer.step()
+    if i % n_critic == 0:
+        g_loss = -D(G(z)).mean()
+        g_loss.backward()
+        g_optimizer.step()
+""",
+        """
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y)
+    if args.accumulation > 1:
+        loss = loss / args.accumulation
+    scaler.scale(loss).backward()
+    if (i + 1) % args.accumulation == 0:
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ]

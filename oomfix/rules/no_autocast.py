@@ -1,0 +1,99 @@
+"""OOM202 no-autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+
+
+class NoAutocast(Rule):
+    """A training forward runs in full precision.
+
+    Why: under autocast, matrix products and convolutions run in 16 bits and most activations are saved in 16 bits: about
+    half the activation memory, and the tensor cores are used. Weights, gradients and optimizer state stay in fp32.
+
+    Quiet when: autocast is around the forward, also by a flag or on the other branch of one; a framework (Accelerate,
+    Fabric, DeepSpeed, apex) decides the precision; nothing in the file speaks of a GPU; the forward is handed to
+    `memory.forward_backward`, which brings autocast along.
+
+    Fix: `oomfix.runtime`, which takes bf16 where the card has it and fp16 with a gradient scaler where not.
+    """
+
+    code = "OOM202"
+    name = "no-autocast"
+    severity = Severity.WARNING
+    needs = (b"backward",)
+    fixed_by_runtime = True
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        if not script.may_use_cuda or script.uses_apex:
+            return
+        bare = [
+            forward
+            for loop in script.loops
+            if loop.framework is None
+            for forward in loop.forwards
+            if forward.site.autocast is None and not script.has_autocast_alternative(forward)
+        ]
+        for forward in script.distinct(bare):
+            yield self.finding(
+                script.place(forward.node),
+                "training forward in full precision: no autocast around it",
+            )
+
+    INVALID = [
+        Invalid(
+            """
+model = Net().cuda()
+for x, y in loader:
+    out = model(x.cuda())
+    loss = criterion(out, y.cuda())
+    loss.backward()
+    optimizer.step()
+""",
+            (4,),
+        ),
+    ]
+    VALID = [
+        """
+for x, y in loader:
+    with torch.autocast("cuda"):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        """
+ctx = torch.autocast("cuda", dtype=torch.bfloat16) if args.amp else contextlib.nullcontext()
+for x, y in loader:
+    with ctx:
+        loss = criterion(model(x), y)
+    loss.backward()
+""",
+        """
+for x, y in loader:
+    if args.amp:
+        with torch.cuda.amp.autocast():
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+    else:
+        loss = criterion(model(x), y)
+        loss.backward()
+""",
+        """
+from accelerate import Accelerator
+accelerator = Accelerator()
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    loss = criterion(model(x), y)
+    accelerator.backward(loss)
+""",
+        """
+model = Net()
+for x, y in loader:
+    loss = criterion(model(x), y)
+    loss.backward()
+""",
+    ]

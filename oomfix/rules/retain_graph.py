@@ -1,0 +1,81 @@
+"""OOM103 retain-graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+from oomfix.script.edits import remove_keyword
+
+
+class RetainGraph(Rule):
+    """`backward(retain_graph=True)` although no later backward needs the graph.
+
+    Why: a backward frees each activation as soon as it is used; with `retain_graph=True` all of them stay until the last
+    name that leads to the loss is gone, usually through the whole next forward. The peak is then two iterations high.
+
+    Quiet when: another backward, or `torch.autograd.grad`, goes through the same forward afterwards; the graph is carried
+    into the next iteration; the flag is not literally `True`; what is differentiated was made out of sight.
+
+    Fix: drop the argument.
+    """
+
+    code = "OOM103"
+    name = "retain-graph"
+    severity = Severity.WARNING
+    needs = (b"retain_graph",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        needed = {backward.node for backward in script.backwards if script.is_needed_later(backward)}
+        for backward in script.distinct(script.backwards):
+            if backward.retains and backward.node not in needed:
+                yield self.finding(
+                    script.place(backward.node),
+                    "`retain_graph=True` keeps all activations, and no later backward needs them",
+                    edits=remove_keyword(script.source, backward.node, "retain_graph"),
+                )
+
+    INVALID = [
+        Invalid(
+            """
+for x, y in loader:
+    loss = criterion(model(x), y)
+    optimizer.zero_grad()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+""",
+            (5,),
+            """
+for x, y in loader:
+    loss = criterion(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+        ),
+    ]
+    VALID = [
+        """
+for x, y in loader:
+    out = model(x)
+    first, second = criterion(out, y), penalty(out)
+    first.backward(retain_graph=True)
+    second.backward()
+    optimizer.step()
+""",
+        """
+for x, y in loader:
+    out = model(x)
+    loss = criterion(out, y)
+    loss.backward(retain_graph=True)
+    gradient = torch.autograd.grad(out.sum(), x)
+""",
+        """
+hidden = None
+for x, y in loader:
+    out, hidden = model(x, hidden)
+    criterion(out, y).backward(retain_graph=True)
+    optimizer.step()
+""",
+    ]

@@ -1,0 +1,162 @@
+"""OOM102 tensor-retention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.script import Script
+from oomfix.script.edits import call_method
+
+
+class TensorRetention(Rule):
+    """A tensor with its autograd graph is put into something that outlives the iteration.
+
+    What: `losses.append(loss)`, `outputs[i] = out`, `meter.update(loss)` where the meter's class is in the file and
+    keeps what it is given.
+
+    Why: each kept tensor holds the graph it came from. Without a backward through it, that is every activation of the
+    iteration, so memory grows by a whole forward per batch; after one, only graph nodes stay (a warning).
+
+    Quiet when: what is kept is detached, a number or made without gradients; the list is stacked and backpropagated
+    later (episodes, time steps); the meter is out of sight.
+
+    Fix: `losses.append(loss.detach())`; for predictions that are only needed on the host, `out.detach().cpu()`.
+    """
+
+    code = "OOM102"
+    name = "tensor-retention"
+    severity = Severity.ERROR
+    needs = (b"append", b"extend", b"update", b"backward")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        for keep in script.kept_graphs():
+            if keep.manner == "add":
+                continue
+            value = script.source.segment(keep.value)
+            growth = (
+                "with the graph nodes of every iteration (its backward has run, so no activations)"
+                if keep.spent
+                else "with every iteration's graph and activations"
+            )
+            meter = keep.manner == "meter"
+            yield self.finding(
+                script.place(keep.node),
+                f"`{script.source.segment(keep.node)}` keeps the tensor {growth}" if meter
+                else f"`{value}` is kept in `{keep.target}` {growth}",
+                severity=Severity.WARNING if keep.spent else Severity.ERROR,
+                edits=() if meter else call_method(script.source, keep.value, "detach"),
+            )
+
+    INVALID = [
+        Invalid(
+            """
+losses = []
+for x, y in loader:
+    loss = criterion(model(x), y)
+    losses.append(loss)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(sum(losses))
+""",
+            (5,),
+            """
+losses = []
+for x, y in loader:
+    loss = criterion(model(x), y)
+    losses.append(loss.detach())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(sum(losses))
+""",
+        ),
+        Invalid(
+            """
+class Meter:
+    def __init__(self):
+        self.sum = 0
+        self.count = 0
+
+    def update(self, value, n=1):
+        self.sum += value * n
+        self.count += n
+
+meter = Meter()
+for x, y in loader:
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    meter.update(loss, len(x))
+""",
+            (16,),
+        ),
+        Invalid(
+            """
+def predict(model, loader):
+    model.eval()
+    outputs = []
+    for x in loader:
+        outputs.append(model(x))
+    return outputs
+""",
+            (6,),
+            """
+def predict(model, loader):
+    model.eval()
+    outputs = []
+    for x in loader:
+        outputs.append(model(x).detach())
+    return outputs
+""",
+        ),
+    ]
+    VALID = [
+        """
+losses = []
+for x, y in loader:
+    loss = criterion(model(x), y)
+    loss.backward()
+    losses.append(loss.item())
+""",
+        """
+losses = []
+for x, y in loader:
+    losses.append(criterion(model(x), y))
+torch.stack(losses).mean().backward()
+""",
+        """
+for x, y in loader:
+    outputs = []
+    for part in x.chunk(4):
+        outputs.append(model(part))
+    criterion(torch.cat(outputs), y).backward()
+""",
+        """
+class Meter:
+    def update(self, value, n=1):
+        self.sum += value * n
+
+meter = Meter()
+for x, y in loader:
+    loss = criterion(model(x), y)
+    loss.backward()
+    meter.update(loss.item(), len(x))
+""",
+        """
+@torch.no_grad()
+def predict(model, loader):
+    outputs = []
+    for x in loader:
+        outputs.append(model(x))
+    return outputs
+""",
+        """
+for x, y in loader:
+    out = model(x)
+    criterion(out, y).backward()
+    predictions.append(out.argmax(dim=1))
+    probabilities.extend(out.detach().cpu().numpy())
+""",
+    ]

@@ -1,0 +1,87 @@
+"""What a context manager or decorator does to the code under it: gradients off, autocast on."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.script.trace import Autocast
+from oomfix.script.values import MISSING, Graph, Kind, Value
+
+NULL = Value(Kind.CONTEXT, ref=frozenset({"null"}))
+
+_GRAD_OFF = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad",
+             "torch.autograd.inference_mode")
+_AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "torch.cuda.amp.autocast",
+             "torch.cuda.amp.autocast_mode.autocast", "torch.cpu.amp.autocast")
+
+
+def context_of_call(qualified: str, positional: list[Value], keywords: dict[str, Value]) -> Value | None:
+    """The context a call of an imported name makes; None when it makes none that matters here."""
+    if qualified in _GRAD_OFF:
+        mode = positional[0].constant if positional else keywords.get("mode", Value()).constant
+        return _context("grad" if mode is False else "no_grad")
+    if qualified in ("torch.enable_grad", "torch.autograd.enable_grad"):
+        return _context("grad")
+    if qualified in ("torch.set_grad_enabled", "torch.autograd.set_grad_enabled"):
+        mode = positional[0].constant if positional else keywords.get("mode", Value()).constant
+        if mode is MISSING:
+            return _context("grad", "no_grad")
+        return _context("grad" if mode else "no_grad")
+    if qualified in _AUTOCAST:
+        return _autocast(qualified, positional, keywords)
+    if qualified in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
+        return NULL
+    if qualified == "apex.amp.scale_loss":
+        return Value(Kind.CONTEXT, ref=frozenset({"apex"}), items=tuple(positional[:1]))
+    return None
+
+
+def _context(*effects: str) -> Value:
+    return Value(Kind.CONTEXT, ref=frozenset(effects))
+
+
+def _autocast(qualified: str, positional: list[Value], keywords: dict[str, Value]) -> Value:
+    old = qualified.startswith(("torch.cuda", "torch.cpu"))
+    device = "cuda" if old else (positional[0] if positional else keywords.get("device_type", Value())).constant
+    slots = ["enabled", "dtype"] if old else ["device_type", "dtype", "enabled"]
+    given = dict(zip(slots, positional, strict=False)) | keywords
+    if given.get("enabled", Value()).constant is False:
+        return _context("autocast:off")
+    dtype = given.get("dtype")
+    if dtype is None or dtype.constant is None:
+        name = "bfloat16" if device == "cpu" or qualified.startswith("torch.cpu") else "float16"
+    else:
+        reference = dtype.ref if dtype.kind is Kind.EXTERNAL else None
+        name = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}.get(
+            reference or "", "unknown"
+        )
+    return _context(f"autocast:{name}")
+
+
+def grad_under(effects: frozenset[str], grad: Graph) -> Graph:
+    """Whether gradients are recorded under a context."""
+    if "no_grad" in effects:
+        return Graph.NO if len(effects - {"apex"}) == 1 else min(grad, Graph.MAYBE)
+    return Graph.YES if effects == {"grad"} else grad
+
+
+def autocast_under(effects: frozenset[str], autocast: Autocast | None) -> Autocast | None:
+    """The dtype of autocast under a context; a context that is autocast on one side of a flag counts as autocast."""
+    for effect in sorted(effects):
+        if effect.startswith("autocast:"):
+            name = effect.partition(":")[2]
+            if name == "off":
+                return None
+            if len(effects) > 1 and name == "float16":
+                return "float16"
+            return name  # type: ignore[return-value]
+    return autocast
+
+
+def is_literal_loop(node: ast.expr) -> list[Value] | None:
+    """The values of `for phase in ["train", "val"]`: two to four literals; None for any other iterable."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set) and 2 <= len(node.elts) <= 4:
+        elements = [element for element in node.elts if isinstance(element, ast.Constant)]
+        if len(elements) == len(node.elts):
+            return [Value(Kind.NUMBER, constant=element.value) for element in elements]
+    return None

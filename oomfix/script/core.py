@@ -1,0 +1,212 @@
+"""The ground of following a script: frames, names, and where an event happens."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Hashable
+
+from oomfix.script.definitions import Instance
+from oomfix.script.hints import Hints
+from oomfix.script.names import path_of
+from oomfix.script.state import Binding, Frame, State
+from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, Site, Trace
+from oomfix.script.values import NO_ORIGINS, NUMBER, UNKNOWN, Graph, Kind, Value, flatten
+
+
+class Core:
+    """Names and events of the frame that is being followed."""
+
+    def __init__(self, module_frame: Frame, trace: Trace, hints: Hints) -> None:
+        self.module_frame = module_frame
+        self.frame = module_frame
+        self.trace = trace
+        self.hints = hints
+        self.scopes: list[Loop | Guard] = []
+        self.loops: tuple[Loop, ...] = ()
+        self.way: tuple[Hashable, ...] = ()
+        self.autocast: Autocast | None = None
+        self.apex = False
+        self.handling_exception = False
+        self.statement: ast.stmt | None = None
+
+    @property
+    def state(self) -> State:
+        """The state at this point."""
+        assert self.frame.state is not None
+        return self.frame.state
+
+    def evaluate(self, node: ast.expr) -> Value:
+        raise NotImplementedError
+
+    # Names
+
+    def holder(self, root: str) -> Frame | None:
+        """The frame in which a name is bound, seen from here."""
+        frame: Frame | None = self.frame
+        if root in self.frame.globals:
+            frame = self.module_frame
+        while frame is not None:
+            if frame.state is not None and root in frame.state.names:
+                return frame
+            frame = frame.closure
+        return None
+
+    def lookup(self, path: str) -> Binding | None:
+        """What a path is bound to, seen from here."""
+        state = self.frame.state
+        assert state is not None
+        binding = state.names.get(path)
+        if binding is not None:
+            return binding
+        root = path.split(".", 1)[0].split("[", 1)[0]
+        holder = self.holder(root)
+        if holder is None or holder.state is None:
+            return None
+        return holder.state.names.get(path)
+
+    def binding_of(self, node: ast.expr) -> Binding | None:
+        """What a target (a name, an attribute, an entry) is bound to."""
+        if isinstance(node, ast.Attribute):
+            instance = self.instance_of(self.evaluate(node.value))
+            if instance is not None:
+                return self.state.attributes.get((instance.number, node.attr))
+        path = path_of(node)
+        return None if path is None else self.lookup(path)
+
+    def instance_of(self, value: Value) -> Instance | None:
+        """The object behind a value, when its class is in the file."""
+        return value.ref if isinstance(value.ref, Instance) else None
+
+    def bind(self, path: str, value: Value, loops: tuple[Loop, ...], statement: ast.stmt | None) -> None:
+        """Bind a path in the frame its root belongs to."""
+        root = path.split(".", 1)[0].split("[", 1)[0]
+        frame: Frame | None = self.frame
+        if root in self.frame.globals:
+            frame = self.module_frame
+        elif root in self.frame.outer or root != path:
+            frame = self.holder(root) or self.frame
+        if frame is None or frame.state is None:
+            return
+        frame.state.names.bind(path, Binding(value, loops, statement))
+
+    def assign(
+        self, target: ast.expr, value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...] | None = None
+    ) -> None:
+        """Bind what a target names to a value."""
+        loops = self.loops if loops is None else loops
+        if isinstance(target, ast.Tuple | ast.List):
+            self._unpack(target.elts, value, statement, loops)
+        elif isinstance(target, ast.Starred):
+            content = flatten(value)
+            self.assign(target.value, Value(Kind.CONTAINER, content.graph, content.origins), statement, loops)
+        else:
+            self._assign_path(target, value, statement, loops)
+
+    def _assign_path(
+        self, target: ast.expr, value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]
+    ) -> None:
+        path = path_of(target)
+        value = self._as_backpropagated(path, value)
+        if isinstance(target, ast.Attribute):
+            instance = self.instance_of(self.evaluate(target.value))
+            if instance is not None:
+                self.state.attributes[instance.number, target.attr] = Binding(value, loops, statement)
+                return
+        if path is not None:
+            self.bind(path, value, loops, statement)
+
+    def _as_backpropagated(self, path: str | None, value: Value) -> Value:
+        """A name on which a backward runs holds a graph, even where its maker is out of sight."""
+        known = value.graph is Graph.YES or value.kind not in (Kind.UNKNOWN, Kind.TENSOR)
+        if known or path is None or path not in self.hints.backwarded or self.state.grad is not Graph.YES:
+            return value
+        if value.kind is Kind.TENSOR and value.graph is Graph.NO:
+            return value
+        return Value(Kind.TENSOR, Graph.YES, value.origins, divided=value.divided, scaled=value.scaled,
+                     carried_from=value.carried_from)
+
+    def _unpack(
+        self, targets: list[ast.expr], value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]
+    ) -> None:
+        items = value.items
+        if items is not None and len(items) == len(targets):
+            for target, item in zip(targets, items, strict=True):
+                self.assign(target, item, statement, loops)
+            return
+        content = flatten(value)
+        single = UNKNOWN
+        if content.graph:
+            single = Value(Kind.TENSOR, content.graph, content.origins, carried_from=content.carried_from)
+        elif content.kind is Kind.MODULE:
+            single = content
+        for target in targets:
+            self.assign(target, single, statement, loops)
+
+    # Events
+
+    def site(self) -> Site:
+        """Where we are."""
+        guards: list[Guard] = []
+        for scope in reversed(self.scopes):
+            if not isinstance(scope, Guard):
+                break
+            guards.append(scope)
+        return Site(
+            function=self.frame.function,
+            loops=self.loops,
+            guards=tuple(reversed(guards)),
+            grad=self.state.grad,
+            autocast=self.autocast,
+            apex=self.apex,
+            handling_exception=self.handling_exception,
+            way=self.way,
+        )
+
+    def note_call(self, name: str, node: ast.Call) -> None:
+        """Record a call of a function of interest."""
+        self.trace.calls.setdefault(name, []).append(Event(node, self.site(), self.trace.next_order()))
+
+    def keep(
+        self,
+        node: ast.expr,
+        target: str,
+        value_node: ast.expr,
+        value: Value,
+        manner: str,
+        loops: tuple[Loop, ...],
+    ) -> frozenset[int]:
+        """Record that a value is kept by something made under `loops`; returns the origin that stands for it."""
+        content = flatten(value)
+        crossed = self.loops[len(loops):] if self.loops[: len(loops)] == loops else ()
+        if not content.graph or not crossed:
+            return NO_ORIGINS
+        node, manner = self._seen_from_the_loop(node, manner, crossed[-1])
+        number = self.trace.number("keep", id(node), self.way)
+        forwards = frozenset(origin for origin in content.origins if origin in self.trace.forwards)
+        self.trace.keeps[number] = Keep(
+            node=node,
+            site=self.site(),
+            order=self.trace.next_order(),
+            target=target,
+            value=value_node,
+            manner=manner,  # type: ignore[arg-type]
+            certain=content.graph is Graph.YES,
+            spent=bool(forwards) and forwards <= self.state.spent,
+            crossed=crossed,
+            origins=content.origins,
+            statement=self.statement,
+        )
+        return frozenset({number})
+
+    def _seen_from_the_loop(self, node: ast.expr, manner: str, loop: Loop) -> tuple[ast.expr, str]:
+        """A meter keeps the tensor inside its own method: what counts is the call that hands it over."""
+        frame = self.frame
+        while frame.instance is not None and frame.caller is not None and frame.call is not None:
+            if frame.caller.instance is frame.instance or frame.instance.cls.is_module:
+                break
+            node, manner, frame = frame.call, "meter", frame.caller
+        return node, manner
+
+    def number_or(self, value: Value) -> Value:
+        """What a function that only passes numbers on gives for a value."""
+        return NUMBER if value.graph is Graph.NO else value

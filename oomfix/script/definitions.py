@@ -1,0 +1,92 @@
+"""The functions and classes of a file."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from oomfix.script.values import Kind, Value
+
+if TYPE_CHECKING:
+    from oomfix.script.state import Frame
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+_EVALUATION_NAME = re.compile(
+    r"(^|_)(eval|evaluate|evaluation|evaluator|val|valid|validate|validation|test|testing|tester|infer|inference|predict|prediction|"
+    r"predictions|dev|score|demo|generate|sample|visuali[sz]e|embed|select_action|get_action|act)(_|$|\d)|"
+    r"^(eval|valid|test|infer|predict)",
+    re.IGNORECASE,
+)
+_MODULE_BASE = re.compile(r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*ForSequenceClassification)$")
+_LIGHTNING_BASE = re.compile(r"(^|\.)(LightningModule|LightningDataModule)$")
+
+
+@dataclass(eq=False)
+class Function:
+    """A function, method or lambda, with the frame it was defined in."""
+
+    node: FunctionNode
+    name: str
+    closure: Frame
+    owner: Class | None = None
+    effects: list[Value] = field(default_factory=list)
+    """Contexts that its decorators put around its body."""
+    calls: int = 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether its name says that it evaluates, tests or predicts."""
+        return bool(_EVALUATION_NAME.search(self.name)) and "train" not in self.name.lower()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether a method takes no `self`."""
+        return any(
+            isinstance(decorator, ast.Name) and decorator.id in ("staticmethod", "classmethod")
+            for decorator in getattr(self.node, "decorator_list", ())
+        )
+
+
+@dataclass(eq=False)
+class Class:
+    """A class of the file."""
+
+    node: ast.ClassDef
+    name: str
+    bases: list[Value]
+    base_names: list[str]
+    methods: dict[str, Function] = field(default_factory=dict)
+
+    def find(self, method: str) -> Function | None:
+        """A method, looked up through the base classes that are in the file."""
+        if method in self.methods:
+            return self.methods[method]
+        for base in self.bases:
+            if base.kind is Kind.CLASS and (found := base.ref.find(method)) is not None:
+                return found  # type: ignore[no-any-return]
+        return None
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a torch module, by its bases."""
+        return any(base.ref.is_module for base in self.bases if base.kind is Kind.CLASS) or any(
+            _MODULE_BASE.search(name) for name in self.base_names
+        )
+
+    @property
+    def is_lightning(self) -> bool:
+        """Whether Lightning runs its training and evaluation."""
+        return any(base.ref.is_lightning for base in self.bases if base.kind is Kind.CLASS) or any(
+            _LIGHTNING_BASE.search(name) for name in self.base_names
+        )
+
+
+@dataclass(eq=False)
+class Instance:
+    """An object made from a class of the file; its attributes live in `State.attributes` under `number`."""
+
+    cls: Class
+    number: int

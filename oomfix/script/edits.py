@@ -1,0 +1,162 @@
+"""Edits of a source's text: every byte outside a span stays as it is."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from oomfix.source import Source
+
+
+class Edit(NamedTuple):
+    """Replace `text[start:end]` of the decoded source by `replacement`; offsets count characters."""
+
+    start: int
+    end: int
+    replacement: str
+
+
+_ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Tuple, ast.List, ast.Dict)
+
+
+def bounds(source: Source, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
+    """The character offsets of a node's first character and of the one behind its last."""
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    return source.offset(node.lineno, node.col_offset), source.offset(node.end_lineno, node.end_col_offset)
+
+
+def replace(source: Source, node: ast.expr | ast.stmt, text: str) -> tuple[Edit, ...]:
+    """Put other text in the place of a node."""
+    return (Edit(*bounds(source, node), text),)
+
+
+def call_method(source: Source, node: ast.expr, method: str) -> tuple[Edit, ...]:
+    """`value` -> `value.method()`, in parentheses where the operator would bind otherwise."""
+    start, end = bounds(source, node)
+    if isinstance(node, _ATOMS):
+        return (Edit(end, end, f".{method}()"),)
+    if source.text[start - 1 : start] == "(" and source.text[end : end + 1] == ")" and not _is_called(source, start - 1):
+        return (Edit(end + 1, end + 1, f".{method}()"),)
+    return (Edit(start, start, "("), Edit(end, end, f").{method}()"))
+
+
+def _is_called(source: Source, parenthesis: int) -> bool:
+    """Whether an opening parenthesis is that of a call."""
+    before = source.text[:parenthesis].rstrip(" \t")
+    return bool(before) and (before[-1].isalnum() or before[-1] in "_)]'\"") and not re.search(
+        r"\b(return|in|and|or|not|if|else|yield|lambda|print)$", before
+    )
+
+
+def add_keyword(source: Source, call: ast.Call, keyword: str) -> tuple[Edit, ...]:
+    """Append a keyword argument behind the last argument of a call."""
+    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    if not arguments:
+        end = bounds(source, call)[1] - 1
+        return (Edit(end, end, keyword),)
+    last = max(bounds(source, argument)[1] for argument in arguments)
+    last = _behind_parentheses(source, last, bounds(source, call)[1] - 1)
+    return (Edit(last, last, f", {keyword}"),)
+
+
+def _behind_parentheses(source: Source, position: int, limit: int) -> int:
+    """A parenthesised argument ends behind its closing parentheses, which `ast` does not count."""
+    match = re.compile(r"(\s*\))+").match(source.text, position, limit)
+    return match.end() if match else position
+
+
+def remove_keyword(source: Source, call: ast.Call, name: str) -> tuple[Edit, ...]:
+    """Take a keyword argument out of a call, with its comma."""
+    index, keyword = next((i, k) for i, k in enumerate(call.keywords) if k.arg == name)
+    start, end = bounds(source, keyword)
+    before: list[ast.expr | ast.keyword] = [*call.args, *call.keywords[:index]]
+    if before:
+        previous = max(bounds(source, argument)[1] for argument in before)
+        return (Edit(previous, end, ""),)
+    after = re.compile(r"\s*,[ \t]*").match(source.text, end)
+    return (Edit(start, after.end() if after else end, ""),)
+
+
+def whole_lines(source: Source, first: ast.stmt, last: ast.stmt) -> tuple[int, int] | None:
+    """The span of whole lines that statements fill alone; None where they share a line with others."""
+    start, end = bounds(source, first)[0], bounds(source, last)[1]
+    line_start = source.line_starts[first.lineno - 1]
+    if source.text[line_start:start].strip():
+        return None
+    rest = re.compile(r"[ \t]*(#[^\r\n]*)?(\r\n|\r|\n|$)").match(source.text, end)
+    if rest is None:
+        return None
+    return line_start, rest.end()
+
+
+def remove_statement(source: Source, statement: ast.stmt, siblings: list[ast.stmt]) -> tuple[Edit, ...]:
+    """Take a statement out of its block; a block that would be left empty gets `pass`. Empty where it cannot be done."""
+    if len(siblings) == 1:
+        return replace(source, statement, "pass")
+    lines = whole_lines(source, statement, statement)
+    return () if lines is None else (Edit(*lines, ""),)
+
+
+def wrap(source: Source, statements: list[ast.stmt], header: str) -> tuple[Edit, ...]:
+    """Put consecutive statements of a block under a new compound statement, one level deeper.
+
+    Lines inside of multi-line strings are left where they are. Empty where the statements share a line with others.
+    """
+    lines = whole_lines(source, statements[0], statements[-1])
+    if lines is None:
+        return ()
+    start, end = lines
+    text = source.text
+    first = bounds(source, statements[0])[0]
+    decorators = getattr(statements[0], "decorator_list", [])
+    if decorators:
+        return ()
+    margin = text[start:first]
+    unit = indentation_unit(source)
+    newline = "\r\n" if "\r\n" in text else "\n"
+    edits = [Edit(start, start, f"{margin}{header}{newline}")]
+    frozen = _inside_strings(text[start:end], statements[0].lineno)
+    for number in range(statements[0].lineno, source.position(max(start, end - 1))[0] + 1):
+        offset = source.line_starts[number - 1]
+        if number not in frozen and source.lines[number - 1].strip():
+            edits.append(Edit(offset, offset, unit))
+    return tuple(edits)
+
+
+def indentation_unit(source: Source) -> str:
+    """One level of indentation as the file writes it."""
+    for line in source.lines:
+        stripped = line.lstrip(" \t")
+        if line[:1] == "\t" and stripped:
+            return "\t"
+        if line[:1] == " " and stripped and not stripped.startswith("#"):
+            width = len(line) - len(stripped)
+            if width in (2, 4, 8):
+                return " " * width
+    return "    "
+
+
+def _inside_strings(block: str, first_line: int) -> set[int]:
+    """The lines that start inside a multi-line string."""
+    frozen: set[int] = set()
+    lines = iter(("if 1:\n" + block).splitlines(keepends=True))
+    try:
+        for token in tokenize.generate_tokens(lambda: next(lines, "")):
+            if token.end[0] > token.start[0] and token.type not in (tokenize.NEWLINE, tokenize.NL):
+                frozen.update(range(first_line - 2 + token.start[0] + 1, first_line - 2 + token.end[0] + 1))
+    except (tokenize.TokenError, IndentationError):
+        return set(range(first_line, first_line + block.count("\n") + 1))
+    return frozen
+
+
+def parses(text: str) -> bool:
+    """Whether a text is Python."""
+    try:
+        ast.parse(io.StringIO(text).read())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

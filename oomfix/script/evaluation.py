@@ -1,0 +1,75 @@
+"""Evaluation passes: forwards through which no backward goes, and how to take the gradients off them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING
+
+from oomfix.script.edits import Edit, bounds, wrap
+from oomfix.script.trace import Forward, Loop, Trace
+
+if TYPE_CHECKING:
+    from oomfix.script import Script
+
+_EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev|eval|infer|predict)", re.IGNORECASE)
+
+
+def find_evaluation_forwards(trace: Trace, training_loops: set[Loop]) -> list[Forward]:
+    """Every forward of an evaluation pass, on each way that leads to it."""
+    return [
+        forward
+        for forward in trace.forwards.values()
+        if forward.origin not in trace.backpropagated and _is_evaluation(forward, training_loops)
+    ]
+
+
+def _is_evaluation(forward: Forward, training_loops: set[Loop]) -> bool:
+    loop, function = forward.site.loop, forward.site.function
+    named = function is not None and function.evaluates
+    if loop is not None and loop in training_loops:
+        # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
+        return named
+    if forward.evaluating or named:
+        return True
+    if loop is None or forward.escaped:
+        return False
+    within_training = any(node in training_loops for node in forward.site.loops[:-1])
+    return not within_training or _says_evaluation(loop)
+
+
+def _says_evaluation(loop: Loop) -> bool:
+    """A loop inside of a training iteration may be its time steps or scales; a validation loader says what it is."""
+    return isinstance(loop, ast.For | ast.AsyncFor) and bool(_EVALUATION_LOADER.search(ast.unparse(loop.iter)))
+
+
+def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
+    """Take gradients off an evaluation pass: decorate its function where that is all it does, else wrap its loop.
+
+    Empty where neither is certain: the function trains as well, or torch is not imported under its own name.
+    """
+    if "torch" not in script.imports.names.get("torch", ()):
+        return ()
+    function = forward.site.function
+    if function is not None and isinstance(function.node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if script.trains_in(function.node):
+            return _wrapped_loop(script, forward)
+        node = function.node
+        line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
+        start = script.source.line_starts[line - 1]
+        margin = script.source.text[start : start + node.col_offset]
+        newline = "\r\n" if "\r\n" in script.source.text else "\n"
+        return (Edit(start, start, f"{margin}@torch.no_grad(){newline}"),)
+    return _wrapped_loop(script, forward)
+
+
+def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
+    loop = forward.site.loop
+    if loop is None or script.trains_in(loop) or not _contains(script, loop, forward.node):
+        return ()
+    return wrap(script.source, [loop], "with torch.no_grad():")
+
+
+def _contains(script: Script, outer: ast.stmt, inner: ast.expr) -> bool:
+    start, end = bounds(script.source, outer)
+    return start <= bounds(script.source, inner)[0] < end

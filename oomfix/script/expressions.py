@@ -1,0 +1,269 @@
+"""Following expressions: what a value is and which graph it carries."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from oomfix.script import torch_facts
+from oomfix.script.calls import Calls
+from oomfix.script.contexts import NULL
+from oomfix.script.definitions import Function
+from oomfix.script.names import path_of
+from oomfix.script.values import (
+    MISSING,
+    NONE,
+    NUMBER,
+    UNKNOWN,
+    Graph,
+    Kind,
+    Value,
+    combine,
+    constant,
+    flatten,
+    join,
+)
+
+_COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {
+    ast.Eq: lambda left, right: left == right,
+    ast.NotEq: lambda left, right: left != right,
+    ast.Is: lambda left, right: left is right,
+    ast.IsNot: lambda left, right: left is not right,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+
+
+class Expressions(Calls):
+    """Evaluates expressions to `Value`s; one method per kind of node."""
+
+    def evaluate(self, node: ast.expr) -> Value:
+        """What an expression gives at this point."""
+        method = _EVALUATORS.get(type(node))
+        if method is None:
+            return self._any(node)
+        return method(self, node)
+
+    def _any(self, node: ast.AST) -> Value:
+        return combine([self.evaluate(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)])
+
+    def _constant(self, node: ast.Constant) -> Value:
+        return constant(node.value)
+
+    def _plain(self, node: ast.expr) -> Value:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.evaluate(child)
+        return NUMBER
+
+    def _name(self, node: ast.Name) -> Value:
+        binding = self.lookup(node.id)
+        return UNKNOWN if binding is None else binding.value
+
+    def _attribute(self, node: ast.Attribute) -> Value:
+        base = self.evaluate(node.value)
+        if node.attr in torch_facts.PLAIN_ATTRIBUTES and base.kind is not Kind.EXTERNAL:
+            return NUMBER if node.attr != "data" else Value(Kind.TENSOR)
+        if base.kind is Kind.EXTERNAL:
+            return Value(Kind.EXTERNAL, ref=f"{base.ref}.{node.attr}")
+        instance = self.instance_of(base)
+        if instance is not None:
+            binding = self.state.attributes.get((instance.number, node.attr))
+            if binding is not None:
+                return binding.value
+            method = instance.cls.find(node.attr)
+            if method is not None:
+                return Value(Kind.FUNCTION, ref=(method, base))
+        path = path_of(node)
+        if path is not None and (binding := self.lookup(path)) is not None:
+            return binding.value
+        if base.kind is Kind.MODULE:
+            if node.attr == "module":
+                return base
+            return Value(Kind.MODULE, ref=(base.ref, node.attr)) if path in self.hints.called else UNKNOWN
+        if base.kind is Kind.CLASS and (method := base.ref.find(node.attr)) is not None:
+            return Value(Kind.FUNCTION, ref=(method, None))
+        if base.graph:
+            return Value(Kind.TENSOR, base.graph, base.origins, carried_from=base.carried_from)
+        return UNKNOWN
+
+    def _subscript(self, node: ast.Subscript) -> Value:
+        path = path_of(node)
+        if path is not None and (binding := self.lookup(path)) is not None:
+            return binding.value
+        base = self.evaluate(node.value)
+        index = self.evaluate(node.slice)
+        if base.items is not None and isinstance(index.constant, int):
+            if -len(base.items) <= index.constant < len(base.items):
+                return base.items[index.constant]
+        if base.items is not None:
+            return self.element(base)
+        if base.kind in (Kind.TENSOR, Kind.UNKNOWN, Kind.CONTAINER) and base.graph:
+            return Value(Kind.TENSOR, base.graph, base.origins, carried_from=base.carried_from)
+        return NUMBER if base.kind is Kind.NUMBER else UNKNOWN
+
+    def _sequence(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
+        items = tuple(self.evaluate(element) for element in node.elts)
+        if not items or any(isinstance(element, ast.Starred) for element in node.elts):
+            return Value(Kind.CONTAINER, max((item.graph for item in items), default=Graph.NO),
+                         frozenset().union(*(flatten(item).origins for item in items)))
+        return Value(Kind.SEQUENCE, items=items)
+
+    def _dict(self, node: ast.Dict) -> Value:
+        values = [self.evaluate(value) for value in node.values]
+        for key in node.keys:
+            if key is not None:
+                self.evaluate(key)
+        content = combine(values)
+        return Value(Kind.CONTAINER, content.graph, content.origins)
+
+    def _binary(self, node: ast.BinOp) -> Value:
+        left, right = self.evaluate(node.left), self.evaluate(node.right)
+        if isinstance(node.op, ast.Add) and Kind.CONTAINER in (left.kind, right.kind):
+            content = combine([left, right])
+            return Value(Kind.CONTAINER, content.graph, content.origins)
+        if left.kind is Kind.NUMBER and left.graph is Graph.NO and isinstance(left.constant, str):
+            return NUMBER
+        result = combine([left, right])
+        divided = left.divided or right.divided
+        if isinstance(node.op, ast.Div | ast.FloorDiv) and not right.graph:
+            divided = True
+        if isinstance(node.op, ast.Mult) and self._is_fraction(node):
+            divided = True
+        if divided or left.scaled or right.scaled:
+            result = Value(result.kind, result.graph, result.origins, divided=divided,
+                           scaled=left.scaled or right.scaled, carried_from=result.carried_from)
+        return result
+
+    def _is_fraction(self, node: ast.BinOp) -> bool:
+        """`loss * (1 / k)`."""
+        return any(isinstance(side, ast.BinOp) and isinstance(side.op, ast.Div) for side in (node.left, node.right))
+
+    def _compare(self, node: ast.Compare) -> Value:
+        left = self.evaluate(node.left)
+        rights = [self.evaluate(comparator) for comparator in node.comparators]
+        operation = _COMPARISONS.get(type(node.ops[0]))
+        if operation is not None and len(rights) == 1:
+            literal = self._literals(node.comparators[0]) if isinstance(node.ops[0], ast.In | ast.NotIn) else None
+            right = literal if literal is not None else rights[0].constant
+            if left.constant is not MISSING and right is not MISSING:
+                try:
+                    return constant(operation(left.constant, right))
+                except TypeError:
+                    return NUMBER
+        return NUMBER
+
+    def _literals(self, node: ast.expr) -> list[Any] | None:
+        if isinstance(node, ast.Tuple | ast.List | ast.Set) and all(isinstance(e, ast.Constant) for e in node.elts):
+            return [element.value for element in node.elts if isinstance(element, ast.Constant)]
+        return None
+
+    def _boolean(self, node: ast.BoolOp) -> Value:
+        values = [self.evaluate(value) for value in node.values]
+        truths = [self.truth(value) for value in values]
+        stopping = not isinstance(node.op, ast.And)
+        if stopping in truths:
+            return constant(stopping)
+        if all(truth is (not stopping) for truth in truths):
+            return constant(not stopping)
+        result = values[0]
+        for value in values[1:]:
+            result = join(result, value)
+        return result
+
+    def _unary(self, node: ast.UnaryOp) -> Value:
+        operand = self.evaluate(node.operand)
+        if isinstance(node.op, ast.Not):
+            truth = self.truth(operand)
+            return NUMBER if truth is None else constant(not truth)
+        if isinstance(node.op, ast.USub) and isinstance(operand.constant, int | float):
+            return constant(-operand.constant)
+        return operand
+
+    def _conditional(self, node: ast.IfExp) -> Value:
+        truth = self.truth(self.evaluate(node.test))
+        if truth is not None:
+            return self.evaluate(node.body if truth else node.orelse)
+        body, orelse = self.evaluate(node.body), self.evaluate(node.orelse)
+        if Kind.CONTEXT in (body.kind, orelse.kind):
+            body = body if body.kind is Kind.CONTEXT else NULL
+            orelse = orelse if orelse.kind is Kind.CONTEXT else NULL
+        return join(body, orelse)
+
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:
+        for generator in node.generators:
+            source = self.evaluate(generator.iter)
+            self.assign(generator.target, self.element(source), None)
+            for condition in generator.ifs:
+                self.evaluate(condition)
+        content = self.evaluate(node.value if isinstance(node, ast.DictComp) else node.elt)
+        content_flat = flatten(content)
+        if content.kind is Kind.MODULE:
+            return Value(Kind.SEQUENCE, items=(content,))
+        return Value(Kind.CONTAINER, content_flat.graph, content_flat.origins)
+
+    def _lambda(self, node: ast.Lambda) -> Value:
+        return Value(Kind.FUNCTION, ref=(Function(node, "<lambda>", self.frame), None))
+
+    def _starred(self, node: ast.Starred) -> Value:
+        return flatten(self.evaluate(node.value))
+
+    def _walrus(self, node: ast.NamedExpr) -> Value:
+        value = self.evaluate(node.value)
+        self.assign(node.target, value, None)
+        return value
+
+    def _await(self, node: ast.Await | ast.YieldFrom) -> Value:
+        return self.evaluate(node.value)
+
+    def _yield(self, node: ast.Yield) -> Value:
+        value = NONE if node.value is None else self.evaluate(node.value)
+        self.frame.yields.append(value)
+        return UNKNOWN
+
+    def truth(self, value: Value) -> bool | None:
+        """Whether a value is true; None where it is not known."""
+        if value.constant is MISSING:
+            return None
+        return bool(value.constant)
+
+    def element(self, value: Value) -> Value:
+        """What iterating over a value gives."""
+        if value.items is not None:
+            result = value.items[0]
+            for item in value.items[1:]:
+                result = join(result, item)
+            return result
+        if value.graph:
+            return Value(Kind.TENSOR, value.graph, value.origins, carried_from=value.carried_from)
+        return UNKNOWN
+
+
+_EVALUATORS: dict[type, Callable[[Any, Any], Value]] = {
+    ast.Constant: Expressions._constant,
+    ast.JoinedStr: Expressions._plain,
+    ast.Name: Expressions._name,
+    ast.Attribute: Expressions._attribute,
+    ast.Subscript: Expressions._subscript,
+    ast.Tuple: Expressions._sequence,
+    ast.List: Expressions._sequence,
+    ast.Set: Expressions._sequence,
+    ast.Dict: Expressions._dict,
+    ast.BinOp: Expressions._binary,
+    ast.Compare: Expressions._compare,
+    ast.BoolOp: Expressions._boolean,
+    ast.UnaryOp: Expressions._unary,
+    ast.IfExp: Expressions._conditional,
+    ast.ListComp: Expressions._comprehension,
+    ast.SetComp: Expressions._comprehension,
+    ast.GeneratorExp: Expressions._comprehension,
+    ast.DictComp: Expressions._comprehension,
+    ast.Lambda: Expressions._lambda,
+    ast.Starred: Expressions._starred,
+    ast.NamedExpr: Expressions._walrus,
+    ast.Await: Expressions._await,
+    ast.YieldFrom: Expressions._await,
+    ast.Yield: Expressions._yield,
+    ast.Call: Expressions.call,
+}

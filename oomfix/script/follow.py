@@ -1,0 +1,566 @@
+"""Following statements: the control flow of a script, once per way that matters."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from oomfix.script.contexts import NULL, autocast_under, grad_under, is_literal_loop
+from oomfix.script.definitions import Class, Function
+from oomfix.script.expressions import Expressions
+from oomfix.script.hints import read_hints
+from oomfix.script.names import imported, path_of
+from oomfix.script.state import Binding, Frame, Names, State, merge
+from oomfix.script.trace import Guard, Loop, Trace
+from oomfix.script.values import (
+    NUMBER,
+    UNKNOWN,
+    Graph,
+    Kind,
+    Value,
+    combine,
+    constant,
+    flatten,
+    join,
+)
+
+_BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
+_MAX_STATEMENTS = 60_000
+
+
+class Follower(Expressions):
+    """Follows a module from its first line, then every function that was not reached from there."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        names = Names({name: Binding(Value(Kind.EXTERNAL, ref=name), (), None) for name in _BUILTINS})
+        super().__init__(Frame(None, State(names)), Trace(), read_hints(tree))
+        self.tree = tree
+        self.functions: list[Function] = []
+        self.classes: list[Class] = []
+        self.visited: set[int] = set()
+        self.steps = 0
+        self._carrying: dict[int, tuple[ast.stmt, Loop]] = {}
+        self._instances: dict[Class, Value] = {}
+        self._invented_calls: list[ast.Call] = []
+        """Calls that are in no file are kept, so that no other node takes over their identity."""
+        self._rounds: list[list[State]] = []
+
+    # The whole file
+
+    def follow(self) -> Trace:
+        """Follow everything; returns what happened."""
+        self._block(self.tree.body)
+        if self.frame.state is None:
+            self.frame.state = State(Names())
+        for function in self.functions:
+            if not self._reached(function):
+                self._enter_unreached(function)
+        return self.trace
+
+    def _reached(self, function: Function) -> bool:
+        body = function.node.body
+        if isinstance(body, ast.expr):
+            return True
+        return all(id(statement) in self.visited for statement in body) and all(
+            id(child) in self.visited
+            for statement in body
+            for child in ast.walk(statement)
+            if isinstance(child, ast.For | ast.While)
+        )
+
+    def _enter_unreached(self, function: Function) -> None:
+        owner = function.owner
+        if owner is not None and (owner.is_lightning or (owner.is_module and not self._trains(function))):
+            return
+        receiver = None if owner is None or function.is_static else self._instance_for(owner)
+        arguments = {}
+        frame = Frame(
+            function=function,
+            state=self.state.entering(Names()),
+            closure=function.closure,
+            caller=None,
+            instance=self.instance_of(receiver) if receiver is not None else None,
+        )
+        parameters = function.node.args
+        for index, parameter in enumerate([*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs]):
+            value = receiver if index == 0 and receiver is not None else UNKNOWN
+            arguments[parameter.arg] = Binding(value, (), None)
+        for extra in (parameters.vararg, parameters.kwarg):
+            if extra is not None:
+                arguments[extra.arg] = Binding(UNKNOWN, (), None)
+        assert frame.state is not None
+        frame.state.names = Names(arguments)
+        frame.state.grad = Graph.YES
+        outer, self.way = self.way, ("entry", id(function.node))
+        returned = self._run(frame, function, None)
+        self.way = outer
+        for forward in self.trace.forwards_of(flatten(returned).origins):
+            forward.escaped = True
+
+    def _trains(self, function: Function) -> bool:
+        return any(
+            isinstance(child, ast.Attribute) and child.attr == "backward" for child in ast.walk(function.node)
+        )
+
+    def _instance_for(self, owner: Class) -> Value:
+        """An object of a class that is never made in sight: made here, with unknown arguments."""
+        call = ast.Call(func=ast.Name(id=owner.name, ctx=ast.Load()), args=[], keywords=[])
+        existing = self._instances.get(owner)
+        if existing is None:
+            constructor = owner.find("__init__")
+            existing = self._instantiate_unknown(owner, call, constructor)
+            self._instances[owner] = existing
+        return existing
+
+    def _instantiate_unknown(self, owner: Class, call: ast.Call, constructor: Function | None) -> Value:
+        self._invented_calls.append(call)
+        keywords = {"**": UNKNOWN}
+        arguments = [] if constructor is None else [UNKNOWN] * (len(constructor.node.args.args) - 1)
+        return self._instantiate(call, owner, arguments, keywords)
+
+    def _run(self, frame: Frame, function: Function, node: ast.expr | None) -> Value:
+        """Run a function's body in its frame; returns what it returns."""
+        caller, way, autocast, apex = self.frame, self.way, self.autocast, self.apex
+        guards, statement = self.scopes, self.statement
+        state = frame.state
+        assert state is not None
+        if node is not None:
+            self.way = (*way, id(node))
+        grad = state.grad
+        self.frame = frame
+        for effects in function.effects:
+            self._enter_effects(effects.ref)
+        body = function.node.body
+        if isinstance(body, ast.expr):
+            frame.returns.append(self.evaluate(body))
+            frame.exits.append(self.state)
+        else:
+            self._block(body)
+            if frame.state is not None:
+                frame.exits.append(frame.state)
+                frame.returns.append(Value(Kind.NUMBER, constant=None))
+        end: State | None = None
+        for exit_state in frame.exits:
+            end = merge(end, exit_state)
+        frame.state = end or state
+        self.frame, self.way, self.autocast, self.apex = caller, way, autocast, apex
+        self.scopes, self.statement = guards, statement
+        if node is not None:
+            self.state.leave(frame.state)
+            if function.effects or frame.state.grad == grad:
+                self.state.grad = grad
+            else:
+                self.state.grad = frame.state.grad
+        return self._returned(frame)
+
+    def _returned(self, frame: Frame) -> Value:
+        if frame.yields:
+            content = combine([flatten(value) for value in frame.yields])
+            if all(value.items is not None for value in frame.yields):
+                return Value(Kind.SEQUENCE, items=(frame.yields[0],))
+            return Value(Kind.CONTAINER, content.graph, content.origins)
+        values = frame.returns
+        if len(values) > 1 and values[-1].constant is None:
+            values = [value for value in values if value.constant is not None or value.kind is not Kind.NUMBER] or values
+        if not values:
+            return UNKNOWN
+        result = values[0]
+        for value in values[1:]:
+            result = join(result, value)
+        return result
+
+    # Statements
+
+    def _block(self, statements: list[ast.stmt]) -> None:
+        """Follow statements in order, until a way out of the block is taken for certain."""
+        depth = len(self.scopes)
+        for statement in statements:
+            if self.frame.state is None or self.steps > _MAX_STATEMENTS:
+                break
+            self.steps += 1
+            self.visited.add(id(statement))
+            self.statement = statement
+            method = _STATEMENTS.get(type(statement))
+            if method is not None:
+                method(self, statement)
+        del self.scopes[depth:]
+
+    def _expression(self, node: ast.Expr) -> None:
+        self.evaluate(node.value)
+
+    def _assign(self, node: ast.Assign) -> None:
+        value = self.evaluate(node.value)
+        for target in node.targets:
+            self._store(target, value, node, node.value)
+
+    def _annotated(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._store(node.target, self.evaluate(node.value), node, node.value)
+
+    def _store(self, target: ast.expr, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
+        if isinstance(value_node, ast.Constant) and value.constant is not None:
+            # A literal is a setting somebody will change: both branches of what it decides are followed.
+            value = NUMBER
+        path = path_of(target)
+        binding = self.binding_of(target) if path is not None and isinstance(value_node, ast.BinOp) else None
+        if binding is not None and path is not None and self._adds_to(value_node, path):
+            added = self._added(value_node, path)
+            kept = self.keep(target, path, added, self.evaluate(added), "add", binding.loops)
+            grown = flatten(value)
+            self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, binding.loops)
+            return
+        if isinstance(target, ast.Subscript) and path is None:
+            self._store_entry(target, value, value_node)
+            return
+        self.assign(target, value, statement)
+
+    def _adds_to(self, node: ast.expr, path: str) -> bool:
+        """`total + loss`, `0.9 * total + 0.1 * loss`: the old value goes into the new one."""
+        if isinstance(node, ast.BinOp):
+            return self._adds_to(node.left, path) or self._adds_to(node.right, path)
+        return path_of(node) == path
+
+    def _added(self, node: ast.expr, path: str) -> ast.expr:
+        """The side of `total + loss` that is not the total."""
+        if isinstance(node, ast.BinOp):
+            if not self._adds_to(node.right, path):
+                return node.right
+            if not self._adds_to(node.left, path):
+                return node.left
+        return node
+
+    def _store_entry(self, target: ast.Subscript, value: Value, value_node: ast.expr) -> None:
+        """`kept[i] = loss`, with an index that changes."""
+        base = self.evaluate(target.value)
+        self.evaluate(target.slice)
+        content = flatten(value)
+        if not content.graph or base.kind is not Kind.CONTAINER:
+            return
+        binding = self.binding_of(target.value)
+        loops = binding.loops if binding is not None else self._loops_of_root(target.value)
+        path = path_of(target.value)
+        kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
+        if path is not None:
+            grown = Value(Kind.CONTAINER, content.graph, base.origins | content.origins | kept)
+            self.assign(target.value, grown, binding.statement if binding else None, loops)
+
+    def _augmented(self, node: ast.AugAssign) -> None:
+        value = self.evaluate(node.value)
+        old = self.evaluate(node.target)
+        binding = self.binding_of(node.target)
+        path = path_of(node.target)
+        known = binding is not None or isinstance(node.target, ast.Subscript) or path is None or "." in path
+        loops = binding.loops if binding is not None else self._loops_of_root(node.target)
+        if isinstance(node.op, ast.Div | ast.FloorDiv):
+            content = flatten(old)
+            value = Value(content.kind, content.graph, content.origins, divided=True, scaled=content.scaled,
+                          carried_from=content.carried_from)
+            self.assign(node.target, value, node, loops)
+            return
+        kept: frozenset[int] = frozenset()
+        entry_of_array = isinstance(node.target, ast.Subscript) and self._is_array(node.target)
+        if isinstance(node.op, ast.Add | ast.Sub) and known and not entry_of_array:
+            if value.kind in (Kind.SEQUENCE, Kind.CONTAINER):
+                kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, "store", loops)
+            else:
+                kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, "add", loops)
+        result = combine([old, value])
+        if old.kind is Kind.CONTAINER:
+            result = Value(Kind.CONTAINER, result.graph, result.origins)
+        if kept or result.graph:
+            result = Value(result.kind, result.graph, result.origins | kept, divided=old.divided or value.divided,
+                           carried_from=result.carried_from)
+        if path is not None:
+            self.assign(node.target, result, binding.statement if binding else node, loops)
+        elif isinstance(node.target, ast.Subscript) and result.graph:
+            self._grow_root(node.target, result)
+
+    def _is_array(self, target: ast.Subscript) -> bool:
+        """An entry of a NumPy array holds a number, whatever is added to it."""
+        root: ast.expr = target
+        while isinstance(root, ast.Subscript):
+            root = root.value
+        return self.evaluate(root).kind is Kind.NUMBER
+
+    def _delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            path = path_of(target)
+            if path is not None and self.frame.state is not None:
+                self.state.names.pop(path, None)
+
+    def _return(self, node: ast.Return) -> None:
+        value = Value(Kind.NUMBER, constant=None) if node.value is None else self.evaluate(node.value)
+        self.frame.returns.append(value)
+        self.frame.exits.append(self.state)
+        self.frame.state = None
+
+    def _raise(self, node: ast.Raise) -> None:
+        if node.exc is not None:
+            self.evaluate(node.exc)
+        self.frame.state = None
+
+    def _leave_round(self, node: ast.stmt) -> None:
+        if self._rounds:
+            self._rounds[-1].append(self.state)
+        self.frame.state = None
+
+    def _assert(self, node: ast.Assert) -> None:
+        self.evaluate(node.test)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for name, qualified in imported(node):
+            self.bind(name, Value(Kind.EXTERNAL, ref=_canonical(qualified)), (), node)
+
+    def _global(self, node: ast.Global) -> None:
+        self.frame.globals.update(node.names)
+
+    def _nonlocal(self, node: ast.Nonlocal) -> None:
+        self.frame.outer.update(node.names)
+
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.bind(node.name, Value(Kind.FUNCTION, ref=(self._function_from(node, None), None)), self.loops, node)
+
+    def _function_from(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: Class | None) -> Function:
+        for existing in self.functions:
+            if existing.node is node:
+                existing.closure = self.frame
+                return existing
+        effects = []
+        for decorator in node.decorator_list:
+            value = self.evaluate(decorator)
+            if value.kind is Kind.EXTERNAL and str(value.ref).rsplit(".", 1)[-1] in ("no_grad", "inference_mode"):
+                value = Value(Kind.CONTEXT, ref=frozenset({"no_grad"}))
+            if value.kind is Kind.CONTEXT:
+                effects.append(value)
+        function = Function(node, node.name, self.frame, owner, effects)
+        self.functions.append(function)
+        return function
+
+    def _class(self, node: ast.ClassDef) -> None:
+        bases = [self.evaluate(base) for base in node.bases]
+        base_names = [
+            str(value.ref) if value.kind is Kind.EXTERNAL else (path_of(base) or "")
+            for base, value in zip(node.bases, bases, strict=True)
+        ]
+        cls = Class(node, node.name, bases, base_names)
+        for statement in node.body:
+            self.visited.add(id(statement))
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                cls.methods[statement.name] = self._function_from(statement, cls)
+            elif isinstance(statement, ast.Assign):
+                self.evaluate(statement.value)
+        self.classes.append(cls)
+        self.bind(node.name, Value(Kind.CLASS, ref=cls), self.loops, node)
+
+    # Branches
+
+    def _if(self, node: ast.If) -> None:
+        truth = self.truth(self.evaluate(node.test))
+        if _is_main_check(node.test):
+            truth = True
+        if truth is not None:
+            self._block(node.body if truth else node.orelse)
+            return
+        before = self.state.copied()
+        narrowing = self._narrowed(node.test)
+        body_end = self._branch(Guard(node, node.test, True), node.body)
+        self.frame.state = before
+        if narrowing is not None:
+            self.assign(narrowing, NUMBER, None)
+        else_end = self._branch(Guard(node, node.test, False), node.orelse)
+        self.frame.state = merge(body_end, else_end)
+        if self.frame.state is not None and (body_end is None) != (else_end is None):
+            self.scopes.append(Guard(node, node.test, body_end is not None))
+
+    def _narrowed(self, test: ast.expr) -> ast.expr | None:
+        """`if x is not None:` leaves nothing in `x` on the other side."""
+        if (
+            isinstance(test, ast.Compare)
+            and isinstance(test.ops[0], ast.IsNot)
+            and isinstance(test.comparators[0], ast.Constant)
+            and test.comparators[0].value is None
+            and isinstance(test.left, ast.Name)
+            and (binding := self.lookup(test.left.id)) is not None
+            and binding.value.graph
+        ):
+            return test.left
+        return None
+
+    def _branch(self, guard: Guard, body: list[ast.stmt]) -> State | None:
+        self.scopes.append(guard)
+        self._block(body)
+        self.scopes.pop()
+        return self.frame.state
+
+    def _try(self, node: ast.Try) -> None:
+        before = self.state.copied()
+        self._block(node.body)
+        if self.frame.state is not None:
+            self._block(node.orelse)
+        ends = [self.frame.state]
+        handling = self.handling_exception
+        for handler in node.handlers:
+            self.frame.state = before.copied()
+            self.handling_exception = True
+            if handler.name:
+                self.bind(handler.name, UNKNOWN, self.loops, None)
+            self._block(handler.body)
+            ends.append(self.frame.state)
+        self.handling_exception = handling
+        if ends[0] is not None:
+            # What the body did is what happens; a handler is the exception.
+            self.frame.state = ends[0]
+        else:
+            end: State | None = None
+            for state in ends:
+                end = merge(end, state)
+            self.frame.state = end
+        if node.finalbody:
+            coming_through = self.frame.state is not None
+            if not coming_through:
+                self.frame.state = before
+            self._block(node.finalbody)
+            if not coming_through:
+                self.frame.state = None
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> None:
+        grad, autocast, apex = self.state.grad, self.autocast, self.apex
+        for item in node.items:
+            value = self.evaluate(item.context_expr)
+            if value.kind is Kind.CONTEXT:
+                self._enter_effects(value.ref)
+                if item.optional_vars is not None:
+                    entered = value.items[0] if value.items else UNKNOWN
+                    self.assign(item.optional_vars, entered, node)
+            elif item.optional_vars is not None:
+                self.assign(item.optional_vars, value, node)
+        self._block(node.body)
+        self.autocast, self.apex = autocast, apex
+        if self.frame.state is not None:
+            self.frame.state.grad = grad
+
+    def _enter_effects(self, effects: frozenset[str] | None) -> None:
+        if not isinstance(effects, frozenset):
+            return
+        self.state.grad = grad_under(effects, self.state.grad)
+        self.autocast = autocast_under(effects, self.autocast)
+        self.apex = self.apex or "apex" in effects
+
+    # Loops
+
+    def _for(self, node: ast.For | ast.AsyncFor) -> None:
+        literals = is_literal_loop(node.iter)
+        source = self.evaluate(node.iter)
+        if literals is not None:
+            self._rounds_over(node, literals)
+        else:
+            element = self.element(source)
+            self._loop(node, lambda: self.assign(node.target, element, node))
+        if self.frame.state is not None:
+            self._block(node.orelse)
+
+    def _while(self, node: ast.While) -> None:
+        self._loop(node, lambda: self.evaluate(node.test))
+        if self.frame.state is not None:
+            self._block(node.orelse)
+
+    def _rounds_over(self, node: ast.For | ast.AsyncFor, values: list[Value]) -> None:
+        """A loop over a few literals (`for phase in ["train", "val"]`) is followed once for each."""
+        way = self.way
+        for index, value in enumerate(values):
+            self.way = (*way, id(node), index)
+            literal = value.constant
+
+            def bind(literal: Any = literal) -> None:
+                self.assign(node.target, constant(literal), node)
+
+            self._round(node, bind)
+            if self.frame.state is None:
+                break
+        self.way = way
+
+    def _loop(self, node: Loop, start: Callable[[], object]) -> None:
+        """Follow a loop once, and a second time where a backward runs in it: what is carried over shows then."""
+        backwards = len(self.trace.backwards)
+        before = self.state.copied()
+        self._round(node, start)
+        trains = any(event.site.loop is node for event in self.trace.backwards[backwards:])
+        if trains and self.frame.state is not None:
+            self._mark_carried(node)
+            self._round(node, start)
+        if self.frame.state is None:
+            self.frame.state = before
+
+    def _round(self, node: Loop, start: Callable[[], object]) -> None:
+        self.scopes.append(node)
+        self.loops = (*self.loops, node)
+        self._rounds.append([])
+        start()
+        self._block(node.body)
+        for state in self._rounds.pop():
+            self.frame.state = merge(self.frame.state, state)
+        self.loops = self.loops[:-1]
+        self.scopes.pop()
+
+    def _mark_carried(self, node: Loop) -> None:
+        """Everything the first round leaves with a graph is carried into the second."""
+        for bindings in (self.state.names, self.state.attributes):
+            for key, binding in list(bindings.items()):
+                value, statement = binding.value, binding.statement
+                if statement is None or not binding.loops or binding.loops[-1] is not node:
+                    continue
+                if flatten(value).graph is Graph.YES:
+                    number = self.trace.number("carried", id(statement))
+                    self._carrying[number] = (statement, node)
+                    marked = _with_carried(value, frozenset({number}))
+                    bindings[key] = Binding(marked, binding.loops, statement)  # type: ignore[index]
+
+
+def _with_carried(value: Value, numbers: frozenset[int]) -> Value:
+    if value.items is not None:
+        return Value(value.kind, items=tuple(_with_carried(item, numbers) for item in value.items))
+    if value.graph is not Graph.YES:
+        return value
+    return Value(value.kind, value.graph, value.origins, ref=value.ref, divided=value.divided, carried_from=numbers)
+
+
+def _is_main_check(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def _canonical(qualified: str) -> str:
+    """One name for what torch offers under several: `torch.cuda.amp.autocast_mode.autocast` and the like stay."""
+    return "torch.nn.functional" if qualified == "torch.functional" else qualified
+
+
+def _context_or_null(value: Value) -> Value:
+    return value if value.kind is Kind.CONTEXT else NULL
+
+
+_STATEMENTS: dict[type, Callable[[Any, Any], None]] = {
+    ast.Expr: Follower._expression,
+    ast.Assign: Follower._assign,
+    ast.AnnAssign: Follower._annotated,
+    ast.AugAssign: Follower._augmented,
+    ast.Delete: Follower._delete,
+    ast.Return: Follower._return,
+    ast.Raise: Follower._raise,
+    ast.Break: Follower._leave_round,
+    ast.Continue: Follower._leave_round,
+    ast.Assert: Follower._assert,
+    ast.Import: Follower._import,
+    ast.ImportFrom: Follower._import,
+    ast.Global: Follower._global,
+    ast.Nonlocal: Follower._nonlocal,
+    ast.FunctionDef: Follower._define,
+    ast.AsyncFunctionDef: Follower._define,
+    ast.ClassDef: Follower._class,
+    ast.If: Follower._if,
+    ast.Try: Follower._try,
+    ast.With: Follower._with,
+    ast.AsyncWith: Follower._with,
+    ast.For: Follower._for,
+    ast.AsyncFor: Follower._for,
+    ast.While: Follower._while,
+}

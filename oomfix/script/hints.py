@@ -1,0 +1,146 @@
+"""What the uses of a name say about it, for names whose binding is out of sight.
+
+A parameter `net` that is asked for its `.parameters()` and called is a module, whatever file made it; a name on which
+`.backward()` is called holds a graph, and so does what the same unseen helper returns elsewhere. Uses come first;
+the name itself is only asked when nothing else speaks.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+
+from oomfix.script.names import path_of
+
+_MODULE_METHODS = frozenset(
+    "parameters named_parameters modules named_modules children named_children buffers eval train requires_grad_ "
+    "forward get_parameter_groups".split()
+)
+_MOVES = frozenset("to cuda half float double bfloat16 cpu".split())
+_MODULE_NAME = re.compile(
+    r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|classifier|"
+    r"transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
+    r"embedder|predictor|segmentor|detector|denoiser|vit|clip)\d*(_?[a-z0-9]{1,3})?$|^(D|G|E|F|C|[DGEC]_[A-Za-z0-9]+|net[A-Z]\w*)$|\w(Net|Model)$",
+    re.IGNORECASE,
+)
+_UPPER_MODULE_NAME = re.compile(r"^(D|G|E|[DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
+_LOSS_NAME = re.compile(r"(loss|criterion|crit)(_?fn|_?func|_?function|es)?\d*(_[a-z0-9]+)?$|^(bce|mse|ce|nll|l1|kld?|ctc)$|(loss|criterion)", re.IGNORECASE)
+_OPTIMIZER_NAME = re.compile(r"(^|_)(opt(im|imi[sz]er)?[a-z]?|optimi[sz]er\w*|optim\w*|opt_\w+|trainer_?[dg])\d*$|\w+_(opt|optim|optimizer)$|\wOptimi[sz]er$", re.IGNORECASE)
+_SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
+
+
+def looks_like_module(name: str) -> bool:
+    """Whether a called name is usually a network, by its last component."""
+    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
+    if looks_like_loss(last):
+        return False
+    return bool(_UPPER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
+
+
+def looks_like_loss(name: str) -> bool:
+    """Whether a called name is usually a criterion."""
+    return bool(_LOSS_NAME.search(name.rsplit(".", 1)[-1].split("[", 1)[0]))
+
+
+def looks_like_optimizer(name: str) -> bool:
+    """Whether a name is usually an optimizer."""
+    return bool(_OPTIMIZER_NAME.search(name.rsplit(".", 1)[-1].split("[", 1)[0]))
+
+
+def looks_like_scaler(name: str) -> bool:
+    """Whether a name is usually a gradient scaler."""
+    return bool(_SCALER_NAME.search(name.rsplit(".", 1)[-1]))
+
+
+@dataclass
+class Hints:
+    """Evidence from one walk over the file, by the path as it is written."""
+
+    modules: set[str] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
+    moved: set[str] = field(default_factory=set)
+    backwarded: set[str] = field(default_factory=set)
+    """Paths on which a backward runs, and the names summed into them."""
+    graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
+    """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
+
+    def is_module(self, path: str) -> bool:
+        """Whether the uses of a called path say that it is a network."""
+        return path in self.modules or (path in self.moved and path in self.called)
+
+
+def read_hints(tree: ast.Module) -> Hints:
+    """Collect the evidence of a file in one walk."""
+    hints = Hints()
+    assignments: list[tuple[ast.expr, ast.expr]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            _read_call(node, hints)
+        elif isinstance(node, ast.Assign):
+            assignments.extend((target, node.value) for target in node.targets)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
+            assignments.append((node.target, node.value))
+    _spread(assignments, hints)
+    return hints
+
+
+def _read_call(node: ast.Call, hints: Hints) -> None:
+    called = path_of(node.func)
+    if called is not None:
+        hints.called.add(called)
+    if not isinstance(node.func, ast.Attribute):
+        return
+    receiver = path_of(node.func.value)
+    method = node.func.attr
+    if method == "backward":
+        roots = node.args[:1] if node.args and (receiver is None or not _is_tensor_backward(node)) else [node.func.value]
+        for root in roots:
+            hints.backwarded.update(_additive_terms(root))
+    elif receiver is not None and method in _MODULE_METHODS:
+        hints.modules.add(receiver)
+    elif receiver is not None and method in _MOVES:
+        hints.moved.add(receiver)
+
+
+def _is_tensor_backward(node: ast.Call) -> bool:
+    """`loss.backward(gradient)` against `accelerator.backward(loss)`: by the receiver's name."""
+    receiver = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+    return receiver is not None and looks_like_loss(receiver)
+
+
+def _additive_terms(node: ast.expr) -> list[str]:
+    """The paths that are summed (weighted or not) into an expression, through method calls such as `.mean()`."""
+    path = path_of(node)
+    if path is not None:
+        return [path]
+    if isinstance(node, ast.BinOp):
+        return _additive_terms(node.left) + _additive_terms(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "scale" and node.args:
+            return _additive_terms(node.args[0])
+        if node.func.attr in ("mean", "sum", "float", "squeeze"):
+            return _additive_terms(node.func.value)
+    if isinstance(node, ast.UnaryOp):
+        return _additive_terms(node.operand)
+    return []
+
+
+def _spread(assignments: list[tuple[ast.expr, ast.expr]], hints: Hints) -> None:
+    """Follow backpropagated names to the terms they are summed from and to the helpers that returned them."""
+    for _ in range(3):
+        before = len(hints.backwarded)
+        for target, value in assignments:
+            if (path := path_of(target)) is not None and path in hints.backwarded:
+                if isinstance(value, ast.BinOp | ast.UnaryOp):
+                    hints.backwarded.update(_additive_terms(value))
+        if len(hints.backwarded) == before:
+            break
+    for target, value in assignments:
+        if not isinstance(value, ast.Call) or (callee := path_of(value.func)) is None:
+            continue
+        targets = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        for index, single in enumerate(targets):
+            if path_of(single) in hints.backwarded:
+                position = index if isinstance(target, ast.Tuple | ast.List) else None
+                hints.graph_callees.setdefault(callee, set()).add(position)

@@ -1,0 +1,222 @@
+"""Training loops: which loops train, and what is known of each."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from oomfix.script.names import path_of
+from oomfix.script.trace import Backward, Forward, Guard, Loop, Step, Trace
+
+_WINDOW_NAME = re.compile(r"accum|micro|grad_?steps|iter_?size|update_(freq|every)|virtual|subdivision", re.IGNORECASE)
+
+
+@dataclass
+class Window:
+    """Gradient accumulation: a step every `size` iterations.
+
+    `decision` is the `if` that lets the step through; None when the window is an inner loop of backwards.
+    """
+
+    size: str
+    decision: ast.If | None
+
+
+@dataclass
+class TrainingLoop:
+    """The innermost batch loop whose iterations run a backward, with its events in program order."""
+
+    node: Loop
+    forwards: list[Forward] = field(default_factory=list)
+    backwards: list[Backward] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    later_steps: list[Step] = field(default_factory=list)
+    """Steps that run when the loop has ended, in what surrounds it."""
+    framework: str | None = None
+    window: Window | None = None
+
+    @property
+    def line(self) -> int:
+        """The line of the `for` or `while` (1-based)."""
+        return self.node.lineno
+
+    @property
+    def end_line(self) -> int:
+        """The last line of the loop's body (1-based)."""
+        return self.node.end_lineno or self.node.lineno
+
+    @property
+    def autocast(self) -> str:
+        """The dtype under which its forwards run: "none", "float16", "bfloat16", "unknown" or "framework"."""
+        kinds = {forward.site.autocast for forward in self.forwards} - {None}
+        if self.framework is not None:
+            return "framework"
+        return "none" if not kinds else (kinds.pop() or "unknown") if len(kinds) == 1 else "unknown"
+
+    @property
+    def accumulated_backwards(self) -> list[Backward]:
+        """The backwards that run on every iteration of the window."""
+        if self.window is None or self.window.decision is None:
+            return self.backwards
+        return [backward for backward in self.backwards if not _waits(backward, {id(self.window.decision)})]
+
+    def to_json(self) -> dict[str, Any]:
+        """The loop as `oomfix audit --format json` shows it."""
+        return {
+            "line": self.line,
+            "end_line": self.end_line,
+            "forwards": _lines(self.forwards),
+            "backwards": _lines(self.backwards),
+            "steps": _lines(self.steps or self.later_steps),
+            "optimizers": sorted({step.optimizer for step in self.steps or self.later_steps}),
+            "amp": self.autocast,
+            "accumulation": None if self.window is None else self.window.size,
+            "framework": self.framework,
+        }
+
+
+def _lines(events: list[Any]) -> list[int]:
+    return sorted({event.node.lineno for event in events})
+
+
+def find_training_loops(trace: Trace) -> list[TrainingLoop]:
+    """Every training loop of a file, by line."""
+    loops: dict[Loop, TrainingLoop] = {}
+    for backward in trace.backwards:
+        if backward.is_grad_call or not backward.site.loops:
+            continue
+        node = _batch_loop(backward, trace)
+        loop = loops.setdefault(node, TrainingLoop(node))
+        loop.backwards.append(backward)
+        loop.framework = loop.framework or backward.framework or ("apex" if backward.site.apex else None)
+    for loop in loops.values():
+        _collect(loop, trace, loops)
+        loop.window = _window(loop)
+    return sorted(loops.values(), key=lambda loop: loop.line)
+
+
+def _batch_loop(backward: Backward, trace: Trace) -> Loop:
+    """The innermost loop around both the backward and a forward it goes through.
+
+    A loop over losses, scales or discriminators around the backward alone is part of an iteration, not a batch loop.
+    """
+    around = backward.site.loops
+    depths = [
+        _shared_depth(around, forward.site.loops) for forward in trace.forwards_of(backward.origins)
+    ]
+    depth = max(depths, default=len(around))
+    return around[max(depth, 1) - 1]
+
+
+def _shared_depth(first: tuple[Loop, ...], second: tuple[Loop, ...]) -> int:
+    depth = 0
+    for one, other in zip(first, second, strict=False):
+        if one is not other:
+            break
+        depth += 1
+    return depth
+
+
+def _collect(loop: TrainingLoop, trace: Trace, loops: dict[Loop, TrainingLoop]) -> None:
+    for forward in trace.forwards.values():
+        if loop.node in forward.site.loops and forward.origin in trace.backpropagated:
+            innermost = next(node for node in reversed(forward.site.loops) if node in loops)
+            if innermost is loop.node:
+                loop.forwards.append(forward)
+    for step in trace.steps:
+        if loop.node in step.site.loops:
+            loop.steps.append(step)
+        elif any(_runs_after(step, backward, loop.node) for backward in loop.backwards):
+            loop.later_steps.append(step)
+
+
+def _runs_after(step: Step, backward: Backward, loop: Loop) -> bool:
+    """The step is in what surrounds the loop, behind it."""
+    outside = backward.site.loops[: backward.site.loops.index(loop)]
+    return step.site.loops == outside and step.node.lineno > (loop.end_lineno or 0) and (
+        step.site.function is backward.site.function or bool(outside)
+    )
+
+
+def _window(loop: TrainingLoop) -> Window | None:
+    """The accumulation window: every step waits for a test that some backward does not wait for."""
+    if loop.steps:
+        guards = [_window_guard(step, loop) for step in loop.steps]
+        first = guards[0]
+        if first is None or any(guard is None for guard in guards):
+            return None
+        waiting = {id(guard.statement) for guard in guards if guard is not None}
+        free = [backward for backward in loop.backwards if not _waits(backward, waiting)]
+        if not free or not isinstance(first.statement, ast.If):
+            return None
+        return Window(_window_size(first.test), first.statement)
+    if loop.later_steps and isinstance(loop.node, ast.For) and _counts_a_window(loop.node):
+        iterable = loop.node.iter
+        size = iterable.args[-1] if isinstance(iterable, ast.Call) and iterable.args else iterable
+        return Window(ast.unparse(size), None)
+    return None
+
+
+def _waits(backward: Backward, decisions: set[int]) -> bool:
+    return any(id(guard.statement) in decisions for guard in backward.site.guards)
+
+
+def _window_guard(step: Step, loop: TrainingLoop) -> Guard | None:
+    for guard in step.site.guards:
+        if is_window_test(guard.test):
+            return guard
+    return None
+
+
+def is_window_test(test: ast.expr) -> bool:
+    """`(i + 1) % k == 0` and its kin: true once every few iterations."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return True
+        if isinstance(node, ast.Name | ast.Attribute) and _WINDOW_NAME.search(path_of(node) or ""):
+            return isinstance(test, ast.Compare | ast.BoolOp)
+    return False
+
+
+def _window_size(test: ast.expr) -> str:
+    for node in ast.walk(test):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return ast.unparse(node.right)
+    return ast.unparse(test)
+
+
+def _counts_a_window(node: ast.For) -> bool:
+    iterable = node.iter
+    if isinstance(iterable, ast.Call) and path_of(iterable.func) in ("range", "trange", "tqdm.trange") and iterable.args:
+        names = " ".join(_names(iterable))
+        fetches = any(
+            isinstance(child, ast.Call) and path_of(child.func) == "next" for child in ast.walk(node)
+        )
+        return bool(_WINDOW_NAME.search(names)) or fetches
+    return False
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            yield child.id
+        elif isinstance(child, ast.Attribute):
+            yield child.attr
+
+
+def fires_on_last_batch(test: ast.expr) -> bool:
+    """`... or (i + 1) == len(loader)`: an alternative lets the step through at the end of the epoch."""
+    return any(isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) for node in ast.walk(test))
+
+
+def is_counted_per_epoch(loop: TrainingLoop) -> bool:
+    """Whether the window's counter starts anew with the loop: it is the loop's own index."""
+    assert loop.window is not None and loop.window.decision is not None
+    node = loop.node
+    if isinstance(node, ast.While):
+        return False
+    targets = set(_names(node.target))
+    return bool(targets & set(_names(loop.window.decision.test)))

@@ -1,0 +1,103 @@
+"""What is known about torch's own functions and about the libraries around it, by qualified name."""
+
+from __future__ import annotations
+
+import re
+
+from oomfix.script.values import Kind
+
+INTEGER_RESULTS = frozenset(
+    "argmax argmin eq ne gt ge lt le equal allclose isnan isinf isfinite isclose long int short byte bool char numel "
+    "size dim ndimension nonzero bincount histc argsort logical_and logical_or logical_not logical_xor bernoulli "
+    "multinomial any all count_nonzero searchsorted randint arange is_tensor".split()
+)
+"""Functions and methods of tensors whose result carries no graph whatever goes in."""
+
+LEAVING_THE_GRAPH = frozenset(
+    "item detach tolist numpy data clone_detached detach_ asnumpy to_numpy stop_gradient zeros_like ones_like "
+    "empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_tensor new_full new_empty "
+    "element_size get_device type data_ptr storage_offset is_cuda requires_grad_".split()
+)
+"""Methods and functions whose result holds no graph: values copied out, or fresh tensors."""
+
+PLAIN_ATTRIBUTES = frozenset(
+    "shape device dtype ndim requires_grad is_leaf is_cuda data grad grad_fn layout itemsize nbytes".split()
+)
+
+INDEX_REDUCTIONS = frozenset("max min topk sort kthvalue median mode cummax cummin".split())
+"""With a dimension they give `(values, indices)`; the indices carry no graph."""
+
+NUMBER_BUILTINS = frozenset(
+    "float int bool str len repr format isinstance issubclass hasattr callable id hash ord chr print range open type "
+    "input divmod bytes ascii hex oct bin".split()
+)
+PASSING_BUILTINS = frozenset("list tuple iter reversed sorted next set frozenset zip enumerate map filter dict".split())
+REDUCING_BUILTINS = frozenset("sum max min abs round pow".split())
+
+PLAIN_PACKAGES = frozenset(
+    "numpy math random os sys time json re logging pandas sklearn scipy collections itertools datetime shutil pickle "
+    "argparse glob copyreg string csv yaml cv2 PIL matplotlib warnings pathlib statistics typing psutil gc io "
+    "subprocess tensorboardX wandb mlflow seaborn skimage nibabel soundfile librosa nltk jieba tqdm.write".split()
+)
+"""Packages whose functions return nothing that carries an autograd graph."""
+
+_LOSS_CLASS = re.compile(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion")
+_OPTIMIZER_CLASS = re.compile(
+    r"^(torch\.optim\.(?!lr_scheduler|swa_utils)\w+|.*\b(Adam\w*|AdamW\w*|SGD|RMSprop|Adagrad|Adafactor|Lamb|LAMB|RAdam|Lion|"
+    r"\w*Optimizer|BertAdam|AdaBelief|SAM|NoamOpt|ScheduledOptim|MADGRAD|Ranger))$"
+)
+_MODULE_FACTORY = re.compile(
+    r"^torchvision\.models\.|^timm\.create_model$|^timm\.models\.|^torch\.hub\.load$|^segmentation_models_pytorch\.[A-Z]|"
+    r"^transformers\.(?!\w*(Tokenizer|Processor|Config|Extractor|Dataset|Collator))\w+\.(from_pretrained|from_config)$|"
+    r"^(transformers|pytorch_transformers|pytorch_pretrained_bert|diffusers|peft)\.\w*(Model|For[A-Z]\w+|Net|UNet\w+|VAE|Autoencoder\w*)"
+    r"(\.from_pretrained|\.from_config)?$|"
+    r"^(open_)?clip\.load$|^efficientnet_pytorch\.\w+\.(from_pretrained|from_name)$|^peft\.get_peft_model$"
+)
+_WRAPPER = re.compile(
+    r"^(torch\.nn\.DataParallel|torch\.nn\.parallel\.(\w+\.)?(DataParallel|DistributedDataParallel)|torch\.compile|torch\.jit\.\w+|"
+    r"torch\.nn\.SyncBatchNorm\.convert_sync_batchnorm|apex\.parallel\.\w+|copy\.deepcopy|"
+    r"torch\.distributed\.fsdp\.\w+|torch\.nn\.utils\.(parametrizations\.)?(spectral_norm|weight_norm)|.*\b(DDP|FSDP|DataParallel\w*|ModelEMA))$"
+)
+_ACCELERATOR = re.compile(r"^(accelerate\.Accelerator|(lightning\.)?(fabric\.)?Fabric|lightning\.Fabric|lightning_fabric\.Fabric)$")
+_PLAIN_NN = frozenset({"Parameter", "ParameterList", "ParameterDict", "utils", "init", "functional", "parallel", "Buffer"})
+TORCH_GRAPH_FREE = frozenset(
+    "zeros ones empty full rand randn randint randperm arange linspace tensor from_numpy as_tensor eye manual_seed "
+    "device load save is_tensor Generator Size finfo iinfo LongTensor FloatTensor Tensor IntTensor BoolTensor "
+    "DoubleTensor zeros_like ones_like get_rng_state set_rng_state no_grad normal".split()
+)
+
+
+def kind_of_call(qualified: str) -> Kind | None:
+    """What calling an imported name gives: an optimizer, a module, a criterion...; None when nothing is known."""
+    if qualified in ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler",
+                     "torch.cuda.amp.grad_scaler.GradScaler"):
+        return Kind.SCALER
+    if qualified.startswith("torch.nn."):
+        rest = qualified[len("torch.nn."):]
+        if rest.split(".")[0] in _PLAIN_NN:
+            return None
+        if rest.startswith("modules."):
+            rest = rest.rsplit(".", 1)[-1]
+        return Kind.LOSS if _LOSS_CLASS.search(rest) else Kind.MODULE
+    if _OPTIMIZER_CLASS.match(qualified):
+        return Kind.OPTIMIZER
+    if _ACCELERATOR.match(qualified):
+        return Kind.ACCELERATOR
+    if qualified in ("oomfix.runtime.preset",):
+        return Kind.MEMORY
+    if _MODULE_FACTORY.match(qualified):
+        return Kind.MODULE
+    last = qualified.rsplit(".", 1)[-1]
+    if last[:1].isupper() and _LOSS_CLASS.search(last):
+        return Kind.LOSS
+    return None
+
+
+def wraps_module(qualified: str) -> bool:
+    """Whether a call returns the module it is given, wrapped or copied."""
+    return bool(_WRAPPER.match(qualified))
+
+
+def is_plain(qualified: str) -> bool:
+    """Whether everything a package's functions return is free of autograd graphs."""
+    return qualified.split(".")[0] in PLAIN_PACKAGES

@@ -1,0 +1,155 @@
+"""What happened while a script was followed: forwards, backwards, steps, and what was kept."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from oomfix.script.values import NO_ORIGINS, Graph
+
+if TYPE_CHECKING:
+    from oomfix.script.definitions import Function
+
+Loop = ast.For | ast.AsyncFor | ast.While
+Autocast = Literal["float16", "bfloat16", "unknown"]
+
+
+class Guard(NamedTuple):
+    """A condition on the way to an event: `statement` decides, the event lies on the side where the test is `value`."""
+
+    statement: ast.stmt | ast.IfExp
+    test: ast.expr
+    value: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where and under what an event happens, on one way through the script."""
+
+    function: Function | None
+    loops: tuple[Loop, ...]
+    """The loops around it, outermost first, through the calls that led here."""
+    guards: tuple[Guard, ...]
+    """The conditions between the innermost loop (or the start) and the event."""
+    grad: Graph
+    """Whether gradients are recorded here: YES, NO, or MAYBE where a flag decides."""
+    autocast: Autocast | None
+    apex: bool
+    handling_exception: bool
+    way: tuple[Hashable, ...]
+    """The calls (and rounds of loops over literals) that led here: two calls of one helper are two ways."""
+
+    @property
+    def loop(self) -> Loop | None:
+        """The innermost loop, or None."""
+        return self.loops[-1] if self.loops else None
+
+
+@dataclass(slots=True)
+class Event:
+    """Something at a node of the tree."""
+
+    node: ast.expr
+    site: Site
+    order: int
+
+
+@dataclass(slots=True)
+class Forward(Event):
+    """A call of a network."""
+
+    origin: int
+    path: str | None
+    evaluating: bool
+    """The module was switched to `eval()` before."""
+    carried: frozenset[int]
+    """Assignments of the previous iteration whose graph goes into this forward."""
+    direct: bool
+    """`model(x)` or `model.forward(x)`, not another method of the module."""
+    escaped: bool = False
+    """Its result went where it cannot be followed."""
+
+
+@dataclass(slots=True)
+class Backward(Event):
+    """A backward pass: `loss.backward()`, `scaler.scale(loss).backward()`, `accelerator.backward(loss)`."""
+
+    origins: frozenset[int]
+    divided: bool
+    scaled: bool
+    retains: bool
+    """`retain_graph=True`, literally."""
+    carried: frozenset[int]
+    framework: str | None
+    made_here: bool
+    """What is differentiated was made in the same function."""
+    is_grad_call: bool = False
+    """`torch.autograd.grad`, which differentiates without filling `.grad`."""
+
+
+@dataclass(slots=True)
+class Step(Event):
+    """An optimizer step, by the optimizer's path."""
+
+    optimizer: str
+    scaled: bool
+
+
+@dataclass(slots=True)
+class Clip(Event):
+    """A gradient clipping call, with what is known of the gradients it clips."""
+
+    gradients: frozenset[str]
+
+
+@dataclass(slots=True)
+class Keep(Event):
+    """A value is added to, or put into, something that was there before."""
+
+    target: str
+    value: ast.expr
+    manner: Literal["add", "store", "meter"]
+    certain: bool
+    spent: bool
+    """Its backward had run before it was kept: only graph nodes stay alive, no activations."""
+    crossed: tuple[Loop, ...]
+    """The loops whose iterations the target outlives."""
+    origins: frozenset[int]
+    statement: ast.stmt | None
+
+
+@dataclass
+class Trace:
+    """Everything that happened, over all ways through the script."""
+
+    forwards: dict[int, Forward] = field(default_factory=dict)
+    keeps: dict[int, Keep] = field(default_factory=dict)
+    backwards: list[Backward] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    clips: list[Clip] = field(default_factory=list)
+    calls: dict[str, list[Event]] = field(default_factory=dict)
+    """Calls of functions of interest by their qualified name, such as `torch.cuda.empty_cache`."""
+    backpropagated: set[int] = field(default_factory=set)
+    """Forwards and keeps that a backward went through."""
+    carries: dict[int, tuple[ast.stmt, Loop]] = field(default_factory=dict)
+    """Assignments whose value, graph and all, is fed into a forward of the next iteration of the loop."""
+    accelerated: set[Loop] = field(default_factory=set)
+    """Loops in which a framework does the backward."""
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    def number(self, *key: Hashable) -> int:
+        """A number for a node on one way, the same each time."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def next_order(self) -> int:
+        """The position of the next event in program order."""
+        return len(self.backwards) + len(self.forwards) + len(self.steps) + len(self.clips) + len(self.keeps)
+
+    def forwards_of(self, origins: frozenset[int]) -> Iterator[Forward]:
+        """The forwards among a value's origins."""
+        return (self.forwards[origin] for origin in origins if origin in self.forwards)
+
+
+NOTHING_CARRIED = NO_ORIGINS

@@ -1,0 +1,146 @@
+"""What a value of a training script is, as far as memory is concerned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+from typing import Any
+
+
+class Kind(Enum):
+    """The roles a value plays in training."""
+
+    UNKNOWN = "unknown"
+    TENSOR = "tensor"
+    NUMBER = "number"
+    """Anything that can hold no autograd graph: numbers, strings, NumPy arrays, None."""
+    MODULE = "module"
+    LOSS = "loss"
+    """A criterion: a callable whose result carries the graph of its arguments."""
+    OPTIMIZER = "optimizer"
+    SCALER = "scaler"
+    ACCELERATOR = "accelerator"
+    """An object of a framework that owns autocast and backward (Accelerate, Fabric, DeepSpeed)."""
+    MEMORY = "memory"
+    """The manager of `oomfix.runtime`."""
+    SEQUENCE = "sequence"
+    """A tuple or list of known items."""
+    CONTAINER = "container"
+    """A list, dict or set that grows; its graph is that of what was put in."""
+    CONTEXT = "context"
+    FUNCTION = "function"
+    CLASS = "class"
+    INSTANCE = "instance"
+    EXTERNAL = "external"
+    """Something imported, known by its qualified name."""
+
+
+class Graph(IntEnum):
+    """Whether a value carries an autograd graph."""
+
+    NO = 0
+    MAYBE = 1
+    YES = 2
+
+
+class _Missing(Enum):
+    MISSING = 0
+
+
+MISSING = _Missing.MISSING
+NO_ORIGINS: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An abstract value.
+
+    `origins` are the forwards and keep-sites (`Trace` numbers) whose graph the value carries. `ref` identifies what
+    stands behind it: a definition, an instance, a module's creation, a qualified name, a context's effects.
+    `constant` is only known where control flow is decided by it: arguments and loops over literals.
+    """
+
+    kind: Kind = Kind.UNKNOWN
+    graph: Graph = Graph.NO
+    origins: frozenset[int] = NO_ORIGINS
+    items: tuple[Value, ...] | None = None
+    ref: Any = None
+    constant: Any = MISSING
+    divided: bool = False
+    """Divided by something after it was made: what accumulation asks of a loss."""
+    scaled: bool = False
+    """Went through `GradScaler.scale`."""
+    carried_from: frozenset[int] = NO_ORIGINS
+    """Assignments of the previous iteration that this value was carried over from, graph and all."""
+
+    def with_graph(self, graph: Graph, origins: frozenset[int] | None = None) -> Value:
+        """The same value with another graph state (and origins)."""
+        return replace(self, graph=graph, origins=self.origins if origins is None else origins)
+
+
+_NAMED = (Kind.EXTERNAL, Kind.FUNCTION, Kind.CLASS, Kind.INSTANCE)
+
+UNKNOWN = Value()
+NUMBER = Value(Kind.NUMBER)
+NONE = Value(Kind.NUMBER, constant=None)
+PLAIN_TENSOR = Value(Kind.TENSOR)
+
+
+def constant(value: Any) -> Value:
+    """A number, string, bool or None whose value is known."""
+    return Value(Kind.NUMBER, constant=value)
+
+
+def flatten(value: Value) -> Value:
+    """A sequence as one value: the graph and origins of all its items."""
+    if value.items is None:
+        return value
+    return combine([flatten(item) for item in value.items])
+
+
+def combine(values: list[Value]) -> Value:
+    """What an operation on several values gives: it carries every graph that goes in."""
+    graph, origins, carried = Graph.NO, NO_ORIGINS, NO_ORIGINS
+    numbers = True
+    for value in values:
+        if value.items is not None:
+            value = flatten(value)
+        if value.kind is not Kind.NUMBER:
+            numbers = False
+        if value.graph:
+            graph = max(graph, value.graph)
+            origins |= value.origins
+            carried |= value.carried_from
+    if graph is Graph.NO:
+        return NUMBER if numbers else UNKNOWN
+    return Value(Kind.TENSOR, graph, origins, carried_from=carried)
+
+
+def join(first: Value, second: Value) -> Value:
+    """What a name holds after two branches: certain only where both agree."""
+    if first is second or first == second:
+        return first
+    if first.kind is Kind.CONTEXT and second.kind is Kind.CONTEXT:
+        return Value(Kind.CONTEXT, ref=first.ref | second.ref)
+    if first.items is not None and second.items is not None and len(first.items) == len(second.items):
+        items = tuple(join(one, other) for one, other in zip(first.items, second.items, strict=True))
+        return Value(Kind.SEQUENCE, items=items)
+    # A name that is None, or not yet set, on one side is what it is on the other.
+    if first.kind is Kind.NUMBER and second.kind not in (Kind.NUMBER, Kind.TENSOR, Kind.UNKNOWN):
+        return second
+    if second.kind is Kind.NUMBER and first.kind not in (Kind.NUMBER, Kind.TENSOR, Kind.UNKNOWN):
+        return first
+    if first.kind is second.kind and first.ref != second.ref and first.kind in _NAMED:
+        return UNKNOWN
+    one, other = flatten(first), flatten(second)
+    graph = one.graph if one.graph == other.graph else Graph.MAYBE
+    same_kind = one.kind is other.kind
+    return Value(
+        kind=one.kind if same_kind else (Kind.TENSOR if Kind.TENSOR in (one.kind, other.kind) else Kind.UNKNOWN),
+        graph=graph,
+        origins=one.origins | other.origins,
+        ref=one.ref if one.ref == other.ref else (one.ref if same_kind and one.kind is Kind.MODULE else None),
+        divided=one.divided or other.divided,
+        scaled=one.scaled or other.scaled,
+        carried_from=one.carried_from & other.carried_from,
+    )
