@@ -56,11 +56,13 @@ class Configuration:
     Attributes:
         flags: what the command line says; it wins.
         codes: every code that `select` and `ignore` may name.
+        use_baselines: whether known findings are left out.
         problems: path and one plain line for each thing wrong in a pyproject.toml.
     """
 
     flags: Flags
     codes: Sequence[str]
+    use_baselines: bool = True
     problems: list[tuple[str, str]] = field(default_factory=list)
     _of_folder: dict[str, Settings] = field(default_factory=dict)
     _tables: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -82,6 +84,8 @@ class Configuration:
                 break
         flags = {name: value for name, value in vars(self.flags).items() if value is not None}
         settings = replace(settings, **flags)
+        if not self.use_baselines:
+            settings = replace(settings, baseline=None)
         if settings.target_torch is None:
             settings = replace(settings, target_torch=target_of(folder))
         return settings

@@ -1,0 +1,5 @@
+"""`python -m oomfix`."""
+
+from oomfix.cli import main
+
+main()

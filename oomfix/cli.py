@@ -1,0 +1,312 @@
+"""The commands of `oomfix`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+from oomfix import __version__
+from oomfix.audit import TorchVersion
+from oomfix.config import FAIL_ON, check_codes
+from oomfix.spelling import did_you_mean
+from oomfix.target import parse_version
+
+if TYPE_CHECKING:
+    from oomfix.pages import Page
+    from oomfix.report import Report
+
+FORMATS = ("rich", "concise", "json", "sarif", "github")
+_INTERRUPTED = 130
+_SHOW_PROGRESS_AFTER_S = 1.0
+
+
+class _Codes(click.ParamType):
+    """Codes or prefixes of codes, separated by commas."""
+
+    name = "CODES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        try:
+            return check_codes(value.split(","), _codes())
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Version(click.ParamType):
+    """A version of torch, such as 2.3."""
+
+    name = "VERSION"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> TorchVersion:
+        try:
+            return parse_version(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="oomfix")
+def main() -> None:
+    """Find and fix what makes PyTorch training die with CUDA out of memory."""
+
+
+@main.command()
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@click.option("--format", "form", type=click.Choice(FORMATS), default="rich", show_default=True, help="What to print.")
+@click.option("--select", type=_Codes(), help="Report only these codes or prefixes, as OOM1,OOM401.")
+@click.option("--ignore", type=_Codes(), help="Do not report these codes or prefixes.")
+@click.option("--fail-on", type=click.Choice(FAIL_ON), help="Exit 1 from this severity on.  [default: warning]")
+@click.option("--statistics", is_flag=True, help="Print how often each rule was reported, not the findings.")
+@click.option("--baseline", metavar="FILE", help="Report only findings that this file does not know.")
+@click.option("--write-baseline", metavar="FILE", help="Write all findings to this file as known, and exit 0.")
+@click.option(
+    "--target-torch", type=_Version(), help="The oldest torch the scripts must run on.  [default: what is required]"
+)
+@click.option("-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Processes.  [default: the cores]")
+@click.option("--no-cache", is_flag=True, help="Neither use nor keep results of earlier runs.")
+@click.option("--stdin-filename", metavar="PATH", default="<stdin>", help="The name of what `-` reads.")
+@click.pass_context
+def audit(
+    ctx: click.Context,
+    paths: tuple[str, ...],
+    form: str,
+    select: tuple[str, ...] | None,
+    ignore: tuple[str, ...] | None,
+    fail_on: str | None,
+    statistics: bool,
+    baseline: str | None,
+    write_baseline: str | None,
+    target_torch: TorchVersion | None,
+    jobs: int | None,
+    no_cache: bool,
+    stdin_filename: str,
+) -> None:
+    """Report what wastes or leaks GPU memory in training scripts.
+
+    PATH is a Python file, a notebook, a folder, or `-` for standard input. Settings are read from [tool.oomfix] in
+    the nearest pyproject.toml. Exits 0 when nothing is found, 1 with findings, 2 when something could not be audited.
+    """
+    from oomfix.audit import Auditor
+    from oomfix.config import Configuration, Flags
+    from oomfix.pipeline import STDIN, Pipeline
+    from oomfix.rules import all_rules
+
+    if statistics and form in ("sarif", "github"):
+        raise click.UsageError(f"--statistics: has no {form} format, expected rich, concise or json")
+    if write_baseline and baseline:
+        raise click.UsageError("--write-baseline: writes every finding, expected no --baseline beside it")
+    flags = Flags(select, ignore, fail_on, target_torch, baseline)
+    progress = _Progress()
+    pipeline = Pipeline(
+        Auditor(all_rules()),
+        Configuration(flags, _codes(), use_baselines=not write_baseline),
+        processes=jobs or _cores(),
+        use_cache=not no_cache,
+        stdin=sys.stdin.buffer.read() if STDIN in paths else b"",
+        stdin_name=stdin_filename,
+        progress=progress.show,
+    )
+    try:
+        with progress:
+            report = pipeline.audit(paths)
+        if write_baseline:
+            _write_baseline(write_baseline, report)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        ctx.exit(_INTERRUPTED)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(f"baseline {_problem(error)}") from None
+    if not write_baseline:
+        _write(lambda stream: _render(report, form, statistics, stream))
+    if form in ("rich", "concise"):
+        for path, message in report.errors():
+            click.echo(f"{path}: {message}", err=True)
+    ctx.exit(pipeline.status if not write_baseline or pipeline.status == 2 else 0)
+
+
+@main.command()
+@click.argument("code")
+def explain(code: str) -> None:
+    """Explain a rule: what it finds, why, when it is quiet, with examples.
+
+    CODE is a code such as OOM101, or a name such as loss-accumulation.
+    """
+    from oomfix.pages import markdown
+
+    pages = {page.code: page for page in _pages()}
+    names = {page.name: page for page in pages.values()}
+    page = pages.get(code.upper()) or names.get(code.lower())
+    if page is None:
+        hint = did_you_mean(code.upper(), pages) or did_you_mean(code.lower(), names)
+        raise click.UsageError(f"{code!r} is no rule{hint or '; `oomfix rules` lists them'}")
+    text = markdown(page)
+    _write(lambda stream: _write_markdown(text, stream))
+
+
+@main.command()
+@click.option("--format", "form", type=click.Choice(("table", "json")), default="table", show_default=True)
+def rules(form: str) -> None:
+    """List the rules."""
+    from oomfix.pages import table
+
+    pages = _pages()
+    if form == "table":
+        _write(lambda stream: _write_table(table(pages), stream))
+        return
+    import json
+
+    fields = ("code", "name", "severity", "fix", "summary")
+    rows = [{field: getattr(page, field) for field in fields} for page in pages]
+    _write(lambda stream: stream.write(json.dumps({"version": 1, "rules": rows}, indent=2) + "\n"))
+
+
+@main.command()
+def presets() -> None:
+    """List the memory presets: what a card of each class can hold, and the policies that go with it."""
+    from oomfix.presets import table
+
+    _write(lambda stream: _write_table(table(), stream))
+
+
+def _pages() -> list[Page]:
+    from oomfix.pages import pages
+    from oomfix.rules import all_rules
+
+    return pages(all_rules())
+
+
+def _codes() -> list[str]:
+    from oomfix.rules import all_rules
+    from oomfix.suppressions import UnusedSuppression
+
+    return [UnusedSuppression.code, *(rule.code for rule in all_rules())]
+
+
+def _cores() -> int:
+    """The cores that this process may use: in a container, fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _render(report: Report, form: str, statistics: bool, stream: TextIO) -> None:
+    if statistics:
+        _render_statistics(report, form, stream)
+    elif form == "rich":
+        from oomfix.report import rich
+
+        rich.write(report, stream, terminal=_is_terminal(stream))
+    elif form == "concise":
+        from oomfix.report import concise
+
+        stream.write(concise.render(report))
+    elif form == "json":
+        from oomfix.report import json
+
+        stream.write(json.render(report))
+    elif form == "sarif":
+        from oomfix.report import sarif
+
+        stream.write(sarif.render(report, _pages()))
+    else:
+        from oomfix.report import github
+
+        stream.write(github.render(report))
+
+
+def _render_statistics(report: Report, form: str, stream: TextIO) -> None:
+    from oomfix.report import concise, json, statistics
+
+    rows = statistics(report)
+    stream.write(json.render_statistics(report, rows) if form == "json" else concise.render_statistics(rows))
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def _write(render: Callable[[TextIO], object]) -> None:
+    """Write to standard output what `render` writes; a reader that has seen enough (`| head`) is no error."""
+    stream = sys.stdout
+    if stream is None:
+        raise click.UsageError("standard output is closed")
+    if hasattr(stream, "reconfigure"):
+        # a line of source may hold what the terminal's encoding has not
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        render(stream)
+        stream.flush()
+    except BrokenPipeError:
+        # what is left in the buffer would fail again when Python exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise click.UsageError(f"standard output: cannot write: {error.strerror}") from None
+
+
+def _write_markdown(text: str, stream: TextIO) -> None:
+    if not _is_terminal(stream):
+        stream.write(text)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console(file=stream).print(Markdown(text))
+
+
+def _write_table(rows: Sequence[tuple[str, ...]], stream: TextIO) -> None:
+    """Columns side by side; on a terminal, the last one is broken where the line ends."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    indent = " " * sum(width + 2 for width in widths)
+    room = None
+    if stream.isatty():
+        import shutil
+
+        room = max(shutil.get_terminal_size().columns - len(indent), 20)
+    for row in rows:
+        head = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
+        tail = [row[-1]] if room is None else textwrap.wrap(row[-1], room) or [""]
+        stream.write(head + ("\n" + indent).join(tail) + "\n")
+
+
+def _write_baseline(path: str, report: Report) -> None:
+    from oomfix.baseline import write_baseline
+
+    count = write_baseline(path, report.findings())
+    click.echo(f"{path}: {count} findings written as known", err=True)
+
+
+def _problem(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+class _Progress:
+    """A bar on standard error, for runs that take long, where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._bar: Any = None
+        self._open: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+
+    def show(self, done: int, total: int) -> None:
+        """Draw that so many files are done of so many."""
+        if self._open is None:
+            if time.monotonic() - self._start < _SHOW_PROGRESS_AFTER_S or not sys.stderr.isatty():
+                return
+            self._open = click.progressbar(length=total, label="auditing", file=sys.stderr)
+            self._bar = self._open.__enter__()
+        self._bar.update(done - self._bar.pos)

@@ -1,0 +1,109 @@
+"""The audit from end to end: paths -> settings -> files -> findings -> what is shown and the exit status."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from oomfix.audit import Auditor, Selection, TorchVersion
+from oomfix.baseline import Baseline
+from oomfix.cache import Cache, cache_folder, tool_version
+from oomfix.config import Configuration, Settings
+from oomfix.discovery import Discovery
+from oomfix.report import AuditedFile, Report
+from oomfix.results import FileReport, Located
+from oomfix.rules.base import Severity
+from oomfix.runner import Job, run
+
+STDIN = "-"
+
+
+@dataclass
+class Pipeline:
+    """Audits paths.
+
+    Args:
+        auditor: the rules to run.
+        configuration: where the settings of each path come from.
+        processes: at most so many processes.
+        use_cache: whether to take results from the cache and keep new ones there.
+        stdin: the bytes that the path "-" stands for.
+        stdin_name: how standard input is named, and where its settings are looked for.
+        progress: called with the number of files done and of all files.
+    """
+
+    auditor: Auditor
+    configuration: Configuration
+    processes: int = 1
+    use_cache: bool = True
+    stdin: bytes = b""
+    stdin_name: str = "<stdin>"
+    progress: Callable[[int, int], None] | None = None
+    status: int = field(default=0, init=False)
+    """0: nothing at or above fail-on; 1: findings; 2: something could not be audited. Of the last run."""
+    _caches: dict[tuple[str, TorchVersion | None], Cache] = field(default_factory=dict, init=False)
+    _baselines: dict[str, Baseline] = field(default_factory=dict, init=False)
+
+    def audit(self, paths: Sequence[str]) -> Report:
+        """The report on files, folders and standard input ("-"), in the order of the paths.
+
+        Raises:
+            ValueError, OSError: the baseline is none, or cannot be read.
+        """
+        discovery = Discovery()
+        settings_of: list[Settings] = []
+        jobs: list[Job] = []
+        files: list[AuditedFile] = []
+        for path in dict.fromkeys(paths):
+            if path == STDIN:
+                files.append(self._audit_stdin())
+                continue
+            settings = self.configuration.settings(path)
+            for found in discovery.find(path, settings.root, settings.exclude):
+                jobs.append(Job(found, settings.target_torch, self._cache(settings)))
+                settings_of.append(settings)
+        reports = run(self.auditor, jobs, self.processes, self.progress)
+        for job, settings, report in zip(jobs, settings_of, reports, strict=True):
+            files.append(self._shown(job.found.path, settings, report))
+        for cache in self._caches.values():
+            cache.save()
+        problems = [*self.configuration.problems, *discovery.problems]
+        files += [AuditedFile(path, errors=(message,)) for path, message in problems]
+        self.status = 2 if any(file.errors for file in files) else self.status
+        return Report(files)
+
+    def _audit_stdin(self) -> AuditedFile:
+        settings = self.configuration.settings(os.curdir if self.stdin_name == "<stdin>" else self.stdin_name)
+        report = self.auditor.audit(self.stdin_name, self.stdin, settings.target_torch, parse_always=True)
+        return self._shown(self.stdin_name, settings, report)
+
+    def _shown(self, path: str, settings: Settings, report: FileReport) -> AuditedFile:
+        selection = Selection(settings.select, settings.ignore, tuple(self.configuration.codes))
+        findings = selection.visible(report)
+        if settings.baseline is not None and findings:
+            findings = self._baseline(settings.baseline).new(path, findings)
+        if any(_fails(finding, settings.fail_on) for finding in findings):
+            self.status = 1
+        return AuditedFile(path, findings, report.loops, report.errors)
+
+    def _baseline(self, path: str) -> Baseline:
+        if path not in self._baselines:
+            self._baselines[path] = Baseline(path)
+        return self._baselines[path]
+
+    def _cache(self, settings: Settings) -> Cache | None:
+        if not self.use_cache:
+            return None
+        key = (settings.root, settings.target_torch)
+        if key not in self._caches:
+            self._caches[key] = Cache(cache_folder(), f"{settings.root}\0{settings.target_torch}", self._version)
+        return self._caches[key]
+
+    @property
+    def _version(self) -> str:
+        return tool_version([rule.code for rule in self.auditor.rules])
+
+
+def _fails(finding: Located, fail_on: str) -> bool:
+    return fail_on != "never" and Severity(finding.severity).rank >= Severity(fail_on).rank

@@ -1,0 +1,178 @@
+"""Findings for people: a frame of code for each, in colour on a terminal, and a summary."""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from oomfix.report import SEVERITIES, Report, place, printable
+from oomfix.results import Located
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+_TAB = 4
+_MOST_FIXED_LINES = 3
+
+
+class Span(NamedTuple):
+    """A piece of a line and the rich style it has on a terminal."""
+
+    text: str
+    style: str = ""
+
+
+Line = list[Span]
+
+
+def write(report: Report, stream: TextIO, *, terminal: bool) -> None:
+    """Write the report: on a terminal in colour (unless NO_COLOR is set) and in its width, else as plain text."""
+    if terminal:
+        # imported here: nothing but a terminal needs it
+        from rich.console import Console
+
+        console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        for line in layout(report, console.width):
+            _print(console, line)
+    else:
+        for line in layout(report, None):
+            stream.write("".join(span.text for span in line).rstrip() + "\n")
+
+
+def _print(console: Console, line: Line) -> None:
+    from rich.text import Text
+
+    text = Text.assemble(*((span.text, span.style) for span in line))
+    console.print(text, no_wrap=True, overflow="ignore", crop=False)
+
+
+def layout(report: Report, width: int | None) -> Iterator[Line]:
+    """The lines of the report, none wider than `width` columns where that is possible; None: as wide as they are."""
+    for path, finding in report.findings():
+        yield from _headline(path, finding, width)
+        yield from _frame(finding, width)
+        yield from _fix(finding, width)
+        yield []
+    yield from _wrapped([Span(_summary(report))], width)
+
+
+def _headline(path: str, finding: Located, width: int | None) -> Iterator[Line]:
+    style = _STYLES[finding.severity]
+    head = [Span(place(path, finding), "bold"), Span("  "), Span(finding.code, style), Span("  ")]
+    head += [Span(finding.severity, style), Span("  "), Span(printable(finding.message))]
+    return _wrapped(head, width)
+
+
+def _wrapped(line: Line, width: int | None) -> Iterator[Line]:
+    """The line, its last span broken between words where it passes the width, the rest indented."""
+    *head, tail = line
+    used = sum(_columns(span.text) for span in head)
+    if width is None or used + _columns(tail.text) <= width:
+        yield line
+        return
+    if head and width - used < 20:
+        yield head
+        head, used = [Span("    ")], 4
+    indent = " " * 4
+    pieces = textwrap.wrap(
+        tail.text, max(width, 20), initial_indent="\0" * used, subsequent_indent=indent, break_on_hyphens=False
+    )
+    for number, piece in enumerate(pieces):
+        yield [*head, Span(piece[used:], tail.style)] if number == 0 else [Span(piece, tail.style)]
+
+
+def _frame(finding: Located, width: int | None) -> Iterator[Line]:
+    last_line = finding.context_line + len(finding.context) - 1
+    gutter = len(str(last_line)) + 4
+    shift, room = _window(finding, None if width is None else max(width - gutter - 3, 10))
+    style = _STYLES[finding.severity]
+    for number, text in enumerate(finding.context, start=finding.context_line):
+        is_it = number == finding.line
+        mark = Span("  > " if is_it else "    ", style)
+        code = _cut(_shown(text), shift, room)
+        yield [mark, Span(f"{number:>{gutter - 4}} | ", "dim"), Span(code, "" if is_it else "dim")]
+        if is_it:
+            start, end = _underlined(finding)
+            carets = _cut(" " * start + "^" * max(end - start, 1), shift, room, mark="")
+            yield [Span(" " * gutter + " | ", "dim"), Span(carets, style)]
+
+
+def _window(finding: Located, room: int | None) -> tuple[int, int | None]:
+    """How many columns to leave out at the left so that the finding is seen, and how many there are to show."""
+    if room is None:
+        return 0, None
+    start, end = _underlined(finding)
+    return (0 if min(end, start + room // 2) < room else start - room // 3), room
+
+
+def _underlined(finding: Located) -> tuple[int, int]:
+    """The columns of the frame, from 0, that are underlined: of a span over several lines, its first line."""
+    text = finding.context[finding.line - finding.context_line]
+    end = finding.end_column - 1 if finding.end_line == finding.line else len(text.rstrip())
+    return _columns(_shown(text[: finding.column - 1])), _columns(_shown(text[:end]))
+
+
+def _shown(text: str) -> str:
+    return printable(text.expandtabs(_TAB))
+
+
+def _cut(text: str, shift: int, room: int | None, mark: str = "…") -> str:
+    """The columns of a text from `shift` on, at most `room` of them, with a mark where something is left out."""
+    if room is None or (shift == 0 and _columns(text) <= room):
+        return text
+    shown, column = "", 0
+    for char in text:
+        if column >= shift and column + _columns(char) <= shift + room - len(mark):
+            shown += char
+        column += _columns(char)
+    if shift and shown:
+        shown = (mark or " ") + shown[1:]
+    return shown + mark if column > shift + room - len(mark) else shown
+
+
+def _columns(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+    )
+
+
+def _fix(finding: Located, width: int | None) -> Iterator[Line]:
+    if finding.fix != "local":
+        return
+    if not finding.fixed:
+        yield [Span("  fix: ", "bold green"), Span("remove it")]
+        return
+    for number, text in enumerate(finding.fixed[:_MOST_FIXED_LINES]):
+        label = "  fix: " if number == 0 else "       "
+        room = None if width is None else max(width - len(label), 10)
+        yield [Span(label, "bold green"), Span(_cut(_shown(text), 0, room), "green")]
+    more = len(finding.fixed) - _MOST_FIXED_LINES
+    if more > 0:
+        yield [Span(f"       and {more} more {_plural(more, 'line')}", "dim")]
+
+
+def _summary(report: Report) -> str:
+    """The last line: how much was found, where, and how much of it shows its fix."""
+    files = [file for file in report.files if not file.errors or file.findings or file.loops]
+    loops = sum(len(file.loops) for file in report.files)
+    read = f"{len(files)} {_plural(len(files), 'file')} with {loops} training {_plural(loops, 'loop')}"
+    unread = len({path for path, _ in report.errors()})
+    note = f"; {unread} {_plural(unread, 'path')} not audited in full" if unread else ""
+    counts = report.counts()
+    total = counts.total()
+    if not total:
+        return f"no findings in {read}{note}"
+    found = ", ".join(f"{counts[kind]} {_plural(counts[kind], kind)}" for kind in SEVERITIES if counts[kind])
+    fixed = sum(1 for _, finding in report.findings() if finding.fix == "local")
+    worst = min(report.findings(), key=lambda found: SEVERITIES.index(found[1].severity))[1].code
+    return f"{found} in {read}; {fixed} of {total} with a fix shown; why: `oomfix explain {worst}`{note}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return noun if count == 1 else noun + "s"

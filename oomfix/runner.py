@@ -1,0 +1,179 @@
+"""The audit of many files: what the cache knows first, the rest in several processes where that pays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from oomfix.audit import Auditor, TorchVersion
+from oomfix.results import FileReport
+
+if TYPE_CHECKING:
+    from oomfix.cache import Cache
+    from oomfix.discovery import Found
+
+_BATCH_BYTES = 1 << 18
+_WORTH_PROCESSES_BYTES = 1 << 20
+"""Below a MiB of source the work takes less time than starting processes for it."""
+
+
+class Job(NamedTuple):
+    """A file to audit, for which torch, and where its result is kept."""
+
+    found: Found
+    target_torch: TorchVersion | None
+    cache: Cache | None
+
+
+class _Outcome(NamedTuple):
+    index: int
+    report: FileReport
+    content: str | None
+    """The digest of what was read; None where nothing is to be kept."""
+
+
+def run(
+    auditor: Auditor, jobs: Sequence[Job], processes: int, progress: Callable[[int, int], None] | None = None
+) -> list[FileReport]:
+    """The reports of the jobs, in their order. New results are put into the caches, which the caller saves.
+
+    Args:
+        auditor: what to run on each file.
+        jobs: the files.
+        processes: at most so many processes.
+        progress: called with the number of files done and of all files.
+    """
+    reports: dict[int, FileReport] = {}
+    rest = []
+    for index, job in enumerate(jobs):
+        known = _known(job)
+        if known is None:
+            rest.append(index)
+        else:
+            reports[index] = known
+    for outcome in _audit(auditor, jobs, rest, processes):
+        reports[outcome.index] = outcome.report
+        found, _, cache = jobs[outcome.index]
+        if cache is not None and outcome.content is not None:
+            from oomfix.cache import State
+
+            cache.put(os.path.abspath(found.path), State.of(found.stat), outcome.content, outcome.report)
+        if progress is not None:
+            progress(len(reports), len(jobs))
+    return [reports[index] for index in range(len(jobs))]
+
+
+def _known(job: Job) -> FileReport | None:
+    found, _, cache = job
+    if cache is None:
+        return None
+    from oomfix.cache import State, digest
+
+    path, state = os.path.abspath(found.path), State.of(found.stat)
+    report = cache.get(path, state, parsed=found.named)
+    if report is None and cache.knows(path):
+        try:
+            content = digest(_read(found.path))
+        except OSError:  # told when the file is read for its audit
+            return None
+        report = cache.get_by_content(path, state, content, parsed=found.named)
+    return report
+
+
+def _audit(
+    auditor: Auditor, jobs: Sequence[Job], indices: Sequence[int], processes: int
+) -> Iterator[_Outcome]:
+    # jobs as workers need them: a cache stays with the process that owns it
+    bare = [(index, jobs[index]._replace(cache=None), jobs[index].cache is not None) for index in indices]
+    if processes > 1 and sum(job.found.stat.st_size for _, job, _ in bare) > _WORTH_PROCESSES_BYTES:
+        return _audit_in_processes(auditor, bare, processes)
+    return (outcome for task in bare for outcome in _audit_batch(auditor, [task]))
+
+
+_Task = tuple[int, Job, bool]
+
+
+def _audit_batch(auditor: Auditor, tasks: Sequence[_Task]) -> list[_Outcome]:
+    with _rare_garbage_collection():
+        return [_audit_file(auditor, *task) for task in tasks]
+
+
+def _audit_file(auditor: Auditor, index: int, job: Job, keep: bool) -> _Outcome:
+    found, target_torch, _ = job
+    try:
+        data = _read(found.path)
+    except OSError as error:
+        return _Outcome(index, FileReport(errors=(f"cannot read: {error.strerror}",)), None)
+    report = auditor.audit(found.path, data, target_torch, parse_always=found.named)
+    if not keep:
+        return _Outcome(index, report, None)
+    from oomfix.cache import digest
+
+    return _Outcome(index, report, digest(data))
+
+
+def _audit_in_processes(auditor: Auditor, tasks: Sequence[_Task], processes: int) -> Iterator[_Outcome]:
+    # imported here: most runs need one process
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+
+    # no thread runs yet, so that a fork is safe; elsewhere than on Linux, system libraries may have started some
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with ProcessPoolExecutor(processes, context, initializer=_ignore_interrupts) as pool:
+        batches = {pool.submit(_audit_batch, auditor, batch): batch for batch in _batches(tasks)}
+        try:
+            for future in as_completed(batches):
+                try:
+                    yield from future.result()
+                except BrokenProcessPool:
+                    yield from (_died(index) for index, _, _ in batches[future])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _died(index: int) -> _Outcome:
+    message = "not audited: a worker process died, perhaps for lack of memory; try again with -j 1"
+    return _Outcome(index, FileReport(errors=(message,)), None)
+
+
+def _batches(tasks: Sequence[_Task]) -> Iterator[list[_Task]]:
+    """The tasks in pieces of about equal bytes, so that no process is left with all that is long."""
+    batch: list[_Task] = []
+    size = 0
+    for task in tasks:
+        batch.append(task)
+        size += task[1].found.stat.st_size
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C to the parent, which stops its workers without a traceback from each."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Collect a hundred times less often: a tree is many objects and hardly any cycles (10 % of the parse)."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(thresholds[0] * 100, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
