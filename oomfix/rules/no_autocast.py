@@ -35,7 +35,9 @@ class NoAutocast(Rule):
             for loop in script.loops
             if loop.framework is None
             for forward in loop.forwards
-            if forward.site.autocast is None and not script.has_autocast_alternative(forward)
+            if forward.site.autocast is None
+            and script.is_forward_of_network(forward)
+            and not script.has_autocast_alternative(forward)
         ]
         for forward in script.distinct(bare):
             yield self.finding(

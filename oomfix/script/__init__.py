@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
 
 _CUDA = re.compile(r"cuda|\bgpu|\.to\(|device|accelerat|fabric", re.IGNORECASE)
+_FORWARD_METHOD = re.compile(
+    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits|loss|embeddings?)$",
+    re.IGNORECASE,
+)
 _DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
 _STATE_NAME = re.compile(r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory)(_|\d|$)", re.IGNORECASE)
 
@@ -88,9 +92,13 @@ class Script:
         return find_training_loops(self.trace)
 
     @cached_property
+    def _training_runs(self) -> set[int]:
+        return {run for loop in self.loops for run in loop.runs}
+
+    @cached_property
     def evaluation_forwards(self) -> list[Forward]:
         """Every forward of an evaluation pass, with gradients on or off, on each way that leads to it."""
-        return find_evaluation_forwards(self.trace, {loop.node for loop in self.loops})
+        return find_evaluation_forwards(self.trace, self._training_runs)
 
     @property
     def backwards(self) -> list[Backward]:
@@ -157,7 +165,13 @@ class Script:
                 yield keep
 
     def _grows_by_iteration(self, keep: Keep) -> bool:
-        """Each round of the outermost loop that the target outlives makes a graph of its own."""
+        """Each round of the outermost loop that the target outlives makes a graph of its own.
+
+        What is collected within a training iteration (samples, time steps, scales) goes with the iteration.
+        """
+        outside = len(keep.site.loops) - len(keep.crossed)
+        if any(run in self._training_runs for run in keep.site.runs[:outside]):
+            return False
         forwards = list(self.trace.forwards_of(keep.origins))
         return not forwards or any(keep.crossed[0] in forward.site.loops for forward in forwards)
 
@@ -191,6 +205,11 @@ class Script:
             if same_function and other.node is not backward.node and not (other.origins and backward.origins):
                 return True
         return False
+
+    def is_forward_of_network(self, forward: Forward) -> bool:
+        """Whether a call runs the network itself: the module, or a method that is named like a part of its forward."""
+        method = (forward.path or "").rsplit(".", 1)[-1]
+        return forward.direct or bool(_FORWARD_METHOD.search(method))
 
     def has_autocast_alternative(self, forward: Forward) -> bool:
         """The other branch of a flag runs the forward under autocast: this one is the fp32 choice."""

@@ -123,7 +123,7 @@ class Calls(Core):
             return self._torch_function(name, last, given, keywords)
         if last in ("tqdm", "trange", "track", "prefetch"):
             return flatten(given[0]) if given else UNKNOWN
-        return self._unknown(node, path, arguments, keywords)
+        return self._unknown(node, path, arguments, keywords, imported=True)
 
     def _has_parameters(self, node: ast.Call) -> bool:
         return any(
@@ -202,7 +202,12 @@ class Calls(Core):
         return UNKNOWN
 
     def _unknown(
-        self, node: ast.Call, path: str | None, arguments: list[Value], keywords: dict[str, Value]
+        self,
+        node: ast.Call,
+        path: str | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        imported: bool = False,
     ) -> Value:
         """A call of something out of sight: its uses and its name say what it is."""
         given = [*arguments, *keywords.values()]
@@ -210,8 +215,8 @@ class Calls(Core):
         content = combine(given)
         last = (path or "").rsplit(".", 1)[-1]
         if path is not None:
-            if self.hints.is_module(path) or (self._is_object(path) and looks_like_module(path)):
-                if not looks_like_loss(path) and last != "super":
+            if self.hints.is_module(path) or (not imported and looks_like_module(path)):
+                if not looks_like_loss(path):
                     return self._forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)
@@ -224,11 +229,6 @@ class Calls(Core):
         if self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         return UNKNOWN
-
-    def _is_object(self, path: str) -> bool:
-        """A bare name that an import or definition did not bind to a function: an object that is called."""
-        binding = self.lookup(path)
-        return binding is None or binding.value.kind is not Kind.EXTERNAL
 
     def _made_to_be_module(self, node: ast.Call) -> bool:
         """The call is assigned to a path that is used as a network."""
@@ -488,11 +488,25 @@ class Calls(Core):
             base = path_of(node.func.value)
             return self._forward(node, Value(Kind.MODULE, ref=base), base, arguments, keywords)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if name in ("to", "cuda") and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
+            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        if receiver.kind is Kind.UNKNOWN and base is not None and name not in _SAME_MODULE:
+            if self.hints.is_module(base) or (base in self.hints.called and looks_like_module(base)):
+                return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, arguments, keywords)
         if name in _SAME_MODULE and not given and base is not None and self.hints.is_module(base):
             return Value(Kind.MODULE, ref=base)
         if name in _SAME_MODULE:
             return receiver
         return self._unknown(node, path, arguments, keywords)
+
+    def _makes_object(self, node: ast.expr) -> bool:
+        """`GreedySearch(encoder, decoder)`: a call of an imported class, of which only modules are moved to a device."""
+        if not isinstance(node, ast.Call) or (path := path_of(node.func)) is None:
+            return False
+        value = self.evaluate(node.func)
+        last = path.rsplit(".", 1)[-1]
+        imported = value.kind is Kind.EXTERNAL and not str(value.ref).startswith(("torch.", "numpy."))
+        return imported and last[:1].isupper() and not last.isupper() and not looks_like_loss(last)
 
     def _module_method(
         self, node: ast.Call, receiver: Value, name: str, path: str | None, arguments: list[Value],
@@ -509,7 +523,7 @@ class Calls(Core):
         content = combine([*arguments, *keywords.values()])
         if content.graph and looks_like_loss(name):
             return self._through_loss([*arguments, *keywords.values()])
-        return self._forward(node, receiver, path, arguments, keywords, direct=False)
+        return self._forward(node, receiver, path, arguments, keywords, direct=looks_like_module(name))
 
     def _tensor_method(self, name: str, receiver: Value, given: list[Value]) -> Value:
         if name in torch_facts.INTEGER_RESULTS or name in torch_facts.LEAVING_THE_GRAPH:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Hashable
 
 from oomfix.script.definitions import Instance
-from oomfix.script.hints import Hints
+from oomfix.script.hints import Hints, scoped
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, Site, Trace
@@ -23,6 +23,7 @@ class Core:
         self.hints = hints
         self.scopes: list[Loop | Guard] = []
         self.loops: tuple[Loop, ...] = ()
+        self.runs: tuple[int, ...] = ()
         self.way: tuple[Hashable, ...] = ()
         self.autocast: Autocast | None = None
         self.apex = False
@@ -118,7 +119,10 @@ class Core:
     def _as_backpropagated(self, path: str | None, value: Value) -> Value:
         """A name on which a backward runs holds a graph, even where its maker is out of sight."""
         known = value.graph is Graph.YES or value.kind not in (Kind.UNKNOWN, Kind.TENSOR)
-        if known or path is None or path not in self.hints.backwarded or self.state.grad is not Graph.YES:
+        if known or path is None or self.state.grad is not Graph.YES:
+            return value
+        scope = self.frame.function.node if self.frame.function is not None else None
+        if scoped(path, scope) not in self.hints.backwarded:
             return value
         if value.kind is Kind.TENSOR and value.graph is Graph.NO:
             return value
@@ -154,6 +158,7 @@ class Core:
         return Site(
             function=self.frame.function,
             loops=self.loops,
+            runs=self.runs,
             guards=tuple(reversed(guards)),
             grad=self.state.grad,
             autocast=self.autocast,

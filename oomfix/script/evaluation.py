@@ -15,27 +15,33 @@ if TYPE_CHECKING:
 _EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev|eval|infer|predict)", re.IGNORECASE)
 
 
-def find_evaluation_forwards(trace: Trace, training_loops: set[Loop]) -> list[Forward]:
-    """Every forward of an evaluation pass, on each way that leads to it."""
+def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forward]:
+    """Every forward of an evaluation pass, on each way that leads to it.
+
+    `training_runs` are the runs of loops in which a backward happens.
+    """
+    trained = [backward.order for backward in trace.backwards if backward.site.function is None]
     return [
         forward
         for forward in trace.forwards.values()
-        if forward.origin not in trace.backpropagated and _is_evaluation(forward, training_loops)
+        if forward.direct and forward.origin not in trace.backpropagated and _is_evaluation(forward, training_runs, trained)
     ]
 
 
-def _is_evaluation(forward: Forward, training_loops: set[Loop]) -> bool:
-    loop, function = forward.site.loop, forward.site.function
-    named = function is not None and function.evaluates
-    if loop is not None and loop in training_loops:
+def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]) -> bool:
+    site = forward.site
+    named = site.function is not None and site.function.evaluates
+    if site.runs and site.runs[-1] in training_runs:
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
         return named
     if forward.evaluating or named:
         return True
-    if loop is None or forward.escaped:
+    if forward.escaped:
         return False
-    within_training = any(node in training_loops for node in forward.site.loops[:-1])
-    return not within_training or _says_evaluation(loop)
+    if site.loop is None:
+        return site.function is None and any(order < forward.order for order in trained)
+    within_training = any(run in training_runs for run in site.runs[:-1])
+    return not within_training or _says_evaluation(site.loop)
 
 
 def _says_evaluation(loop: Loop) -> bool:

@@ -81,12 +81,12 @@ class Expressions(Calls):
         if base.kind is Kind.MODULE:
             if node.attr == "module":
                 return base
-            return Value(Kind.MODULE, ref=(base.ref, node.attr)) if path in self.hints.called else UNKNOWN
+            return UNKNOWN
         if base.kind is Kind.CLASS and (method := base.ref.find(node.attr)) is not None:
             return Value(Kind.FUNCTION, ref=(method, None))
         if base.graph:
             return Value(Kind.TENSOR, base.graph, base.origins, carried_from=base.carried_from)
-        return UNKNOWN
+        return base if base.kind is Kind.TENSOR else UNKNOWN
 
     def _subscript(self, node: ast.Subscript) -> Value:
         path = path_of(node)
@@ -101,7 +101,7 @@ class Expressions(Calls):
             return self.element(base)
         if base.kind in (Kind.TENSOR, Kind.UNKNOWN, Kind.CONTAINER) and base.graph:
             return Value(Kind.TENSOR, base.graph, base.origins, carried_from=base.carried_from)
-        return NUMBER if base.kind is Kind.NUMBER else UNKNOWN
+        return base if base.kind in (Kind.NUMBER, Kind.TENSOR) else UNKNOWN
 
     def _sequence(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
         items = tuple(self.evaluate(element) for element in node.elts)

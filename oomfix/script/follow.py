@@ -53,10 +53,20 @@ class Follower(Expressions):
         self._block(self.tree.body)
         if self.frame.state is None:
             self.frame.state = State(Names())
-        for function in self.functions:
+        for function in self._callers_first():
             if not self._reached(function):
                 self._enter_unreached(function)
         return self.trace
+
+    def _callers_first(self) -> list[Function]:
+        """The functions, those first that no other function mentions: helpers are reached through their callers."""
+        mentioned: dict[str, set[int]] = {}
+        for function in self.functions:
+            for child in ast.walk(function.node):
+                name = child.id if isinstance(child, ast.Name) else getattr(child, "attr", None)
+                if isinstance(name, str):
+                    mentioned.setdefault(name, set()).add(id(function.node))
+        return sorted(self.functions, key=lambda function: bool(mentioned.get(function.name, set()) - {id(function.node)}))
 
     def _reached(self, function: Function) -> bool:
         body = function.node.body
@@ -92,6 +102,7 @@ class Follower(Expressions):
         assert frame.state is not None
         frame.state.names = Names(arguments)
         frame.state.grad = Graph.YES
+        frame.state.evaluating = {}
         outer, self.way = self.way, ("entry", id(function.node))
         returned = self._run(frame, function, None)
         self.way = outer
@@ -309,7 +320,10 @@ class Follower(Expressions):
         self.evaluate(node.test)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        starred = node.names[0].name == "*"
         for name, qualified in imported(node):
+            if starred and self.lookup(name) is not None:
+                continue
             self.bind(name, Value(Kind.EXTERNAL, ref=_canonical(qualified)), (), node)
 
     def _global(self, node: ast.Global) -> None:
@@ -495,12 +509,13 @@ class Follower(Expressions):
     def _round(self, node: Loop, start: Callable[[], object]) -> None:
         self.scopes.append(node)
         self.loops = (*self.loops, node)
+        self.runs = (*self.runs, self.trace.number("run", id(node), self.way))
         self._rounds.append([])
         start()
         self._block(node.body)
         for state in self._rounds.pop():
             self.frame.state = merge(self.frame.state, state)
-        self.loops = self.loops[:-1]
+        self.loops, self.runs = self.loops[:-1], self.runs[:-1]
         self.scopes.pop()
 
     def _mark_carried(self, node: Loop) -> None:

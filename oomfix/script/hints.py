@@ -24,6 +24,12 @@ _MODULE_NAME = re.compile(
     r"embedder|predictor|segmentor|detector|denoiser|vit|clip)\d*(_?[a-z0-9]{1,3})?$|^(D|G|E|F|C|[DGEC]_[A-Za-z0-9]+|net[A-Z]\w*)$|\w(Net|Model)$",
     re.IGNORECASE,
 )
+_VERB = re.compile(
+    r"^(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
+    r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
+    r"select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|wrap)(_|$)",
+    re.IGNORECASE,
+)
 _UPPER_MODULE_NAME = re.compile(r"^(D|G|E|[DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
 _LOSS_NAME = re.compile(r"(loss|criterion|crit)(_?fn|_?func|_?function|es)?\d*(_[a-z0-9]+)?$|^(bce|mse|ce|nll|l1|kld?|ctc)$|(loss|criterion)", re.IGNORECASE)
 _OPTIMIZER_NAME = re.compile(r"(^|_)(opt(im|imi[sz]er)?[a-z]?|optimi[sz]er\w*|optim\w*|opt_\w+|trainer_?[dg])\d*$|\w+_(opt|optim|optimizer)$|\wOptimi[sz]er$", re.IGNORECASE)
@@ -33,7 +39,7 @@ _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 def looks_like_module(name: str) -> bool:
     """Whether a called name is usually a network, by its last component."""
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]
-    if looks_like_loss(last):
+    if looks_like_loss(last) or _VERB.match(last):
         return False
     return bool(_UPPER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
 
@@ -60,8 +66,8 @@ class Hints:
     modules: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
-    backwarded: set[str] = field(default_factory=set)
-    """Paths on which a backward runs, and the names summed into them."""
+    backwarded: set[tuple[ast.AST | None, str]] = field(default_factory=set)
+    """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
 
@@ -73,19 +79,29 @@ class Hints:
 def read_hints(tree: ast.Module) -> Hints:
     """Collect the evidence of a file in one walk."""
     hints = Hints()
-    assignments: list[tuple[ast.expr, ast.expr]] = []
-    for node in ast.walk(tree):
+    assignments: list[tuple[ast.AST | None, ast.expr, ast.expr]] = []
+    stack: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]
+    while stack:
+        node, scope = stack.pop()
         if isinstance(node, ast.Call):
-            _read_call(node, hints)
+            _read_call(node, scope, hints)
         elif isinstance(node, ast.Assign):
-            assignments.extend((target, node.value) for target in node.targets)
+            assignments.extend((scope, target, node.value) for target in node.targets)
         elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
-            assignments.append((node.target, node.value))
+            assignments.append((scope, node.target, node.value))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            scope = node
+        stack.extend((child, scope) for child in ast.iter_child_nodes(node))
     _spread(assignments, hints)
     return hints
 
 
-def _read_call(node: ast.Call, hints: Hints) -> None:
+def scoped(path: str, scope: ast.AST | None) -> tuple[ast.AST | None, str]:
+    """A path with the function whose name it is; attributes of `self` belong to every method."""
+    return (None if path.startswith("self.") else scope, path)
+
+
+def _read_call(node: ast.Call, scope: ast.AST | None, hints: Hints) -> None:
     called = path_of(node.func)
     if called is not None:
         hints.called.add(called)
@@ -94,9 +110,8 @@ def _read_call(node: ast.Call, hints: Hints) -> None:
     receiver = path_of(node.func.value)
     method = node.func.attr
     if method == "backward":
-        roots = node.args[:1] if node.args and (receiver is None or not _is_tensor_backward(node)) else [node.func.value]
-        for root in roots:
-            hints.backwarded.update(_additive_terms(root))
+        root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
+        hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
     elif receiver is not None and method in _MODULE_METHODS:
         hints.modules.add(receiver)
     elif receiver is not None and method in _MOVES:
@@ -126,21 +141,22 @@ def _additive_terms(node: ast.expr) -> list[str]:
     return []
 
 
-def _spread(assignments: list[tuple[ast.expr, ast.expr]], hints: Hints) -> None:
+def _spread(assignments: list[tuple[ast.AST | None, ast.expr, ast.expr]], hints: Hints) -> None:
     """Follow backpropagated names to the terms they are summed from and to the helpers that returned them."""
     for _ in range(3):
         before = len(hints.backwarded)
-        for target, value in assignments:
-            if (path := path_of(target)) is not None and path in hints.backwarded:
+        for scope, target, value in assignments:
+            path = path_of(target)
+            if path is not None and scoped(path, scope) in hints.backwarded:
                 if isinstance(value, ast.BinOp | ast.UnaryOp):
-                    hints.backwarded.update(_additive_terms(value))
+                    hints.backwarded.update(scoped(term, scope) for term in _additive_terms(value))
         if len(hints.backwarded) == before:
             break
-    for target, value in assignments:
+    for scope, target, value in assignments:
         if not isinstance(value, ast.Call) or (callee := path_of(value.func)) is None:
             continue
-        targets = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-        for index, single in enumerate(targets):
-            if path_of(single) in hints.backwarded:
-                position = index if isinstance(target, ast.Tuple | ast.List) else None
-                hints.graph_callees.setdefault(callee, set()).add(position)
+        several = isinstance(target, ast.Tuple | ast.List)
+        for index, single in enumerate(target.elts if isinstance(target, ast.Tuple | ast.List) else [target]):
+            path = path_of(single)
+            if path is not None and scoped(path, scope) in hints.backwarded:
+                hints.graph_callees.setdefault(callee, set()).add(index if several else None)

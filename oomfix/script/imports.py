@@ -21,8 +21,13 @@ class Imports:
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.statements.append(node)
-                for name, qualified in imported(node):
-                    self.names.setdefault(name, set()).add(qualified)
+                if node.names[0].name != "*":
+                    for name, qualified in imported(node):
+                        self.names.setdefault(name, set()).add(qualified)
+        for statement in self.statements:
+            if statement.names[0].name == "*":
+                for name, qualified in imported(statement):
+                    self.names.setdefault(name, {qualified})
         self.nodes = nodes
         self._follow_aliases()
 

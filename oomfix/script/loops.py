@@ -37,6 +37,8 @@ class TrainingLoop:
     """Steps that run when the loop has ended, in what surrounds it."""
     framework: str | None = None
     window: Window | None = None
+    runs: set[int] = field(default_factory=set)
+    """The runs of the loop in which a backward happens: a loop that also evaluates has others."""
 
     @property
     def line(self) -> int:
@@ -91,6 +93,7 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
         node = _batch_loop(backward, trace)
         loop = loops.setdefault(node, TrainingLoop(node))
         loop.backwards.append(backward)
+        loop.runs.add(backward.site.runs[backward.site.loops.index(node)])
         loop.framework = loop.framework or backward.framework or ("apex" if backward.site.apex else None)
     for loop in loops.values():
         _collect(loop, trace, loops)

@@ -18,6 +18,26 @@ def path_of(node: ast.expr) -> str | None:
     return None
 
 
+USUAL_NAMES = {
+    "torch": "torch",
+    "nn": "torch.nn",
+    "F": "torch.nn.functional",
+    "optim": "torch.optim",
+    "np": "numpy",
+    "DataLoader": "torch.utils.data.DataLoader",
+}
+"""What names nearly always mean when a star import hides where they come from."""
+
+STARRED = {
+    "torch.cuda.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
+    "torch.cpu.amp": ("autocast",),
+    "torch.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
+    "torch": ("no_grad", "enable_grad", "inference_mode", "autocast", "load", "nn", "cuda"),
+    "torch.nn": ("functional", "Module", "CrossEntropyLoss", "MSELoss", "BCELoss", "DataParallel"),
+}
+"""What a star import of a known module binds, as far as it matters here."""
+
+
 def imported(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
     """`(local name, qualified name)` of everything an import statement binds.
 
@@ -30,4 +50,7 @@ def imported(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
             for alias in node.names
         ]
     module = "." * node.level + (node.module or "")
+    if node.names[0].name == "*":
+        known = [(name, f"{module}.{name}") for name in STARRED.get(module, ())]
+        return [*USUAL_NAMES.items(), *known]
     return [(alias.asname or alias.name, f"{module}.{alias.name}") for alias in node.names]

@@ -59,6 +59,11 @@ _WRAPPER = re.compile(
     r"torch\.distributed\.fsdp\.\w+|torch\.nn\.utils\.(parametrizations\.)?(spectral_norm|weight_norm)|.*\b(DDP|FSDP|DataParallel\w*|ModelEMA))$"
 )
 _ACCELERATOR = re.compile(r"^(accelerate\.Accelerator|(lightning\.)?(fabric\.)?Fabric|lightning\.Fabric|lightning_fabric\.Fabric)$")
+_PARAMETERLESS = frozenset(
+    "CosineSimilarity PairwiseDistance Softmax LogSoftmax Sigmoid LogSigmoid ReLU Tanh GELU Dropout Dropout2d Flatten "
+    "Upsample MaxPool2d AvgPool2d AdaptiveAvgPool2d Identity ZeroPad2d ReflectionPad2d Unfold Fold PixelShuffle".split()
+)
+"""Modules that only compute on what they are given: a call is no forward of a network."""
 _PLAIN_NN = frozenset({"Parameter", "ParameterList", "ParameterDict", "utils", "init", "functional", "parallel", "Buffer"})
 TORCH_GRAPH_FREE = frozenset(
     "zeros ones empty full rand randn randint randperm arange linspace tensor from_numpy as_tensor eye manual_seed "
@@ -78,7 +83,7 @@ def kind_of_call(qualified: str) -> Kind | None:
             return None
         if rest.startswith("modules."):
             rest = rest.rsplit(".", 1)[-1]
-        return Kind.LOSS if _LOSS_CLASS.search(rest) else Kind.MODULE
+        return Kind.LOSS if _LOSS_CLASS.search(rest) or rest in _PARAMETERLESS else Kind.MODULE
     if _OPTIMIZER_CLASS.match(qualified):
         return Kind.OPTIMIZER
     if _ACCELERATOR.match(qualified):

@@ -31,6 +31,8 @@ class Site:
     function: Function | None
     loops: tuple[Loop, ...]
     """The loops around it, outermost first, through the calls that led here."""
+    runs: tuple[int, ...]
+    """For each of these loops, the number of its run: one loop reached on two ways has two runs."""
     guards: tuple[Guard, ...]
     """The conditions between the innermost loop (or the start) and the event."""
     grad: Graph
@@ -45,6 +47,10 @@ class Site:
     def loop(self) -> Loop | None:
         """The innermost loop, or None."""
         return self.loops[-1] if self.loops else None
+
+    def run_of(self, loop: Loop) -> int | None:
+        """The run of a loop that this happens in."""
+        return self.runs[self.loops.index(loop)] if loop in self.loops else None
 
 
 @dataclass(slots=True)
@@ -67,7 +73,7 @@ class Forward(Event):
     carried: frozenset[int]
     """Assignments of the previous iteration whose graph goes into this forward."""
     direct: bool
-    """`model(x)` or `model.forward(x)`, not another method of the module."""
+    """`model(x)`, `model.forward(x)` or `model.encoder(x)`, not another method of the module."""
     escaped: bool = False
     """Its result went where it cannot be followed."""
 
