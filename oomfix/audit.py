@@ -24,7 +24,7 @@ class Auditor:
     """Runs rules over files.
 
     Args:
-        rules: instances of the rules to run, each with `needs`, the byte strings without which it cannot fire.
+        rules: the rules to run, each with `needs`, the byte strings without which it cannot fire.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:
@@ -117,7 +117,9 @@ class Selection(NamedTuple):
         shown = [finding for finding in wanted if not finding.silenced_by]
         if self.wants(UnusedSuppression.code):
             shown += self._unused(report.silencers, wanted)
-        return sorted(shown, key=lambda finding: (finding.cell or 0, finding.line, finding.column, finding.code))
+        return sorted(
+            shown, key=lambda finding: (finding.cell or 0, finding.line, finding.column, finding.code)
+        )
 
     def _unused(self, silencers: Sequence[Silencer], wanted: Sequence[Located]) -> Iterator[Located]:
         for index, silencer in enumerate(silencers):

@@ -1,7 +1,7 @@
 """Known findings, kept in a file so that only new ones are reported.
 
-A finding is known by its path, its code and the text of its line: edits above it do not bring it back, a change
-of the line does. Of two equal lines in a file with two known findings, a third is new.
+A finding is known by its path, its code and the text of its line: edits above it do not bring it back, a
+change of the line does. Of two equal lines in a file with two known findings, a third is new.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Results of earlier audits, one file per project, so that what did not change is not read again.
 
-A result is keyed by the file's content. To know that the content is the same without reading it, the file's size,
-times and inode are kept too; they are not believed where the file was written so shortly before it was read that
-a later write could have left them the same (the "racy" entries of git's index).
+A result is keyed by the file's content. To know that the content is the same without reading it, the file's
+size, times and inode are kept too; they are not believed where the file was written so shortly before it was
+read that a later write could have left them the same (the "racy" entries of git's index).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def cache_folder() -> str:
 
 
 def tool_version(codes: Sequence[str]) -> str:
-    """A text without spaces that differs whenever results could: tool, its very source files, rules, Python."""
+    """A word that differs whenever results could: the tool, its very source files, its rules, Python."""
     package = os.path.dirname(os.path.abspath(__file__))
     sources = [
         (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)

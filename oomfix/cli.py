@@ -27,28 +27,18 @@ _INTERRUPTED = 130
 _SHOW_PROGRESS_AFTER_S = 1.0
 
 
-class _Codes(click.ParamType):
-    """Codes or prefixes of codes, separated by commas."""
-
-    name = "CODES"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        try:
-            return check_codes(value.split(","), _codes())
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _as_codes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    try:
+        return None if value is None else check_codes(value.split(","), _codes())
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
-class _Version(click.ParamType):
-    """A version of torch, such as 2.3."""
-
-    name = "VERSION"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> TorchVersion:
-        try:
-            return parse_version(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _as_version(ctx: click.Context, param: click.Parameter, value: str | None) -> TorchVersion | None:
+    try:
+        return None if value is None else parse_version(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,17 +49,28 @@ def main() -> None:
 
 @main.command()
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@click.option("--format", "form", type=click.Choice(FORMATS), default="rich", show_default=True, help="What to print.")
-@click.option("--select", type=_Codes(), help="Report only these codes or prefixes, as OOM1,OOM401.")
-@click.option("--ignore", type=_Codes(), help="Do not report these codes or prefixes.")
-@click.option("--fail-on", type=click.Choice(FAIL_ON), help="Exit 1 from this severity on.  [default: warning]")
+@click.option(
+    "--format", "form", type=click.Choice(FORMATS), default="rich", show_default=True, help="What to print."
+)
+@click.option(
+    "--select",
+    metavar="CODES",
+    callback=_as_codes,
+    help="Report only these codes or prefixes, as OOM1,OOM401.",
+)
+@click.option("--ignore", metavar="CODES", callback=_as_codes, help="Do not report these codes or prefixes.")
+@click.option(
+    "--fail-on", type=click.Choice(FAIL_ON), help="Exit 1 from this severity on.  [default: warning]"
+)
 @click.option("--statistics", is_flag=True, help="Print how often each rule was reported, not the findings.")
 @click.option("--baseline", metavar="FILE", help="Report only findings that this file does not know.")
-@click.option("--write-baseline", metavar="FILE", help="Write all findings to this file as known, and exit 0.")
 @click.option(
-    "--target-torch", type=_Version(), help="The oldest torch the scripts must run on.  [default: what is required]"
+    "--write-baseline", metavar="FILE", help="Write all findings to this file as known, and exit 0."
 )
-@click.option("-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Processes.  [default: the cores]")
+@click.option("--target-torch", type=_Version(), help="Oldest torch to run on.  [default: what is required]")
+@click.option(
+    "-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Processes.  [default: the cores]"
+)
 @click.option("--no-cache", is_flag=True, help="Neither use nor keep results of earlier runs.")
 @click.option("--stdin-filename", metavar="PATH", default="<stdin>", help="The name of what `-` reads.")
 @click.pass_context
@@ -90,8 +91,9 @@ def audit(
 ) -> None:
     """Report what wastes or leaks GPU memory in training scripts.
 
-    PATH is a Python file, a notebook, a folder, or `-` for standard input. Settings are read from [tool.oomfix] in
-    the nearest pyproject.toml. Exits 0 when nothing is found, 1 with findings, 2 when something could not be audited.
+    PATH is a Python file, a notebook, a folder, or `-` for standard input. Settings are read from
+    [tool.oomfix] in the nearest pyproject.toml. Exits 0 when nothing is found, 1 with findings, 2 when
+    something could not be audited.
     """
     from oomfix.audit import Auditor
     from oomfix.config import Configuration, Flags

@@ -1,4 +1,4 @@
-"""What to look for and when to fail: flags, then `[tool.oomfix]` in the nearest pyproject.toml, then defaults."""
+"""What to look for and when to fail: flags, `[tool.oomfix]` in the nearest pyproject.toml, defaults."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Configuration:
         if sys.version_info >= (3, 11):
             import tomllib
         else:
-            import tomli as tomllib
+            import tomli as tomllib  # type: ignore[import-not-found]
         try:
             with open(path, "rb") as file:
                 document = tomllib.load(file)
@@ -123,7 +123,7 @@ class Configuration:
 
     def _checked(self, folder: str, table: dict[str, Any]) -> dict[str, Any]:
         path = os.path.join(folder, "pyproject.toml")
-        checked = {}
+        checked: dict[str, Any] = {}
         for key, value in table.items():
             if key == "presets":  # read by `apply`
                 continue

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec
+    from pathspec import GitIgnoreSpec, Pattern
 
 SUFFIXES = (".py", ".ipynb")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "site-packages", "node_modules"})
@@ -57,7 +57,8 @@ class Discovery:
         """The files that a path of the command line stands for, in the order of their names.
 
         A named file is always found, whatever its suffix. A named folder is walked: hidden folders, virtual
-        environments, `site-packages`, `build` and the like, and what a .gitignore or `exclude` names are left out.
+        environments, `site-packages`, `build` and the like are left out, and what a .gitignore or `exclude`
+        names.
 
         Args:
             path: a file or folder.
@@ -173,16 +174,20 @@ class _Walk:
 
 def _is_skipped(folder: str) -> bool:
     name = os.path.basename(folder)
-    return name.startswith(".") or name in _SKIPPED_FOLDERS or os.path.exists(os.path.join(folder, "pyvenv.cfg"))
+    return (
+        name.startswith(".") or name in _SKIPPED_FOLDERS or os.path.exists(os.path.join(folder, "pyvenv.cfg"))
+    )
 
 
 def _ignores_above(top: str) -> list[_Ignores]:
-    """The .gitignore files of the repository above a folder, unless they ignore that very folder: it was named."""
+    """The .gitignore files above a folder, in its repository; none if they ignore it, since it was named."""
     folders = list(_parents_in_repository(top))
     ignores = [ignore for folder in reversed(folders) for ignore in _read_gitignore(folder)]
     inside = [top, *folders[:-1]]
     for ignore in reversed(ignores):
-        if any(ignore.verdict(path, True) for path in inside if path != ignore.folder and _is_below(path, ignore)):
+        if any(
+            ignore.verdict(path, True) for path in inside if path != ignore.folder and _is_below(path, ignore)
+        ):
             return []
     return ignores
 
@@ -192,7 +197,7 @@ def _is_below(path: str, ignore: _Ignores) -> bool:
 
 
 def _parents_in_repository(folder: str) -> Iterator[str]:
-    """The folders above, up to the one that holds .git; none where no folder does, or the folder itself does."""
+    """The folders above, up to the one that holds .git; none where none does, or the folder itself."""
     parents = []
     while not os.path.exists(os.path.join(folder, ".git")):
         parent = os.path.dirname(folder)
@@ -218,7 +223,7 @@ def _patterns(folder: str, lines: tuple[str, ...]) -> list[_Ignores]:
     # imported here: a run over named files needs no patterns
     from pathspec import GitIgnoreSpec
 
-    patterns = []
+    patterns: list[Pattern] = []
     for line in lines:
         try:
             patterns += GitIgnoreSpec.from_lines([line]).patterns

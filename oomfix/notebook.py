@@ -51,9 +51,9 @@ class Notebook(NamedTuple):
 def read_notebook(data: bytes) -> Notebook:
     """The code cells of a notebook (nbformat 3 or 4) joined into one text that parses.
 
-    A magic (`%`, `!`, `?`) becomes `pass` on its line, a cell for another language (`%%bash`) blank lines, so that
-    lines stay what they are. A cell that still does not parse becomes blank too and is named in the problems:
-    Jupyter runs cell by cell, so one half-written cell does not spoil the others.
+    A magic (`%`, `!`, `?`) becomes `pass` on its line, a cell for another language (`%%bash`) blank lines, so
+    that lines stay what they are. A cell that still does not parse becomes blank too and is named in the
+    problems: Jupyter runs cell by cell, so one half-written cell does not spoil the others.
 
     Raises:
         Unreadable: the bytes are no notebook, or a notebook in another language than Python.
@@ -99,7 +99,9 @@ def _cells(notebook: dict[str, Any]) -> Any:
     if "cells" in notebook:
         return notebook["cells"]
     sheets = notebook.get("worksheets")  # nbformat 3
-    return sheets[0].get("cells") if isinstance(sheets, list) and sheets and isinstance(sheets[0], dict) else None
+    if isinstance(sheets, list) and sheets and isinstance(sheets[0], dict):
+        return sheets[0].get("cells")
+    return None
 
 
 def _source(cell: dict[str, Any]) -> str:
@@ -110,7 +112,7 @@ def _source(cell: dict[str, Any]) -> str:
 
 
 def _readable(text: str) -> tuple[str, str | None]:
-    """The text of a cell made to parse, line by line the same; and what was wrong where that is not possible."""
+    """The text of a cell made to parse, line for line; and what is wrong where that is not possible."""
     lines = split_lines(text)
     first = next((index for index, line in enumerate(lines) if line.strip()), None)
     magic = _CELL_MAGIC.match(lines[first]) if first is not None else None
@@ -122,8 +124,8 @@ def _readable(text: str) -> tuple[str, str | None]:
 
 
 def _without_magics(lines: list[str]) -> tuple[str, str | None]:
-    # The parser itself says which line is no Python: a `%` that continues an expression, or a `!` in a string,
-    # is never mistaken for a magic. Each round replaces one line, so there are at most as many as lines.
+    # The parser itself says which line is no Python: a `%` that continues an expression, or a `!` in a
+    # string, is never mistaken for a magic. Each round replaces a line, so that the rounds end.
     for _ in range(len(lines) + 1):
         text = "\n".join(lines)
         try:

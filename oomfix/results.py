@@ -1,4 +1,4 @@
-"""What an audit yields: findings at their place in a file, with all that a report shows of them, and the loops."""
+"""What an audit yields: findings at their place in a file with all that a report shows, and loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTEXT_LINES = 2
 
 
 class Change(NamedTuple):
-    """An edit as lines and columns of the file (of the cell, in a notebook): 1-based, in characters, end exclusive."""
+    """An edit as lines and columns of the file or cell: 1-based, in characters, end exclusive."""
 
     line: int
     column: int
@@ -58,7 +58,7 @@ class Located(NamedTuple):
 
 
 class Silencer(NamedTuple):
-    """A `# oomfix:` comment: the codes it names (none: all), and the finding it becomes if it silences nothing."""
+    """A `# oomfix:` comment: the codes it names (none: all), and the finding it is if it silences nothing."""
 
     codes: tuple[str, ...]
     problem: str | None

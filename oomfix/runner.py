@@ -30,7 +30,7 @@ class Job(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    index: int
+    number: int
     report: FileReport
     content: str | None
     """The digest of what was read; None where nothing is to be kept."""
@@ -56,8 +56,8 @@ def run(
         else:
             reports[index] = known
     for outcome in _audit(auditor, jobs, rest, processes):
-        reports[outcome.index] = outcome.report
-        found, _, cache = jobs[outcome.index]
+        reports[outcome.number] = outcome.report
+        found, _, cache = jobs[outcome.number]
         if cache is not None and outcome.content is not None:
             from oomfix.cache import State
 
@@ -122,7 +122,7 @@ def _audit_in_processes(auditor: Auditor, tasks: Sequence[_Task], processes: int
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
 
-    # no thread runs yet, so that a fork is safe; elsewhere than on Linux, system libraries may have started some
+    # no thread runs yet, so a fork is safe; on other systems than Linux, libraries may have started some
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with ProcessPoolExecutor(processes, context, initializer=_ignore_interrupts) as pool:
         batches = {pool.submit(_audit_batch, auditor, batch): batch for batch in _batches(tasks)}
@@ -165,7 +165,7 @@ def _ignore_interrupts() -> None:
 
 @contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
-    """Collect a hundred times less often: a tree is many objects and hardly any cycles (10 % of the parse)."""
+    """Collect a hundred times less often: a tree is many objects and hardly any cycles."""
     thresholds = gc.get_threshold()
     gc.set_threshold(thresholds[0] * 100, *thresholds[1:])
     try:

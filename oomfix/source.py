@@ -1,4 +1,4 @@
-"""Bytes of a Python file or notebook -> its text, its tree, and the way from positions of one to the other."""
+"""Bytes of a Python file or notebook -> its text, its tree, and the way from one to the other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Source:
 
     Attributes:
         path: the file, as it is named in reports.
-        text: the decoded text, newlines as in the file, without a byte order mark; a notebook's code cells joined.
+        text: the decoded text, newlines as in the file, no byte order mark; a notebook's code cells joined.
         tree: `text` parsed by `ast`.
         encoding: the codec that the file declares, else "utf-8".
         bom: whether the file starts with a UTF-8 byte order mark.
@@ -87,7 +87,7 @@ class Source:
 
     @cached_property
     def lines(self) -> list[str]:
-        """The lines of the text without their ends, split where Python's tokenizer splits: not at form feeds."""
+        """The lines of the text without their ends, split where Python splits them: not at form feeds."""
         return split_lines(self.text)
 
     @cached_property
@@ -140,12 +140,12 @@ class Source:
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of a text without their ends; "\\r\\n", "\\r" and "\\n" end a line, as in Python's tokenizer."""
+    """The lines of a text without their ends; "\\r\\n", "\\r" and "\\n" end a line, as in Python."""
     return _NEWLINE.split(text) if "\r" in text else text.split("\n")
 
 
 def decode(data: bytes) -> Decoded:
-    """Decode a Python file as Python does: byte order mark, then the encoding declared in its first two lines.
+    """Decode a Python file as Python does: byte order mark, then the encoding its first two lines declare.
 
     Raises:
         Unreadable: the bytes are binary, or not in the encoding they declare.
@@ -169,7 +169,7 @@ def decode(data: bytes) -> Decoded:
         if encoding == "utf-8":
             raise Unreadable(_not_utf8(body, error)) from None
         line = len(_NEWLINE.findall(body[: error.start].decode("latin-1"))) + 1
-        raise Unreadable(f"line {line} is not in the declared encoding {encoding!r}: {error.reason}") from None
+        raise Unreadable(f"line {line} is not in the declared {encoding!r}: {error.reason}") from None
     except LookupError:
         raise Unreadable(f"declared encoding {encoding!r} is not a text encoding") from None
 
@@ -188,8 +188,8 @@ def _encoding_problem(data: bytes, message: str) -> str:
 def _not_utf8(data: bytes, error: UnicodeDecodeError) -> str:
     line = len(_NEWLINE.findall(data[: error.start].decode("latin-1"))) + 1
     return (
-        f"not UTF-8: byte 0x{data[error.start]:02x} in line {line}; save it as UTF-8, or declare its encoding "
-        "in the first line, such as `# coding: latin-1`"
+        f"not UTF-8: byte 0x{data[error.start]:02x} in line {line}; save it as UTF-8, or declare its "
+        "encoding in the first line, such as `# coding: latin-1`"
     )
 
 
@@ -209,7 +209,7 @@ def parse(text: str) -> ast.Module:
         raise Unreadable("cannot parse: nested too deeply") from error
     except UnicodeEncodeError as error:
         line = len(_NEWLINE.findall(text[: error.start])) + 1
-        raise Unreadable(f"cannot parse: line {line} holds half a surrogate pair, which is no character") from error
+        raise Unreadable(f"cannot parse: line {line} holds half a surrogate pair") from error
 
 
 def _syntax_problem(error: SyntaxError, text: str) -> str:

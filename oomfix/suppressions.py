@@ -23,8 +23,9 @@ class UnusedSuppression:
 
     Quiet when: the rule it names was not run (`--select`, `--ignore`).
 
-    Fix: remove the comment. `# oomfix: ignore[OOM101]`, or `# oomfix: ignore` for every rule, belongs at the end of
-    any line of the statement; `# oomfix: ignore-file` and `# oomfix: ignore-file[OOM101]` stand anywhere in the file.
+    Fix: remove the comment. `# oomfix: ignore[OOM101]`, or `# oomfix: ignore` for every rule, belongs at the
+    end of any line of the statement; `# oomfix: ignore-file` and `# oomfix: ignore-file[OOM101]` stand
+    anywhere in the file.
     """
 
     code: ClassVar[str] = "OOM001"
@@ -55,7 +56,7 @@ class Comment(NamedTuple):
 
 
 def comments(source: Source) -> list[Comment]:
-    """Every `# oomfix:` comment of a source, in the order of its lines. Strings that look like one are none."""
+    """Every `# oomfix:` comment of a source, by line. A string that looks like one is none."""
     if "oomfix:" not in source.text:
         return []
     return list(_comments(source))
@@ -78,15 +79,15 @@ def _read(match: re.Match[str], line: int, column: int, *, after_code: bool) -> 
     end_column = column + len(match.group().rstrip())
     ignore = _IGNORE.match(text)
     if not ignore:
-        problem = f"`oomfix: {text}` is not understood; expected `ignore`, `ignore[OOM101]` or `ignore-file`"
-        return Comment(line, column, end_column, (), False, problem)
+        message = f"`oomfix: {text}` is not understood; expected `ignore`, `ignore[OOM101]` or `ignore-file`"
+        return Comment(line, column, end_column, (), False, message)
     codes = tuple(code.upper() for code in re.split(r"[\s,]+", ignore["codes"] or "") if code)
     whole_file = ignore["scope"] == "ignore-file"
-    problem = None
+    problem: str | None = None
     if ignore["codes"] is not None and not codes:
         problem = "the brackets are empty; name a code, as in `ignore[OOM101]`"
     elif not whole_file and not after_code:
-        problem = "stands on a line of its own and silences nothing; put it at the end of a line of the statement"
+        problem = "silences nothing on a line of its own; put it at the end of a line of the statement"
     return Comment(line, column, end_column, codes, whole_file, problem)
 
 

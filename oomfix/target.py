@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from oomfix.audit import TorchVersion
 
-# `torch>=1.8,<2`, `torch[opt]==2.1.0+cu118`, `- pytorch=1.12` (conda), `["torch ~= 2.1"]` (TOML), `torch = "^2.0"`
+# `torch>=1.8,<2`, `torch[opt]==2.1.0+cu118`, `- pytorch=1.12`, `["torch ~= 2.1"]`, `torch = "^2.0"`
 _REQUIREMENT = re.compile(
     r"""(?<![\w./-]) (?:py)?torch (?![\w.-]) \s* (?:\[[\w,\s-]*\])?
         (?P<bounds> \s* (?:=\s*["'])? (?: \s* [=~><!^]+ \s* ["']? v? \d [\w.*+]* \s* ,? )+ )""",
@@ -81,8 +81,11 @@ def _stated(path: str) -> Iterator[TorchVersion]:
 
 
 def oldest_allowed(bounds: str) -> TorchVersion | None:
-    """The oldest version that bounds such as ">=1.8,<2" allow; with only an upper bound, the newest; else None."""
-    found = [(match["operator"], (int(match["major"]), int(match["minor"] or 0))) for match in _BOUND.finditer(bounds)]
+    """The oldest version that bounds such as ">=1.8,<2" allow; with an upper bound alone, the newest."""
+    found = [
+        (match["operator"], (int(match["major"]), int(match["minor"] or 0)))
+        for match in _BOUND.finditer(bounds)
+    ]
     lowest = [version for operator, version in found if operator in _LOWER]
     if lowest:
         return max(lowest)
@@ -94,5 +97,3 @@ def _upper(operator: str, version: TorchVersion) -> TorchVersion:
         return version
     major, minor = version
     return (major, minor - 1) if minor else _LAST_OF_1
-
-

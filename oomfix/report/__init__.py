@@ -41,7 +41,7 @@ class Report(NamedTuple):
 class Statistic(NamedTuple):
     """How often a rule was reported with a severity."""
 
-    count: int
+    times: int
     code: str
     name: str
     severity: str
@@ -50,7 +50,8 @@ class Statistic(NamedTuple):
 def statistics(report: Report) -> list[Statistic]:
     """The rules that were reported, most frequent first."""
     counts = Counter((finding.code, finding.name, finding.severity) for _, finding in report.findings())
-    return sorted((Statistic(count, *key) for key, count in counts.items()), key=lambda row: (-row.count, row.code))
+    rows = (Statistic(count, *key) for key, count in counts.items())
+    return sorted(rows, key=lambda row: (-row.times, row.code))
 
 
 def place(path: str, finding: Located) -> str:

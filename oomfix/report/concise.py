@@ -15,5 +15,5 @@ def render(report: Report) -> str:
 
 def render_statistics(statistics: list[Statistic]) -> str:
     """A line for each rule: how often, its code, its severity, its name."""
-    width = max((len(str(row.count)) for row in statistics), default=0)
-    return "".join(f"{row.count:>{width}}  {row.code}  {row.severity:<7}  {row.name}\n" for row in statistics)
+    width = max((len(str(row.times)) for row in statistics), default=0)
+    return "".join(f"{row.times:>{width}}  {row.code}  {row.severity:<7}  {row.name}\n" for row in statistics)

@@ -29,7 +29,7 @@ Line = list[Span]
 
 
 def write(report: Report, stream: TextIO, *, terminal: bool) -> None:
-    """Write the report: on a terminal in colour (unless NO_COLOR is set) and in its width, else as plain text."""
+    """Write the report: on a terminal in its width and in colour (unless NO_COLOR is set), else plain."""
     if terminal:
         # imported here: nothing but a terminal needs it
         from rich.console import Console
@@ -50,7 +50,7 @@ def _print(console: Console, line: Line) -> None:
 
 
 def layout(report: Report, width: int | None) -> Iterator[Line]:
-    """The lines of the report, none wider than `width` columns where that is possible; None: as wide as they are."""
+    """The lines of the report, none wider than `width` columns where that is possible; None: no limit."""
     for path, finding in report.findings():
         yield from _headline(path, finding, width)
         yield from _frame(finding, width)
@@ -78,7 +78,11 @@ def _wrapped(line: Line, width: int | None) -> Iterator[Line]:
         head, used = [Span("    ")], 4
     indent = " " * 4
     pieces = textwrap.wrap(
-        tail.text, max(width, 20), initial_indent="\0" * used, subsequent_indent=indent, break_on_hyphens=False
+        tail.text,
+        max(width, 20),
+        initial_indent="\0" * used,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
     )
     for number, piece in enumerate(pieces):
         yield [*head, Span(piece[used:], tail.style)] if number == 0 else [Span(piece, tail.style)]
@@ -101,7 +105,7 @@ def _frame(finding: Located, width: int | None) -> Iterator[Line]:
 
 
 def _window(finding: Located, room: int | None) -> tuple[int, int | None]:
-    """How many columns to leave out at the left so that the finding is seen, and how many there are to show."""
+    """How many columns to leave out at the left so that the finding is seen, and how many to show."""
     if room is None:
         return 0, None
     start, end = _underlined(finding)
@@ -120,7 +124,7 @@ def _shown(text: str) -> str:
 
 
 def _cut(text: str, shift: int, room: int | None, mark: str = "…") -> str:
-    """The columns of a text from `shift` on, at most `room` of them, with a mark where something is left out."""
+    """At most `room` columns of a text, from `shift` on, with a mark where something is left out."""
     if room is None or (shift == 0 and _columns(text) <= room):
         return text
     shown, column = "", 0
@@ -138,7 +142,8 @@ def _columns(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        for char in text
     )
 
 

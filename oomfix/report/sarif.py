@@ -52,7 +52,8 @@ def _results(report: Report, indices: dict[str, int]) -> list[dict[str, Any]]:
     for path, finding in report.findings():
         key = (path, finding.code, finding.text)
         seen[key] += 1
-        results.append(_result(path, finding, indices[finding.code], fingerprint=_fingerprint(*key, seen[key])))
+        fingerprint = _fingerprint(*key, seen[key])
+        results.append(_result(path, finding, indices[finding.code], fingerprint))
     return results
 
 

@@ -1,1 +1,1 @@
-""""""
+"""Edits of a source, and their safe writing to disk."""
