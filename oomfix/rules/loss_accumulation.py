@@ -137,6 +137,7 @@ for x, y in loader:
     total += step(x, y)
 """,
         """
+import torch
 with torch.no_grad():
     for x, y in loader:
         total += criterion(model(x), y)

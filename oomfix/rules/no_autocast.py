@@ -60,6 +60,7 @@ for x, y in loader:
     ]
     VALID = [
         """
+import torch
 for x, y in loader:
     with torch.autocast("cuda"):
         loss = criterion(model(x), y)
@@ -68,6 +69,7 @@ for x, y in loader:
     scaler.update()
 """,
         """
+import torch
 ctx = torch.autocast("cuda", dtype=torch.bfloat16) if args.amp else contextlib.nullcontext()
 for x, y in loader:
     with ctx:
@@ -75,6 +77,7 @@ for x, y in loader:
     loss.backward()
 """,
         """
+import torch
 for x, y in loader:
     if args.amp:
         with torch.cuda.amp.autocast():

@@ -65,6 +65,7 @@ for x, y in loader:
     optimizer.step()
 """,
         """
+import torch
 for x, y in loader:
     out = model(x)
     loss = criterion(out, y)

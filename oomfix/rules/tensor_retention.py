@@ -121,12 +121,14 @@ for x, y in loader:
     losses.append(loss.item())
 """,
         """
+import torch
 losses = []
 for x, y in loader:
     losses.append(criterion(model(x), y))
 torch.stack(losses).mean().backward()
 """,
         """
+import torch
 for x, y in loader:
     outputs = []
     for part in x.chunk(4):
@@ -145,6 +147,7 @@ for x, y in loader:
     meter.update(loss.item(), len(x))
 """,
         """
+import torch
 @torch.no_grad()
 def predict(model, loader):
     outputs = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.edits import add_keyword, remove_keyword
+from oomfix.script.edits import add_keyword, replace
 
 
 def _set_to_none(call: ast.Call) -> ast.expr | None:
@@ -48,7 +48,7 @@ class ZeroGrad(Rule):
                     script.place(call),
                     "`set_to_none=False` keeps the gradients allocated through the next forward",
                     severity=Severity.WARNING,
-                    edits=() if call.args else remove_keyword(script.source, call, "set_to_none"),
+                    edits=replace(script.source, argument, "True"),
                 )
             else:
                 yield self.finding(
@@ -71,7 +71,7 @@ optimizer.zero_grad(set_to_none=False)
 """,
             (2,),
             """
-optimizer.zero_grad()
+optimizer.zero_grad(set_to_none=True)
 """,
         ),
         Invalid(

@@ -295,7 +295,7 @@ class Calls(Core):
         self.state.spent -= {origin}
         if grad is Graph.NO:
             return PLAIN_TENSOR
-        return Value(Kind.TENSOR, grad, content.origins | {origin})
+        return Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
 
     _carrying: dict[int, tuple[ast.stmt, ast.For | ast.AsyncFor | ast.While]]
 

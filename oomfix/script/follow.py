@@ -10,7 +10,7 @@ from oomfix.script.contexts import NULL, autocast_under, grad_under, is_literal_
 from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import read_hints
-from oomfix.script.names import imported, path_of
+from oomfix.script.names import USUAL_NAMES, imported, path_of
 from oomfix.script.state import Binding, Frame, Names, State, merge
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
@@ -33,7 +33,8 @@ class Follower(Expressions):
     """Follows a module from its first line, then every function that was not reached from there."""
 
     def __init__(self, tree: ast.Module) -> None:
-        names = Names({name: Binding(Value(Kind.EXTERNAL, ref=name), (), None) for name in _BUILTINS})
+        known = {name: name for name in _BUILTINS} | USUAL_NAMES
+        names = Names({name: Binding(Value(Kind.EXTERNAL, ref=ref), (), None) for name, ref in known.items()})
         super().__init__(Frame(None, State(names)), Trace(), read_hints(tree))
         self.tree = tree
         self.functions: list[Function] = []
@@ -214,12 +215,13 @@ class Follower(Expressions):
             # A literal is a setting somebody will change: both branches of what it decides are followed.
             value = NUMBER
         path = path_of(target)
-        binding = self.binding_of(target) if path is not None and isinstance(value_node, ast.BinOp) else None
-        if binding is not None and path is not None and self._adds_to(value_node, path):
+        if path is not None and isinstance(value_node, ast.BinOp) and self._adds_to(value_node, path):
+            binding = self.binding_of(target)
+            loops = binding.loops if binding is not None else self._loops_of_root(target)
             added = self._added(value_node, path)
-            kept = self.keep(target, path, added, self.evaluate(added), "add", binding.loops)
+            kept = self.keep(target, path, added, self.evaluate(added), "add", loops)
             grown = flatten(value)
-            self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, binding.loops)
+            self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, loops)
             return
         if isinstance(target, ast.Subscript) and path is None:
             self._store_entry(target, value, value_node)
@@ -322,7 +324,7 @@ class Follower(Expressions):
     def _import(self, node: ast.Import | ast.ImportFrom) -> None:
         starred = node.names[0].name == "*"
         for name, qualified in imported(node):
-            if starred and self.lookup(name) is not None:
+            if starred and name in USUAL_NAMES and self.lookup(name) is not None:
                 continue
             self.bind(name, Value(Kind.EXTERNAL, ref=_canonical(qualified)), (), node)
 
