@@ -67,7 +67,12 @@ def main() -> None:
 @click.option(
     "--write-baseline", metavar="FILE", help="Write all findings to this file as known, and exit 0."
 )
-@click.option("--target-torch", type=_Version(), help="Oldest torch to run on.  [default: what is required]")
+@click.option(
+    "--target-torch",
+    metavar="VERSION",
+    callback=_as_version,
+    help="The oldest torch to run on.  [default: as requirement files say]",
+)
 @click.option(
     "-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Processes.  [default: the cores]"
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec, Pattern
+    from pathspec import GitIgnoreSpec
 
 SUFFIXES = (".py", ".ipynb")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "site-packages", "node_modules"})
@@ -223,13 +223,20 @@ def _patterns(folder: str, lines: tuple[str, ...]) -> list[_Ignores]:
     # imported here: a run over named files needs no patterns
     from pathspec import GitIgnoreSpec
 
-    patterns: list[Pattern] = []
-    for line in lines:
-        try:
-            patterns += GitIgnoreSpec.from_lines([line]).patterns
-        except (ValueError, re.error):  # git, too, passes over a line that is no pattern
-            continue
-    return [_Ignores(folder, GitIgnoreSpec(patterns))]
+    try:
+        return [_Ignores(folder, GitIgnoreSpec.from_lines(lines))]
+    except (ValueError, re.error):  # git passes over a line that is no pattern
+        return [ignore for line in lines if _is_pattern(line) for ignore in _patterns(folder, (line,))]
+
+
+def _is_pattern(line: str) -> bool:
+    from pathspec import GitIgnoreSpec
+
+    try:
+        GitIgnoreSpec.from_lines([line])
+    except (ValueError, re.error):
+        return False
+    return True
 
 
 def _kind(state: os.stat_result) -> str:
