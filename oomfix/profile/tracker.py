@@ -98,6 +98,11 @@ class SimulatedCard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(thing, list | tuple):
                 self.track(*thing)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap __torch_dispatch__ in frames that hold its arguments, and a traceback holds these
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         refused_bytes = self._admit(func, result)

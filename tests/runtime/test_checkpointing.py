@@ -217,8 +217,8 @@ def test_keyword_arguments_and_frozen_blocks_pass():
 def test_random_numbers_of_python_and_numpy_are_drawn_again():
     class StochasticDepth(Block):
         def forward(self, x, scale=1.0):
-            scale = 0.0 if random.random() < 0.5 else float(np.random.rand())
-            return super().forward(x, scale)
+            scale = random.random() + float(np.random.rand())
+            return super().forward(torch.tanh(scale * x))
 
     model, batch = seeded(Network, block=StochasticDepth, depth=6), torch.randn(16, 8)
 
@@ -321,6 +321,21 @@ def test_a_block_that_writes_its_parameters_is_not_run_twice_in_a_step():
     assert torch.equal(model.blocks[0].teacher.weight, before * 0.9)
 
 
+def test_a_buffer_that_blocks_share_can_be_saved_before_them():
+    class Shared(Block):
+        def forward(self, x, scale=1.0):
+            return super().forward(x * self.table)
+
+    model = Network(block=Shared)
+    table = torch.ones(16)
+    for block in model.blocks:
+        block.register_buffer("table", table, persistent=False)
+    model.stem.register_forward_hook(lambda module, args, output: output * table)
+    enable_checkpointing(model)
+    step(model, torch.randn(4, 8))
+    assert table._version == 0
+
+
 def test_a_block_with_a_forward_hook_inside_stays_as_it_was():
     model, features = Network(depth=2), []
     enable_checkpointing(model)
@@ -360,18 +375,24 @@ def test_same_gradients_tells_a_sound_block_from_one_that_reads_hidden_state():
         def forward(self, x, scale=1.0):
             return super().forward(x, float(self.draws.random()))
 
-    sound, hidden = seeded(Network, normalise=True), seeded(Network, block=Hidden)
+    class Unseen(Block):
+        def forward(self, x, scale=1.0):
+            x.data.mul_(1.5)  # does not count as a write for autograd
+            return super().forward(x)
+
+    sound = seeded(Network, normalise=True)
+    unsound = [seeded(Network, block=Hidden), seeded(Network, block=Unseen)]
     rows, target = torch.randn(2, 8), torch.tensor([0, 2])
     buffers, state = [b.clone() for b in sound.buffers()], torch.get_rng_state()
-    for model, same in ((sound, True), (hidden, False)):
+    for model in (sound, *unsound):
         enable_checkpointing(model)
 
         def forward(x, y, model=model):
             output = model(x)
             return nn.functional.cross_entropy(output, y), output
 
-        assert same_gradients(model, forward, rows, target) is same
-        assert same_gradients(model, forward, x=rows, y=target) is same
+        assert same_gradients(model, forward, rows, target) is (model is sound)
+        assert same_gradients(model, forward, x=rows, y=target) is (model is sound)
         assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(sound.buffers(), buffers, strict=True))
     assert torch.equal(torch.get_rng_state(), state)

@@ -104,7 +104,8 @@ def test_a_wrong_override_names_the_field_the_value_and_what_was_expected(field,
 
 
 def test_the_environment_changes_the_card_but_not_what_the_script_decided():
-    written = presets.get("16gb", precision="fp32", clip_norm=1.0, budget_gib=12.0)
+    card = presets.Card("V100", 15.77, (7, 0))
+    written = presets.get("16gb", precision="fp32", clip_norm=1.0, budget_gib=14.0, card=card)
     run = presets.from_environment(written, {"OOMFIX_PRESET": "8gb"})
     assert run == presets.get("8gb", precision="fp32", clip_norm=1.0)
 

@@ -54,15 +54,17 @@ def test_a_view_of_an_untracked_tensor_costs_nothing():
 
 def test_tensors_filled_outside_the_dispatcher_count():
     model = small_model()
+    model.register_buffer("scale", torch.ones(25))
     with SimulatedCard() as card:
         literal = torch.tensor([1.0, 2.0])
         assert card.current_bytes == 8
         del literal
+        card.track(model)
         average = copy.deepcopy(model)
-        assert card.current_bytes == 1132
+        assert card.current_bytes == 2 * (1132 + 100)
         del average
         gc.collect()
-        assert card.current_bytes == 0
+        assert card.current_bytes == 1132 + 100
 
 
 def test_resizing_in_place_is_seen():
@@ -183,6 +185,14 @@ def test_memory_held_by_the_frames_of_an_exception_is_live():
         assert card.current_bytes == 400
         del held
         assert card.current_bytes == 0
+
+
+def test_the_refused_operation_itself_holds_nothing():
+    with SimulatedCard(budget_bytes=1000) as card:
+        with pytest.raises(OutOfMemoryError) as held:
+            torch.zeros(100).repeat(10)
+        assert card.current_bytes == 0
+        del held
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
