@@ -107,9 +107,7 @@ class Selection(NamedTuple):
 
     def wants(self, code: str) -> bool:
         """Whether findings with this code are wanted."""
-        return (not self.select or code.startswith(self.select)) and not (
-            self.ignore and code.startswith(self.ignore)
-        )
+        return (not self.select or code.startswith(self.select)) and not (self.ignore and code.startswith(self.ignore))
 
     def visible(self, report: FileReport) -> list[Located]:
         """The findings to show: wanted, not silenced by a comment, and the comments that silence nothing."""
@@ -117,9 +115,7 @@ class Selection(NamedTuple):
         shown = [finding for finding in wanted if not finding.silenced_by]
         if self.wants(UnusedSuppression.code):
             shown += self._unused(report.silencers, wanted)
-        return sorted(
-            shown, key=lambda finding: (finding.cell or 0, finding.line, finding.column, finding.code)
-        )
+        return sorted(shown, key=lambda finding: (finding.cell or 0, finding.line, finding.column, finding.code))
 
     def _unused(self, silencers: Sequence[Silencer], wanted: Sequence[Located]) -> Iterator[Located]:
         for index, silencer in enumerate(silencers):
@@ -153,9 +149,7 @@ def _located(source: Source, findings: list[Finding], silencers: list[Comment]) 
     if not silencers:
         return tuple(locate(source, finding) for finding in findings)
     statements = Statements(source.tree)
-    return tuple(
-        locate(source, finding, _silenced_by(statements, finding, silencers)) for finding in findings
-    )
+    return tuple(locate(source, finding, _silenced_by(statements, finding, silencers)) for finding in findings)
 
 
 def _silenced_by(statements: Statements, finding: Finding, silencers: list[Comment]) -> tuple[int, ...]:
@@ -163,9 +157,7 @@ def _silenced_by(statements: Statements, finding: Finding, silencers: list[Comme
     return tuple(
         index
         for index, comment in enumerate(silencers)
-        if not comment.problem
-        and comment.names(finding.code)
-        and (comment.whole_file or comment.line in lines)
+        if not comment.problem and comment.names(finding.code) and (comment.whole_file or comment.line in lines)
     )
 
 

@@ -70,9 +70,7 @@ def _counts(text: str) -> Counter[_Key]:
         content = json.loads(text)
         if content["version"] != 1:
             raise ValueError(f"version {content['version']!r}, {expected}")
-        return Counter(
-            {(row["path"], row["code"], row["text"]): int(row["count"]) for row in content["findings"]}
-        )
+        return Counter({(row["path"], row["code"], row["text"]): int(row["count"]) for row in content["findings"]})
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno} is not JSON: {error.msg}") from None
     except (KeyError, TypeError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Sequence
@@ -94,6 +93,9 @@ class Cache:
         entries = self._load() | self._entries
         existing = {path: entry for path, entry in entries.items() if os.path.exists(path)}
         body = json.dumps(existing, separators=(",", ":")).encode()
+        # imported here: a run that changes nothing writes nothing
+        import tempfile
+
         folder = os.path.dirname(self._path)
         try:
             os.makedirs(folder, exist_ok=True)

@@ -49,9 +49,7 @@ def main() -> None:
 
 @main.command()
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@click.option(
-    "--format", "form", type=click.Choice(FORMATS), default="rich", show_default=True, help="What to print."
-)
+@click.option("--format", "form", type=click.Choice(FORMATS), default="rich", show_default=True, help="What to print.")
 @click.option(
     "--select",
     metavar="CODES",
@@ -59,23 +57,17 @@ def main() -> None:
     help="Report only these codes or prefixes, as OOM1,OOM401.",
 )
 @click.option("--ignore", metavar="CODES", callback=_as_codes, help="Do not report these codes or prefixes.")
-@click.option(
-    "--fail-on", type=click.Choice(FAIL_ON), help="Exit 1 from this severity on.  [default: warning]"
-)
+@click.option("--fail-on", type=click.Choice(FAIL_ON), help="Exit 1 from this severity on.  [default: warning]")
 @click.option("--statistics", is_flag=True, help="Print how often each rule was reported, not the findings.")
 @click.option("--baseline", metavar="FILE", help="Report only findings that this file does not know.")
-@click.option(
-    "--write-baseline", metavar="FILE", help="Write all findings to this file as known, and exit 0."
-)
+@click.option("--write-baseline", metavar="FILE", help="Write all findings to this file as known, and exit 0.")
 @click.option(
     "--target-torch",
     metavar="VERSION",
     callback=_as_version,
     help="The oldest torch to run on.  [default: as requirement files say]",
 )
-@click.option(
-    "-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Processes.  [default: the cores]"
-)
+@click.option("-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Processes.  [default: the cores]")
 @click.option("--no-cache", is_flag=True, help="Neither use nor keep results of earlier runs.")
 @click.option("--stdin-filename", metavar="PATH", default="<stdin>", help="The name of what `-` reads.")
 @click.pass_context

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from oomfix.audit import TorchVersion
 from oomfix.spelling import did_you_mean
@@ -15,8 +14,7 @@ from oomfix.target import parse_version, target_of
 FAIL_ON = ("error", "warning", "note", "never")
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """How one path of the command line is audited.
 
     Attributes:
@@ -38,8 +36,7 @@ class Settings:
     baseline: str | None = None
 
 
-@dataclass(frozen=True)
-class Flags:
+class Flags(NamedTuple):
     """What the command line says; None where it says nothing."""
 
     select: tuple[str, ...] | None = None
@@ -49,23 +46,25 @@ class Flags:
     baseline: str | None = None
 
 
-@dataclass
 class Configuration:
     """The settings of every path of a run; each pyproject.toml is read once, its problems are told once.
 
-    Attributes:
+    Args:
         flags: what the command line says; it wins.
         codes: every code that `select` and `ignore` may name.
         use_baselines: whether known findings are left out.
+
+    Attributes:
         problems: path and one plain line for each thing wrong in a pyproject.toml.
     """
 
-    flags: Flags
-    codes: Sequence[str]
-    use_baselines: bool = True
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    _of_folder: dict[str, Settings] = field(default_factory=dict)
-    _tables: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    def __init__(self, flags: Flags, codes: Sequence[str], *, use_baselines: bool = True) -> None:
+        self.codes = codes
+        self.problems: list[tuple[str, str]] = []
+        self._flags = {name: value for name, value in flags._asdict().items() if value is not None}
+        self._use_baselines = use_baselines
+        self._of_folder: dict[str, Settings] = {}
+        self._tables: dict[str, dict[str, Any] | None] = {}
 
     def settings(self, path: str) -> Settings:
         """The settings for a file or folder."""
@@ -80,14 +79,13 @@ class Configuration:
         for parent in _upwards(folder):
             table = self._table(os.path.join(parent, "pyproject.toml"))
             if table is not None:
-                settings = replace(settings, root=parent, **self._checked(parent, table))
+                settings = settings._replace(root=parent, **self._checked(parent, table))
                 break
-        flags = {name: value for name, value in vars(self.flags).items() if value is not None}
-        settings = replace(settings, **flags)
-        if not self.use_baselines:
-            settings = replace(settings, baseline=None)
+        settings = settings._replace(**self._flags)
+        if not self._use_baselines:
+            settings = settings._replace(baseline=None)
         if settings.target_torch is None:
-            settings = replace(settings, target_torch=target_of(folder))
+            settings = settings._replace(target_torch=target_of(folder))
         return settings
 
     def _table(self, path: str) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ class _Ignores(NamedTuple):
         return self.patterns.check_file(relative + "/" * is_folder).include
 
 
-@dataclass
 class Discovery:
     """Finds files; remembers what it has seen, so that no link leads to a file or folder twice.
 
@@ -50,8 +48,9 @@ class Discovery:
         problems: path and one plain line for each thing that cannot be audited.
     """
 
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    _seen: set[tuple[int, int]] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.problems: list[tuple[str, str]] = []
+        self._seen: set[tuple[int, int]] = set()
 
     def find(self, path: str, root: str, exclude: tuple[str, ...] = ()) -> list[Found]:
         """The files that a path of the command line stands for, in the order of their names.
@@ -75,7 +74,7 @@ class Discovery:
         if not stat.S_ISREG(state.st_mode):
             self.problems.append((path, f"{_kind(state)}, expected a file or folder; standard input is `-`"))
             return []
-        return [Found(path, state, named=True)] if self._is_new(state) else []
+        return [Found(path, state, named=True)] if self.is_new(state) else []
 
     def _walk(self, path: str, excludes: list[_Ignores]) -> list[Found]:
         walk = _Walk(self, path, excludes)
@@ -85,7 +84,8 @@ class Discovery:
             self.problems.append((path, f"no Python files or notebooks in this folder{left_out}"))
         return sorted(walk.found, key=lambda found: found.path.split(os.sep))
 
-    def _is_new(self, state: os.stat_result) -> bool:
+    def is_new(self, state: os.stat_result) -> bool:
+        """Whether a file or folder is met for the first time."""
         identity = (state.st_dev, state.st_ino)
         if identity in self._seen:
             return False
@@ -116,7 +116,7 @@ class _Walk:
 
     def _visit(self, folder: str, ignores: list[_Ignores]) -> None:
         try:
-            if not self._discovery._is_new(os.stat(folder)):
+            if not self._discovery.is_new(os.stat(folder)):
                 self.repeated += 1
                 return
             with os.scandir(folder) as entries:
@@ -155,7 +155,7 @@ class _Walk:
             return
         if not stat.S_ISREG(state.st_mode):
             self._discovery.problems.append((self._name(path), f"{_kind(state)}, expected a file"))
-        elif self._discovery._is_new(state):
+        elif self._discovery.is_new(state):
             self.found.append(Found(self._name(path), state, named=False))
         else:
             self.repeated += 1
@@ -174,9 +174,7 @@ class _Walk:
 
 def _is_skipped(folder: str) -> bool:
     name = os.path.basename(folder)
-    return (
-        name.startswith(".") or name in _SKIPPED_FOLDERS or os.path.exists(os.path.join(folder, "pyvenv.cfg"))
-    )
+    return name.startswith(".") or name in _SKIPPED_FOLDERS or os.path.exists(os.path.join(folder, "pyvenv.cfg"))
 
 
 def _ignores_above(top: str) -> list[_Ignores]:
@@ -185,9 +183,7 @@ def _ignores_above(top: str) -> list[_Ignores]:
     ignores = [ignore for folder in reversed(folders) for ignore in _read_gitignore(folder)]
     inside = [top, *folders[:-1]]
     for ignore in reversed(ignores):
-        if any(
-            ignore.verdict(path, True) for path in inside if path != ignore.folder and _is_below(path, ignore)
-        ):
+        if any(ignore.verdict(path, True) for path in inside if path != ignore.folder and _is_below(path, ignore)):
             return []
     return ignores
 

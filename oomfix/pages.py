@@ -76,8 +76,7 @@ def _marked(example: Invalid) -> str:
     """The code with a comment at the end of each line that is reported."""
     lines = example.code.splitlines()
     return "\n".join(
-        f"{line}  # <- here" if number in example.lines else line
-        for number, line in enumerate(lines, start=1)
+        f"{line}  # <- here" if number in example.lines else line for number, line in enumerate(lines, start=1)
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from oomfix.audit import Auditor, Selection, TorchVersion
 from oomfix.baseline import Baseline
@@ -19,7 +18,6 @@ from oomfix.runner import Job, run
 STDIN = "-"
 
 
-@dataclass
 class Pipeline:
     """Audits paths.
 
@@ -31,19 +29,32 @@ class Pipeline:
         stdin: the bytes that the path "-" stands for.
         stdin_name: how standard input is named, and where its settings are looked for.
         progress: called with the number of files done and of all files.
+
+    Attributes:
+        status: 0: nothing at or above fail-on so far; 1: findings; 2: something could not be audited.
     """
 
-    auditor: Auditor
-    configuration: Configuration
-    processes: int = 1
-    use_cache: bool = True
-    stdin: bytes = b""
-    stdin_name: str = "<stdin>"
-    progress: Callable[[int, int], None] | None = None
-    status: int = field(default=0, init=False)
-    """0: nothing at or above fail-on; 1: findings; 2: something could not be audited. Of the last run."""
-    _caches: dict[tuple[str, TorchVersion | None], Cache] = field(default_factory=dict, init=False)
-    _baselines: dict[str, Baseline] = field(default_factory=dict, init=False)
+    def __init__(
+        self,
+        auditor: Auditor,
+        configuration: Configuration,
+        *,
+        processes: int = 1,
+        use_cache: bool = True,
+        stdin: bytes = b"",
+        stdin_name: str = "<stdin>",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.status = 0
+        self._auditor = auditor
+        self._configuration = configuration
+        self._processes = processes
+        self._use_cache = use_cache
+        self._stdin = stdin
+        self._stdin_name = stdin_name
+        self._progress = progress
+        self._caches: dict[tuple[str, TorchVersion | None], Cache] = {}
+        self._baselines: dict[str, Baseline] = {}
 
     def audit(self, paths: Sequence[str]) -> Report:
         """The report on files, folders and standard input ("-"), in the order of the paths.
@@ -59,27 +70,27 @@ class Pipeline:
             if path == STDIN:
                 files.append(self._audit_stdin())
                 continue
-            settings = self.configuration.settings(path)
+            settings = self._configuration.settings(path)
             for found in discovery.find(path, settings.root, settings.exclude):
                 jobs.append(Job(found, settings.target_torch, self._cache(settings)))
                 settings_of.append(settings)
-        reports = run(self.auditor, jobs, self.processes, self.progress)
+        reports = run(self._auditor, jobs, self._processes, self._progress)
         for job, settings, report in zip(jobs, settings_of, reports, strict=True):
             files.append(self._shown(job.found.path, settings, report))
         for cache in self._caches.values():
             cache.save()
-        problems = [*self.configuration.problems, *discovery.problems]
+        problems = [*self._configuration.problems, *discovery.problems]
         files += [AuditedFile(path, errors=(message,)) for path, message in problems]
         self.status = 2 if any(file.errors for file in files) else self.status
         return Report(files)
 
     def _audit_stdin(self) -> AuditedFile:
-        settings = self.configuration.settings(os.curdir if self.stdin_name == "<stdin>" else self.stdin_name)
-        report = self.auditor.audit(self.stdin_name, self.stdin, settings.target_torch, parse_always=True)
-        return self._shown(self.stdin_name, settings, report)
+        settings = self._configuration.settings(os.curdir if self._stdin_name == "<stdin>" else self._stdin_name)
+        report = self._auditor.audit(self._stdin_name, self._stdin, settings.target_torch, parse_always=True)
+        return self._shown(self._stdin_name, settings, report)
 
     def _shown(self, path: str, settings: Settings, report: FileReport) -> AuditedFile:
-        selection = Selection(settings.select, settings.ignore, tuple(self.configuration.codes))
+        selection = Selection(settings.select, settings.ignore, tuple(self._configuration.codes))
         findings = selection.visible(report)
         if settings.baseline is not None and findings:
             findings = self._baseline(settings.baseline).new(path, findings)
@@ -93,18 +104,16 @@ class Pipeline:
         return self._baselines[path]
 
     def _cache(self, settings: Settings) -> Cache | None:
-        if not self.use_cache:
+        if not self._use_cache:
             return None
         key = (settings.root, settings.target_torch)
         if key not in self._caches:
-            self._caches[key] = Cache(
-                cache_folder(), f"{settings.root}\0{settings.target_torch}", self._version
-            )
+            self._caches[key] = Cache(cache_folder(), f"{settings.root}\0{settings.target_torch}", self._version)
         return self._caches[key]
 
     @property
     def _version(self) -> str:
-        return tool_version([rule.code for rule in self.auditor.rules])
+        return tool_version([rule.code for rule in self._auditor.rules])
 
 
 def _fails(finding: Located, fail_on: str) -> bool:

@@ -84,9 +84,7 @@ def _known(job: Job) -> FileReport | None:
     return report
 
 
-def _audit(
-    auditor: Auditor, jobs: Sequence[Job], indices: Sequence[int], processes: int
-) -> Iterator[_Outcome]:
+def _audit(auditor: Auditor, jobs: Sequence[Job], indices: Sequence[int], processes: int) -> Iterator[_Outcome]:
     # jobs as workers need them: a cache stays with the process that owns it
     bare = [(index, jobs[index]._replace(cache=None), jobs[index].cache is not None) for index in indices]
     if processes > 1 and sum(job.found.stat.st_size for _, job, _ in bare) > _WORTH_PROCESSES_BYTES:

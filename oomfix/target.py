@@ -17,9 +17,7 @@ _REQUIREMENT = re.compile(
 _BOUND = re.compile(r"""(?P<operator>[=~><!^]+)\s*["']?\s*v?(?P<major>\d+)(?:\.(?P<minor>\d+))?""")
 _LOWER = frozenset({"==", "=", "===", "~=", ">=", ">", "^", "~"})
 _LAST_OF_1 = (1, 13)
-_NAMES = re.compile(
-    r"pyproject\.toml|setup\.cfg|Pipfile|[\w.-]*requirements?[\w.-]*\.(txt|in)|environment.*\.ya?ml"
-)
+_NAMES = re.compile(r"pyproject\.toml|setup\.cfg|Pipfile|[\w.-]*requirements?[\w.-]*\.(txt|in)|environment.*\.ya?ml")
 
 
 def parse_version(text: str) -> TorchVersion:
@@ -82,10 +80,7 @@ def _stated(path: str) -> Iterator[TorchVersion]:
 
 def oldest_allowed(bounds: str) -> TorchVersion | None:
     """The oldest version that bounds such as ">=1.8,<2" allow; with an upper bound alone, the newest."""
-    found = [
-        (match["operator"], (int(match["major"]), int(match["minor"] or 0)))
-        for match in _BOUND.finditer(bounds)
-    ]
+    found = [(match["operator"], (int(match["major"]), int(match["minor"] or 0))) for match in _BOUND.finditer(bounds)]
     lowest = [version for operator, version in found if operator in _LOWER]
     if lowest:
         return max(lowest)

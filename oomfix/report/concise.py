@@ -8,8 +8,7 @@ from oomfix.report import Report, Statistic, place, printable
 def render(report: Report) -> str:
     """A line for each finding."""
     return "".join(
-        f"{place(path, finding)} {finding.code} {printable(finding.message)}\n"
-        for path, finding in report.findings()
+        f"{place(path, finding)} {finding.code} {printable(finding.message)}\n" for path, finding in report.findings()
     )
 
 

@@ -27,8 +27,7 @@ def render_statistics(report: Report, statistics: list[Statistic]) -> str:
     """The number of findings of each rule in place of the findings, and the errors."""
     return _document(
         statistics=[
-            {"code": row.code, "name": row.name, "severity": row.severity, "count": row.times}
-            for row in statistics
+            {"code": row.code, "name": row.name, "severity": row.severity, "count": row.times} for row in statistics
         ],
         errors=[{"path": path, "message": message} for path, message in report.errors()],
     )

@@ -23,9 +23,7 @@ def render(report: Report, pages: Sequence[Page]) -> str:
     indices = {page.code: index for index, page in enumerate(pages)}
     errors = [_notification(path, message) for path, message in report.errors()]
     run = {
-        "tool": {
-            "driver": {"name": "oomfix", "version": __version__, "rules": [_rule(page) for page in pages]}
-        },
+        "tool": {"driver": {"name": "oomfix", "version": __version__, "rules": [_rule(page) for page in pages]}},
         "columnKind": "unicodeCodePoints",
         "invocations": [{"executionSuccessful": not errors, "toolExecutionNotifications": errors}],
         "results": _results(report, indices),
