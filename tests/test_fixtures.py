@@ -176,9 +176,7 @@ def test_retinopathy_keeps_one_graph_per_epoch_for_the_reference_images():
     model = module.build_model(args)
     loader = torch.utils.data.DataLoader(module.FundusImages((0, 1), 2, args.img_size, seed=0), batch_size=2)
     references = torch.randn(args.reference_images, 3, args.img_size, args.img_size)
-    _, history = module.train_binary_classifier(
-        model, loader, loader, references, args, torch.device("cpu")
-    )
+    _, history = module.train_binary_classifier(model, loader, loader, references, args, torch.device("cpu"))
     assert len(history["reference"]) == 2
     assert all(outputs.grad_fn is not None for outputs in history["reference"])
 
