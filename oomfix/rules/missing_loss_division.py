@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
+from oomfix.script.loops import is_divided
 
 
 class MissingLossDivision(Rule):
@@ -31,7 +32,7 @@ class MissingLossDivision(Rule):
         for loop in script.loops:
             if loop.window is None or loop.framework is not None:
                 continue
-            divided = {backward.node for backward in loop.backwards if backward.divided}
+            divided = {backward.node for backward in loop.backwards if is_divided(backward, loop.window)}
             for backward in script.distinct(loop.accumulated_backwards):
                 if backward.node not in divided:
                     yield self.finding(

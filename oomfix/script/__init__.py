@@ -20,7 +20,7 @@ from oomfix.script.follow import Follower
 from oomfix.script.imports import Imports
 from oomfix.script.loops import TrainingLoop, find_training_loops
 from oomfix.script.names import path_of
-from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, Trace
+from oomfix.script.trace import Backward, Event, Forward, Keep, ModuleAttribute, Trace
 
 if TYPE_CHECKING:
     from oomfix.source import Source
@@ -32,6 +32,7 @@ _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits|loss|embeddings?)$",
     re.IGNORECASE,
 )
+_ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
 _STATE_NAME = re.compile(r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory)(_|\d|$)", re.IGNORECASE)
 
@@ -175,6 +176,10 @@ class Script:
         forwards = list(self.trace.forwards_of(keep.origins))
         return not forwards or any(keep.crossed[0] in forward.site.loops for forward in forwards)
 
+    def attention_maps_kept(self) -> list[ModuleAttribute]:
+        """Attention maps that a module's forward leaves on the module with their graph."""
+        return [kept for kept in self.trace.module_attributes.values() if _ATTENTION_NAME.search(kept.name)]
+
     def carried_states(self) -> Iterator[tuple[ast.stmt, str]]:
         """Assignments whose value goes, graph and all, into a forward of the next iteration, with the name carried."""
         retaining = {event.site.loop for event in self.trace.backwards if event.retains}
@@ -283,6 +288,3 @@ def _flat(target: ast.expr) -> Iterator[ast.expr]:
             yield from _flat(element)
     else:
         yield target
-
-
-__all__ += ["Loop"]

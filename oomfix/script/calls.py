@@ -73,7 +73,7 @@ class Calls(Core):
             case Kind.MODULE:
                 if looks_like_loss(path or ""):
                     return self._through_loss([*arguments, *keywords.values()])
-                return self._forward(node, function, path, arguments, keywords)
+                return self._forward(node, function, path, arguments, keywords, method=self._own(function, "forward"))
             case Kind.LOSS:
                 return self._through_loss([*arguments, *keywords.values()])
             case Kind.CONTEXT:
@@ -96,6 +96,8 @@ class Calls(Core):
             if last == "set_grad_enabled":
                 self._set_grad(context)
             return context
+        if name in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
+            return Value(Kind.TENSOR, Graph.MAYBE)
         if "." not in name and (builtin := self._builtin(node, name, given)) is not None:
             return builtin
         if name in ("torch.autograd.grad", "torch.autograd.backward"):
@@ -148,7 +150,8 @@ class Calls(Core):
             return PLAIN_TENSOR
         content = combine(given)
         if content.graph is Graph.NO:
-            return PLAIN_TENSOR
+            known = last in torch_facts.TORCH_GRAPH_FREE or content.kind is not Kind.UNKNOWN
+            return PLAIN_TENSOR if known else UNKNOWN
         if last in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, len(given))
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
@@ -275,18 +278,21 @@ class Calls(Core):
         arguments: list[Value],
         keywords: dict[str, Value],
         direct: bool = True,
+        method: Function | None = None,
     ) -> Value:
+        """Record a forward; `method` is the module's own code for it, where that is in the file."""
         content = combine([*arguments, *keywords.values()])
+        if self.enclosing_forward is not None and path not in ("self", "self.module"):
+            return self._part_of_forward(content)
         origin = self.trace.number("forward", id(node), self.way)
         grad = self.state.grad
-        evaluating = self.state.evaluating.get(self._identity(module, path), False)
         self.trace.forwards[origin] = Forward(
             node=node,
             site=self.site(),
             order=self.trace.next_order(),
             origin=origin,
             path=path,
-            evaluating=evaluating,
+            evaluating=self.state.evaluating.get(self._identity(module, path), False),
             carried=content.carried_from,
             direct=direct,
         )
@@ -295,9 +301,39 @@ class Calls(Core):
         self.state.spent -= {origin}
         if grad is Graph.NO:
             return PLAIN_TENSOR
-        return Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
+        whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
+        if method is None:
+            return whole
+        return _with_structure(self._inside(node, method, module, arguments, keywords, origin), whole)
+
+    def _part_of_forward(self, content: Value) -> Value:
+        assert self.enclosing_forward is not None
+        if self.state.grad is Graph.NO:
+            return PLAIN_TENSOR
+        return Value(Kind.TENSOR, self.state.grad, content.origins | {self.enclosing_forward})
+
+    def _inside(
+        self,
+        node: ast.Call,
+        method: Function,
+        module: Value,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        origin: int,
+    ) -> Value:
+        """Follow a module's own code for what it returns and keeps; its calls are part of the one forward."""
+        outer, self.enclosing_forward = self.enclosing_forward, origin
+        returned = self._follow_function(node, method, module, arguments, keywords)
+        self.enclosing_forward = outer
+        return returned
 
     _carrying: dict[int, tuple[ast.stmt, ast.For | ast.AsyncFor | ast.While]]
+
+    def _own(self, module: Value, name: str) -> Function | None:
+        """A module's own method, where its class is in the file and it does not train by itself."""
+        instance = self.instance_of(module)
+        method = instance.cls.find(name) if instance is not None else None
+        return method if method is not None and self._is_part_of_forward(method) else None
 
     def _identity(self, module: Value, path: str | None) -> object:
         if isinstance(module.ref, Instance):
@@ -354,7 +390,7 @@ class Calls(Core):
                 site=self.site(),
                 order=self.trace.next_order(),
                 origins=root.origins,
-                divided=root.divided,
+                divisors=root.divisors,
                 scaled=root.scaled,
                 retains=retains,
                 carried=root.carried_from,
@@ -374,7 +410,7 @@ class Calls(Core):
     ) -> Value:
         root = flatten(arguments[0] if arguments else keywords.get("outputs", keywords.get("tensors", UNKNOWN)))
         event = Backward(
-            node=node, site=self.site(), order=self.trace.next_order(), origins=root.origins, divided=root.divided,
+            node=node, site=self.site(), order=self.trace.next_order(), origins=root.origins, divisors=root.divisors,
             scaled=root.scaled, retains=False, carried=root.carried_from, framework=None, made_here=True,
             is_grad_call=name.endswith(".grad"),
         )
@@ -513,7 +549,8 @@ class Calls(Core):
         keywords: dict[str, Value],
     ) -> Value:
         if name == "forward" and isinstance(node.func, ast.Attribute):
-            return self._forward(node, receiver, path_of(node.func.value), arguments, keywords)
+            method = self._own(receiver, "forward")
+            return self._forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
         if name in _SAME_MODULE:
             return receiver
         if name in _MODULE_BOOKKEEPING or name.startswith(("get_", "set_", "register_", "load_", "save_", "init_")):
@@ -531,7 +568,8 @@ class Calls(Core):
         content = combine([receiver, *given])
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(given))
-        return replace(content, divided=receiver.divided or name in ("div", "div_", "true_divide"), scaled=receiver.scaled)
+        divisors = receiver.divisors | ({"div"} if name in ("div", "div_", "true_divide") else set())
+        return replace(content, divisors=divisors, scaled=receiver.scaled)
 
     def _container_method(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
         assert isinstance(node.func, ast.Attribute)
@@ -627,7 +665,7 @@ class Calls(Core):
         self.autocast, self.state.grad = autocast, grad
         if name == "forward_backward":
             loss = returned.items[0] if returned.items else returned
-            self._record_backward(node, node.args[0], replace(flatten(loss), divided=True), "oomfix")
+            self._record_backward(node, node.args[0], flatten(loss), "oomfix")
         if returned.items is not None:
             return Value(Kind.SEQUENCE, items=tuple(PLAIN_TENSOR for _ in returned.items))
         return PLAIN_TENSOR
@@ -642,8 +680,21 @@ class Calls(Core):
         assert isinstance(function, Function)
         receiver: Value | None = bound
         if receiver is not None and not function.is_static:
-            if receiver.kind is Kind.MODULE and self._is_submodule_method(function):
-                return self._forward(node, receiver, path_of(node.func), arguments, keywords, direct=False)
+            if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
+                if self.enclosing_forward is None and not self._is_bare(function):
+                    return self._forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
+            return self._follow_function(node, function, receiver, arguments, keywords)
+        return self._follow_function(node, function, None, arguments, keywords)
+
+    def _follow_function(
+        self,
+        node: ast.Call,
+        function: Function,
+        receiver: Value | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+    ) -> Value:
+        if receiver is not None:
             arguments = [receiver, *arguments]
         if self._too_deep(function):
             return UNKNOWN
@@ -658,18 +709,27 @@ class Calls(Core):
         )
         return self._run(frame, function, node)
 
-    def _is_submodule_method(self, function: Function) -> bool:
-        """A method of a module that is part of its forward: no training happens in it and it calls no whole module."""
-        own = {"self", "self.module", "self.forward", "super().forward"}
+    def _is_part_of_forward(self, function: Function) -> bool:
+        """A method of a module that is part of its forward: it trains nothing, and runs neither itself nor a loader."""
+        whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
+        parameters = {argument.arg for argument in function.node.args.args[1:]}
         for child in ast.walk(function.node):
             if isinstance(child, ast.Call):
-                if isinstance(child.func, ast.Attribute) and child.func.attr in ("backward", "zero_grad", "append"):
+                if isinstance(child.func, ast.Attribute) and child.func.attr in ("backward", "zero_grad"):
                     return False
-                if path_of(child.func) in own and function.name != "forward":
+                if path_of(child.func) in whole:
                     return False
-            elif isinstance(child, ast.For | ast.While) and function.name != "forward":
-                return False
-        return bool(function.node.body)
+            elif isinstance(child, ast.For) and function.name != "forward":
+                if any(isinstance(name, ast.Name) and name.id in parameters for name in ast.walk(child.iter)):
+                    return False
+        return True
+
+    def _is_bare(self, function: Function) -> bool:
+        """A method that calls nothing of its own module: bookkeeping, or a loss written as a method."""
+        return not any(
+            isinstance(child, ast.Call) and (path_of(child.func) or "").startswith("self.")
+            for child in ast.walk(function.node)
+        )
 
     def _too_deep(self, function: Function) -> bool:
         depth, frame = 0, self.frame
@@ -751,3 +811,12 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "train": Calls._mode,
     "eval": Calls._mode,
 }
+
+
+def _with_structure(returned: Value, whole: Value) -> Value:
+    """The result of a forward, item by item where its own code shows that some carry no graph."""
+    if returned.items is not None:
+        return Value(Kind.SEQUENCE, items=tuple(_with_structure(item, whole) for item in returned.items))
+    if returned.kind is Kind.NUMBER or (returned.kind is Kind.TENSOR and returned.graph is Graph.NO):
+        return returned
+    return whole

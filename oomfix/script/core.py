@@ -9,7 +9,7 @@ from oomfix.script.definitions import Instance
 from oomfix.script.hints import Hints, scoped
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, State
-from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, Site, Trace
+from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, ModuleAttribute, Site, Trace
 from oomfix.script.values import NO_ORIGINS, NUMBER, UNKNOWN, Graph, Kind, Value, flatten
 
 
@@ -28,6 +28,8 @@ class Core:
         self.autocast: Autocast | None = None
         self.apex = False
         self.handling_exception = False
+        self.enclosing_forward: int | None = None
+        """The forward whose module's own code is being followed: what it calls is part of it."""
         self.statement: ast.stmt | None = None
 
     @property
@@ -112,9 +114,16 @@ class Core:
             instance = self.instance_of(self.evaluate(target.value))
             if instance is not None:
                 self.state.attributes[instance.number, target.attr] = Binding(value, loops, statement)
+                self._note_module_attribute(target, value, statement)
                 return
         if path is not None:
             self.bind(path, value, loops, statement)
+
+    def _note_module_attribute(self, target: ast.Attribute, value: Value, statement: ast.stmt | None) -> None:
+        if self.enclosing_forward is None or not isinstance(statement, ast.Assign):
+            return
+        if flatten(value).graph is Graph.YES:
+            self.trace.module_attributes[target] = ModuleAttribute(target, target.attr, statement.value)
 
     def _as_backpropagated(self, path: str | None, value: Value) -> Value:
         """A name on which a backward runs holds a graph, even where its maker is out of sight."""
@@ -126,7 +135,7 @@ class Core:
             return value
         if value.kind is Kind.TENSOR and value.graph is Graph.NO:
             return value
-        return Value(Kind.TENSOR, Graph.YES, value.origins, divided=value.divided, scaled=value.scaled,
+        return Value(Kind.TENSOR, Graph.YES, value.origins, divisors=value.divisors, scaled=value.scaled,
                      carried_from=value.carried_from)
 
     def _unpack(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from oomfix.script import torch_facts
@@ -126,19 +127,12 @@ class Expressions(Calls):
         if left.kind is Kind.NUMBER and left.graph is Graph.NO and isinstance(left.constant, str):
             return NUMBER
         result = combine([left, right])
-        divided = left.divided or right.divided
+        divisors = left.divisors | right.divisors
         if isinstance(node.op, ast.Div | ast.FloorDiv) and not right.graph:
-            divided = True
-        if isinstance(node.op, ast.Mult) and self._is_fraction(node):
-            divided = True
-        if divided or left.scaled or right.scaled:
-            result = Value(result.kind, result.graph, result.origins, divided=divided,
-                           scaled=left.scaled or right.scaled, carried_from=result.carried_from)
+            divisors |= {ast.unparse(node.right)}
+        if divisors or left.scaled or right.scaled:
+            result = replace(result, divisors=divisors, scaled=left.scaled or right.scaled)
         return result
-
-    def _is_fraction(self, node: ast.BinOp) -> bool:
-        """`loss * (1 / k)`."""
-        return any(isinstance(side, ast.BinOp) and isinstance(side.op, ast.Div) for side in (node.left, node.right))
 
     def _compare(self, node: ast.Compare) -> Value:
         left = self.evaluate(node.left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from oomfix.script.contexts import NULL, autocast_under, grad_under, is_literal_loop
@@ -82,7 +83,10 @@ class Follower(Expressions):
 
     def _enter_unreached(self, function: Function) -> None:
         owner = function.owner
-        if owner is not None and (owner.is_lightning or (owner.is_module and not self._trains(function))):
+        if owner is not None and owner.is_lightning:
+            return
+        inside = owner is not None and owner.is_module and not self._trains(function)
+        if inside and function.name != "forward":
             return
         receiver = None if owner is None or function.is_static else self._instance_for(owner)
         arguments = {}
@@ -105,8 +109,10 @@ class Follower(Expressions):
         frame.state.grad = Graph.YES
         frame.state.evaluating = {}
         outer, self.way = self.way, ("entry", id(function.node))
+        if inside:
+            self.enclosing_forward = self.trace.number("inside", id(function.node))
         returned = self._run(frame, function, None)
-        self.way = outer
+        self.way, self.enclosing_forward = outer, None
         for forward in self.trace.forwards_of(flatten(returned).origins):
             forward.escaped = True
 
@@ -267,8 +273,7 @@ class Follower(Expressions):
         loops = binding.loops if binding is not None else self._loops_of_root(node.target)
         if isinstance(node.op, ast.Div | ast.FloorDiv):
             content = flatten(old)
-            value = Value(content.kind, content.graph, content.origins, divided=True, scaled=content.scaled,
-                          carried_from=content.carried_from)
+            value = replace(content, divisors=content.divisors | {ast.unparse(node.value)})
             self.assign(node.target, value, node, loops)
             return
         kept: frozenset[int] = frozenset()
@@ -282,7 +287,7 @@ class Follower(Expressions):
         if old.kind is Kind.CONTAINER:
             result = Value(Kind.CONTAINER, result.graph, result.origins)
         if kept or result.graph:
-            result = Value(result.kind, result.graph, result.origins | kept, divided=old.divided or value.divided,
+            result = Value(result.kind, result.graph, result.origins | kept, divisors=old.divisors | value.divisors,
                            carried_from=result.carried_from)
         if path is not None:
             self.assign(node.target, result, binding.statement if binding else node, loops)
@@ -539,7 +544,7 @@ def _with_carried(value: Value, numbers: frozenset[int]) -> Value:
         return Value(value.kind, items=tuple(_with_carried(item, numbers) for item in value.items))
     if value.graph is not Graph.YES:
         return value
-    return Value(value.kind, value.graph, value.origins, ref=value.ref, divided=value.divided, carried_from=numbers)
+    return Value(value.kind, value.graph, value.origins, ref=value.ref, divisors=value.divisors, carried_from=numbers)
 
 
 def _is_main_check(test: ast.expr) -> bool:

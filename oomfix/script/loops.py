@@ -223,3 +223,17 @@ def is_counted_per_epoch(loop: TrainingLoop) -> bool:
         return False
     targets = set(_names(node.target))
     return bool(targets & set(_names(loop.window.decision.test)))
+
+
+def is_divided(backward: Backward, window: Window) -> bool:
+    """Whether the loss was divided by what may be the window's size.
+
+    A literal counts when it is the size, or when the size is a name and the literal is too large for the mean of a few
+    loss terms.
+    """
+    for divisor in backward.divisors:
+        if not divisor.replace(".", "", 1).isdigit() or divisor == window.size:
+            return True
+        if not window.size.isdigit() and float(divisor) >= 4:
+            return True
+    return False

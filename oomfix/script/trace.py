@@ -83,7 +83,7 @@ class Backward(Event):
     """A backward pass: `loss.backward()`, `scaler.scale(loss).backward()`, `accelerator.backward(loss)`."""
 
     origins: frozenset[int]
-    divided: bool
+    divisors: frozenset[str]
     scaled: bool
     retains: bool
     """`retain_graph=True`, literally."""
@@ -126,6 +126,15 @@ class Keep(Event):
     statement: ast.stmt | None
 
 
+@dataclass(slots=True)
+class ModuleAttribute:
+    """A module's forward stores a value with its graph on the module: one graph lives until the next forward."""
+
+    node: ast.expr
+    name: str
+    value: ast.expr
+
+
 @dataclass
 class Trace:
     """Everything that happened, over all ways through the script."""
@@ -141,6 +150,7 @@ class Trace:
     """Forwards and keeps that a backward went through."""
     carries: dict[int, tuple[ast.stmt, Loop]] = field(default_factory=dict)
     """Assignments whose value, graph and all, is fed into a forward of the next iteration of the loop."""
+    module_attributes: dict[ast.expr, ModuleAttribute] = field(default_factory=dict)
     accelerated: set[Loop] = field(default_factory=set)
     """Loops in which a framework does the backward."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)

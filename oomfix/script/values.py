@@ -66,8 +66,8 @@ class Value:
     items: tuple[Value, ...] | None = None
     ref: Any = None
     constant: Any = MISSING
-    divided: bool = False
-    """Divided by something after it was made: what accumulation asks of a loss."""
+    divisors: frozenset[str] = frozenset()
+    """What it was divided by after it was made, as written: accumulation asks a loss for the window's size."""
     scaled: bool = False
     """Went through `GradScaler.scale`."""
     carried_from: frozenset[int] = NO_ORIGINS
@@ -101,18 +101,19 @@ def flatten(value: Value) -> Value:
 def combine(values: list[Value]) -> Value:
     """What an operation on several values gives: it carries every graph that goes in."""
     graph, origins, carried = Graph.NO, NO_ORIGINS, NO_ORIGINS
-    numbers = True
+    numbers = known = True
     for value in values:
         if value.items is not None:
             value = flatten(value)
         if value.kind is not Kind.NUMBER:
             numbers = False
+            known = known and value.kind is Kind.TENSOR
         if value.graph:
             graph = max(graph, value.graph)
             origins |= value.origins
             carried |= value.carried_from
     if graph is Graph.NO:
-        return NUMBER if numbers else UNKNOWN
+        return NUMBER if numbers else (PLAIN_TENSOR if known else UNKNOWN)
     return Value(Kind.TENSOR, graph, origins, carried_from=carried)
 
 
@@ -140,7 +141,7 @@ def join(first: Value, second: Value) -> Value:
         graph=graph,
         origins=one.origins | other.origins,
         ref=one.ref if one.ref == other.ref else (one.ref if same_kind and one.kind is Kind.MODULE else None),
-        divided=one.divided or other.divided,
+        divisors=one.divisors | other.divisors,
         scaled=one.scaled or other.scaled,
         carried_from=one.carried_from & other.carried_from,
     )
