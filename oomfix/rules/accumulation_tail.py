@@ -24,7 +24,7 @@ class AccumulationTail(Rule):
     code = "OOM302"
     name = "accumulation-tail"
     severity = Severity.ERROR
-    needs = (b"backward",)
+    needs = (b".backward(",)
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

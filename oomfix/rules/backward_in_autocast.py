@@ -23,7 +23,7 @@ class BackwardInAutocast(Rule):
     code = "OOM305"
     name = "backward-in-autocast"
     severity = Severity.WARNING
-    needs = (b"autocast",)
+    needs = (b".backward(",)
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

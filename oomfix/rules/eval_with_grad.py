@@ -27,7 +27,7 @@ class EvalWithGrad(Rule):
     code = "OOM201"
     name = "eval-with-grad"
     severity = Severity.WARNING
-    needs = (b"torch",)
+    needs = (b".backward(", b".eval(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         recorded = [forward for forward in script.evaluation_forwards if forward.site.grad is Graph.YES]

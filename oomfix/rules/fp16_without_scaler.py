@@ -23,7 +23,7 @@ class Fp16WithoutScaler(Rule):
     code = "OOM304"
     name = "fp16-without-scaler"
     severity = Severity.ERROR
-    needs = (b"autocast",)
+    needs = (b".backward(",)
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

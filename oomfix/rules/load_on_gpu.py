@@ -24,7 +24,7 @@ class LoadOnGpu(Rule):
     code = "OOM205"
     name = "load-on-gpu"
     severity = Severity.WARNING
-    needs = (b"load",)
+    needs = (b"torch.load", b"torch as ", b"import load", b"serialization")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for call in script.imports.calls("torch.load", "torch.serialization.load"):

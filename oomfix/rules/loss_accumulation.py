@@ -29,7 +29,7 @@ class LossAccumulation(Rule):
     code = "OOM101"
     name = "loss-accumulation"
     severity = Severity.ERROR
-    needs = (b"+=", b"backward", b"loss")
+    needs = (b".backward(", b".eval(", b"forward_backward(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():

@@ -25,7 +25,7 @@ class MissingLossDivision(Rule):
     code = "OOM301"
     name = "missing-loss-division"
     severity = Severity.ERROR
-    needs = (b"backward",)
+    needs = (b".backward(",)
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ class NoAutocast(Rule):
     code = "OOM202"
     name = "no-autocast"
     severity = Severity.WARNING
-    needs = (b"backward",)
+    needs = (b".backward(",)
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

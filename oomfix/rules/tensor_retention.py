@@ -27,7 +27,7 @@ class TensorRetention(Rule):
     code = "OOM102"
     name = "tensor-retention"
     severity = Severity.ERROR
-    needs = (b"append", b"extend", b"update", b"backward")
+    needs = (b".backward(", b".eval(", b"forward_backward(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():

@@ -24,7 +24,7 @@ class UndetachedState(Rule):
     code = "OOM104"
     name = "undetached-state"
     severity = Severity.ERROR
-    needs = (b"backward",)
+    needs = (b".backward(",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         for statement, name in script.carried_states():

@@ -34,7 +34,7 @@ class ZeroGrad(Rule):
     code = "OOM203"
     name = "zero-grad"
     severity = Severity.NOTE
-    needs = (b"zero_grad", b".zero_(")
+    needs = (b"zero_grad", b"grad.zero_", b"grad.data.zero_")
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

@@ -56,14 +56,25 @@ class Script:
     """
 
     source: Source
-    trace: Trace
-    imports: Imports
     target_torch: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, source: Source, target_torch: tuple[int, int] | None = None) -> Script:
-        """Follow a source. Raises RecursionError on absurd nesting."""
-        return cls(source, Follower(source.tree).follow(), Imports(source.tree), target_torch)
+        """The script of a source. Nothing is followed until a question asks for it.
+
+        A question raises RecursionError where the source is nested absurdly.
+        """
+        return cls(source, target_torch)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Everything that happens in the script."""
+        return Follower(self.source.tree).follow()
+
+    @cached_property
+    def imports(self) -> Imports:
+        """What the names of the file refer to."""
+        return Imports(self.source.tree)
 
     # Places
 
@@ -174,7 +185,14 @@ class Script:
         if any(run in self._training_runs for run in keep.site.runs[:outside]):
             return False
         forwards = list(self.trace.forwards_of(keep.origins))
-        return not forwards or any(keep.crossed[0] in forward.site.loops for forward in forwards)
+        if not forwards:
+            return any(run in self._training_runs for run in keep.site.runs[outside:])
+        if keep.returned and not any(run in self._training_runs for run in keep.site.runs[outside:]):
+            function = keep.site.function
+            evaluating = any(forward.evaluating for forward in forwards)
+            if not evaluating and not (function is not None and function.evaluates):
+                return False
+        return any(keep.crossed[0] in forward.site.loops for forward in forwards)
 
     def attention_maps_kept(self) -> list[ModuleAttribute]:
         """Attention maps that a module's forward leaves on the module with their graph."""
@@ -193,7 +211,7 @@ class Script:
 
     def is_needed_later(self, backward: Backward) -> bool:
         """Whether a later backward (or an unseen one) may go through the graph of this one again."""
-        if backward.carried or not backward.made_here:
+        if backward.carried or not backward.made_here or backward.node.args:
             return True
         forwards = list(self.trace.forwards_of(backward.origins))
         loop = backward.site.loop

@@ -322,9 +322,10 @@ class Calls(Core):
         origin: int,
     ) -> Value:
         """Follow a module's own code for what it returns and keeps; its calls are part of the one forward."""
-        outer, self.enclosing_forward = self.enclosing_forward, origin
+        outer = self.enclosing_forward, self.enclosing_depth
+        self.enclosing_forward, self.enclosing_depth = origin, len(self.loops)
         returned = self._follow_function(node, method, module, arguments, keywords)
-        self.enclosing_forward = outer
+        self.enclosing_forward, self.enclosing_depth = outer
         return returned
 
     _carrying: dict[int, tuple[ast.stmt, ast.For | ast.AsyncFor | ast.While]]

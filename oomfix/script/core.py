@@ -30,6 +30,8 @@ class Core:
         self.handling_exception = False
         self.enclosing_forward: int | None = None
         """The forward whose module's own code is being followed: what it calls is part of it."""
+        self.enclosing_depth = 1 << 30
+        """The loops around that forward: what the module collects in loops of its own goes with the forward."""
         self.statement: ast.stmt | None = None
 
     @property
@@ -192,7 +194,7 @@ class Core:
         """Record that a value is kept by something made under `loops`; returns the origin that stands for it."""
         content = flatten(value)
         crossed = self.loops[len(loops):] if self.loops[: len(loops)] == loops else ()
-        if not content.graph or not crossed:
+        if not content.graph or not crossed or len(loops) >= self.enclosing_depth:
             return NO_ORIGINS
         node, manner = self._seen_from_the_loop(node, manner, crossed[-1])
         number = self.trace.number("keep", id(node), self.way)

@@ -110,11 +110,14 @@ class Follower(Expressions):
         frame.state.evaluating = {}
         outer, self.way = self.way, ("entry", id(function.node))
         if inside:
-            self.enclosing_forward = self.trace.number("inside", id(function.node))
+            self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
         returned = self._run(frame, function, None)
-        self.way, self.enclosing_forward = outer, None
-        for forward in self.trace.forwards_of(flatten(returned).origins):
-            forward.escaped = True
+        self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
+        for origin in flatten(returned).origins:
+            if origin in self.trace.forwards:
+                self.trace.forwards[origin].escaped = True
+            elif origin in self.trace.keeps:
+                self.trace.keeps[origin].returned = True
 
     def _trains(self, function: Function) -> bool:
         return any(

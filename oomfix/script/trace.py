@@ -124,6 +124,8 @@ class Keep(Event):
     """The loops whose iterations the target outlives."""
     origins: frozenset[int]
     statement: ast.stmt | None
+    returned: bool = False
+    """Its target is returned to a caller out of sight, which may backpropagate it."""
 
 
 @dataclass(slots=True)
