@@ -11,8 +11,9 @@ from oomfix.script import Script
 class ClipBeforeUnscale(Rule):
     """Gradients are clipped while they are still multiplied by the loss scale.
 
-    Why: a GradScaler multiplies the loss by up to 65536 and more, and the gradients with it. Clipping them to a norm of
-    1.0 then divides nearly every true gradient by the scale: the steps become tiny, and change whenever the scale does.
+    Why: a GradScaler multiplies the loss by up to 65536 and more, and the gradients with it. Clipping them to a norm
+    of 1.0 then divides nearly every true gradient by the scale: the steps become tiny, and change whenever the scale
+    does.
 
     Quiet when: `scaler.unscale_(optimizer)` ran after the backward, or the loss was not scaled on this way.
 

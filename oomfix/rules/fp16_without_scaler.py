@@ -11,11 +11,12 @@ from oomfix.script import Script
 class Fp16WithoutScaler(Rule):
     """Training under fp16 autocast without a gradient scaler.
 
-    Why: fp16 has no numbers between 0 and 6e-8. Gradients below that become zero without a word, layer by layer, and the
-    model trains worse or not at all. Loss scaling keeps them in range; bf16, which has the range of fp32, needs none.
+    Why: fp16 has no numbers between 0 and 6e-8. Gradients below that become zero without a word, layer by layer, and
+    the model trains worse or not at all. Loss scaling keeps them in range; bf16, which has the range of fp32, needs
+    none.
 
-    Quiet when: a gradient scaler is used anywhere in the file, the dtype is bfloat16 or decided elsewhere, or a framework
-    does the backward. `autocast("cuda")` without a dtype means fp16.
+    Quiet when: a gradient scaler is used anywhere in the file, the dtype is bfloat16 or decided elsewhere, or a
+    framework does the backward. `autocast("cuda")` without a dtype means fp16.
 
     Fix: `oomfix.runtime`, which scales where the card has no bf16; by hand, `torch.amp.GradScaler("cuda")`.
     """

@@ -12,9 +12,9 @@ from oomfix.script.edits import add_keyword
 class LoadOnGpu(Rule):
     """`torch.load` without `map_location` puts a checkpoint back on the GPU it came from.
 
-    Why: a checkpoint saved from a GPU holds CUDA tensors, and loading it allocates all of them on that GPU, beside the
-    model and the optimizer that are already there: weights, and twice that again for Adam's state. They stay as long as
-    any name leads to the checkpoint. Under several processes every rank does so on GPU 0.
+    Why: a checkpoint saved from a GPU holds CUDA tensors, and loading it allocates all of them on that GPU, beside
+    the model and the optimizer that are already there: weights, and twice that again for Adam's state. They stay as
+    long as any name leads to the checkpoint. Under several processes every rank does so on GPU 0.
 
     Quiet when: `map_location` is given, by name or as the second argument.
 
@@ -24,7 +24,7 @@ class LoadOnGpu(Rule):
     code = "OOM205"
     name = "load-on-gpu"
     severity = Severity.WARNING
-    needs = (b"torch.load", b"torch as ", b"import load", b"serialization")
+    needs = (b"torch.load", b"torch as ", b"torch import load", b"torch.serialization")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for call in script.imports.calls("torch.load", "torch.serialization.load"):

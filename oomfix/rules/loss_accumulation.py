@@ -12,18 +12,19 @@ from oomfix.script.edits import call_method
 class LossAccumulation(Rule):
     """A running total keeps the autograd graph of every iteration.
 
-    What: `total += loss`, `total = total + loss`, `log["loss"] += loss` where the added tensor carries a graph and the
-    total outlives the iteration and is only logged.
+    What: `total += loss`, `total = total + loss`, `log["loss"] += loss` where the added tensor carries a graph and
+    the total outlives the iteration and is only logged.
 
-    Why: a tensor that requires grad holds the graph it came from, and the sum holds every tensor added to it. Where no
-    backward ran through the loss before, the graph still holds every activation of the iteration: memory grows by a
-    whole forward each time, until the card is full. Where a backward ran first, the activations are already freed and
-    only the nodes of the graph stay, in host memory: a slow leak, reported as a warning.
+    Why: a tensor that requires grad holds the graph it came from, and the sum holds every tensor added to it. Where
+    no backward ran through the loss before, the graph still holds every activation of the iteration: memory grows by
+    a whole forward each time, until the card is full. Where a backward ran first, the activations are already freed
+    and only the nodes of the graph stay, in host memory: a slow leak, reported as a warning.
 
     Quiet when: the value is a number (`.item()`, `float(loss)`, `.tolist()`, a helper that returns one) or detached;
     gradients are off where it was made; the terms are summed into one loss that is backpropagated.
 
-    Fix: `total += loss.detach()`. It keeps the type and does not wait for the GPU, which `.item()` does each iteration.
+    Fix: `total += loss.detach()`. It keeps the type and does not wait for the GPU, which `.item()` does each
+    iteration.
     """
 
     code = "OOM101"

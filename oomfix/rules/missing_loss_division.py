@@ -12,14 +12,15 @@ from oomfix.script.loops import is_divided
 class MissingLossDivision(Rule):
     """Gradients are accumulated over k iterations and the loss is not divided by k.
 
-    Why: k backwards of a mean loss add up to k times the gradient of the mean over all samples. The step is k times too
-    long for the learning rate that was meant (Adam hides it, weight decay and clipping do not), and changing k to fit a
-    card changes the training.
+    Why: k backwards of a mean loss add up to k times the gradient of the mean over all samples. The step is k times
+    too long for the learning rate that was meant (Adam hides it, weight decay and clipping do not), and changing k to
+    fit a card changes the training.
 
     Quiet when: the loss is divided by anything on its way to the backward, or a framework scales it.
 
-    Fix: `oomfix.runtime` weights each part by its share of the samples, which is exact for ragged windows too; by hand,
-    `(loss / k).backward()`. Mending it makes gradients k times smaller: a learning rate tuned to the error has to grow.
+    Fix: `oomfix.runtime` weights each part by its share of the samples, which is exact for ragged windows too; by
+    hand, `(loss / k).backward()`. Mending it makes gradients k times smaller: a learning rate tuned to the error has
+    to grow.
     """
 
     code = "OOM301"

@@ -11,8 +11,9 @@ from oomfix.script import Script
 class NoAutocast(Rule):
     """A training forward runs in full precision.
 
-    Why: under autocast, matrix products and convolutions run in 16 bits and most activations are saved in 16 bits: about
-    half the activation memory, and the tensor cores are used. Weights, gradients and optimizer state stay in fp32.
+    Why: under autocast, matrix products and convolutions run in 16 bits and most activations are saved in 16 bits:
+    about half the activation memory, and the tensor cores are used. Weights, gradients and optimizer state stay in
+    fp32.
 
     Quiet when: autocast is around the forward, also by a flag or on the other branch of one; a framework (Accelerate,
     Fabric, DeepSpeed, apex) decides the precision; nothing in the file speaks of a GPU; the forward is handed to

@@ -13,7 +13,8 @@ class TensorRetention(Rule):
     """A tensor with its autograd graph is put into something that outlives the iteration.
 
     What: `losses.append(loss)`, `outputs[i] = out`, `meter.update(loss)` where the meter's class is in the file and
-    keeps what it is given; `self.attention = attention` in a module's forward, which keeps one graph, not all (a warning).
+    keeps what it is given; `self.attention = attention` in a module's forward, which keeps one graph, not all (a
+    warning).
 
     Why: each kept tensor holds the graph it came from. Without a backward through it, that is every activation of the
     iteration, so memory grows by a whole forward per batch; after one, only graph nodes stay (a warning).
@@ -42,7 +43,8 @@ class TensorRetention(Rule):
             meter = keep.manner == "meter"
             yield self.finding(
                 script.place(keep.node),
-                f"`{script.source.segment(keep.node)}` keeps the tensor {growth}" if meter
+                f"`{script.source.segment(keep.node)}` keeps the tensor {growth}"
+                if meter
                 else f"`{value}` is kept in `{keep.target}` {growth}",
                 severity=Severity.WARNING if keep.spent else Severity.ERROR,
                 edits=() if meter else call_method(script.source, keep.value, "detach"),

@@ -11,12 +11,12 @@ from oomfix.script import Script
 class UndetachedState(Rule):
     """A recurrent state goes into the next iteration with its graph.
 
-    Why: the state links each iteration's graph to the one before, so nothing of any earlier iteration can be freed. The
-    backward of the next iteration either fails ("Trying to backward through the graph a second time") or, with
+    Why: the state links each iteration's graph to the one before, so nothing of any earlier iteration can be freed.
+    The backward of the next iteration either fails ("Trying to backward through the graph a second time") or, with
     `retain_graph=True`, goes back through all of them: memory and time grow with every batch.
 
-    Quiet when: the state is detached (also by a helper such as `repackage_hidden`, also every k-th iteration), set anew
-    in each iteration, or made without gradients.
+    Quiet when: the state is detached (also by a helper such as `repackage_hidden`, also every k-th iteration), set
+    anew in each iteration, or made without gradients.
 
     Fix: detach it where it is handed on, tuples item by item: `hidden = tuple(h.detach() for h in hidden)`.
     """

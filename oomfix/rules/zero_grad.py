@@ -19,14 +19,14 @@ def _set_to_none(call: ast.Call) -> ast.expr | None:
 class ZeroGrad(Rule):
     """Gradients are filled with zeros instead of being freed.
 
-    What: `zero_grad(set_to_none=False)` and loops of `p.grad.zero_()` (warnings), and every bare `zero_grad()` (a note;
-    a warning when the target torch is below 2.0, where the default was to fill).
+    What: `zero_grad(set_to_none=False)` and loops of `p.grad.zero_()` (warnings), and every bare `zero_grad()` (a
+    note; a warning when the target torch is below 2.0, where the default was to fill).
 
-    Why: zeroed gradients stay allocated through the next forward, one more copy of the trainable parameters at the peak
-    (0.5 GB for GPT-2 124M), and each is written twice for nothing.
+    Why: zeroed gradients stay allocated through the next forward, one more copy of the trainable parameters at the
+    peak (0.5 GB for GPT-2 124M), and each is written twice for nothing.
 
-    Quiet when: `set_to_none=True` is said. From torch 2.0 on it is the default, and saying it only makes the script mean
-    the same on older versions: hence a note.
+    Quiet when: `set_to_none=True` is said. From torch 2.0 on it is the default, and saying it only makes the script
+    mean the same on older versions: hence a note.
 
     Fix: `optimizer.zero_grad(set_to_none=True)`, or nothing at all where `memory.step` does it.
     """

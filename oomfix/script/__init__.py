@@ -34,7 +34,9 @@ _FORWARD_METHOD = re.compile(
 )
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
-_STATE_NAME = re.compile(r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory)(_|\d|$)", re.IGNORECASE)
+_STATE_NAME = re.compile(
+    r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory)(_|\d|$)", re.IGNORECASE
+)
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
 
@@ -91,7 +93,9 @@ class Script:
     def header(self, statement: ast.If) -> Place:
         """The test of an `if`, with its keyword."""
         test = self.place(statement.test)
-        return Place(statement.lineno, self._column(statement.lineno, statement.col_offset), test.end_line, test.end_column)
+        return Place(
+            statement.lineno, self._column(statement.lineno, statement.col_offset), test.end_line, test.end_column
+        )
 
     def _column(self, line: int, utf8_column: int) -> int:
         return self.source.offset(line, utf8_column) - self.source.line_starts[line - 1] + 1

@@ -9,10 +9,21 @@ from oomfix.script.values import MISSING, Graph, Kind, Value
 
 NULL = Value(Kind.CONTEXT, ref=frozenset({"null"}))
 
-_GRAD_OFF = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.grad_mode.no_grad",
-             "torch.autograd.inference_mode")
-_AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "torch.cuda.amp.autocast",
-             "torch.cuda.amp.autocast_mode.autocast", "torch.cpu.amp.autocast")
+_GRAD_OFF = (
+    "torch.no_grad",
+    "torch.inference_mode",
+    "torch.autograd.no_grad",
+    "torch.autograd.grad_mode.no_grad",
+    "torch.autograd.inference_mode",
+)
+_AUTOCAST = (
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.amp.autocast_mode.autocast",
+    "torch.cuda.amp.autocast",
+    "torch.cuda.amp.autocast_mode.autocast",
+    "torch.cpu.amp.autocast",
+)
 
 
 def context_of_call(qualified: str, positional: list[Value], keywords: dict[str, Value]) -> Value | None:

@@ -107,9 +107,7 @@ class Core:
         else:
             self._assign_path(target, value, statement, loops)
 
-    def _assign_path(
-        self, target: ast.expr, value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]
-    ) -> None:
+    def _assign_path(self, target: ast.expr, value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]) -> None:
         path = path_of(target)
         value = self._as_backpropagated(path, value)
         if isinstance(target, ast.Attribute):
@@ -137,8 +135,14 @@ class Core:
             return value
         if value.kind is Kind.TENSOR and value.graph is Graph.NO:
             return value
-        return Value(Kind.TENSOR, Graph.YES, value.origins, divisors=value.divisors, scaled=value.scaled,
-                     carried_from=value.carried_from)
+        return Value(
+            Kind.TENSOR,
+            Graph.YES,
+            value.origins,
+            divisors=value.divisors,
+            scaled=value.scaled,
+            carried_from=value.carried_from,
+        )
 
     def _unpack(
         self, targets: list[ast.expr], value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]
@@ -193,7 +197,7 @@ class Core:
     ) -> frozenset[int]:
         """Record that a value is kept by something made under `loops`; returns the origin that stands for it."""
         content = flatten(value)
-        crossed = self.loops[len(loops):] if self.loops[: len(loops)] == loops else ()
+        crossed = self.loops[len(loops) :] if self.loops[: len(loops)] == loops else ()
         if not content.graph or not crossed or len(loops) >= self.enclosing_depth:
             return NO_ORIGINS
         node, manner = self._seen_from_the_loop(node, manner, crossed[-1])

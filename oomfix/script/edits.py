@@ -39,7 +39,11 @@ def call_method(source: Source, node: ast.expr, method: str) -> tuple[Edit, ...]
     start, end = bounds(source, node)
     if isinstance(node, _ATOMS):
         return (Edit(end, end, f".{method}()"),)
-    if source.text[start - 1 : start] == "(" and source.text[end : end + 1] == ")" and not _is_called(source, start - 1):
+    if (
+        source.text[start - 1 : start] == "("
+        and source.text[end : end + 1] == ")"
+        and not _is_called(source, start - 1)
+    ):
         return (Edit(end + 1, end + 1, f".{method}()"),)
     return (Edit(start, start, "("), Edit(end, end, f").{method}()"))
 
@@ -47,8 +51,10 @@ def call_method(source: Source, node: ast.expr, method: str) -> tuple[Edit, ...]
 def _is_called(source: Source, parenthesis: int) -> bool:
     """Whether an opening parenthesis is that of a call."""
     before = source.text[:parenthesis].rstrip(" \t")
-    return bool(before) and (before[-1].isalnum() or before[-1] in "_)]'\"") and not re.search(
-        r"\b(return|in|and|or|not|if|else|yield|lambda|print)$", before
+    return (
+        bool(before)
+        and (before[-1].isalnum() or before[-1] in "_)]'\"")
+        and not re.search(r"\b(return|in|and|or|not|if|else|yield|lambda|print)$", before)
     )
 
 
@@ -94,7 +100,7 @@ def whole_lines(source: Source, first: ast.stmt, last: ast.stmt) -> tuple[int, i
 
 
 def remove_statement(source: Source, statement: ast.stmt, siblings: list[ast.stmt]) -> tuple[Edit, ...]:
-    """Take a statement out of its block; a block that would be left empty gets `pass`. Empty where it cannot be done."""
+    """Take a statement out of its block; a block left empty gets `pass`. Empty where it cannot be done."""
     if len(siblings) == 1:
         return replace(source, statement, "pass")
     lines = whole_lines(source, statement, statement)

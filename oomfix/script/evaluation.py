@@ -24,7 +24,9 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
     return [
         forward
         for forward in trace.forwards.values()
-        if forward.direct and forward.origin not in trace.backpropagated and _is_evaluation(forward, training_runs, trained)
+        if forward.direct
+        and forward.origin not in trace.backpropagated
+        and _is_evaluation(forward, training_runs, trained)
     ]
 
 

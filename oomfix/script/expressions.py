@@ -107,8 +107,11 @@ class Expressions(Calls):
     def _sequence(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
         items = tuple(self.evaluate(element) for element in node.elts)
         if not items or any(isinstance(element, ast.Starred) for element in node.elts):
-            return Value(Kind.CONTAINER, max((item.graph for item in items), default=Graph.NO),
-                         frozenset().union(*(flatten(item).origins for item in items)))
+            return Value(
+                Kind.CONTAINER,
+                max((item.graph for item in items), default=Graph.NO),
+                frozenset().union(*(flatten(item).origins for item in items)),
+            )
         return Value(Kind.SEQUENCE, items=items)
 
     def _dict(self, node: ast.Dict) -> Value:

@@ -68,7 +68,9 @@ class Follower(Expressions):
                 name = child.id if isinstance(child, ast.Name) else getattr(child, "attr", None)
                 if isinstance(name, str):
                     mentioned.setdefault(name, set()).add(id(function.node))
-        return sorted(self.functions, key=lambda function: bool(mentioned.get(function.name, set()) - {id(function.node)}))
+        return sorted(
+            self.functions, key=lambda function: bool(mentioned.get(function.name, set()) - {id(function.node)})
+        )
 
     def _reached(self, function: Function) -> bool:
         body = function.node.body
@@ -120,9 +122,7 @@ class Follower(Expressions):
                 self.trace.keeps[origin].returned = True
 
     def _trains(self, function: Function) -> bool:
-        return any(
-            isinstance(child, ast.Attribute) and child.attr == "backward" for child in ast.walk(function.node)
-        )
+        return any(isinstance(child, ast.Attribute) and child.attr == "backward" for child in ast.walk(function.node))
 
     def _instance_for(self, owner: Class) -> Value:
         """An object of a class that is never made in sight: made here, with unknown arguments."""
@@ -183,7 +183,9 @@ class Follower(Expressions):
             return Value(Kind.CONTAINER, content.graph, content.origins)
         values = frame.returns
         if len(values) > 1 and values[-1].constant is None:
-            values = [value for value in values if value.constant is not None or value.kind is not Kind.NUMBER] or values
+            values = [
+                value for value in values if value.constant is not None or value.kind is not Kind.NUMBER
+            ] or values
         if not values:
             return UNKNOWN
         result = values[0]
@@ -290,8 +292,13 @@ class Follower(Expressions):
         if old.kind is Kind.CONTAINER:
             result = Value(Kind.CONTAINER, result.graph, result.origins)
         if kept or result.graph:
-            result = Value(result.kind, result.graph, result.origins | kept, divisors=old.divisors | value.divisors,
-                           carried_from=result.carried_from)
+            result = Value(
+                result.kind,
+                result.graph,
+                result.origins | kept,
+                divisors=old.divisors | value.divisors,
+                carried_from=result.carried_from,
+            )
         if path is not None:
             self.assign(node.target, result, binding.statement if binding else node, loops)
         elif isinstance(node.target, ast.Subscript) and result.graph:

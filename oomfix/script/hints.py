@@ -19,20 +19,25 @@ _MODULE_METHODS = frozenset(
 )
 _MOVES = frozenset("to cuda half float double bfloat16 cpu".split())
 _MODULE_NAME = re.compile(
-    r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|classifier|"
-    r"transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
-    r"embedder|predictor|segmentor|detector|denoiser|vit|clip)\d*(_?[a-z0-9]{1,3})?$|^(D|G|E|F|C|[DGEC]_[A-Za-z0-9]+|net[A-Z]\w*)$|\w(Net|Model)$",
+    r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
+    r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
+    r"embedder|predictor|segmentor|detector|denoiser|vit|clip)\d*(_?[a-z0-9]{1,3})?$"
+    r"|^net[A-Z]\w*$|\w(Net|Model)$",
     re.IGNORECASE,
 )
+_LETTER_MODULE_NAME = re.compile(r"^([DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
+"""`D`, `G_A`, `netD`: the letters of adversarial training."""
 _VERB = re.compile(
     r"^(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
     r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
     r"select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|wrap)(_|$)",
     re.IGNORECASE,
 )
-_UPPER_MODULE_NAME = re.compile(r"^(D|G|E|[DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
-_LOSS_NAME = re.compile(r"(loss|criterion|crit)(_?fn|_?func|_?function|es)?\d*(_[a-z0-9]+)?$|^(bce|mse|ce|nll|l1|kld?|ctc)$|(loss|criterion)", re.IGNORECASE)
-_OPTIMIZER_NAME = re.compile(r"(^|_)(opt(im|imi[sz]er)?[a-z]?|optimi[sz]er\w*|optim\w*|opt_\w+|trainer_?[dg])\d*$|\w+_(opt|optim|optimizer)$|\wOptimi[sz]er$", re.IGNORECASE)
+_LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)|^(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
+_OPTIMIZER_NAME = re.compile(
+    r"(^|_)(opt[a-z]?|optim\w*|opt_\w+)\d*$|_opt$|\w[Oo]ptimi[sz]er$",
+    re.IGNORECASE,
+)
 _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 
 
@@ -41,7 +46,7 @@ def looks_like_module(name: str) -> bool:
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]
     if looks_like_loss(last) or _VERB.match(last):
         return False
-    return bool(_UPPER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
+    return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
 
 
 def looks_like_loss(name: str) -> bool:

@@ -107,9 +107,7 @@ def _batch_loop(backward: Backward, trace: Trace) -> Loop:
     A loop over losses, scales or discriminators around the backward alone is part of an iteration, not a batch loop.
     """
     around = backward.site.loops
-    depths = [
-        _shared_depth(around, forward.site.loops) for forward in trace.forwards_of(backward.origins)
-    ]
+    depths = [_shared_depth(around, forward.site.loops) for forward in trace.forwards_of(backward.origins)]
     depth = max(depths, default=len(around))
     return around[max(depth, 1) - 1]
 
@@ -139,8 +137,10 @@ def _collect(loop: TrainingLoop, trace: Trace, loops: dict[Loop, TrainingLoop]) 
 def _runs_after(step: Step, backward: Backward, loop: Loop) -> bool:
     """The step is in what surrounds the loop, behind it."""
     outside = backward.site.loops[: backward.site.loops.index(loop)]
-    return step.site.loops == outside and step.node.lineno > (loop.end_lineno or 0) and (
-        step.site.function is backward.site.function or bool(outside)
+    return (
+        step.site.loops == outside
+        and step.node.lineno > (loop.end_lineno or 0)
+        and (step.site.function is backward.site.function or bool(outside))
     )
 
 
@@ -193,11 +193,13 @@ def _window_size(test: ast.expr) -> str:
 
 def _counts_a_window(node: ast.For) -> bool:
     iterable = node.iter
-    if isinstance(iterable, ast.Call) and path_of(iterable.func) in ("range", "trange", "tqdm.trange") and iterable.args:
+    if (
+        isinstance(iterable, ast.Call)
+        and path_of(iterable.func) in ("range", "trange", "tqdm.trange")
+        and iterable.args
+    ):
         names = " ".join(_names(iterable))
-        fetches = any(
-            isinstance(child, ast.Call) and path_of(child.func) == "next" for child in ast.walk(node)
-        )
+        fetches = any(isinstance(child, ast.Call) and path_of(child.func) == "next" for child in ast.walk(node))
         return bool(_WINDOW_NAME.search(names)) or fetches
     return False
 

@@ -45,10 +45,7 @@ def imported(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
     keeps its leading dots, so that it never looks like an installed package.
     """
     if isinstance(node, ast.Import):
-        return [
-            (alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2
-            for alias in node.names
-        ]
+        return [(alias.asname, alias.name) if alias.asname else (alias.name.split(".")[0],) * 2 for alias in node.names]
     module = "." * node.level + (node.module or "")
     if node.names[0].name == "*":
         known = [(name, f"{module}.{name}") for name in STARRED.get(module, ())]

@@ -58,13 +58,17 @@ _WRAPPER = re.compile(
     r"torch\.nn\.SyncBatchNorm\.convert_sync_batchnorm|apex\.parallel\.\w+|copy\.deepcopy|"
     r"torch\.distributed\.fsdp\.\w+|torch\.nn\.utils\.(parametrizations\.)?(spectral_norm|weight_norm)|.*\b(DDP|FSDP|DataParallel\w*|ModelEMA))$"
 )
-_ACCELERATOR = re.compile(r"^(accelerate\.Accelerator|(lightning\.)?(fabric\.)?Fabric|lightning\.Fabric|lightning_fabric\.Fabric)$")
+_ACCELERATOR = re.compile(
+    r"^(accelerate\.Accelerator|(lightning\.)?(fabric\.)?Fabric|lightning\.Fabric|lightning_fabric\.Fabric)$"
+)
 _PARAMETERLESS = frozenset(
     "CosineSimilarity PairwiseDistance Softmax LogSoftmax Sigmoid LogSigmoid ReLU Tanh GELU Dropout Dropout2d Flatten "
     "Upsample MaxPool2d AvgPool2d AdaptiveAvgPool2d Identity ZeroPad2d ReflectionPad2d Unfold Fold PixelShuffle".split()
 )
 """Modules that only compute on what they are given: a call is no forward of a network."""
-_PLAIN_NN = frozenset({"Parameter", "ParameterList", "ParameterDict", "utils", "init", "functional", "parallel", "Buffer"})
+_PLAIN_NN = frozenset(
+    {"Parameter", "ParameterList", "ParameterDict", "utils", "init", "functional", "parallel", "Buffer"}
+)
 TORCH_GRAPH_FREE = frozenset(
     "zeros ones empty full rand randn randint randperm arange linspace tensor from_numpy as_tensor eye manual_seed "
     "device load save is_tensor Generator Size finfo iinfo LongTensor FloatTensor Tensor IntTensor BoolTensor "
@@ -74,11 +78,15 @@ TORCH_GRAPH_FREE = frozenset(
 
 def kind_of_call(qualified: str) -> Kind | None:
     """What calling an imported name gives: an optimizer, a module, a criterion...; None when nothing is known."""
-    if qualified in ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler",
-                     "torch.cuda.amp.grad_scaler.GradScaler"):
+    if qualified in (
+        "torch.cuda.amp.GradScaler",
+        "torch.amp.GradScaler",
+        "torch.amp.grad_scaler.GradScaler",
+        "torch.cuda.amp.grad_scaler.GradScaler",
+    ):
         return Kind.SCALER
     if qualified.startswith("torch.nn."):
-        rest = qualified[len("torch.nn."):]
+        rest = qualified[len("torch.nn.") :]
         if rest.split(".")[0] in _PLAIN_NN:
             return None
         if rest.startswith("modules."):

@@ -1,0 +1,96 @@
+"""Following what is put into lists, dicts and sets."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.script.names import path_of
+from oomfix.script.training import Training
+from oomfix.script.values import (
+    NONE,
+    NUMBER,
+    UNKNOWN,
+    Kind,
+    Value,
+    combine,
+    flatten,
+    join,
+)
+
+STORING = frozenset(
+    ["append", "add", "push", "store", "put", "insert", "remember", "record", "extend", "appendleft", "update"]
+)
+"""Methods that put their argument into the object."""
+
+
+class Containers(Training):
+    """Keeps track of what a container holds, and of what is kept in it beyond an iteration."""
+
+    def _element(self, value: Value) -> Value:
+        if value.items:
+            result = value.items[0]
+            for item in value.items[1:]:
+                result = join(result, item)
+            return result
+        if value.graph:
+            return Value(Kind.TENSOR, value.graph, value.origins, carried_from=value.carried_from)
+        return UNKNOWN
+
+    def _container_method(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
+        assert isinstance(node.func, ast.Attribute)
+        if name in STORING and node.args:
+            self._put(node, node.func.value, receiver, given)
+            return NONE
+        if name in ("copy", "values", "keys", "union"):
+            return receiver
+        if name == "items" and receiver.graph:
+            entry = Value(Kind.TENSOR, receiver.graph, receiver.origins)
+            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=(NUMBER, entry)),))
+        if name == "clear":
+            self.assign(node.func.value, Value(Kind.CONTAINER), self.statement)
+            return NONE
+        if receiver.graph:
+            return self._element(receiver) if name in ("pop", "popleft", "get") else flatten(receiver)
+        return UNKNOWN
+
+    def _put(self, node: ast.Call, target: ast.expr, receiver: Value, given: list[Value]) -> None:
+        content = combine(given)
+        if not content.graph:
+            return
+        binding = self.binding_of(target)
+        loops = binding.loops if binding is not None else self._loops_of_root(target)
+        kept = self.keep(node, path_of(target) or ast.unparse(target), node.args[-1], content, "store", loops)
+        base = flatten(receiver)
+        grown = Value(Kind.CONTAINER, max(base.graph, content.graph), base.origins | content.origins | kept)
+        if path_of(target) is not None:
+            self.assign(target, grown, binding.statement if binding else None, loops)
+        elif isinstance(target, ast.Subscript):
+            self._grow_root(target, grown)
+
+    def _loops_of_root(self, target: ast.expr) -> tuple[ast.For | ast.AsyncFor | ast.While, ...]:
+        """The loops around the making of what an attribute or entry belongs to."""
+        while isinstance(target, ast.Attribute | ast.Subscript | ast.Call):
+            target = target.func if isinstance(target, ast.Call) else target.value
+            if (binding := self.binding_of(target)) is not None:
+                return binding.loops
+        return ()
+
+    def _grow_root(self, target: ast.Subscript, content: Value) -> None:
+        """`lists[name].append(x)`: what `lists` holds carries the graph too."""
+        root: ast.expr = target
+        while isinstance(root, ast.Subscript):
+            root = root.value
+        binding = self.binding_of(root)
+        if binding is not None and path_of(root) is not None:
+            base = flatten(binding.value)
+            grown = Value(Kind.CONTAINER, max(base.graph, content.graph), base.origins | content.origins)
+            self.assign(root, grown, binding.statement, binding.loops)
+
+    def _store_unknown(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
+        assert isinstance(node.func, ast.Attribute)
+        if name in ("append", "extend", "appendleft", "insert") and node.args:
+            self._put(node, node.func.value, receiver, given)
+        else:
+            for forward in self.trace.forwards_of(combine(given).origins):
+                forward.escaped = True
+        return NONE

@@ -1,0 +1,151 @@
+"""Following calls into the functions and classes of the file."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.script.core import Core
+from oomfix.script.definitions import Class, Function, Instance
+from oomfix.script.hints import looks_like_loss
+from oomfix.script.names import path_of
+from oomfix.script.state import Binding, Frame, Names
+from oomfix.script.values import (
+    UNKNOWN,
+    Kind,
+    Value,
+    combine,
+)
+
+_MAX_DEPTH = 24
+_MAX_CALLS_OF_ONE_FUNCTION = 24
+
+
+class Functions(Core):
+    """Runs a function of the file with the arguments it is called with."""
+
+    def _function(self, node: ast.Call, value: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        """Follow a call into a function of the file."""
+        function, bound = value.ref
+        assert isinstance(function, Function)
+        receiver: Value | None = bound
+        if receiver is not None and not function.is_static:
+            if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
+                if self.enclosing_forward is None and not self._is_bare(function):
+                    return self._forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
+            return self._follow_function(node, function, receiver, arguments, keywords)
+        return self._follow_function(node, function, None, arguments, keywords)
+
+    def _follow_function(
+        self,
+        node: ast.Call,
+        function: Function,
+        receiver: Value | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+    ) -> Value:
+        if receiver is not None:
+            arguments = [receiver, *arguments]
+        if self._too_deep(function):
+            return UNKNOWN
+        function.calls += 1
+        frame = Frame(
+            function=function,
+            state=self.state.entering(self._arguments(function, arguments, keywords)),
+            closure=function.closure,
+            caller=self.frame,
+            call=node,
+            instance=self.instance_of(receiver) if receiver is not None else None,
+        )
+        return self._run(frame, function, node)
+
+    def _is_part_of_forward(self, function: Function) -> bool:
+        """A method of a module that is part of its forward: it trains nothing, and runs neither itself nor a loader."""
+        whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
+        parameters = {argument.arg for argument in function.node.args.args[1:]}
+        for child in ast.walk(function.node):
+            if isinstance(child, ast.Call):
+                if isinstance(child.func, ast.Attribute) and child.func.attr in ("backward", "zero_grad"):
+                    return False
+                if path_of(child.func) in whole:
+                    return False
+            elif isinstance(child, ast.For) and function.name != "forward":
+                if any(isinstance(name, ast.Name) and name.id in parameters for name in ast.walk(child.iter)):
+                    return False
+        return True
+
+    def _is_bare(self, function: Function) -> bool:
+        """A method that calls nothing of its own module: bookkeeping, or a loss written as a method."""
+        return not any(
+            isinstance(child, ast.Call) and (path_of(child.func) or "").startswith("self.")
+            for child in ast.walk(function.node)
+        )
+
+    def _too_deep(self, function: Function) -> bool:
+        depth, frame = 0, self.frame
+        while frame.caller is not None:
+            if frame.function is function:
+                return True
+            depth, frame = depth + 1, frame.caller
+        return depth > _MAX_DEPTH or function.calls > _MAX_CALLS_OF_ONE_FUNCTION
+
+    def _arguments(self, function: Function, arguments: list[Value], keywords: dict[str, Value]) -> Names:
+        names = Names()
+        parameters = function.node.args
+        positional = [*parameters.posonlyargs, *parameters.args]
+        defaults = dict(zip(reversed(positional), reversed(parameters.defaults), strict=False))
+        defaults |= {
+            parameter: default
+            for parameter, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+            if default is not None
+        }
+        for parameter, value in zip(positional, arguments, strict=False):
+            names.bind(parameter.arg, Binding(value, self.loops, None))
+        for parameter in [*positional, *parameters.kwonlyargs]:
+            if parameter.arg in keywords:
+                names.bind(parameter.arg, Binding(keywords[parameter.arg], self.loops, None))
+            elif parameter.arg not in names:
+                default = defaults.get(parameter)
+                literal = isinstance(default, ast.Constant) and "**" not in keywords
+                value = self.evaluate(default) if literal and default is not None else UNKNOWN
+                names.bind(parameter.arg, Binding(value, self.loops, None))
+        rest = combine(arguments[len(positional) :])
+        if parameters.vararg is not None:
+            value = Value(Kind.CONTAINER, rest.graph, rest.origins)
+            names.bind(parameters.vararg.arg, Binding(value, self.loops, None))
+        if parameters.kwarg is not None:
+            names.bind(parameters.kwarg.arg, Binding(UNKNOWN, self.loops, None))
+        return names
+
+    def _run(self, frame: Frame, function: Function, node: ast.expr) -> Value:
+        raise NotImplementedError
+
+    def _instantiate(self, node: ast.Call, cls: Class, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        number = self.trace.number("made", id(node), self.way)
+        instance = Instance(cls, number)
+        kind = Kind.INSTANCE
+        if cls.is_module:
+            kind = Kind.LOSS if looks_like_loss(cls.name) else Kind.MODULE
+        value = Value(kind, ref=instance)
+        constructor = cls.find("__init__")
+        if constructor is not None:
+            self._function(
+                node, Value(Kind.FUNCTION, ref=(constructor, value)), arguments, keywords
+            ) if kind is Kind.INSTANCE else self._construct_module(node, constructor, value, arguments, keywords)
+        if any("Namespace" in name or "NamedTuple" in name for name in cls.base_names):
+            return UNKNOWN
+        return value
+
+    def _construct_module(
+        self, node: ast.Call, constructor: Function, value: Value, arguments: list[Value], keywords: dict[str, Value]
+    ) -> None:
+        if self._too_deep(constructor):
+            return
+        frame = Frame(
+            function=constructor,
+            state=self.state.entering(self._arguments(constructor, [value, *arguments], keywords)),
+            closure=constructor.closure,
+            caller=self.frame,
+            call=node,
+            instance=self.instance_of(value),
+        )
+        self._run(frame, constructor, node)

@@ -1,0 +1,300 @@
+"""Following what trains: forwards, backwards, steps, scaling and modes."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+from oomfix.script.definitions import Function, Instance
+from oomfix.script.functions import Functions
+from oomfix.script.hints import looks_like_optimizer, looks_like_scaler
+from oomfix.script.names import path_of
+from oomfix.script.trace import Backward, Forward, Loop, Step
+from oomfix.script.values import (
+    NO_ORIGINS,
+    NONE,
+    NUMBER,
+    PLAIN_TENSOR,
+    UNKNOWN,
+    Graph,
+    Kind,
+    Value,
+    combine,
+    flatten,
+)
+
+
+class Training(Functions):
+    """Records forwards, backwards and steps, and what they leave behind."""
+
+    _carrying: dict[int, tuple[ast.stmt, Loop]]
+
+    def _forward(
+        self,
+        node: ast.Call,
+        module: Value,
+        path: str | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        direct: bool = True,
+        method: Function | None = None,
+    ) -> Value:
+        """Record a forward; `method` is the module's own code for it, where that is in the file."""
+        content = combine([*arguments, *keywords.values()])
+        if self.enclosing_forward is not None and path not in ("self", "self.module"):
+            return self._part_of_forward(content)
+        origin = self.trace.number("forward", id(node), self.way)
+        grad = self.state.grad
+        self.trace.forwards[origin] = Forward(
+            node=node,
+            site=self.site(),
+            order=self.trace.next_order(),
+            origin=origin,
+            path=path,
+            evaluating=self.state.evaluating.get(self._identity(module, path), False),
+            carried=content.carried_from,
+            direct=direct,
+        )
+        for number in content.carried_from:
+            self.trace.carries.setdefault(number, self._carrying[number])
+        self.state.spent -= {origin}
+        if grad is Graph.NO:
+            return PLAIN_TENSOR
+        whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
+        if method is None:
+            return whole
+        return _with_structure(self._inside(node, method, module, arguments, keywords, origin), whole)
+
+    def _part_of_forward(self, content: Value) -> Value:
+        assert self.enclosing_forward is not None
+        if self.state.grad is Graph.NO:
+            return PLAIN_TENSOR
+        return Value(Kind.TENSOR, self.state.grad, content.origins | {self.enclosing_forward})
+
+    def _inside(
+        self,
+        node: ast.Call,
+        method: Function,
+        module: Value,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        origin: int,
+    ) -> Value:
+        """Follow a module's own code for what it returns and keeps; its calls are part of the one forward."""
+        outer = self.enclosing_forward, self.enclosing_depth
+        self.enclosing_forward, self.enclosing_depth = origin, len(self.loops)
+        returned = self._follow_function(node, method, module, arguments, keywords)
+        self.enclosing_forward, self.enclosing_depth = outer
+        return returned
+
+    def _own(self, module: Value, name: str) -> Function | None:
+        """A module's own method, where its class is in the file and it does not train by itself."""
+        instance = self.instance_of(module)
+        method = instance.cls.find(name) if instance is not None else None
+        return method if method is not None and self._is_part_of_forward(method) else None
+
+    def _identity(self, module: Value, path: str | None) -> object:
+        if isinstance(module.ref, Instance):
+            return module.ref.number
+        return module.ref if module.ref is not None else path
+
+    def _through_loss(self, given: list[Value]) -> Value:
+        content = combine(given)
+        graph = content.graph if self.state.grad is not Graph.NO else Graph.NO
+        return Value(Kind.TENSOR, graph, content.origins if graph else NO_ORIGINS, carried_from=content.carried_from)
+
+    def _backward(self, node: ast.Call) -> Value:
+        assert isinstance(node.func, ast.Attribute)
+        receiver = self.evaluate(node.func.value)
+        arguments = [self.evaluate(argument) for argument in node.args]
+        for keyword in node.keywords:
+            self.evaluate(keyword.value)
+        framework = self._backward_framework(node, receiver)
+        method = receiver.ref.cls.find("backward") if isinstance(receiver.ref, Instance) else None
+        if method is not None:
+            return self._function(node, Value(Kind.FUNCTION, ref=(method, receiver)), arguments, {})
+        takes_argument = bool(arguments) and (framework is not None or not receiver.graph)
+        root_node = node.args[0] if takes_argument else node.func.value
+        root = flatten(arguments[0] if takes_argument else receiver)
+        self._record_backward(node, root_node, root, framework)
+        path = path_of(root_node)
+        if path is not None and (binding := self.binding_of(root_node)) is not None:
+            value = binding.value
+            if value.kind in (Kind.UNKNOWN, Kind.TENSOR) and value.graph is not Graph.YES:
+                certain = Value(Kind.TENSOR, self.state.grad, value.origins)
+                self.assign(root_node, certain, binding.statement, binding.loops)
+        return NONE
+
+    def _backward_framework(self, node: ast.Call, receiver: Value) -> str | None:
+        assert isinstance(node.func, ast.Attribute)
+        if receiver.kind is Kind.ACCELERATOR:
+            return "accelerate" if "ccelerat" in str(receiver.ref[0] if receiver.ref else "") else "fabric"
+        path = (path_of(node.func.value) or "").lower()
+        if not node.args:
+            return "apex" if self.apex else None
+        for word, framework in (
+            ("accelerator", "accelerate"),
+            ("fabric", "fabric"),
+            ("engine", "deepspeed"),
+            ("memory", "oomfix"),
+        ):
+            if word in path.rsplit(".", 1)[-1]:
+                return framework
+        return "deepspeed" if receiver.kind is Kind.MODULE else None
+
+    def _record_backward(self, node: ast.Call, root_node: ast.expr, root: Value, framework: str | None) -> None:
+        retains = any(
+            keyword.arg == "retain_graph" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+            for keyword in node.keywords
+        )
+        binding = self.binding_of(root_node) if path_of(root_node) is not None else None
+        made_here = binding is None or binding.statement is not None
+        self.trace.backwards.append(
+            Backward(
+                node=node,
+                site=self.site(),
+                order=self.trace.next_order(),
+                origins=root.origins,
+                divisors=root.divisors,
+                scaled=root.scaled,
+                retains=retains,
+                carried=root.carried_from,
+                framework=framework,
+                made_here=made_here,
+            )
+        )
+        self.trace.backpropagated |= root.origins
+        if not retains:
+            self.state.spent |= root.origins
+        self.state.gradients = frozenset({"scaled" if root.scaled else "plain"})
+        if framework not in (None, "oomfix"):
+            self.trace.accelerated.update(self.loops[-1:])
+
+    def _functional_backward(
+        self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]
+    ) -> Value:
+        root = flatten(arguments[0] if arguments else keywords.get("outputs", keywords.get("tensors", UNKNOWN)))
+        event = Backward(
+            node=node,
+            site=self.site(),
+            order=self.trace.next_order(),
+            origins=root.origins,
+            divisors=root.divisors,
+            scaled=root.scaled,
+            retains=False,
+            carried=root.carried_from,
+            framework=None,
+            made_here=True,
+            is_grad_call=name.endswith(".grad"),
+        )
+        self.trace.backwards.append(event)
+        if not event.is_grad_call:
+            self.trace.backpropagated |= root.origins
+            self.state.gradients = frozenset({"plain"})
+            return NONE
+        creates = keywords.get("create_graph", NUMBER).constant is True
+        if creates:
+            return root
+        # A gradient taken without a graph of its own has served its purpose: the forward was differentiated.
+        self.trace.backpropagated |= root.origins
+        return PLAIN_TENSOR
+
+    def _zero_grad(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        receiver = self.evaluate(function.value)
+        if isinstance(receiver.ref, Instance) and receiver.ref.cls.find("zero_grad") is not None:
+            return None
+        for keyword in node.keywords:
+            self.evaluate(keyword.value)
+        self.note_call("zero_grad", node)
+        self.state.gradients = frozenset({"none"})
+        return NONE
+
+    def _step(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        receiver = self.evaluate(function.value)
+        if isinstance(receiver.ref, Instance) and receiver.ref.cls.find("step") is not None:
+            return None
+        path = path_of(function.value) or ast.unparse(function.value)
+        scaler = receiver.kind is Kind.SCALER or (bool(node.args) and looks_like_scaler(path))
+        memory = receiver.kind is Kind.MEMORY
+        if not (scaler or memory) and not self._is_optimizer(receiver, path):
+            return None
+        arguments = [self.evaluate(argument) for argument in node.args]
+        self._call_back(node, arguments)
+        optimizer = (path_of(node.args[0]) or ast.unparse(node.args[0])) if scaler and node.args else path
+        if memory and node.args:
+            optimizer = path_of(node.args[0]) or ast.unparse(node.args[0])
+        self.trace.steps.append(Step(node, self.site(), self.trace.next_order(), optimizer=optimizer, scaled=scaler))
+        return NUMBER
+
+    def _is_optimizer(self, receiver: Value, path: str) -> bool:
+        if receiver.kind is Kind.OPTIMIZER:
+            return True
+        return receiver.kind in (Kind.UNKNOWN, Kind.MODULE) and looks_like_optimizer(path)
+
+    def _unscale(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        self.evaluate(function.value)
+        if "scaled" in self.state.gradients:
+            self.state.gradients = (self.state.gradients - {"scaled"}) | {"unscaled"}
+        self.note_call("unscale_", node)
+        return NONE
+
+    def _scale(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        receiver = self.evaluate(function.value)
+        path = path_of(function.value) or ""
+        if len(node.args) != 1 or not (receiver.kind is Kind.SCALER or looks_like_scaler(path)):
+            return None
+        return replace(flatten(self.evaluate(node.args[0])), scaled=True)
+
+    def _mode(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        receiver = self.evaluate(function.value)
+        path = path_of(function.value)
+        if isinstance(receiver.ref, Instance) and receiver.ref.cls.find(function.attr) is not None:
+            return None
+        if receiver.kind not in (Kind.MODULE, Kind.UNKNOWN, Kind.INSTANCE) or len(node.args) > 1:
+            return None
+        evaluating = function.attr == "eval"
+        if node.args:
+            truth = self.evaluate(node.args[0]).constant
+            evaluating = truth is False if function.attr == "train" else True
+        self.state.evaluating[self._identity(receiver, path)] = evaluating
+        return receiver
+
+    def _call_back(self, node: ast.Call, given: list[Value]) -> None:
+        """A function of the file handed to something out of sight is called by it."""
+        for value in given:
+            if value.kind is Kind.FUNCTION:
+                self._function(node, value, [], {})
+
+    def _memory_method(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        if name in ("forward_backward", "evaluate") and arguments and arguments[0].kind is Kind.FUNCTION:
+            return self._memory_forward(node, name, arguments, keywords)
+        if name == "prepare" and arguments:
+            return arguments[0]
+        if name == "accumulate" and arguments:
+            return arguments[0]
+        if name == "autocast":
+            return Value(Kind.CONTEXT, ref=frozenset({"autocast:unknown"}))
+        return UNKNOWN
+
+    def _memory_forward(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        autocast, grad = self.autocast, self.state.grad
+        self.autocast = "unknown"
+        if name == "evaluate":
+            self.state.grad = Graph.NO
+        returned = self._function(node, arguments[0], arguments[1:], keywords)
+        self.autocast, self.state.grad = autocast, grad
+        if name == "forward_backward":
+            loss = returned.items[0] if returned.items else returned
+            self._record_backward(node, node.args[0], flatten(loss), "oomfix")
+        if returned.items is not None:
+            return Value(Kind.SEQUENCE, items=tuple(PLAIN_TENSOR for _ in returned.items))
+        return PLAIN_TENSOR
+
+
+def _with_structure(returned: Value, whole: Value) -> Value:
+    """The result of a forward, item by item where its own code shows that some carry no graph."""
+    if returned.items is not None:
+        return Value(Kind.SEQUENCE, items=tuple(_with_structure(item, whole) for item in returned.items))
+    if returned.kind is Kind.NUMBER or (returned.kind is Kind.TENSOR and returned.graph is Graph.NO):
+        return returned
+    return whole
