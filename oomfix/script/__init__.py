@@ -221,17 +221,18 @@ class Script:
         loop = backward.site.loop
         if loop is not None and forwards and all(loop not in forward.site.loops for forward in forwards):
             return True
-        for other in self.trace.backwards:
-            if other is backward or other.order <= backward.order:
-                continue
-            same_function = other.site.function is backward.site.function
-            if other.node is backward.node and other.site.way == backward.site.way:
-                continue
-            if other.origins & backward.origins:
-                return True
-            if same_function and other.node is not backward.node and not (other.origins and backward.origins):
-                return True
-        return False
+        return any(self._goes_through_again(other, backward) for other in self.trace.backwards)
+
+    def _goes_through_again(self, other: Backward, backward: Backward) -> bool:
+        """Whether a backward of the same round comes later and may go through the same graph."""
+        if other.order <= backward.order or other.site.second_round is not backward.site.second_round:
+            return False
+        if (other.node is backward.node and other.site.way == backward.site.way) or _exclude_each_other(
+            other, backward
+        ):
+            return False
+        unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
+        return bool(other.origins & backward.origins) or (unseen and other.node is not backward.node)
 
     def is_forward_of_network(self, forward: Forward) -> bool:
         """Whether a call runs the network itself: the module, or a method that is named like a part of its forward."""
@@ -240,13 +241,10 @@ class Script:
 
     def has_autocast_alternative(self, forward: Forward) -> bool:
         """The other branch of a flag runs the forward under autocast: this one is the fp32 choice."""
-        sides = {id(guard.statement): guard.value for guard in forward.site.guards}
-        for other in self.trace.forwards.values():
-            if other.site.autocast is not None:
-                for guard in other.site.guards:
-                    if sides.get(id(guard.statement), guard.value) is not guard.value:
-                        return True
-        return False
+        return any(
+            other.site.autocast is not None and _exclude_each_other(other, forward)
+            for other in self.trace.forwards.values()
+        )
 
     def is_in_batch_loop(self, event: Event) -> bool:
         """Whether an event is in a loop over batches: one that trains, or that runs a forward each time."""
@@ -302,6 +300,12 @@ class Script:
                     for name in self.imports.qualified(decorator):
                         if re.match(r"torch\.(cuda|cpu)\.amp\.(\w+\.)?(autocast|custom_fwd|custom_bwd)$", name):
                             yield decorator, name, name
+
+
+def _exclude_each_other(first: Event, second: Event) -> bool:
+    """Whether two events are on the two sides of one condition."""
+    sides = {id(guard.statement): guard.value for guard in first.site.guards}
+    return any(sides.get(id(guard.statement), guard.value) is not guard.value for guard in second.site.guards)
 
 
 def _flat(target: ast.expr) -> Iterator[ast.expr]:

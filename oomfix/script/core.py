@@ -28,6 +28,7 @@ class Core:
         self.autocast: Autocast | None = None
         self.apex = False
         self.handling_exception = False
+        self.second_round = False
         self.enclosing_forward: int | None = None
         """The forward whose module's own code is being followed: what it calls is part of it."""
         self.enclosing_depth = 1 << 30
@@ -172,6 +173,7 @@ class Core:
             guards.append(scope)
         return Site(
             function=self.frame.function,
+            within_evaluation=self._within_evaluation(),
             loops=self.loops,
             runs=self.runs,
             guards=tuple(reversed(guards)),
@@ -179,8 +181,17 @@ class Core:
             autocast=self.autocast,
             apex=self.apex,
             handling_exception=self.handling_exception,
+            second_round=self.second_round,
             way=self.way,
         )
+
+    def _within_evaluation(self) -> bool:
+        frame: Frame | None = self.frame
+        while frame is not None:
+            if frame.function is not None and frame.function.evaluates:
+                return True
+            frame = frame.caller
+        return False
 
     def note_call(self, name: str, node: ast.Call) -> None:
         """Record a call of a function of interest."""

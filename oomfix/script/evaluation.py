@@ -36,7 +36,7 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]
     if site.runs and site.runs[-1] in training_runs:
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
         return named
-    if forward.evaluating or named:
+    if forward.evaluating or site.within_evaluation:
         return True
     if forward.escaped:
         return False

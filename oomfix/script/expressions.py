@@ -85,6 +85,8 @@ class Expressions(Calls):
             return UNKNOWN
         if base.kind is Kind.CLASS and (method := base.ref.find(node.attr)) is not None:
             return Value(Kind.FUNCTION, ref=(method, None))
+        if base.items is not None and len(base.items) == 2 and node.attr in ("values", "indices"):
+            return base.items[node.attr == "indices"]
         if base.graph:
             return Value(Kind.TENSOR, base.graph, base.origins, carried_from=base.carried_from)
         return base if base.kind is Kind.TENSOR else UNKNOWN

@@ -519,7 +519,9 @@ class Follower(Expressions):
         trains = any(event.site.loop is node for event in self.trace.backwards[backwards:])
         if trains and self.frame.state is not None:
             self._mark_carried(node)
+            outer, self.second_round = self.second_round, True
             self._round(node, start)
+            self.second_round = outer
         if self.frame.state is None:
             self.frame.state = before
 

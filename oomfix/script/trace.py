@@ -29,6 +29,8 @@ class Site:
     """Where and under what an event happens, on one way through the script."""
 
     function: Function | None
+    within_evaluation: bool
+    """Its function, or one that called it, says by its name that it evaluates."""
     loops: tuple[Loop, ...]
     """The loops around it, outermost first, through the calls that led here."""
     runs: tuple[int, ...]
@@ -40,6 +42,8 @@ class Site:
     autocast: Autocast | None
     apex: bool
     handling_exception: bool
+    second_round: bool
+    """In the second round of a training loop, where what the first left behind is still there."""
     way: tuple[Hashable, ...]
     """The calls (and rounds of loops over literals) that led here: two calls of one helper are two ways."""
 

@@ -1,0 +1,204 @@
+"""Evaluation passes, and whether gradients are on in them."""
+
+from __future__ import annotations
+
+import pytest
+
+VALIDATE = """
+    import torch, contextlib
+
+    {decorator}
+    def validate(model, loader):
+        model.eval()
+        {before}
+        {context}
+            for x, y in loader:
+                out = model(x)
+        return 0
+
+    {caller}
+"""
+
+
+def validation(decorator="", before="pass", context="if True:", caller="") -> str:
+    return VALIDATE.format(decorator=decorator, before=before, context=context, caller=caller)
+
+
+def test_a_validation_with_gradients_is_found(report):
+    assert report(validation()) == [("OOM201", 9)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"decorator": "@torch.no_grad()"},
+        {"decorator": "@torch.inference_mode()"},
+        {"decorator": "@torch.no_grad"},
+        {"decorator": "@torch.autograd.no_grad()"},
+        {"decorator": "@torch.set_grad_enabled(False)"},
+        {"before": "torch.set_grad_enabled(False)"},
+        {"before": "guard = torch.no_grad()", "context": "with guard:"},
+        {"context": "with torch.no_grad():"},
+        {"context": "with torch.inference_mode(), open('log') as log:"},
+        {"context": "with torch.set_grad_enabled(False):"},
+        {"context": "with torch.autocast('cuda'), torch.no_grad():"},
+        {"caller": "with torch.no_grad():\n        validate(model, loader)"},
+    ],
+    ids=str,
+)
+def test_every_way_to_switch_gradients_off_is_seen(report, parts):
+    assert report(validation(**parts)) == []
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"context": "with torch.enable_grad():"},
+        {"context": "with torch.set_grad_enabled(True):"},
+        {"context": "with torch.autocast('cuda'):"},
+        {"decorator": "@timed"},
+        {"before": "torch.no_grad()"},
+    ],
+    ids=str,
+)
+def test_what_does_not_switch_them_off_does_not_count(report, parts):
+    assert report(validation(**parts)) == [("OOM201", 9)]
+
+
+def test_a_flag_decides_by_the_call_that_passes_it(report):
+    code = """
+        def run(model, loader, optimizer=None):
+            training = optimizer is not None
+            for x, y in loader:
+                loss = criterion(model(x), y)
+                if training:
+                    loss.backward()
+                    optimizer.step()
+
+        run(model, train_loader, optimizer)
+        run(model, val_loader)
+    """
+    assert report(code) == [("OOM201", 4)]
+
+
+def test_a_flag_that_guards_gradients_as_well_is_clean(report):
+    code = """
+        import torch
+        def run(model, loader, train):
+            with torch.set_grad_enabled(train):
+                for x, y in loader:
+                    loss = criterion(model(x), y)
+                    if train:
+                        loss.backward()
+
+        run(model, train_loader, True)
+        run(model, val_loader, False)
+    """
+    assert report(code) == []
+
+
+def test_phases_without_a_grad_switch_are_found(report):
+    code = """
+        for epoch in range(10):
+            for phase in ("train", "val"):
+                model.train() if phase == "train" else model.eval()
+                for x, y in loaders[phase]:
+                    loss = criterion(model(x), y)
+                    if phase == "train":
+                        loss.backward()
+                        optimizer.step()
+    """
+    assert report(code) == [("OOM201", 5)]
+
+
+def test_a_teacher_in_a_training_iteration_is_no_evaluation(report):
+    code = """
+        teacher.eval()
+        for x, y in loader:
+            target = teacher(x)
+            loss = criterion(model(x), target)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_a_generator_sample_for_the_discriminator_is_no_evaluation(report):
+    code = """
+        for real in loader:
+            fake = G(z).detach()
+            loss = D(fake).mean() - D(real).mean()
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_validation_inside_the_training_loop_is_one(report):
+    code = """
+        for step, (x, y) in enumerate(train_loader):
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            if step % 100 == 0:
+                model.eval()
+                for vx, vy in val_loader:
+                    print(criterion(model(vx), vy).item())
+                model.train()
+    """
+    assert report(code) == [("OOM201", 8)]
+
+
+def test_an_evaluation_helper_counts_where_its_forward_is_written(report):
+    code = """
+        import torch
+
+        def forward_loss(model, batch):
+            return criterion(model(batch.x), batch.y)
+
+        def validate(model, loader):
+            return sum(forward_loss(model, batch).item() for batch in loader)
+
+        @torch.no_grad()
+        def test(model, loader):
+            return sum(forward_loss(model, batch).item() for batch in loader)
+
+        for batch in loader:
+            forward_loss(model, batch).backward()
+        validate(model, loader)
+        test(model, loader)
+    """
+    assert report(code) == [("OOM201", 4)]
+
+
+def test_a_class_with_its_own_model_is_followed(report):
+    code = """
+        import torch
+
+        class Trainer:
+            def __init__(self, net):
+                self.net = net
+
+            def predict(self, x):
+                return self.net(x)
+
+            def evaluate(self, loader):
+                self.net.eval()
+                with torch.no_grad():
+                    return [self.predict(x) for x in loader]
+    """
+    assert report(code) == []
+
+
+def test_lightning_runs_its_own_evaluation(report):
+    code = """
+        import pytorch_lightning as pl
+
+        class Model(pl.LightningModule):
+            def training_step(self, batch, i):
+                return self.loss(self.net(batch))
+
+            def validation_step(self, batch, i):
+                return self.loss(self.net(batch))
+    """
+    assert report(code) == []

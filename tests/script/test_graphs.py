@@ -1,0 +1,322 @@
+"""Which values carry a graph, and what outlives an iteration."""
+
+from __future__ import annotations
+
+import pytest
+
+LOOP = """
+    import torch
+    total = 0.0
+    kept = []
+    for x, y in loader:
+        out = model(x)
+        loss = criterion(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        {statement}
+"""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "loss",
+        "loss * x.size(0)",
+        "loss.mean()",
+        "loss.cpu()",
+        "torch.sqrt(loss)",
+        "loss.clone()",
+        "out.max(1)[0].sum()",
+        "out.max(1).values.sum()",
+        "-loss",
+        "(loss if y is not None else loss)",
+        "sum([loss, loss])",
+        "{'a': loss}['a']",
+        "loss.float()",
+        "loss.view(1)",
+    ],
+)
+def test_a_tensor_with_its_graph_is_reported(report, value):
+    assert report(LOOP.format(statement=f"total += {value}")) == [("OOM101", 10)]
+    assert report(LOOP.format(statement=f"kept.append({value})")) == [("OOM102", 10)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "loss.item()",
+        "float(loss)",
+        "int(loss)",
+        "loss.detach()",
+        "loss.detach().cpu() * 2",
+        "loss.data",
+        "loss.data[0]",
+        "loss.cpu().data.numpy()",
+        "loss.tolist()",
+        "loss.cpu().detach().numpy().mean()",
+        "out.argmax(1).eq(y).sum()",
+        "(out.max(1)[1] == y).sum()",
+        "(out.max(1).indices == y).sum()" if False else "(out.argmax(dim=-1) == y).float().mean()",
+        "(out > 0.5).float().sum()",
+        "len(x)",
+        "x.size(0)",
+        "out.shape[0]",
+        "torch.argmax(out, 1)",
+        "torch.max(out, 1)[1]",
+        "round(loss.item(), 3)",
+        "f'{loss}'",
+        "y.float().mean()",
+    ],
+)
+def test_what_carries_no_graph_is_not(report, value):
+    assert report(LOOP.format(statement=f"total += {value}")) == []
+    assert report(LOOP.format(statement=f"kept.append({value})")) == []
+
+
+def test_a_helper_is_read_not_its_name(report):
+    code = """
+        def loss_fn_a(out, y):
+            return criterion(out, y).item()
+
+        def metric(out, y):
+            return (criterion(out, y) - 1).abs()
+
+        a = b = 0
+        for x, y in loader:
+            out = model(x)
+            loss = criterion(out, y)
+            loss.backward()
+            a += loss_fn_a(out, y)
+            b += metric(out, y)
+    """
+    assert report(code) == [("OOM101", 13)]
+
+
+def test_the_same_name_is_two_values_in_two_loops(report):
+    code = """
+        import torch
+
+        def fit(model, train_loader, val_loader):
+            train_loss = val_loss = 0.0
+            for x, y in train_loader:
+                loss = criterion(model(x), y)
+                loss.backward()
+                train_loss += loss.item()
+            with torch.no_grad():
+                for x, y in val_loader:
+                    loss = criterion(model(x), y)
+                    val_loss += loss
+    """
+    assert report(code) == []
+
+
+def test_values_made_without_gradients_carry_none_later(report):
+    code = """
+        import torch
+        kept, total = [], 0
+        for x, y in loader:
+            with torch.no_grad():
+                out = model(x)
+            loss = criterion(out, y)
+            total += loss
+            kept.append(out)
+    """
+    assert report(code) == []
+
+
+def test_attributes_and_entries_are_accumulators_too(report):
+    code = """
+        class Trainer:
+            def fit(self, loader):
+                self.total = 0
+                log = {"loss": 0}
+                for x, y in loader:
+                    loss = self.criterion(self.model(x), y)
+                    loss.backward()
+                    self.optimizer.step()
+                    self.total += loss
+                    log["loss"] += loss
+                    log["n"] = len(x)
+    """
+    assert report(code) == [("OOM101", 9), ("OOM101", 10)]
+
+
+def test_a_total_of_one_iteration_is_no_accumulator(report):
+    code = """
+        for x, y in loader:
+            total = 0
+            for head in heads:
+                total += criterion(head(model(x)), y)
+            total.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_meta_learning_sums_tasks_and_backpropagates(report):
+    code = """
+        for epoch in range(epochs):
+            for batch in loader:
+                outer_loss = 0.0
+                for task in batch:
+                    outer_loss = outer_loss + criterion(model(task.x), task.y)
+                outer_loss = outer_loss / len(batch)
+                outer_loss.backward()
+                optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_reinforce_stores_log_probabilities_for_its_backward(report):
+    code = """
+        class Agent:
+            def __init__(self):
+                self.policy = Policy()
+                self.saved = []
+
+            def act(self, state):
+                probs = self.policy(state)
+                m = Categorical(probs)
+                action = m.sample()
+                self.saved.append(m.log_prob(action))
+                return action.item()
+
+            def finish(self, returns):
+                losses = []
+                for log_prob, value in zip(self.saved, returns):
+                    losses.append(-log_prob * value)
+                self.optimizer.zero_grad()
+                loss = torch.cat(losses).sum()
+                loss.backward()
+                self.optimizer.step()
+                del self.saved[:]
+
+        agent = Agent()
+        for episode in range(1000):
+            for t in range(1000):
+                action = agent.act(state)
+            agent.finish(rewards)
+    """
+    assert [code for code, _ in report(code) if code in ("OOM101", "OOM102", "OOM201")] == []
+
+
+def test_error_before_the_backward_warning_after_it(read):
+    template = """
+        total = 0
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            {first}
+            {second}
+    """
+    for first, second, spent in [
+        ("total += loss", "loss.backward()", False),
+        ("loss.backward()", "total += loss", True),
+        ("loss.backward(retain_graph=True)", "total += loss", False),
+    ]:
+        (keep,) = read(template.format(first=first, second=second)).kept_graphs()
+        assert keep.spent is spent, first
+
+
+def test_a_meter_in_sight_counts_where_it_is_handed_the_tensor(report):
+    code = """
+        class AverageMeter:
+            def __init__(self):
+                self.reset()
+
+            def reset(self):
+                self.val = self.sum = self.count = 0
+
+            def update(self, val, n=1):
+                self.val = val
+                self.sum += val * n
+                self.count += n
+
+        losses, seen = AverageMeter(), AverageMeter()
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            losses.update(loss, x.size(0))
+            seen.update(loss.item(), x.size(0))
+    """
+    assert report(code) == [("OOM102", 17)]
+
+
+def test_a_meter_out_of_sight_is_not_judged(report):
+    code = """
+        from utils import AverageMeter
+        losses = AverageMeter()
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            losses.update(loss, x.size(0))
+    """
+    assert report(code) == []
+
+
+def test_numpy_arrays_hold_numbers(report):
+    code = """
+        import numpy as np
+        history = np.zeros(100)
+        for i, (x, y) in enumerate(loader):
+            loss = criterion(model(x), y)
+            loss.backward()
+            history[i] = loss
+            history[0] += loss
+    """
+    assert report(code) == []
+
+
+def test_a_discriminator_step_on_detached_samples_keeps_retain_graph_quiet(report):
+    code = """
+        for real in loader:
+            fake = G(z)
+            d_loss = D(real).mean() - D(fake).mean()
+            d_loss.backward(retain_graph=True)
+            d_optimizer.step()
+            g_loss = D(fake).mean()
+            g_loss.backward()
+            g_optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_retain_graph_without_a_second_backward_is_needless_in_each_branch(report):
+    code = """
+        for i, (x, y) in enumerate(loader):
+            loss = criterion(model(x), y)
+            if i % 2:
+                loss.backward(retain_graph=True)
+            else:
+                loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM103", 4)]
+
+
+def test_truncated_backpropagation_that_detaches_is_clean(report):
+    code = """
+        hidden = None
+        for x, y in loader:
+            if hidden is not None:
+                hidden = [h.detach() for h in hidden]
+            out, hidden = model(x, hidden)
+            loss = criterion(out, y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_a_state_carried_by_an_attribute_is_found(report):
+    code = """
+        class Trainer:
+            def fit(self, loader):
+                self.hidden = self.model.init_hidden()
+                for x, y in loader:
+                    out, self.hidden = self.model(x, self.hidden)
+                    loss = self.criterion(out, y)
+                    loss.backward(retain_graph=True)
+                    self.optimizer.step()
+    """
+    assert report(code) == [("OOM104", 5)]

@@ -1,0 +1,256 @@
+"""Which loops train, and what is known of each."""
+
+from __future__ import annotations
+
+import pytest
+
+HEADERS = [
+    "for x, y in loader:",
+    "for i, (x, y) in enumerate(loader):",
+    "for i, (x, y) in enumerate(tqdm(loader, desc='train'), start=1):",
+    "for (x, y), _ in zip(loader, range(100)):",
+    "for batch in (bar := tqdm(loader)):",
+    "while step < 1000:",
+    "for step in range(1000):",
+]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_loop_with_a_backward_trains_whatever_its_header(read, header):
+    script = read(f"""
+        for epoch in range(10):
+            {header}
+                out = model(x)
+                loss = criterion(out, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    """)
+    (loop,) = script.loops
+    assert (loop.line, loop.end_line) == (2, 7)
+    facts = loop.to_json()
+    assert (facts["forwards"], facts["backwards"], facts["steps"]) == ([3], [6], [7])
+    assert facts["optimizers"] == ["optimizer"]
+    assert (facts["amp"], facts["accumulation"], facts["framework"]) == ("none", None, None)
+
+
+def test_an_epoch_loop_over_a_helper_with_its_own_loop_does_not_train(read):
+    script = read("""
+        def train_epoch(model, loader):
+            for x, y in loader:
+                criterion(model(x), y).backward()
+                optimizer.step()
+
+        for epoch in range(10):
+            train_epoch(model, loader)
+    """)
+    assert [loop.line for loop in script.loops] == [2]
+
+
+def test_the_loop_around_a_helper_that_runs_the_backward_trains(read):
+    script = read("""
+        def step(x, y):
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        for epoch in range(10):
+            for x, y in loader:
+                step(x, y)
+    """)
+    (loop,) = script.loops
+    assert loop.line == 8
+    assert loop.to_json()["forwards"] == [2]
+
+
+def test_a_method_that_runs_the_backward_makes_its_callers_loop_train(read):
+    script = read("""
+        class Trainer:
+            def __init__(self, model, optimizer):
+                self.model = model
+                self.optimizer = optimizer
+
+            def step(self, x, y):
+                self.optimizer.zero_grad()
+                loss = self.criterion(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+
+            def fit(self, loader):
+                for x, y in loader:
+                    self.step(x, y)
+    """)
+    (loop,) = script.loops
+    assert loop.line == 13
+    assert loop.to_json()["optimizers"] == ["self.optimizer"]
+
+
+def test_a_loop_over_losses_is_part_of_the_iteration(read):
+    script = read("""
+        for x, y in loader:
+            outputs = model(x)
+            losses = [criterion(out, y) for out in outputs]
+            for loss in losses:
+                loss.backward(retain_graph=True)
+            optimizer.step()
+    """)
+    assert [loop.line for loop in script.loops] == [1]
+
+
+def test_an_inner_loop_that_runs_its_own_forward_trains_too(read):
+    script = read("""
+        for real in loader:
+            for _ in range(n_critic):
+                d_loss = D(G(z).detach()).mean() - D(real).mean()
+                d_loss.backward()
+                optimizer_D.step()
+            g_loss = -D(G(z)).mean()
+            g_loss.backward()
+            optimizer_G.step()
+    """)
+    assert [loop.line for loop in script.loops] == [1, 2]
+
+
+def test_a_closure_for_lbfgs_trains_in_the_loop_that_steps(read):
+    script = read("""
+        for step in range(100):
+            def closure():
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss.backward()
+                return loss
+            optimizer.step(closure)
+    """)
+    assert [loop.line for loop in script.loops] == [1]
+
+
+@pytest.mark.parametrize(
+    ("backward", "framework"),
+    [
+        ("accelerator.backward(loss)", "accelerate"),
+        ("self.accelerator.backward(loss)", "accelerate"),
+        ("fabric.backward(loss)", "fabric"),
+        ("model_engine.backward(loss)", "deepspeed"),
+        ("loss.backward()", None),
+        ("scaler.scale(loss).backward()", None),
+        ("(loss / 4).backward()", None),
+        ("loss.mean().backward()", None),
+        ("torch.autograd.backward(loss)", None),
+        ("loss.backward(torch.ones_like(loss))", None),
+    ],
+)
+def test_every_form_of_backward_is_one(read, backward, framework):
+    script = read(f"""
+        import torch
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            {backward}
+            optimizer.step()
+    """)
+    (loop,) = script.loops
+    assert loop.framework == framework
+    assert loop.to_json()["backwards"] == [4]
+    assert loop.to_json()["forwards"] == [3]
+
+
+def test_a_loop_rewritten_for_the_runtime_is_still_a_training_loop(read):
+    script = read("""
+        from oomfix import runtime
+        memory = runtime.preset("16gb")
+        for x, y in loader:
+            def forward(x, y):
+                out = model(x)
+                return criterion(out, y), out
+            loss, out = memory.forward_backward(forward, x, y)
+            memory.step(optimizer)
+            total += loss
+    """)
+    (loop,) = script.loops
+    assert loop.line == 3
+    assert loop.to_json()["forwards"] == [5]
+    assert loop.framework == "oomfix"
+
+
+@pytest.mark.parametrize(
+    ("guard", "window"),
+    [
+        ("if (i + 1) % 4 == 0:", "4"),
+        ("if i % args.accum == args.accum - 1:", "args.accum"),
+        ("if (i + 1) % self.steps == 0 or i + 1 == len(loader):", "self.steps"),
+        ("if epoch > 3:", None),
+        ("if not torch.isnan(loss):", None),
+    ],
+)
+def test_a_step_that_waits_for_every_kth_batch_makes_a_window(read, guard, window):
+    script = read(f"""
+        for i, (x, y) in enumerate(loader):
+            loss = criterion(model(x), y) / k
+            loss.backward()
+            {guard}
+                optimizer.step()
+                optimizer.zero_grad()
+    """)
+    assert script.loops[0].to_json()["accumulation"] == window
+
+
+def test_a_continue_guard_makes_a_window(read):
+    script = read("""
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / 8).backward()
+            if (i + 1) % 8:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+    """)
+    assert script.loops[0].to_json()["accumulation"] == "8"
+
+
+def test_a_generator_that_steps_every_few_batches_is_no_accumulation(read, report):
+    code = """
+        for i, real in enumerate(loader):
+            d_loss = -D(real).mean() + D(G(z).detach()).mean()
+            d_optimizer.zero_grad()
+            d_loss.backward()
+            d_optimizer.step()
+            if i % 5 == 0:
+                g_loss = -D(G(z)).mean()
+                g_optimizer.zero_grad()
+                g_loss.backward()
+                g_optimizer.step()
+    """
+    assert read(code).loops[0].window is None
+    assert report(code) == []
+
+
+def test_micro_batches_in_an_inner_loop_make_a_window(read, report):
+    code = """
+        while step < steps:
+            for micro_step in range(gradient_accumulation_steps):
+                loss = criterion(model(x), y)
+                loss.backward()
+                x, y = get_batch()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    (loop,) = read(code).loops
+    assert (loop.line, loop.to_json()["accumulation"]) == (2, "gradient_accumulation_steps")
+    assert report(code) == [("OOM301", 4)]
+
+
+def test_amp_is_named_by_its_dtype(read):
+    template = """
+        import torch
+        for x, y in loader:
+            with {context}:
+                loss = criterion(model(x), y)
+            scaler.scale(loss).backward()
+    """
+    for context, dtype in {
+        "torch.autocast('cuda')": "float16",
+        "torch.autocast('cuda', dtype=torch.bfloat16)": "bfloat16",
+        "torch.autocast('cpu')": "bfloat16",
+        "torch.autocast('cuda', dtype=dtype)": "unknown",
+        "torch.autocast('cuda', enabled=False)": "none",
+    }.items():
+        assert read(template.format(context=context)).loops[0].autocast == dtype, context
