@@ -32,7 +32,8 @@ _MODULE_BOOKKEEPING = frozenset(
     "load_state_dict register_buffer register_parameter register_forward_hook add_module get_parameter zero_grad "
     "save_pretrained save resize_token_embeddings get_parameter_groups no_sync gradient_checkpointing_enable "
     "register_full_backward_hook register_backward_hook initialize init_weights set_input train_mode "
-    "print_trainable_parameters set_grad_checkpointing enable_input_require_grads load num_parameters get_input_embeddings init_hidden "
+    "print_trainable_parameters "
+    "set_grad_checkpointing enable_input_require_grads load num_parameters get_input_embeddings init_hidden "
     "initHidden reset_parameters update_learning_rate get_config tie_weights freeze unfreeze summary".split()
 )
 
@@ -65,7 +66,7 @@ class Calls(Containers):
             case Kind.MODULE:
                 if looks_like_loss(path or ""):
                     return self._through_loss([*arguments, *keywords.values()])
-                return self._forward(node, function, path, arguments, keywords, method=self._own(function, "forward"))
+                return self.forward(node, function, path, arguments, keywords, method=self._own(function, "forward"))
             case Kind.LOSS:
                 return self._through_loss([*arguments, *keywords.values()])
             case Kind.CONTEXT:
@@ -201,7 +202,7 @@ class Calls(Containers):
         if path is not None:
             if self.hints.is_module(path) or (not imported and looks_like_module(path)):
                 if not looks_like_loss(path):
-                    return self._forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
+                    return self.forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)
         returned = self._as_hinted(path, content)
@@ -268,7 +269,7 @@ class Calls(Containers):
             return NUMBER if not combine(given).graph else UNKNOWN
         if name == "forward" and isinstance(node.func, ast.Attribute):
             base = path_of(node.func.value)
-            return self._forward(node, Value(Kind.MODULE, ref=base), base, arguments, keywords)
+            return self.forward(node, Value(Kind.MODULE, ref=base), base, arguments, keywords)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if name in ("to", "cuda") and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
@@ -301,7 +302,7 @@ class Calls(Containers):
     ) -> Value:
         if name == "forward" and isinstance(node.func, ast.Attribute):
             method = self._own(receiver, "forward")
-            return self._forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
+            return self.forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
         if name in _SAME_MODULE:
             return receiver
         if name in _MODULE_BOOKKEEPING or name.startswith(("get_", "set_", "register_", "load_", "save_", "init_")):
@@ -311,7 +312,7 @@ class Calls(Containers):
         content = combine([*arguments, *keywords.values()])
         if content.graph and looks_like_loss(name):
             return self._through_loss([*arguments, *keywords.values()])
-        return self._forward(node, receiver, path, arguments, keywords, direct=looks_like_module(name))
+        return self.forward(node, receiver, path, arguments, keywords, direct=looks_like_module(name))
 
     def _tensor_method(self, name: str, receiver: Value, given: list[Value]) -> Value:
         if name in torch_facts.INTEGER_RESULTS or name in torch_facts.LEAVING_THE_GRAPH:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 
-from oomfix.script.definitions import Instance
+from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import Hints, scoped
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, State
@@ -13,7 +14,7 @@ from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, ModuleAttrib
 from oomfix.script.values import NO_ORIGINS, NUMBER, UNKNOWN, Graph, Kind, Value, flatten
 
 
-class Core:
+class Core(ABC):
     """Names and events of the frame that is being followed."""
 
     def __init__(self, module_frame: Frame, trace: Trace, hints: Hints) -> None:
@@ -41,8 +42,13 @@ class Core:
         assert self.frame.state is not None
         return self.frame.state
 
+    @abstractmethod
     def evaluate(self, node: ast.expr) -> Value:
-        raise NotImplementedError
+        """What an expression gives at this point (`Expressions`)."""
+
+    @abstractmethod
+    def run(self, frame: Frame, function: Function, call: ast.expr | None) -> Value:
+        """Run a function's body in its frame; what it returns (`Follower`)."""
 
     # Names
 
@@ -93,6 +99,9 @@ class Core:
             frame = self.holder(root) or self.frame
         if frame is None or frame.state is None:
             return
+        if value.kind is Kind.MODULE and len(path) > 2:
+            # What is a network under this name here is one where a parameter has the same name.
+            self.hints.modules.add(path)
         frame.state.names.bind(path, Binding(value, loops, statement))
 
     def assign(
@@ -217,7 +226,6 @@ class Core:
         self.trace.keeps[number] = Keep(
             node=node,
             site=self.site(),
-            order=self.trace.next_order(),
             target=target,
             value=value_node,
             manner=manner,  # type: ignore[arg-type]

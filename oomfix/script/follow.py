@@ -113,7 +113,7 @@ class Follower(Expressions):
         outer, self.way = self.way, ("entry", id(function.node))
         if inside:
             self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
-        returned = self._run(frame, function, None)
+        returned = self.run(frame, function, None)
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
         for origin in flatten(returned).origins:
             if origin in self.trace.forwards:
@@ -140,14 +140,14 @@ class Follower(Expressions):
         arguments = [] if constructor is None else [UNKNOWN] * (len(constructor.node.args.args) - 1)
         return self._instantiate(call, owner, arguments, keywords)
 
-    def _run(self, frame: Frame, function: Function, node: ast.expr | None) -> Value:
+    def run(self, frame: Frame, function: Function, call: ast.expr | None) -> Value:
         """Run a function's body in its frame; returns what it returns."""
         caller, way, autocast, apex = self.frame, self.way, self.autocast, self.apex
         guards, statement = self.scopes, self.statement
         state = frame.state
         assert state is not None
-        if node is not None:
-            self.way = (*way, id(node))
+        if call is not None:
+            self.way = (*way, id(call))
         grad = state.grad
         self.frame = frame
         for effects in function.effects:
@@ -167,7 +167,7 @@ class Follower(Expressions):
         frame.state = end or state
         self.frame, self.way, self.autocast, self.apex = caller, way, autocast, apex
         self.scopes, self.statement = guards, statement
-        if node is not None:
+        if call is not None:
             self.state.leave(frame.state)
             if function.effects or frame.state.grad == grad:
                 self.state.grad = grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from abc import abstractmethod
 
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
@@ -23,6 +24,19 @@ _MAX_CALLS_OF_ONE_FUNCTION = 24
 class Functions(Core):
     """Runs a function of the file with the arguments it is called with."""
 
+    @abstractmethod
+    def forward(
+        self,
+        node: ast.Call,
+        module: Value,
+        path: str | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        direct: bool = True,
+        method: Function | None = None,
+    ) -> Value:
+        """Record a forward (`Training`); `method` is the module's own code for it, where that is in the file."""
+
     def _function(self, node: ast.Call, value: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         """Follow a call into a function of the file."""
         function, bound = value.ref
@@ -31,7 +45,7 @@ class Functions(Core):
         if receiver is not None and not function.is_static:
             if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
                 if self.enclosing_forward is None and not self._is_bare(function):
-                    return self._forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
+                    return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
             return self._follow_function(node, function, receiver, arguments, keywords)
         return self._follow_function(node, function, None, arguments, keywords)
 
@@ -56,7 +70,7 @@ class Functions(Core):
             call=node,
             instance=self.instance_of(receiver) if receiver is not None else None,
         )
-        return self._run(frame, function, node)
+        return self.run(frame, function, node)
 
     def _is_part_of_forward(self, function: Function) -> bool:
         """A method of a module that is part of its forward: it trains nothing, and runs neither itself nor a loader."""
@@ -116,9 +130,6 @@ class Functions(Core):
             names.bind(parameters.kwarg.arg, Binding(UNKNOWN, self.loops, None))
         return names
 
-    def _run(self, frame: Frame, function: Function, node: ast.expr) -> Value:
-        raise NotImplementedError
-
     def _instantiate(self, node: ast.Call, cls: Class, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         number = self.trace.number("made", id(node), self.way)
         instance = Instance(cls, number)
@@ -148,4 +159,4 @@ class Functions(Core):
             call=node,
             instance=self.instance_of(value),
         )
-        self._run(frame, constructor, node)
+        self.run(frame, constructor, node)

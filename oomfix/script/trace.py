@@ -59,9 +59,9 @@ class Site:
 
 @dataclass(slots=True)
 class Event:
-    """Something at a node of the tree."""
+    """A call that matters, on one way through the script."""
 
-    node: ast.expr
+    node: ast.Call
     site: Site
     order: int
 
@@ -115,9 +115,11 @@ class Clip(Event):
 
 
 @dataclass(slots=True)
-class Keep(Event):
+class Keep:
     """A value is added to, or put into, something that was there before."""
 
+    node: ast.expr
+    site: Site
     target: str
     value: ast.expr
     manner: Literal["add", "store", "meter"]

@@ -29,7 +29,7 @@ class Training(Functions):
 
     _carrying: dict[int, tuple[ast.stmt, Loop]]
 
-    def _forward(
+    def forward(
         self,
         node: ast.Call,
         module: Value,
