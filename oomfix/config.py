@@ -64,7 +64,7 @@ class Configuration:
         self._flags = {name: value for name, value in flags._asdict().items() if value is not None}
         self._use_baselines = use_baselines
         self._of_folder: dict[str, Settings] = {}
-        self._tables: dict[str, dict[str, Any] | None] = {}
+        self._in_pyproject: dict[str, dict[str, Any] | None] = {}
 
     def settings(self, path: str) -> Settings:
         """The settings for a file or folder."""
@@ -77,9 +77,9 @@ class Configuration:
     def _read(self, folder: str) -> Settings:
         settings = Settings(root=_project_root(folder))
         for parent in _upwards(folder):
-            table = self._table(os.path.join(parent, "pyproject.toml"))
-            if table is not None:
-                settings = settings._replace(root=parent, **self._checked(parent, table))
+            values = self._values(parent)
+            if values is not None:
+                settings = settings._replace(root=parent, **values)
                 break
         settings = settings._replace(**self._flags)
         if not self._use_baselines:
@@ -88,11 +88,12 @@ class Configuration:
             settings = settings._replace(target_torch=target_of(folder))
         return settings
 
-    def _table(self, path: str) -> dict[str, Any] | None:
-        """`[tool.oomfix]` of a pyproject.toml; None where it has none, or cannot be read."""
-        if path not in self._tables:
-            self._tables[path] = self._load(path)
-        return self._tables[path]
+    def _values(self, folder: str) -> dict[str, Any] | None:
+        """What `[tool.oomfix]` in a folder's pyproject.toml sets; None where there is none that can be read."""
+        if folder not in self._in_pyproject:
+            table = self._load(os.path.join(folder, "pyproject.toml"))
+            self._in_pyproject[folder] = None if table is None else self._checked(folder, table)
+        return self._in_pyproject[folder]
 
     def _load(self, path: str) -> dict[str, Any] | None:
         if not os.path.isfile(path):
