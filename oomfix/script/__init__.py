@@ -262,10 +262,11 @@ class Script:
         )
 
     def trains_in(self, node: ast.stmt) -> bool:
-        """Whether a backward runs in a statement, or in what it calls in this file."""
-        first, last = node.lineno, node.end_lineno or node.lineno
-        inside = any(first <= event.node.lineno <= last for event in self.trace.backwards)
-        return inside or any(event.site.loop is node for event in self.trace.backwards)
+        """Whether a backward runs in a loop or function, or in what it calls in this file."""
+        return any(
+            node in event.site.loops or any(function.node is node for function in event.site.functions)
+            for event in self.trace.backwards
+        )
 
     def removal_of(self, call: ast.expr) -> tuple[Edit, ...]:
         """The edit that takes a call out which is a statement of its own; empty for any other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import Hints, scoped
@@ -181,8 +181,7 @@ class Core(ABC):
                 break
             guards.append(scope)
         return Site(
-            function=self.frame.function,
-            within_evaluation=self._within_evaluation(),
+            functions=tuple(self._functions()),
             loops=self.loops,
             runs=self.runs,
             guards=tuple(reversed(guards)),
@@ -194,13 +193,12 @@ class Core(ABC):
             way=self.way,
         )
 
-    def _within_evaluation(self) -> bool:
+    def _functions(self) -> Iterator[Function]:
         frame: Frame | None = self.frame
         while frame is not None:
-            if frame.function is not None and frame.function.evaluates:
-                return True
+            if frame.function is not None:
+                yield frame.function
             frame = frame.caller
-        return False
 
     def note_call(self, name: str, node: ast.Call) -> None:
         """Record a call of a function of interest."""

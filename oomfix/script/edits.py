@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import tokenize
 from typing import TYPE_CHECKING, NamedTuple
@@ -123,8 +122,7 @@ def wrap(source: Source, statements: list[ast.stmt], header: str) -> tuple[Edit,
         return ()
     margin = text[start:first]
     unit = indentation_unit(source)
-    newline = "\r\n" if "\r\n" in text else "\n"
-    edits = [Edit(start, start, f"{margin}{header}{newline}")]
+    edits = [Edit(start, start, f"{margin}{header}{newline_of(source)}")]
     frozen = _inside_strings(text[start:end], statements[0].lineno)
     for number in range(statements[0].lineno, source.position(max(start, end - 1))[0] + 1):
         offset = source.line_starts[number - 1]
@@ -159,10 +157,7 @@ def _inside_strings(block: str, first_line: int) -> set[int]:
     return frozen
 
 
-def parses(text: str) -> bool:
-    """Whether a text is Python."""
-    try:
-        ast.parse(io.StringIO(text).read())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+def newline_of(source: Source) -> str:
+    """The line ending that the file uses."""
+    match = re.search(r"\r\n|\r|\n", source.text)
+    return match.group() if match else "\n"

@@ -6,7 +6,8 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from oomfix.script.edits import Edit, bounds, wrap
+from oomfix.script.definitions import Function
+from oomfix.script.edits import Edit, newline_of, wrap
 from oomfix.script.trace import Forward, Loop, Trace
 
 if TYPE_CHECKING:
@@ -52,32 +53,50 @@ def _says_evaluation(loop: Loop) -> bool:
 
 
 def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
-    """Take gradients off an evaluation pass: decorate its function where that is all it does, else wrap its loop.
+    """Take gradients off an evaluation pass: decorate its function where it never trains, else wrap its loop.
 
-    Empty where neither is certain: the function trains as well, or torch is not imported under its own name.
+    Empty where neither is certain: the forward is trained through on another way, its result goes out of sight, or
+    torch is not imported under its own name.
     """
-    if "torch" not in script.imports.names.get("torch", ()):
+    if "torch" not in script.imports.names.get("torch", ()) or forward.escaped:
         return ()
     function = forward.site.function
-    if function is not None and isinstance(function.node, ast.FunctionDef | ast.AsyncFunctionDef):
-        if script.trains_in(function.node):
-            return _wrapped_loop(script, forward)
-        node = function.node
-        line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
-        start = script.source.line_starts[line - 1]
-        margin = script.source.text[start : start + node.col_offset]
-        newline = "\r\n" if "\r\n" in script.source.text else "\n"
-        return (Edit(start, start, f"{margin}@torch.no_grad(){newline}"),)
-    return _wrapped_loop(script, forward)
+    if function is None:
+        return _wrapped_loop(script, forward)
+    if not isinstance(function.node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_trained_through(
+        script, function.node
+    ):
+        return ()
+    if script.trains_in(function.node):
+        return _wrapped_loop(script, forward)
+    node = function.node
+    line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
+    start = script.source.line_starts[line - 1]
+    margin = script.source.text[start : start + node.col_offset]
+    return (Edit(start, start, f"{margin}@torch.no_grad(){newline_of(script.source)}"),)
+
+
+def _is_trained_through(script: Script, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a backward outside of the function goes through a forward in it: without gradients it would not train."""
+    inside = range(function.lineno, (function.end_lineno or function.lineno) + 1)
+    return any(
+        forward.origin in script.trace.backpropagated and forward.node.lineno in inside
+        for forward in script.trace.forwards.values()
+    ) and not script.trains_in(function)
 
 
 def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
-    loop = forward.site.loop
-    if loop is None or script.trains_in(loop) or not _contains(script, loop, forward.node):
-        return ()
-    return wrap(script.source, [loop], "with torch.no_grad():")
+    """Wrap the outermost loop around the forward, in its own function, in which nothing trains."""
+    here = forward.node.lineno
+    for loop in forward.site.loops:
+        encloses = loop.lineno <= here <= (loop.end_lineno or loop.lineno)
+        if encloses and _within(loop, forward.site.function) and not script.trains_in(loop):
+            return wrap(script.source, [loop], "with torch.no_grad():")
+    return ()
 
 
-def _contains(script: Script, outer: ast.stmt, inner: ast.expr) -> bool:
-    start, end = bounds(script.source, outer)
-    return start <= bounds(script.source, inner)[0] < end
+def _within(loop: Loop, function: Function | None) -> bool:
+    if function is None:
+        return True
+    node = function.node
+    return node.lineno <= loop.lineno <= (node.end_lineno or node.lineno)

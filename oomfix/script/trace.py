@@ -28,9 +28,8 @@ class Guard(NamedTuple):
 class Site:
     """Where and under what an event happens, on one way through the script."""
 
-    function: Function | None
-    within_evaluation: bool
-    """Its function, or one that called it, says by its name that it evaluates."""
+    functions: tuple[Function, ...]
+    """The functions around it, innermost first: its own, and those that called it."""
     loops: tuple[Loop, ...]
     """The loops around it, outermost first, through the calls that led here."""
     runs: tuple[int, ...]
@@ -46,6 +45,16 @@ class Site:
     """In the second round of a training loop, where what the first left behind is still there."""
     way: tuple[Hashable, ...]
     """The calls (and rounds of loops over literals) that led here: two calls of one helper are two ways."""
+
+    @property
+    def function(self) -> Function | None:
+        """The function it is written in; None at module level."""
+        return self.functions[0] if self.functions else None
+
+    @property
+    def within_evaluation(self) -> bool:
+        """Whether its function, or one that called it, says by its name that it evaluates."""
+        return any(function.evaluates for function in self.functions)
 
     @property
     def loop(self) -> Loop | None:

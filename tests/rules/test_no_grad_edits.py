@@ -1,0 +1,145 @@
+"""The edit of OOM201: gradients off an evaluation pass, and never off anything that trains."""
+
+from __future__ import annotations
+
+import ast
+from textwrap import dedent
+
+import pytest
+
+from oomfix.rewrite.edits import apply_edits
+from oomfix.rules.eval_with_grad import EvalWithGrad
+from oomfix.script import Script
+from oomfix.source import Source
+
+
+def fix(code: str) -> tuple[int, str]:
+    code = dedent(code).lstrip("\n")
+    findings = list(EvalWithGrad().check(Script.read(Source.from_bytes("train.py", code.encode()))))
+    edits = dict.fromkeys(edit for finding in findings for edit in finding.edits)
+    fixed = apply_edits(code, edits)
+    ast.parse(fixed)
+    return len(findings), fixed if edits else ""
+
+
+def test_a_helper_that_training_goes_through_is_not_decorated():
+    found, fixed = fix("""
+        import torch
+
+        def forward_loss(batch):
+            return criterion(model(batch.x), batch.y)
+
+        def validate():
+            for batch in val_loader:
+                print(forward_loss(batch).item())
+
+        for batch in loader:
+            forward_loss(batch).backward()
+        validate()
+    """)
+    assert (found, fixed) == (1, "")
+
+
+def test_a_function_that_trains_gets_its_evaluation_loop_wrapped():
+    found, fixed = fix("""
+        import torch
+
+        def fit(model, loader, val_loader):
+            for x, y in loader:
+                criterion(model(x), y).backward()
+            model.eval()
+            # how good is it?
+            for x, y in val_loader:
+                text = '''
+        as it stands
+        '''
+                print(text, model(x))  # look
+    """)
+    assert found == 1
+    assert fixed.endswith("""    model.eval()
+    # how good is it?
+    with torch.no_grad():
+        for x, y in val_loader:
+            text = '''
+as it stands
+'''
+            print(text, model(x))  # look
+""")
+
+
+def test_a_function_whose_helper_trains_is_not_decorated():
+    found, fixed = fix("""
+        import torch
+
+        def train_epoch(model, loader):
+            for x, y in loader:
+                criterion(model(x), y).backward()
+
+        def fit(model):
+            train_epoch(model, loader)
+            model.eval()
+            for x in val_loader:
+                print(model(x))
+
+        fit(model)
+    """)
+    assert found == 1
+    assert "@torch.no_grad()" not in fixed
+    assert (
+        """    model.eval()
+    with torch.no_grad():
+        for x in val_loader:
+            print(model(x))
+"""
+        in fixed
+    )
+
+
+def test_nested_evaluation_loops_are_wrapped_once():
+    found, fixed = fix("""
+        import torch
+        model.eval()
+        for x in loader:
+            first = model(x)
+            for crop in crops:
+                second = model(crop)
+    """)
+    assert found == 2
+    assert fixed.count("with torch.no_grad():") == 1
+    assert fixed.index("with torch.no_grad():") < fixed.index("for x in loader")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        """
+        from torch import nn
+        def validate(model, loader):
+            model.eval()
+            for x in loader:
+                print(model(x))
+        """,
+        """
+        import torch as t
+        def validate(model, loader):
+            model.eval()
+            for x in loader:
+                print(model(x))
+        """,
+        """
+        import torch
+        def predict(model, x):
+            return model(x)
+        """,
+    ],
+    ids=["torch is not imported", "torch has another name", "the result goes out of sight"],
+)
+def test_no_edit_where_it_cannot_be_certain(code):
+    assert fix(code) == (1, "")
+
+
+def test_line_endings_and_decorators_are_kept():
+    code = "import torch\r\n\r\nclass T:\r\n\t@timed\r\n\tdef validate(self, loader):\r\n\t\tself.model.eval()\r\n\t\tfor x in loader:\r\n\t\t\tprint(self.model(x))\r\n"
+    found, fixed = fix(code)
+    assert found == 1
+    assert fixed == code.replace("\t@timed\r\n", "\t@torch.no_grad()\r\n\t@timed\r\n")
