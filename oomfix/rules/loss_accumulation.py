@@ -46,7 +46,7 @@ class LossAccumulation(Rule):
                 script.place(keep.statement or keep.node),
                 f"adding `{value}` to `{keep.target}` {growth}",
                 severity=Severity.WARNING if keep.spent else Severity.ERROR,
-                edits=call_method(script.source, keep.value, "detach"),
+                edits=call_method(script.source, keep.value, "detach") if keep.detachable else (),
             )
 
     INVALID = [

@@ -47,7 +47,7 @@ class TensorRetention(Rule):
                 if meter
                 else f"`{value}` is kept in `{keep.target}` {growth}",
                 severity=Severity.WARNING if keep.spent else Severity.ERROR,
-                edits=() if meter else call_method(script.source, keep.value, "detach"),
+                edits=call_method(script.source, keep.value, "detach") if keep.detachable and not meter else (),
             )
 
         for kept in script.attention_maps_kept():

@@ -59,7 +59,8 @@ class Containers(Training):
             return
         binding = self.binding_of(target)
         loops = binding.loops if binding is not None else self._loops_of_root(target)
-        kept = self.keep(node, path_of(target) or ast.unparse(target), node.args[-1], content, "store", loops)
+        value = given[len(node.args) - 1]
+        kept = self.keep(node, path_of(target) or ast.unparse(target), node.args[-1], value, "store", loops)
         base = flatten(receiver)
         grown = Value(Kind.CONTAINER, max(base.graph, content.graph), base.origins | content.origins | kept)
         if path_of(target) is not None:

@@ -212,6 +212,7 @@ class Core(ABC):
         value: Value,
         manner: str,
         loops: tuple[Loop, ...],
+        detachable: bool | None = None,
     ) -> frozenset[int]:
         """Record that a value is kept by something made under `loops`; returns the origin that stands for it."""
         content = flatten(value)
@@ -228,6 +229,7 @@ class Core(ABC):
             value=value_node,
             manner=manner,  # type: ignore[arg-type]
             certain=content.graph is Graph.YES,
+            detachable=value.kind is Kind.TENSOR if detachable is None else detachable,
             spent=bool(forwards) and forwards <= self.state.spent,
             crossed=crossed,
             origins=content.origins,

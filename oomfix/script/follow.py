@@ -227,32 +227,35 @@ class Follower(Expressions):
             value = NUMBER
         path = path_of(target)
         if path is not None and isinstance(value_node, ast.BinOp) and self._adds_to(value_node, path):
-            binding = self.binding_of(target)
-            loops = binding.loops if binding is not None else self._loops_of_root(target)
-            added = self._added(value_node, path)
-            kept = self.keep(target, path, added, self.evaluate(added), "add", loops)
-            grown = flatten(value)
-            self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, loops)
+            self._accumulate(target, path, value, statement, value_node)
             return
         if isinstance(target, ast.Subscript) and path is None:
             self._store_entry(target, value, value_node)
             return
         self.assign(target, value, statement)
 
+    def _accumulate(
+        self, target: ast.expr, path: str, value: Value, statement: ast.stmt, value_node: ast.BinOp
+    ) -> None:
+        """`total = total + loss`, `total = 0.9 * total + 0.1 * loss`."""
+        binding = self.binding_of(target)
+        loops = binding.loops if binding is not None else self._loops_of_root(target)
+        terms = [(term, self.evaluate(term)) for term in _terms(value_node) if not self._adds_to(term, path)]
+        carrying = [(term, term_value) for term, term_value in terms if flatten(term_value).graph]
+        kept: frozenset[int] = frozenset()
+        if carrying:
+            term, term_value = carrying[0]
+            alone = len(carrying) == 1 and term_value.kind is Kind.TENSOR
+            manner = "store" if term_value.kind in (Kind.SEQUENCE, Kind.CONTAINER) else "add"
+            kept = self.keep(target, path, term, term_value, manner, loops, detachable=alone)
+        grown = flatten(value)
+        self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, loops)
+
     def _adds_to(self, node: ast.expr, path: str) -> bool:
-        """`total + loss`, `0.9 * total + 0.1 * loss`: the old value goes into the new one."""
+        """The value under a path goes into an expression by arithmetic."""
         if isinstance(node, ast.BinOp):
             return self._adds_to(node.left, path) or self._adds_to(node.right, path)
         return path_of(node) == path
-
-    def _added(self, node: ast.expr, path: str) -> ast.expr:
-        """The side of `total + loss` that is not the total."""
-        if isinstance(node, ast.BinOp):
-            if not self._adds_to(node.right, path):
-                return node.right
-            if not self._adds_to(node.left, path):
-                return node.left
-        return node
 
     def _store_entry(self, target: ast.Subscript, value: Value, value_node: ast.expr) -> None:
         """`kept[i] = loss`, with an index that changes."""
@@ -549,6 +552,13 @@ class Follower(Expressions):
                     self._carrying[number] = (statement, node)
                     marked = _with_carried(value, frozenset({number}))
                     bindings[key] = Binding(marked, binding.loops, statement)  # type: ignore[index]
+
+
+def _terms(node: ast.expr) -> list[ast.expr]:
+    """The terms of a sum."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        return _terms(node.left) + _terms(node.right)
+    return [node]
 
 
 def _with_carried(value: Value, numbers: frozenset[int]) -> Value:

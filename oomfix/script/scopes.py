@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_OUTSIDE = frozenset({"decorator_list", "args", "returns", "bases", "keywords"})
+"""The parts of a definition that are evaluated where the definition stands."""
 
 
 @dataclass(eq=False)
@@ -67,9 +69,8 @@ class Scopes:
         self._scopes = [self.module]
         self._walk(tree)
         for scope, name, node in self._bindings:
-            self._home(scope, name).variables.setdefault(name, Variable(name, self._home(scope, name))).bindings.append(
-                node
-            )
+            home = self._home(scope, name)
+            home.variables.setdefault(name, Variable(name, home)).bindings.append(node)
         for load in self._scope_of_load:
             variable = self.variable(load)
             (self.unbound.setdefault(load.id, []) if variable is None else variable.loads).append(load)
@@ -122,15 +123,18 @@ class Scopes:
             self._note(node, scope)
             inner = self._inner(node, scope)
             for name, value in ast.iter_fields(node):
-                inside = inner is not None and name not in ("decorator_list", "args", "returns", "bases", "keywords")
+                where = scope if inner is None or name in _OUTSIDE else inner
+                if name == "iter" and self._is_first_generator(node):
+                    where = scope.parent or scope
                 for child in value if isinstance(value, list) else (value,):
                     if isinstance(child, ast.AST):
                         self._parents[child] = node
-                        stack.append((child, inner if inside and inner is not None else scope))
-            if isinstance(node, _COMPREHENSIONS):
-                # the first iterable is evaluated outside
-                first = node.generators[0].iter
-                stack = [(child, scope if child is first else home) for child, home in stack]
+                        stack.append((child, where))
+
+    def _is_first_generator(self, node: ast.AST) -> bool:
+        """Whether a node is the clause of a comprehension whose iterable is evaluated outside of it."""
+        parent = self.parent(node)
+        return isinstance(node, ast.comprehension) and getattr(parent, "generators", [None])[0] is node
 
     def _inner(self, node: ast.AST, scope: Scope) -> Scope | None:
         """The scope that a node opens, with the arguments it binds."""

@@ -133,6 +133,8 @@ class Keep:
     value: ast.expr
     manner: Literal["add", "store", "meter"]
     certain: bool
+    detachable: bool
+    """`.detach()` on the value would do: it is one tensor."""
     spent: bool
     """Its backward had run before it was kept: only graph nodes stay alive, no activations."""
     crossed: tuple[Loop, ...]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from oomfix.rewrite.edits import apply_edits
+from oomfix.rules import all_rules
+
 LOOP = """
     import torch
     total = 0.0
@@ -320,3 +323,29 @@ def test_a_state_carried_by_an_attribute_is_found(report):
                     self.optimizer.step()
     """
     assert report(code) == [("OOM104", 5)]
+
+
+@pytest.mark.parametrize(
+    ("statement", "edited"),
+    [
+        ("total = total + loss + x.mean()", "total = total + loss.detach() + x.mean()"),
+        ("total = 0.9 * total + 0.1 * loss", "total = 0.9 * total + (0.1 * loss).detach()"),
+        ("total += loss if flag else loss.mean()", "total += (loss if flag else loss.mean()).detach()"),
+        ("total += (loss + loss)", "total += (loss + loss).detach()"),
+        ("total += -loss", "total += (-loss).detach()"),
+        ("kept.append(-loss)", "kept.append((-loss).detach())"),
+        ("kept.insert(0, loss)", "kept.insert(0, loss.detach())"),
+        ("kept += [loss]", None),
+        ("kept.append((loss, out))", None),
+        ("kept.append({'loss': loss})", None),
+        ("kept = kept + [loss]", None),
+        ("total = total + loss + out.sum()", None),
+    ],
+)
+def test_detach_is_only_put_on_one_tensor(read, statement, edited):
+    code = LOOP.format(statement=statement)
+    script = read(code)
+    findings = [finding for rule in all_rules() for finding in rule.check(script) if finding.line == 10]
+    assert [finding.code for finding in findings] in (["OOM101"], ["OOM102"])
+    after = apply_edits(script.source.text, findings[0].edits)
+    assert after.splitlines()[9].strip() == (edited or statement)
