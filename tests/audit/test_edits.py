@@ -33,6 +33,24 @@ def test_insertions_at_one_place_keep_their_order():
     assert apply_edits("ac", [Edit(1, 1, "x"), Edit(1, 1, "y")]) == "axyc"
 
 
+def test_an_edit_shared_by_two_findings_is_made_once():
+    insertion, replacement = Edit(1, 1, "x"), Edit(2, 3, "y")
+    assert apply_edits("abcd", [insertion, replacement, insertion, replacement]) == "axbyd"
+
+
+def test_equal_replacements_of_two_findings_are_one():
+    assert apply_edits("abcd", [Edit(1, 3, "x"), Edit(*(1, 3, "x"))]) == "axd"
+
+
+def test_equal_insertions_of_two_findings_are_both_made():
+    assert apply_edits("if a:", [Edit(0, 0, "    "), Edit(*(0, 0, "    "))]) == "        if a:"
+
+
+def test_different_replacements_of_one_span_are_refused():
+    with pytest.raises(ValueError, match="overlaps the one before it"):
+        apply_edits("abcd", [Edit(1, 3, "x"), Edit(1, 3, "y")])
+
+
 @pytest.mark.parametrize("edits", [[Edit(0, 2, "x"), Edit(1, 3, "y")], [Edit(1, 3, "x"), Edit(2, 2, "y")]])
 def test_overlapping_edits_are_refused(edits):
     with pytest.raises(ValueError, match="overlaps the one before it"):
