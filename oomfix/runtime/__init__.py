@@ -1,0 +1,78 @@
+"""Train the same model with the same batches in less memory.
+
+The loop before::
+
+    for x, y in loader:
+        optimizer.zero_grad()
+        out = model(x)
+        loss = criterion(out, y)
+        loss.backward()
+        optimizer.step()
+
+and after::
+
+    from oomfix import runtime
+
+    memory = runtime.preset("16gb")
+    model = memory.prepare(model)
+
+    def forward(x, y):
+        out = model(x)
+        return criterion(out, y), out
+
+    for x, y in loader:
+        loss, out = memory.forward_backward(forward, x, y)
+        memory.step(optimizer)
+
+`forward_backward` runs the batch whole if it fits. If it does not, it checks on a few rows that samples do not
+depend on each other, then runs the batch in micro-batches: gradients, loss and outputs are those of the whole
+batch. When memory runs out half way, the call starts again in smaller pieces, as if it had never begun. Where a
+batch may not be split (in-batch negatives, layers that keep state), it runs whole and says why, once.
+
+Everything else is a policy of the preset, and can be overridden: `runtime.preset("16gb", precision="fp32",
+micro_batches=4)`. The fields are those of `oomfix.presets.Preset`. OOMFIX_PRESET in the environment chooses
+another preset without touching the script; OOMFIX_PRESET=off runs it as it was: own precision, whole batches.
+
+Also there: `memory.backward(loss)` for loops that cannot be split, `memory.evaluate(forward, *batch)`,
+`memory.accumulate(loader, k)` with `memory.window_closed`, `memory.autocast()`, `memory.unscale_(optimizer)`,
+`memory.scaler`, `memory.zero_grad(optimizer)`, `memory.report()`.
+"""
+
+import os
+from typing import Any
+
+from oomfix import presets
+from oomfix.runtime.manager import MemoryManager
+from oomfix.runtime.oom import DoesNotFitError
+from oomfix.runtime.report import Report
+
+__all__ = ["DoesNotFitError", "MemoryManager", "Report", "preset", "reset"]
+
+_manager: MemoryManager | None = None
+
+
+def preset(name: str, /, **overrides: Any) -> MemoryManager:
+    """The manager of this process, with the policies of the preset `name`.
+
+    Calling it again with the same arguments returns the same object; with others, a new one. CUDA is not
+    started, so processes may be forked afterwards.
+
+    Args:
+        name: "8gb", "12gb", "16gb", "24gb", "40gb", "48gb", "80gb", "auto" or "off".
+        overrides: values for fields of `oomfix.presets.Preset`.
+
+    Raises:
+        ValueError: no such preset, or a value out of range; also for OOMFIX_PRESET.
+        TypeError: no such field, or a value of the wrong type.
+    """
+    global _manager
+    chosen = presets.from_environment(presets.get(name, **overrides), os.environ)
+    if _manager is None or _manager.preset != chosen:
+        _manager = MemoryManager(chosen)
+    return _manager
+
+
+def reset() -> None:
+    """Forget the manager and all it has learned; the next `preset` makes a fresh one (notebooks, tests)."""
+    global _manager
+    _manager = None

@@ -1,0 +1,131 @@
+"""The batch of one call: how many samples it has, and which rows of it belong to a micro-batch."""
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from oomfix.runtime import trees
+
+
+class Batch:
+    """Arguments of a forward, as a batch of samples.
+
+    Tensors (and NumPy arrays) whose dimension 0 is the batch size, and lists with one entry per sample, are
+    split; everything else is passed whole. Nothing is looked at before it is asked for: a call that is not
+    split pays nothing.
+
+    Args:
+        args: positional arguments of the forward.
+        kwargs: its named arguments.
+        size: number of samples; None infers it from the largest agreement of dimension 0.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None = None) -> None:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"batch_size: got {size!r}, expected a whole number of at least 1, or None")
+        self.args = args
+        self.kwargs = kwargs
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        """Number of samples; 1 where nothing in the batch has samples to count."""
+        if self._size is None:
+            votes = Counter(size for node in (*self.args, *self.kwargs.values()) for size in _votes(node))
+            # ties go to the first argument, which is the input nearly always
+            self._size = max(votes, key=votes.__getitem__) if votes else 1
+        return self._size
+
+    def whole_because(self) -> str | None:
+        """Why this batch cannot be cut, or None if it can."""
+        for node in (*self.args, *self.kwargs.values()):
+            found = _uncuttable(node)
+            if found is not None:
+                return f"a {found} in the batch cannot be cut into samples"
+        return None
+
+    def rows(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for samples `start` to `stop` (exclusive). Tensors are views, not copies."""
+        size = self.size
+        if start == 0 and stop == size:
+            return self.args, self.kwargs
+        args = tuple(_cut(node, size, start, stop) for node in self.args)
+        return args, {name: _cut(node, size, start, stop) for name, node in self.kwargs.items()}
+
+    def mapped(self, function: Callable[[Any], Any]) -> "Batch":
+        """The batch with `function` applied to every leaf."""
+        args = tuple(trees.map_leaves(function, node) for node in self.args)
+        return Batch(args, trees.map_leaves(function, self.kwargs), self._size)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor among the arguments."""
+        yield from trees.tensors(self.args)
+        yield from trees.tensors(self.kwargs)
+
+
+def balanced(size: int, parts: int) -> list[tuple[int, int]]:
+    """(start, stop) of `parts` runs of `size` rows whose lengths differ by one at most, longer ones first.
+
+    The same cut as `torch.tensor_split`, which leaves no short tail behind as `torch.split` does.
+    """
+    short, longer = divmod(size, parts)
+    bounds = [0]
+    for part in range(parts):
+        bounds.append(bounds[-1] + short + (part < longer))
+    return list(itertools.pairwise(bounds))
+
+
+def _is_array(node: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(node, numpy.ndarray)
+
+
+def _is_samples(node: Any) -> bool:
+    """Whether a list or tuple has one entry per sample, rather than one per kind of input."""
+    if isinstance(node, list):
+        return True
+    # a tuple of equally long tensors is (input, target, ...); collate functions also make tuples of samples
+    lengths = {len(child) if isinstance(child, torch.Tensor) and child.dim() else -1 for child in node}
+    return not hasattr(node, "_fields") and (len(lengths) > 1 or lengths == {-1})
+
+
+def _votes(node: Any) -> Iterator[int]:
+    if isinstance(node, torch.Tensor) or _is_array(node):
+        if node.ndim:
+            yield int(node.shape[0])
+    elif isinstance(node, list | tuple) and node and _is_samples(node):
+        yield len(node)
+    else:
+        for _, child in trees.children(node) or ():
+            yield from _votes(child)
+
+
+def _cut(node: Any, size: int, start: int, stop: int) -> Any:
+    if isinstance(node, torch.Tensor) or _is_array(node):
+        return node[start:stop] if node.ndim and node.shape[0] == size else node
+    if isinstance(node, list | tuple) and len(node) == size and _is_samples(node):
+        return node[start:stop]
+    inner = trees.children(node)
+    if inner is None:
+        return node
+    return trees.rebuilt(node, [_cut(child, size, start, stop) for _, child in inner])
+
+
+def _uncuttable(node: Any) -> str | None:
+    if isinstance(node, PackedSequence):
+        return "packed sequence"
+    if isinstance(node, torch.Tensor):
+        if node.is_nested:
+            return "nested tensor"
+        return None if node.layout == torch.strided else "sparse tensor"
+    inner = trees.children(node)
+    if inner is None:
+        # batched graphs and the like are objects of their own that can be moved to a device
+        moves = hasattr(node, "to") and not isinstance(node, torch.nn.Module)
+        return type(node).__name__ if moves else None
+    return next((found for _, child in inner if (found := _uncuttable(child)) is not None), None)

@@ -1,0 +1,35 @@
+"""Every difference between torch versions (2.3 and on) that the runtime meets, in one place."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# torch 2.5 moved the exception; older versions only know the second name
+OutOfMemoryError: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+
+
+def force_eager() -> AbstractContextManager[Any]:
+    """Context in which compiled functions run as they were written; no compilation is started or thrown away.
+
+    Before torch 2.6 it does nothing: those versions run uncompiled under a dispatch mode all the same.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if set_stance is None else set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` is the result of `torch.compile(module)` or was compiled in place."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def grad_scaler(device_type: str, enabled: bool) -> torch.amp.GradScaler:
+    """A new loss scaler for fp16 on `device_type`."""
+    return torch.amp.GradScaler(device_type, enabled=enabled)
+
+
+def has_bf16(device_type: str) -> bool:
+    """Whether `device_type` computes in bf16 by itself, not by emulation (torch 2.4 says yes for a T4)."""
+    if device_type != "cuda":
+        return device_type in ("cpu", "xpu")
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)

@@ -1,0 +1,268 @@
+"""One call of `forward_backward` or `evaluate`: its micro-batches, and the way back if they fail."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from oomfix.runtime import outputs
+from oomfix.runtime.accumulation import Window
+from oomfix.runtime.batch import Batch, balanced
+from oomfix.runtime.known import Known
+from oomfix.runtime.normaliser import mean_nll_weights
+from oomfix.runtime.outputs import Weight
+from oomfix.runtime.precision import ModelCalls
+from oomfix.runtime.probe import Probe, Writes
+from oomfix.runtime.rollback import Border, GradientsAside, RandomState, reached_leaves
+from oomfix.runtime.running_statistics import RunningStatistics
+from oomfix.runtime.sizing import OptimizerRoom
+from oomfix.runtime.verify import Verdict
+
+
+class CannotSplit(Exception):
+    """The micro-batches showed what the check could not see; the batch has to be run whole.
+
+    Attributes:
+        verdict: to be used from now on.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict = Verdict(None, reason)
+
+
+class Iteration:
+    """The batch of one call. Made when the call begins: what it may change is remembered then.
+
+    Args:
+        known: what is known about the forward.
+        forward: the caller's function.
+        batch: its arguments.
+        trains: run backward too.
+
+    Attributes:
+        room: holds the memory of the optimizer's state while this is set.
+    """
+
+    def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
+        self.known = known
+        self.forward = forward
+        self._border = Border(batch.tensors() if trains else ())
+        self.batch = self._border.inside(batch)
+        self.trains = trains
+        self.room: OptimizerRoom | None = None
+        self._window = Window()
+        self._divisor_before = known.divisor
+        self._divides_by_window = False
+        self._model_calls: ModelCalls | None = None
+        self._gradients = GradientsAside()
+        self._generators = RandomState()
+        known.buffers.keep()
+        self._in_forward = False
+        if trains:
+            self._gradients.cover(known.reached())
+            self._gradients.cover(t for t in self.batch.tensors() if t.requires_grad and t.is_leaf)
+
+    def device_type(self) -> str:
+        """Where it runs."""
+        return self.known.device_type(self.batch.tensors())
+
+    def use_half(self, device_type: str, dtype: torch.dtype) -> None:
+        """Run the calls of models under autocast."""
+        known = self.known
+        if known.model_calls is None or known.is_call_to_explore():
+            known.model_calls = ModelCalls(known.roots(), device_type, dtype)
+        self._model_calls = known.model_calls
+
+    def failed_in_half(self) -> bool:
+        """Whether autocast may be to blame for a failure: it was used, in a forward."""
+        return self._model_calls is not None and self._in_forward and not self.known.fp32
+
+    def join_window(self, window: Window) -> None:
+        """Divide the loss by what the accumulation window holds, not by this batch alone."""
+        known = self.known
+        self._window = window
+        self._divides_by_window = window.length > 1
+        if known.window != window.number or not self._divides_by_window:
+            known.window = window.number
+            known.divisor = type(known.divisor)()
+        self._divisor_before = known.divisor.copy()
+
+    def run(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
+        """Forward and backward of `parts` micro-batches; returns the result as of the whole batch, detached.
+
+        Raises:
+            CannotSplit: only the whole batch gives the right gradients.
+        """
+        if self.known.fp32:
+            self._model_calls = None
+        if parts == 1:
+            return self._run_whole(scaler)
+        verdict = self.known.verdict
+        assert verdict is not None and verdict.rule is not None
+        size = self.batch.size
+        collector = verdict.rule.collector(size)
+        shares = _Shares(verdict)
+        with RunningStatistics(self.known.modules(), parts) as statistics:
+            for start, stop in balanced(size, parts):
+                result, weights = self._forward_rows(start, stop, verdict)
+                weight = shares.of(stop - start, weights)
+                if self.trains:
+                    share = self._share(weight, verdict)
+                    if share:
+                        self._backward(self.loss_of(result), share, scaler)
+                collector.add(result, weight)
+                del result
+                statistics.after_first()
+        return collector.result()
+
+    def put_back(self) -> None:
+        """Leave no trace of a run that failed."""
+        self._generators.restore()
+        self.known.buffers.restore()
+        self._gradients.drop()
+        self.known.divisor = self._divisor_before.copy()
+        if self.room is not None:
+            self.room.release()
+
+    def give_up(self) -> None:
+        """Leave gradients as they were before the call; an error is on its way to the caller."""
+        self._gradients.put_back()
+
+    def finish(self, parts: int) -> None:
+        """Add the gradients to those that were there, and remember what was learned."""
+        known = self.known
+        known.buffers.ran()
+        if known.sizing.splits or parts > 1:
+            known.sizing.fitted(self.batch.size, parts)
+        if not self.trains:
+            return
+        factor = 1.0
+        if (self._divides_by_window or known.divisor.expected) and self._window.closed:
+            factor = known.divisor.correction()
+        self._gradients.merge(factor)
+        self._border.flow_on()
+
+    @staticmethod
+    def loss_of(result: Any) -> torch.Tensor:
+        """The loss in what the forward returned.
+
+        Raises:
+            ValueError: there is none, or it is not one number.
+        """
+        loss = outputs.loss_in(result)
+        if loss is None or loss.numel() != 1:
+            shape = type(result).__name__ if loss is None else f"a tensor of shape {tuple(loss.shape)}"
+            raise ValueError(
+                f"forward: returned {shape}, expected the loss as a tensor with one number, alone, first in a "
+                "tuple, or under 'loss'"
+            )
+        return loss
+
+    def _run_whole(self, scaler: torch.amp.GradScaler) -> Any:
+        result = self._call(self.batch.args, self.batch.kwargs)
+        if self.trains:
+            loss = self.loss_of(result)
+            share = 1.0
+            if self._divides_by_window:
+                verdict = self.known.verdict or Verdict(None)
+                targets = self._targets_of_whole(loss, verdict)
+                weight = Weight(self.batch.size, self.batch.size if targets is None else targets)
+                counted = verdict if targets is None else Verdict(None, counts_targets=True)
+                share = self._share(weight, counted)
+            if share:
+                self._backward(loss, share, scaler)
+        return outputs.detached(result)
+
+    def _targets_of_whole(self, loss: torch.Tensor, verdict: Verdict) -> float | None:
+        """What the cross entropy of a whole batch divides by, if its mean is over targets."""
+        # a single sample cannot be checked; its loss is a mean over targets if it is a cross entropy itself
+        alone = self.batch.size == 1 and loss.grad_fn is not None and loss.grad_fn.name().startswith("NllLoss")
+        if not verdict.counts_targets and not alone:
+            return None
+        weights = mean_nll_weights(loss, max(verdict.nll_losses, 1))
+        return weights[0] if weights else None
+
+    def _forward_rows(self, start: int, stop: int, verdict: Verdict) -> tuple[Any, list[float]]:
+        args, kwargs = self.batch.rows(start, stop)
+        if self.trains:
+            result = self._call(args, kwargs)
+            weights = mean_nll_weights(self.loss_of(result), verdict.nll_losses) if verdict.nll_losses else []
+            return result, weights
+        if not verdict.nll_losses:
+            return self._call(args, kwargs), []
+        # without a graph the divisors are read as they are computed
+        probe = Probe(Writes(), None)
+        with probe:
+            return self._call(args, kwargs), probe.nll_weights
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context: AbstractContextManager[None] = nullcontext()
+        if self._model_calls is not None:
+            context = self._model_calls.active()
+        self._in_forward = True
+        with context:
+            result = self.forward(*args, **kwargs)
+        self._in_forward = False
+        return result
+
+    def _share(self, weight: Weight, verdict: Verdict) -> float:
+        """The factor for the loss of a micro-batch; 0 where it has nothing to add."""
+        divisor, size = self.known.divisor, self.batch.size
+        length = self._window.length if self._divides_by_window else 1
+        if verdict.sums:
+            # every part of a sum counts in full; a window averages the sums of its calls
+            divisor.expected, divisor.total = length, self._window.position
+            return 1.0 / length
+        if not verdict.counts_targets:
+            return divisor.share(weight.rows, length * size)
+        # the mean loss of no targets is NaN, and NaN times 0 is NaN
+        return divisor.share(weight.targets, length * weight.targets * size / weight.rows) if weight.targets else 0.0
+
+    def _backward(self, loss: torch.Tensor, share: float, scaler: torch.amp.GradScaler) -> None:
+        known = self.known
+        if known.is_call_to_explore():
+            leaves = reached_leaves(loss)
+            self._gradients.cover(leaves)
+            known.reaches([leaf for leaf in leaves if leaf.requires_grad])
+        if self.room is not None:
+            self.room.hold([leaf for leaf in self._gradients.leaves if isinstance(leaf, torch.nn.Parameter)])
+        scaled = loss if share == 1.0 else loss * share
+        try:
+            scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            # what was reached by this loss for the first time holds nothing but gradients of this call
+            self._gradients.cover(reached_leaves(loss), touched=True)
+            raise
+
+
+class _Shares:
+    """The shares of micro-batches, as long as one share is right for all losses in each.
+
+    Args:
+        verdict: what the check found.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self._first: list[float] | None = None
+
+    def of(self, rows: int, targets: list[float]) -> Weight:
+        """The share of a micro-batch of `rows` samples, whose cross entropies divide by `targets`.
+
+        Raises:
+            CannotSplit: another share would be right for another loss.
+        """
+        if not self._verdict.nll_losses:
+            return Weight(rows, rows)
+        if not targets:
+            raise CannotSplit("its cross entropy is in compiled code, where what it divides by cannot be read")
+        if not self._verdict.sums:
+            # all in proportion to the first cross entropy, or to the samples
+            base = targets[0] if self._verdict.counts_targets else rows
+            if self._first is None and base:
+                self._first = [target / base for target in targets]
+            if any(abs(t - first * base) > 1e-6 * base for t, first in zip(targets, self._first or (), strict=False)):
+                raise CannotSplit("the parts of its loss are means over different numbers of targets")
+        return Weight(rows, targets[0])

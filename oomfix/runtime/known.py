@@ -1,0 +1,157 @@
+"""What the manager has learned about one forward: its models, its verdict, its size."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from oomfix.runtime.accumulation import Divisor
+from oomfix.runtime.precision import ModelCalls, device_type_of
+from oomfix.runtime.referenced import code_of, named_modules, reachable_modules
+from oomfix.runtime.rollback import Buffers
+from oomfix.runtime.running_statistics import iterates_power, uses_batch_statistics
+from oomfix.runtime.sizing import Sizing
+from oomfix.runtime.verify import Verdict
+
+
+class Known:
+    """One forward and the models it runs, from its first call on.
+
+    Models are held weakly: what was learned about a deleted model does not keep it in memory.
+
+    Attributes:
+        name: what to call the forward in messages.
+        calls: how many have begun, this one included.
+        verdict: the last check's, None before the first.
+        sizing: the micro-batches that fit.
+        buffers: what is put back after a failure.
+        fp32: autocast made it fail, or it differentiates by itself under fp16.
+        steps_seen: an optimizer has stepped since the first call, so its state exists.
+        divisor, window: of the accumulation window the last call belonged to.
+    """
+
+    def __init__(self, forward: Callable[..., Any], roots: list[nn.Module], first_parts: int) -> None:
+        # held so that its id, under which this is found, stays its own
+        self.code = code_of(forward)
+        self.name = getattr(forward, "__qualname__", type(forward).__name__)
+        self._roots = [weakref.ref(root) for root in roots]
+        self.calls = 0
+        self.verdict: Verdict | None = None
+        self.sizing = Sizing(first_parts)
+        self.buffers = Buffers(self.modules())
+        self._leaves: list[weakref.ref[torch.Tensor]] = []
+        self.model_calls: ModelCalls | None = None
+        self.fp32 = False
+        self.steps_seen = False
+        self.divisor = Divisor()
+        self.window = -1
+        self._checked_at = 0
+        self._first_version: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether all its models still exist."""
+        return all(root() is not None for root in self._roots)
+
+    def roots(self) -> list[nn.Module]:
+        """The models themselves."""
+        return [module for root in self._roots if (module := root()) is not None]
+
+    def modules(self) -> list[nn.Module]:
+        """The models with everything inside them, each once."""
+        found = {id(module): module for root in self.roots() for module in root.modules()}
+        return list(found.values())
+
+    def device_type(self, batch: Iterable[torch.Tensor]) -> str:
+        """Where the forward runs: where its models are, or else its batch."""
+        first = [next(root.parameters(), None) for root in self.roots()]
+        return device_type_of([*(parameter for parameter in first if parameter is not None), *batch])
+
+    def check_is_due(self) -> bool:
+        """Whether the next split needs a check first: never checked, left open, or a call that is a power of two.
+
+        Auxiliary terms ramp up and hard-example mining kicks in later than at the first call.
+        """
+        if self.verdict is None or self.verdict.undecided:
+            return self._checked_at != self.calls
+        return self._checked_at != self.calls and self.calls & (self.calls - 1) == 0
+
+    def checked(self, verdict: Verdict) -> None:
+        """Remember the verdict of the check made at this call."""
+        self.verdict = verdict
+        self._checked_at = self.calls
+
+    def is_call_to_explore(self) -> bool:
+        """Whether to walk the loss's graph for leaves: at the first call and those that are powers of two."""
+        return self.calls & (self.calls - 1) == 0
+
+    def reached(self) -> Iterator[torch.Tensor]:
+        """The tensors that its loss has been seen to reach, and that still exist."""
+        return (leaf for place in self._leaves if (leaf := place()) is not None)
+
+    def reaches(self, leaves: list[torch.Tensor]) -> None:
+        """Remember what the loss reaches."""
+        known = {id(leaf) for leaf in self.reached()}
+        self._leaves = [place for place in self._leaves if place() is not None]
+        self._leaves += [weakref.ref(leaf) for leaf in leaves if id(leaf) not in known]
+        if self._first_version is None and leaves:
+            self._first_version = leaves[0]._version
+
+    def notice_steps(self) -> None:
+        """Learn from the version of a parameter whether an optimizer has stepped since the first call."""
+        first = next(self.reached(), None)
+        if not self.steps_seen and first is not None and first._version != self._first_version:
+            self.steps_seen = True
+            self.sizing.forget_failures()
+
+    def must_be_whole(self) -> str | None:
+        """Why its batches may not be split whatever a check says, or None."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.get_world_size() > 1:
+                return "its gradients are exchanged between processes during backward"
+        for module in self.modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                return f"{type(module).__name__} has a backward hook, which would see gradients of parts"
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (
+                    parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+                ):
+                    return f"parameter {name!r} has a hook, which would see gradients of parts"
+        return None
+
+    def least_rows(self) -> int:
+        """Samples that a micro-batch needs: two where they are normalised by their own statistics."""
+        return 2 if uses_batch_statistics(self.modules()) else 1
+
+    def compares_samples(self) -> bool:
+        """Whether splitting changes what normalisation layers see."""
+        modules = self.modules()
+        return uses_batch_statistics(modules) or iterates_power(modules)
+
+
+class KnownForwards:
+    """Finds what is known about a forward by its code and the models it names.
+
+    Args:
+        first_parts: first guess of the number of micro-batches where a whole batch does not fit.
+    """
+
+    def __init__(self, first_parts: int) -> None:
+        self._first_parts = first_parts
+        self._known: dict[tuple[Any, ...], Known] = {}
+
+    def about(self, forward: Callable[..., Any], trains: bool, prepared: Iterable[nn.Module]) -> Known:
+        """What is known about `forward`, which is nothing if it, or one of its models, is new."""
+        # by identity: the code of two forwards may be equal while their names stand for other things
+        key = (id(code_of(forward)), trains, *map(id, named_modules(forward)))
+        known = self._known.get(key)
+        if known is None or not known.alive:
+            self._known = {key: known for key, known in self._known.items() if known.alive}
+            roots = reachable_modules(forward) or list(prepared)
+            known = self._known[key] = Known(forward, roots, self._first_parts)
+        return known
+
+    def __iter__(self) -> Iterator[Known]:
+        return iter(self._known.values())

@@ -1,0 +1,46 @@
+"""Out of memory: recognising it, freeing what it left behind, and the error for what cannot be made to fit."""
+
+import gc
+
+import torch
+
+from oomfix.runtime.compat import OutOfMemoryError
+
+# How the libraries below torch word it; they raise plain RuntimeErrors. cuDNN asks for a workspace and says
+# that no engine was found when it does not get one; cuBLAS fails to make its handle.
+_MESSAGES = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "calling `cublasCreate(handle)`",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "unable to find an engine to execute this computation",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+
+
+class DoesNotFitError(OutOfMemoryError):  # type: ignore[misc, valid-type]
+    """Not even the smallest piece of work that is still exact fits the memory; the message names the choices.
+
+    A subclass of torch's OutOfMemoryError (and so of RuntimeError): handlers that catch that one still work.
+    """
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that the device, or a library on it, could not get memory."""
+    if isinstance(error, DoesNotFitError):
+        return False
+    if isinstance(error, OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+
+
+def free_what_is_left() -> None:
+    """Collect what only reference cycles keep alive, and give the allocator's unused blocks back.
+
+    To be called outside the `except` that caught the error: inside it, the traceback still holds the frames
+    that failed, and they hold their tensors.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

@@ -1,0 +1,120 @@
+"""Mixed precision: which dtype a device gets, and autocast around the calls of models, nothing else.
+
+Losses stay outside: `BCELoss` raises under CUDA autocast, and a loss of fp16 numbers overflows. What a model
+returns is fp32 again, so `.numpy()`, sums and comparisons behind it work as they were written.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from oomfix.presets import Precision
+from oomfix.runtime import compat, trees
+
+_HALVES = (torch.float16, torch.bfloat16)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+def dtype_for(precision: Precision, device_type: str) -> torch.dtype | None:
+    """The autocast dtype, None for fp32. "auto" is bf16 where the device has it, else fp16, fp32 on the CPU."""
+    if precision != "auto":
+        return _DTYPES[precision]
+    if device_type not in ("cuda", "xpu"):
+        return None
+    return torch.bfloat16 if compat.has_bf16(device_type) else torch.float16
+
+
+def device_type_of(things: Iterable[torch.Tensor]) -> str:
+    """The device that holds `things`: the first that is not the CPU, else the CPU."""
+    return next((tensor.device.type for tensor in things if tensor.device.type != "cpu"), "cpu")
+
+
+def is_model(module: nn.Module) -> bool:
+    """Whether `module` computes with weights, rather than being a loss or an activation."""
+    return not isinstance(module, _Loss) and next(module.parameters(), None) is not None
+
+
+class ModelCalls:
+    """Runs the outermost calls of models under autocast.
+
+    The first run (`discover`) hooks every submodule, since a forward may call `model.encoder` and `model.head`
+    rather than `model`; later runs hook only what was called from outside. Hooks live for one run of the
+    forward, so a model that is saved or copied shows none of them.
+
+    Args:
+        modules: the models that a forward may run.
+        device_type: where they run.
+        dtype: what autocast computes in.
+    """
+
+    def __init__(self, modules: list[nn.Module], device_type: str, dtype: torch.dtype) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self._device_type = device_type
+        self._dtype = dtype
+        self._outermost: dict[int, weakref.ref[nn.Module]] | None = None
+        self._depth = 0
+        self._autocast: torch.autocast | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Context around one run of the forward."""
+        known = self._outermost
+        if known is None:
+            targets, self._outermost = self._candidates(), {}
+        else:
+            targets = [module for place in known.values() if (module := place()) is not None]
+        handles: list[Any] = []
+        for module in targets:
+            handles.append(module.register_forward_pre_hook(self._enter))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            yield
+        except BaseException:
+            self._outermost = known
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._depth = 0
+            self._end_autocast()
+
+    def _candidates(self) -> list[nn.Module]:
+        found: dict[int, nn.Module] = {}
+        for place in self._modules:
+            module = place()
+            if module is None:
+                continue
+            # hooks inside a compiled model would be compiled with it
+            inner = [module] if compat.is_compiled(module) else module.modules()
+            found.update((id(candidate), candidate) for candidate in inner if is_model(candidate))
+        return list(found.values())
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            assert self._outermost is not None
+            self._outermost[id(module)] = weakref.ref(module)
+            self._autocast = torch.autocast(self._device_type, dtype=self._dtype)
+            self._autocast.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._depth -= 1
+        if self._depth:
+            return output
+        self._end_autocast()
+        return trees.map_leaves(in_fp32, output)
+
+    def _end_autocast(self) -> None:
+        if self._autocast is not None:
+            self._autocast.__exit__(None, None, None)
+            self._autocast = None
+
+
+def in_fp32(leaf: Any) -> Any:
+    """`leaf` as fp32 if it is a tensor of half precision, else as it is."""
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALVES else leaf

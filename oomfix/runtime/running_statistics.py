@@ -1,0 +1,89 @@
+"""Layers that treat a batch as one: normalisation by batch statistics, running statistics, dropout."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+
+def uses_batch_statistics(modules: Iterable[nn.Module]) -> bool:
+    """Whether some layer normalises by the samples it is given: BatchNorm, except a frozen one."""
+    return any(isinstance(m, _BatchNorm) and (m.training or m.running_mean is None) for m in modules)
+
+
+def iterates_power(modules: Iterable[nn.Module]) -> bool:
+    """Whether some layer estimates its spectral norm a little better on each forward."""
+    return any(m.training and any(True for _ in _power_iterations(m)) for m in modules)
+
+
+@contextmanager
+def quiet(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """BatchNorm and Dropout in eval mode, power iterations stopped, everything else in the mode it is in.
+
+    Eval mode for all would hide what runs in training only (pairwise attention, balance losses).
+    """
+    modules = list(modules)
+    silenced = [m for m in modules if isinstance(m, _NormBase | _DropoutNd) and m.training]
+    counts = [(holder, holder.n_power_iterations) for m in modules for holder in _power_iterations(m)]
+    for module in silenced:
+        module.training = False
+    for holder, _ in counts:
+        holder.n_power_iterations = 0
+    try:
+        yield
+    finally:
+        for module in silenced:
+            module.training = True
+        for holder, count in counts:
+            holder.n_power_iterations = count
+
+
+class RunningStatistics:
+    """Context for a batch in `parts` micro-batches: running statistics move as far as they would for one.
+
+    After k updates with momentum 1 - (1 - m)^(1/k) a running mean has forgotten as much as after one with m.
+    Power iterations run in the first micro-batch only (`after_first`), so all of them see one estimate.
+
+    Args:
+        modules: every module the forward may run.
+        parts: number of micro-batches.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], parts: int) -> None:
+        self._parts = parts
+        self._norms: list[tuple[Any, float]] = []
+        self._powers: list[tuple[Any, int]] = []
+        if parts == 1:
+            return
+        for module in modules:
+            if isinstance(module, _NormBase) and module.training and module.momentum is not None:
+                self._norms.append((module, module.momentum))
+            self._powers += [(holder, holder.n_power_iterations) for holder in _power_iterations(module)]
+
+    def __enter__(self) -> "RunningStatistics":
+        for norm, momentum in self._norms:
+            norm.momentum = 1 - (1 - momentum) ** (1 / self._parts)
+        return self
+
+    def after_first(self) -> None:
+        """To be called when the first micro-batch has run."""
+        for holder, _ in self._powers:
+            holder.n_power_iterations = 0
+
+    def __exit__(self, *_: object) -> None:
+        for norm, momentum in self._norms:
+            norm.momentum = momentum
+        for holder, count in self._powers:
+            holder.n_power_iterations = count
+
+
+def _power_iterations(module: nn.Module) -> Iterator[Any]:
+    """What counts the power iterations of `module`: the parametrisation, or the hook of the older form."""
+    if isinstance(module, _SpectralNorm):
+        yield module
+    yield from (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm))
