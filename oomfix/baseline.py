@@ -10,24 +10,37 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from oomfix.results import Located
 
+_VERSION = 1
 _Key = tuple[str, str, str]
+_EXPECTED = 'expected {"version": 1, "findings": [...]} as `--write-baseline` writes it'
+
+
+class BaselineError(Exception):
+    """A baseline that cannot be read or written; the message is one plain line that names it."""
 
 
 class Baseline:
     """The findings of a baseline file, each good for as many occurrences as were written.
 
     Raises:
-        ValueError: the file is no baseline.
-        OSError: the file cannot be read.
+        BaselineError: the file is no baseline, or cannot be read.
     """
 
     def __init__(self, path: str) -> None:
         self._folder = os.path.dirname(os.path.abspath(path))
-        with open(path, encoding="utf-8") as file:
-            self._left = _counts(file.read())
+        try:
+            with open(path, encoding="utf-8") as file:
+                self._left = _counts(json.load(file))
+        except OSError as error:
+            raise BaselineError(f"baseline {path}: {error.strerror}") from None
+        except json.JSONDecodeError as error:
+            raise BaselineError(f"baseline {path}: line {error.lineno} is not JSON: {error.msg}") from None
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise BaselineError(f"baseline {path}: not a baseline, {_EXPECTED}") from None
 
     def new(self, path: str, findings: Iterable[Located]) -> list[Located]:
         """The findings of a file that are not known. Each known one is used up by what it matches."""
@@ -45,7 +58,7 @@ def write_baseline(path: str, findings: Iterable[tuple[str, Located]]) -> int:
     """Make `path` the baseline of these findings (their file's path and they); returns how many there are.
 
     Raises:
-        OSError: the file cannot be written.
+        BaselineError: the file cannot be written.
     """
     folder = os.path.dirname(os.path.abspath(path))
     counts = Counter(_key(folder, file, finding) for file, finding in findings)
@@ -53,8 +66,12 @@ def write_baseline(path: str, findings: Iterable[tuple[str, Located]]) -> int:
         {"path": file, "code": code, "text": text, "count": count}
         for (file, code, text), count in sorted(counts.items())
     ]
-    with open(path, "w", encoding="utf-8", newline="\n") as out:
-        out.write(json.dumps({"version": 1, "findings": rows}, indent=2) + "\n")
+    text = json.dumps({"version": _VERSION, "findings": rows}, indent=2) + "\n"
+    try:
+        with open(path, "w", encoding="utf-8", newline="\n") as out:
+            out.write(text)
+    except OSError as error:
+        raise BaselineError(f"baseline {path}: {error.strerror}") from None
     return counts.total()
 
 
@@ -64,14 +81,7 @@ def _key(folder: str, path: str, finding: Located) -> _Key:
     return relative, finding.code, finding.text
 
 
-def _counts(text: str) -> Counter[_Key]:
-    expected = 'expected {"version": 1, "findings": [...]} as `--write-baseline` writes it'
-    try:
-        content = json.loads(text)
-        if content["version"] != 1:
-            raise ValueError(f"version {content['version']!r}, {expected}")
-        return Counter({(row["path"], row["code"], row["text"]): int(row["count"]) for row in content["findings"]})
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} is not JSON: {error.msg}") from None
-    except (KeyError, TypeError):
-        raise ValueError(f"not a baseline, {expected}") from None
+def _counts(content: Any) -> Counter[_Key]:
+    if content["version"] != _VERSION:
+        raise ValueError("a baseline of another version")
+    return Counter({(row["path"], row["code"], row["text"]): int(row["count"]) for row in content["findings"]})

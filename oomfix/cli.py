@@ -93,6 +93,7 @@ def audit(
     something could not be audited.
     """
     from oomfix.audit import Auditor
+    from oomfix.baseline import BaselineError
     from oomfix.config import Configuration, Flags
     from oomfix.pipeline import STDIN, Pipeline
     from oomfix.rules import all_rules
@@ -120,8 +121,8 @@ def audit(
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         ctx.exit(_INTERRUPTED)
-    except (ValueError, OSError) as error:
-        raise click.UsageError(f"baseline {_problem(error)}") from None
+    except BaselineError as error:
+        raise click.UsageError(str(error)) from None
     if not write_baseline:
         _write(lambda stream: _render(report, form, statistics, stream))
     if form in ("rich", "concise"):
@@ -278,12 +279,6 @@ def _write_baseline(path: str, report: Report) -> None:
 
     count = write_baseline(path, report.findings())
     click.echo(f"{path}: {count} findings written as known", err=True)
-
-
-def _problem(error: ValueError | OSError) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
 
 
 class _Progress:

@@ -60,7 +60,7 @@ class Pipeline:
         """The report on files, folders and standard input ("-"), in the order of the paths.
 
         Raises:
-            ValueError, OSError: the baseline is none, or cannot be read.
+            BaselineError: a baseline is none, or cannot be read.
         """
         discovery = Discovery()
         settings_of: list[Settings] = []
@@ -71,6 +71,8 @@ class Pipeline:
                 files.append(self._audit_stdin())
                 continue
             settings = self._configuration.settings(path)
+            if settings.baseline is not None:
+                self._baseline(settings.baseline)  # told before the work, not after it
             for found in discovery.find(path, settings.root, settings.exclude):
                 jobs.append(Job(found, settings.target_torch, self._cache(settings)))
                 settings_of.append(settings)

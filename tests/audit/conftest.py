@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+
 class CommandLine:
     """Runs `python -m oomfix` in a folder."""
 

@@ -120,5 +120,5 @@ def test_a_malformed_cell_is_passed_over(cell: object):
 
 
 def test_a_notebook_is_not_written_as_if_it_were_its_cells():
-    with pytest.raises(ValueError, match="a.ipynb: a notebook cannot be encoded"):
+    with pytest.raises(ValueError, match=r"a\.ipynb: a notebook cannot be encoded"):
         read(("code", "x = 1")).encode("x = 2")

@@ -56,7 +56,9 @@ def test_a_comment_silences_the_finding_of_its_line(comment: str):
     assert ("OOM901", 2) in shown(f"x = 1  {comment}\ny = MARK\n")
 
 
-@given(lines=st.integers(1, 6), mark=st.integers(0, 5), comment=st.integers(0, 5), newline=st.sampled_from(["\n", "\r\n"]))
+@given(
+    lines=st.integers(1, 6), mark=st.integers(0, 5), comment=st.integers(0, 5), newline=st.sampled_from(["\n", "\r\n"])
+)
 def test_any_line_of_the_statement_will_do(lines: int, mark: int, comment: int, newline: str):
     rows = [f"    {'MARK' if row == mark % lines else 'x'}," for row in range(lines)]
     rows = ["before = 0", "f(", *rows, ")", "after = 0"]

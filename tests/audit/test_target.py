@@ -60,5 +60,5 @@ def test_versions_are_read(text: str, version: tuple[int, int]):
 
 @pytest.mark.parametrize("text", ["2", "two", "2.x", ">=2.3", "", "2.3.1.4"])
 def test_what_is_no_version_is_refused_by_name(text: str):
-    with pytest.raises(ValueError, match="expected a torch version such as 2.3"):
+    with pytest.raises(ValueError, match="expected a torch version such as"):
         parse_version(text)

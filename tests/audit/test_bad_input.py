@@ -1,0 +1,188 @@
+"""What cannot be audited is told in one line, the rest is audited, and there is never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oomfix.audit import Auditor
+from oomfix.discovery import Discovery
+from oomfix.rules import all_rules
+from oomfix.runner import Job, run
+
+LOAD = "import torch\nx = torch.load(p)\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.py", None, "no such file or folder"),
+        ("binary.py", b"\x7fELF\x00\x01backward", "a binary file (it holds null bytes), expected Python"),
+        ("two.py", b"import torch\nprint 'x'\n", "line 2: Missing parentheses in call to 'print' (Python 2?)"),
+        ("latin.py", b"import torch\nx = 'caf\xe9'\n", "not UTF-8: byte 0xe9 in line 2"),
+        ("utf16.py", "import torch\n".encode("utf-16"), "UTF-16 text, expected UTF-8"),
+        ("cookie.py", b"# coding: nonsense\nimport torch\n", "unknown encoding: nonsense"),
+        ("deep.py", b"torch = " + b"[" * 3000 + b"]" * 3000, "too many nested parentheses"),
+        ("chain.py", b"torch = " + b"+".join([b"1"] * 50_000), "nested too deeply"),
+        ("broken.ipynb", b'{"cells": [', "not a notebook: line 1 is not JSON"),
+    ],
+)
+def test_one_bad_file_is_told_and_the_others_are_audited(oomfix, name: str, content: bytes | None, message: str):
+    (oomfix.folder / "good.py").write_text(LOAD)
+    if content is not None:
+        (oomfix.folder / name).write_bytes(content)
+    done = oomfix("audit", name, "good.py", "--format", "concise")
+    assert done.returncode == 2
+    assert done.stdout.startswith("good.py:2:5 OOM205 ")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{name}: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("name", ["empty.py", "blank.py", "comment.py"])
+def test_a_file_without_code_is_clean(oomfix, name: str):
+    content = {"empty.py": b"", "blank.py": b"\xef\xbb\xbf\r\n\f\r\n", "comment.py": b"# torch.load(x)"}[name]
+    (oomfix.folder / name).write_bytes(content)
+    done = oomfix("audit", name)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_walk_tells_each_bad_file_and_goes_on(oomfix):
+    (oomfix.folder / "good.py").write_text(LOAD)
+    (oomfix.folder / "binary.py").write_bytes(b"\0\1\2")
+    (oomfix.folder / "latin.py").write_bytes(b"x = '\xe9'\n")
+    (oomfix.folder / "two.py").write_bytes(b"print loss.backward()\n")
+    (oomfix.folder / "link.py").symlink_to("nowhere.py")
+    document = oomfix.json(".")
+    assert [row["path"] for row in document["findings"]] == ["good.py"]
+    assert sorted(row["path"] for row in document["errors"]) == ["binary.py", "latin.py", "link.py", "two.py"]
+
+
+def test_a_folder_without_python_is_told(oomfix):
+    (oomfix.folder / "notes").mkdir()
+    (oomfix.folder / "notes" / "todo.txt").write_text("")
+    done = oomfix("audit", "notes")
+    assert done.returncode == 2
+    assert done.stderr == "notes: no Python files or notebooks in this folder\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool.oomfix\n", "pyproject.toml: not TOML: "),
+        (
+            '[tool.oomfix]\nignroe = ["OOM1"]\n',
+            "pyproject.toml: [tool.oomfix]: unknown key 'ignroe'; did you mean ignore?",
+        ),
+    ],
+)
+def test_a_broken_pyproject_is_told_and_the_files_are_audited(oomfix, text: str, message: str):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    (oomfix.folder / "pyproject.toml").write_text(text)
+    done = oomfix("audit", "a.py", "--format", "concise")
+    assert done.returncode == 2
+    assert "OOM205" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(message)
+
+
+def test_a_pipe_or_device_is_not_waited_for(oomfix):
+    os.mkfifo(oomfix.folder / "pipe.py")
+    done = oomfix("audit", "pipe.py", "/dev/zero")
+    assert done.returncode == 2
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["pipe.py", "/dev/zero"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
+def test_a_file_without_permission_is_told(oomfix):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    (oomfix.folder / "a.py").chmod(0)
+    done = oomfix("audit", "a.py")
+    assert (done.returncode, done.stderr) == (2, "a.py: cannot read: Permission denied\n")
+
+
+def test_a_file_that_goes_while_it_is_audited_is_told(tmp_path: Path):
+    (tmp_path / "a.py").write_text(LOAD)
+    found = Discovery().find(str(tmp_path / "a.py"), str(tmp_path))
+    (tmp_path / "a.py").unlink()
+    (report,) = run(Auditor(all_rules()), [Job(found[0], None, None)], 1)
+    assert report.errors == ("cannot read: No such file or directory",)
+
+
+def test_errors_are_told_once_in_every_format(oomfix):
+    for form, where in (("json", "stdout"), ("sarif", "stdout"), ("github", "stdout"), ("rich", "stderr")):
+        done = oomfix("audit", "missing.py", "--format", form)
+        assert done.returncode == 2
+        texts = {"stdout": done.stdout, "stderr": done.stderr}
+        assert texts.pop(where).count("no such file or folder") == 1
+        assert "no such file" not in "".join(texts.values())
+
+
+def test_a_reader_that_stops_early_is_no_error(oomfix):
+    (oomfix.folder / "a.py").write_text("import torch\n" + "x = torch.load(p)\n" * 3_000)
+    env = {**os.environ, "OOMFIX_CACHE_DIR": str(oomfix.cache), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    command = f"{sys.executable} -m oomfix audit a.py --format concise | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=oomfix.folder, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_an_output_that_cannot_be_written_is_told(oomfix):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    env = {**os.environ, "OOMFIX_CACHE_DIR": str(oomfix.cache), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    for redirect, message in (("> /dev/full", "No space left on device"), (">&-", "standard output is closed")):
+        command = f"{sys.executable} -m oomfix audit a.py {redirect}"
+        done = subprocess.run(["bash", "-c", command], cwd=oomfix.folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_the_letters_still_gets_a_report(oomfix):
+    (oomfix.folder / "é漢.py").write_text("import torch\nx = torch.load('漢')\n")
+    done = oomfix("audit", "é漢.py", PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
+    assert done.returncode == 1
+    assert r"torch.load('\u6f22')" in done.stdout
+
+
+def test_a_name_that_is_no_text_is_shown_and_audited(oomfix):
+    with open(os.path.join(os.fsencode(oomfix.folder), b"caf\xe9.py"), "wb") as file:
+        file.write(LOAD.encode())
+    for form in ("rich", "concise", "json", "sarif", "github"):
+        done = oomfix("audit", ".", "--format", form)
+        assert (done.returncode, done.stderr) == (1, "")
+        assert "OOM205" in done.stdout
+
+
+def test_a_bug_in_a_rule_stops_that_rule_only(tmp_path: Path):
+    class Broken:
+        code = "OOM999"
+        needs = (b"torch",)
+
+        def check(self, script):
+            raise KeyError("no such\nthing")
+
+    report = Auditor([Broken(), *all_rules()]).audit("a.py", LOAD.encode())
+    assert [finding.code for finding in report.findings] == ["OOM205"]
+    assert report.errors == ("internal error in OOM999, please report it: KeyError in check: 'no such\\nthing'",)
+
+
+class Deadly(Auditor):
+    """Takes its process with it."""
+
+    def audit(self, path, data, target_torch=None, *, parse_always=False):
+        os._exit(1)
+
+
+def test_a_worker_that_dies_is_told(tmp_path: Path):
+    for number in range(4):
+        (tmp_path / f"{number}.py").write_bytes(b"#" * 600_000)
+    found = Discovery().find(str(tmp_path), str(tmp_path))
+    reports = run(Deadly([]), [Job(file, None, None) for file in found], 2)
+    assert len(reports) == 4
+    assert all("a worker process died" in report.errors[0] for report in reports)

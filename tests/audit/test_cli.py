@@ -1,0 +1,195 @@
+"""The commands, run as users run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oomfix import __version__
+from oomfix.pages import markdown, pages
+from oomfix.rules import all_rules
+
+LOAD = "import torch\nx = torch.load(p)\n"
+CLEAN = "import torch\nx = torch.load(p, map_location='cpu')\n"
+
+
+def test_exit_status_tells_findings_from_none(oomfix):
+    (oomfix.folder / "bad.py").write_text(LOAD)
+    (oomfix.folder / "good.py").write_text(CLEAN)
+    assert oomfix("audit", "good.py").returncode == 0
+    assert oomfix("audit", "good.py", "bad.py").returncode == 1
+    assert oomfix("audit", "bad.py", "missing.py").returncode == 2
+
+
+@pytest.mark.parametrize(("fail_on", "status"), [("error", 0), ("warning", 1), ("note", 1), ("never", 0)])
+def test_fail_on_is_the_least_severity_that_fails(oomfix, fail_on: str, status: int):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    done = oomfix("audit", "a.py", "--fail-on", fail_on, "--format", "concise")
+    assert done.returncode == status
+    assert "OOM205" in done.stdout
+
+
+def test_notes_do_not_fail_by_default_but_by_fail_on_note(oomfix):
+    (oomfix.folder / "a.py").write_text("x = 1  # oomfix: ignore\n")
+    assert oomfix("audit", "a.py").returncode == 0
+    assert oomfix("audit", "a.py", "--fail-on", "note").returncode == 1
+
+
+def test_select_and_ignore_take_codes_and_prefixes(oomfix):
+    (oomfix.folder / "a.py").write_text(LOAD + "from torch.cuda.amp import autocast\n")
+
+    def codes(*args: str) -> list[str]:
+        return [row["code"] for row in oomfix.json("a.py", *args)["findings"]]
+
+    assert codes() == ["OOM205", "OOM401"]
+    assert codes("--select", "OOM2") == ["OOM205"]
+    assert codes("--select", "oom2,OOM401", "--ignore", "OOM205") == ["OOM401"]
+    (oomfix.folder / "pyproject.toml").write_text('[tool.oomfix]\nignore = ["OOM4"]\n')
+    assert codes() == ["OOM205"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--select", "OOM20S"), "'OOM20S' is no rule and no prefix of one; did you mean OOM205?"),
+        (("--target-torch", "new"), "'new': expected a torch version such as 2.3"),
+        (("--fail-on", "warn"), "'warn' is not one of 'error', 'warning', 'note', 'never'"),
+        (("--format", "xml"), "'xml' is not one of"),
+        (("-j", "0"), "0 is not in the range"),
+    ],
+)
+def test_a_wrong_flag_is_a_usage_error_that_says_what_is_right(oomfix, args: tuple[str, ...], message: str):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    done = oomfix("audit", "a.py", *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_target_torch_reaches_the_rules(oomfix):
+    (oomfix.folder / "a.py").write_text(
+        "for x in y:\n    optimizer.zero_grad()\n    f(x).backward()\n    optimizer.step()\n"
+    )
+
+    def severities(*args: str) -> list[str]:
+        return [row["severity"] for row in oomfix.json("a.py", "--select", "OOM203", *args)["findings"]]
+
+    assert severities() == ["note"]
+    assert severities("--target-torch", "1.13") == ["warning"]
+    (oomfix.folder / "requirements.txt").write_text("torch==1.12.1\n")
+    assert severities() == ["warning"]
+    assert severities("--target-torch", "2.1") != ["warning"]
+
+
+def test_standard_input_is_audited_under_the_name_it_is_given(oomfix):
+    (row,) = oomfix.json("-", input=LOAD.encode())["findings"]
+    assert (row["path"], row["line"]) == ("<stdin>", 2)
+    (row,) = oomfix.json("-", "--stdin-filename", "src/a.py", input=LOAD.encode())["findings"]
+    assert row["path"] == "src/a.py"
+
+
+def test_settings_of_standard_input_are_those_of_the_file_it_stands_for(oomfix):
+    (oomfix.folder / "sub").mkdir()
+    (oomfix.folder / "sub" / "pyproject.toml").write_text('[tool.oomfix]\nselect = ["OOM4"]\n')
+    assert oomfix.json("-", "--stdin-filename", "sub/a.py", input=LOAD.encode())["findings"] == []
+    assert len(oomfix.json("-", input=LOAD.encode())["findings"]) == 1
+
+
+def test_a_notebook_may_come_from_standard_input(oomfix, notebook):
+    data = notebook(("code", LOAD))
+    (row,) = oomfix.json("-", "--stdin-filename", "a.ipynb", input=data)["findings"]
+    assert (row["cell"], row["line"]) == (1, 2)
+
+
+def test_every_number_of_processes_gives_the_same_bytes(oomfix):
+    for number in range(30):
+        (oomfix.folder / f"m{number:02}.py").write_text(LOAD * (number % 3) + "# filler\n" * 6_000)
+    (oomfix.folder / "m07.py").write_text("x = (\n" + LOAD)
+    one = oomfix("audit", ".", "-j", "1", "--no-cache", "--format", "json")
+    four = oomfix("audit", ".", "-j", "4", "--no-cache", "--format", "json")
+    assert (one.returncode, one.stdout) == (four.returncode, four.stdout)
+    assert len(json.loads(one.stdout)["findings"]) == 29
+    assert [error["path"] for error in json.loads(one.stdout)["errors"]] == ["m07.py"]
+
+
+def test_no_cache_leaves_no_trace(oomfix):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    oomfix("audit", "a.py", "--no-cache")
+    assert not oomfix.cache.exists()
+    oomfix("audit", "a.py")
+    assert len(list(oomfix.cache.iterdir())) == 1
+    assert sorted(path.name for path in oomfix.folder.iterdir()) == [".git", "a.py"]
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
+def test_each_rule_has_a_page_with_its_examples(rule):
+    (page,) = [page for page in pages([rule]) if page.code == rule.code]
+    text = markdown(page)
+    assert text.startswith(f"# {rule.code} {rule.name} ({rule.severity.value})\n")
+    for invalid in rule.INVALID:
+        for number in invalid.lines:
+            line = invalid.code.splitlines()[number - 1].strip()
+            assert f"{line}  # <- here\n" in text
+    assert text.count("Not reported:") == len(rule.VALID)
+
+
+def test_a_rule_is_explained_by_code_and_by_name(oomfix):
+    page = {page.code: page for page in pages(all_rules())}["OOM205"]
+    assert oomfix("explain", "oom205").stdout == markdown(page)
+    assert oomfix("explain", "load-on-gpu").stdout.startswith("# OOM205 load-on-gpu (warning)\n")
+    assert oomfix("explain", "OOM001").stdout.startswith("# OOM001 unused-suppression (note)\n")
+
+
+def test_an_unknown_rule_is_answered_with_the_nearest(oomfix):
+    done = oomfix("explain", "OOM2O5")
+    assert done.returncode == 2
+    assert "'OOM2O5' is no rule; did you mean OOM205?" in done.stderr
+    assert "; did you mean loss-accumulation?" in oomfix("explain", "loss-acumulation").stderr
+
+
+def test_rules_lists_every_rule(oomfix):
+    codes = ["OOM001", *(rule.code for rule in all_rules())]
+    assert [line.split()[0] for line in oomfix("rules").stdout.splitlines()[1:]] == codes
+    rows = json.loads(oomfix("rules", "--format", "json").stdout)["rules"]
+    assert [row["code"] for row in rows] == codes
+    assert all(set(row) == {"code", "name", "severity", "fix", "summary"} for row in rows)
+
+
+def test_presets_shows_the_table(oomfix):
+    from oomfix.presets import table
+
+    lines = oomfix("presets").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [row[0] for row in table()]
+
+
+def test_the_version_is_told(oomfix):
+    assert oomfix("--version").stdout == f"oomfix, version {__version__}\n"
+
+
+def test_an_audit_imports_nothing_that_it_does_not_need(oomfix):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    code = (
+        "import sys\nfrom oomfix.cli import main\n"
+        "try:\n    main(['audit', 'a.py', '--format', 'concise', '--no-cache'])\n"
+        "except SystemExit:\n    pass\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules}))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=oomfix.folder, env=env, capture_output=True, text=True)
+    loaded = set(eval(done.stdout.splitlines()[-1]))
+    heavy = {"torch", "libcst", "rich", "jsonschema", "multiprocessing", "pathspec", "platformdirs", "tomllib"}
+    assert "OOM205" in done.stdout
+    assert loaded & heavy == set()
+
+
+def test_no_rule_needs_bytes_that_a_notebook_writes_otherwise():
+    """The words are searched in the raw file, and JSON escapes quotes, backslashes and line ends."""
+    for rule in all_rules():
+        for word in rule.needs:
+            assert word.isascii()
+            assert not set(word) & set(b'"\\\n\r\t')
