@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.loops import fires_on_last_batch, is_counted_per_epoch
+from oomfix.script.loops import is_counted_per_epoch
 
 
 class AccumulationTail(Rule):
@@ -30,9 +30,9 @@ class AccumulationTail(Rule):
     def check(self, script: Script) -> Iterator[Finding]:
         for loop in script.loops:
             window = loop.window
-            if window is None or window.decision is None or loop.framework is not None:
+            if window is None or window.decision is None or loop.accumulates_by_itself:
                 continue
-            if not loop.later_steps and is_counted_per_epoch(loop) and not fires_on_last_batch(window.decision.test):
+            if not loop.later_steps and is_counted_per_epoch(loop) and not window.fires_on_last_batch:
                 yield self.finding(
                     script.header(window.decision),
                     f"the last window of fewer than `{window.size}` batches is never stepped",

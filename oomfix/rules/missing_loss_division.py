@@ -31,7 +31,7 @@ class MissingLossDivision(Rule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         for loop in script.loops:
-            if loop.window is None or loop.framework is not None:
+            if loop.window is None or loop.accumulates_by_itself:
                 continue
             divided = {backward.node for backward in loop.backwards if is_divided(backward, loop.window)}
             for backward in script.distinct(loop.accumulated_backwards):

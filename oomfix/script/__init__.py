@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from oomfix.script.edits import Edit, remove_statement
 from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
+from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
 from oomfix.script.loops import TrainingLoop, find_training_loops
 from oomfix.script.names import path_of
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
 
 _CUDA = re.compile(r"cuda|\bgpu|\.to\(|device|accelerat|fabric", re.IGNORECASE)
-_FORWARD_METHOD = re.compile(
-    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits|loss|embeddings?)$",
-    re.IGNORECASE,
-)
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
 _STATE_NAME = re.compile(
@@ -136,6 +133,11 @@ class Script:
         """Whether gradients are scaled anywhere in the file, by whatever object."""
         return any(event.scaled for event in self.trace.backwards) or "scaler" in self.source.text.lower()
 
+    @cached_property
+    def autocasts_out_of_sight(self) -> bool:
+        """Whether gradients are scaled although no autocast is in the file: the model brings its own."""
+        return any(event.scaled for event in self.trace.backwards) and "autocast" not in self.source.text
+
     def distinct(self, events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:
         """The first event at each node: what happens on several ways is one occurrence."""
         seen: set[ast.expr] = set()
@@ -237,7 +239,7 @@ class Script:
     def is_forward_of_network(self, forward: Forward) -> bool:
         """Whether a call runs the network itself: the module, or a method that is named like a part of its forward."""
         method = (forward.path or "").rsplit(".", 1)[-1]
-        return forward.direct or bool(_FORWARD_METHOD.search(method))
+        return forward.direct or looks_like_forward(method)
 
     def has_autocast_alternative(self, forward: Forward) -> bool:
         """The other branch of a flag runs the forward under autocast: this one is the fp32 choice."""

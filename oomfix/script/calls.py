@@ -9,7 +9,7 @@ from dataclasses import replace
 from oomfix.script import torch_facts
 from oomfix.script.containers import STORING, Containers
 from oomfix.script.contexts import NULL, context_of_call
-from oomfix.script.hints import looks_like_loss, looks_like_module
+from oomfix.script.hints import looks_like_forward, looks_like_loss, looks_like_module
 from oomfix.script.names import path_of
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
@@ -70,6 +70,9 @@ class Calls(Containers):
             case Kind.LOSS:
                 return self._through_loss([*arguments, *keywords.values()])
             case Kind.CONTEXT:
+                if arguments and arguments[0].kind is Kind.FUNCTION:
+                    arguments[0].ref[0].effects.append(function)
+                    return arguments[0]
                 return function
             case Kind.INSTANCE:
                 return self._method(node, function, "__call__", arguments, keywords)
@@ -146,6 +149,8 @@ class Calls(Containers):
             return PLAIN_TENSOR if known else UNKNOWN
         if last in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, len(given))
+        if _divisors(last, given[1:]):
+            return replace(content, divisors=given[0].divisors | _divisors(last, given[1:]))
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
             return content if "checkpoint" in name else UNKNOWN
         return content
@@ -197,8 +202,12 @@ class Calls(Containers):
         """A call of something out of sight: its uses and its name say what it is."""
         given = [*arguments, *keywords.values()]
         self._call_back(node, given)
+        if self._is_backward_out_of_sight(path, arguments, keywords):
+            return self._backward_out_of_sight(node, arguments)
         content = combine(given)
         last = (path or "").rsplit(".", 1)[-1]
+        if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and path not in self.hints.modules:
+            return self._made(node, last, content)
         if path is not None:
             if self.hints.is_module(path) or (not imported and looks_like_module(path)):
                 if not looks_like_loss(path):
@@ -214,6 +223,12 @@ class Calls(Containers):
         if self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         return UNKNOWN
+
+    def _made(self, node: ast.Call, name: str, content: Value) -> Value:
+        """A call of a class out of sight makes an object; what it does with a graph is its own."""
+        if looks_like_module(name) or self._made_to_be_module(node):
+            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
 
     def _made_to_be_module(self, node: ast.Call) -> bool:
         """The call is assigned to a path that is used as a network."""
@@ -259,10 +274,11 @@ class Calls(Containers):
                 return NUMBER
             case Kind.MEMORY:
                 return self._memory_method(node, name, arguments, keywords)
-            case Kind.TENSOR:
-                return self._tensor_method(name, receiver, given)
-        if receiver.graph:
-            return self._tensor_method(name, receiver, given)
+        if receiver.kind is Kind.TENSOR or receiver.graph or _divisors(name, given):
+            result = self._tensor_method(name, receiver, given)
+            if name in ("div_", "mul_") and isinstance(node.func, ast.Attribute):
+                self.assign(node.func.value, result, self.statement)
+            return result
         if name in STORING:
             return self._store_unknown(node, receiver, name, given)
         if name in torch_facts.LEAVING_THE_GRAPH or name in torch_facts.INTEGER_RESULTS:
@@ -312,7 +328,10 @@ class Calls(Containers):
         content = combine([*arguments, *keywords.values()])
         if content.graph and looks_like_loss(name):
             return self._through_loss([*arguments, *keywords.values()])
-        return self.forward(node, receiver, path, arguments, keywords, direct=looks_like_module(name))
+        result = self.forward(node, receiver, path, arguments, keywords, direct=looks_like_module(name))
+        if looks_like_module(name) or looks_like_forward(name):
+            return result
+        return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
 
     def _tensor_method(self, name: str, receiver: Value, given: list[Value]) -> Value:
         if name in torch_facts.INTEGER_RESULTS or name in torch_facts.LEAVING_THE_GRAPH:
@@ -320,8 +339,7 @@ class Calls(Containers):
         content = combine([receiver, *given])
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(given))
-        divisors = receiver.divisors | ({"div"} if name in ("div", "div_", "true_divide") else set())
-        return replace(content, divisors=divisors, scaled=receiver.scaled)
+        return replace(content, divisors=receiver.divisors | _divisors(name, given), scaled=receiver.scaled)
 
     def _accelerator_method(self, node: ast.Call, name: str, given: list[Value]) -> Value:
         if name == "prepare":
@@ -343,3 +361,12 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "train": Calls._mode,
     "eval": Calls._mode,
 }
+
+
+def _divisors(name: str, given: list[Value]) -> frozenset[str]:
+    """What a function or method of a tensor divides it by: `loss.div(k)`, `loss.mul(1 / k)`."""
+    if name in ("div", "div_", "true_divide", "divide"):
+        return frozenset({name})
+    if name in ("mul", "mul_", "multiply") and given:
+        return given[0].divisors
+    return frozenset()

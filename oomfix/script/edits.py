@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -66,6 +68,56 @@ def add_keyword(source: Source, call: ast.Call, keyword: str) -> tuple[Edit, ...
     last = max(bounds(source, argument)[1] for argument in arguments)
     last = _behind_parentheses(source, last, bounds(source, call)[1] - 1)
     return (Edit(last, last, f", {keyword}"),)
+
+
+def prepend_argument(source: Source, call: ast.Call, text: str, names: Sequence[str] = ()) -> tuple[Edit, ...]:
+    """Put an argument first; the positional ones become keyword arguments of these `names`, or stay as they are.
+
+    Empty where that cannot be written: starred arguments have no names, and a bare generator stands alone.
+    """
+    bare = any(isinstance(argument, ast.GeneratorExp) for argument in call.args)
+    if bare or (names and (any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(names))):
+        return ()
+    starts = _argument_starts(source, call)
+    if not call.args and not call.keywords:
+        return (Edit(starts[0], starts[0], text),)
+    arguments = [max(start for start in starts[1:] if start <= bounds(source, node)[0]) for node in call.args]
+    prefixes = [f"{name}=" for name, _ in zip(names, arguments, strict=False)] or [""] * len(arguments)
+    if not arguments:
+        return (Edit(starts[1], starts[1], f"{text}, "),)
+    prefixes[0] = f"{text}, {prefixes[0]}"
+    return tuple(Edit(at, at, prefix) for at, prefix in zip(arguments, prefixes, strict=True) if prefix)
+
+
+def _argument_starts(source: Source, call: ast.Call) -> list[int]:
+    """The offset behind a call's opening parenthesis, then that of the first character behind it and each comma.
+
+    `ast` does not count the parentheses around an argument, the tokens do.
+    """
+    start, end = bounds(source, call)
+    # in parentheses of its own, a call that was cut out of a larger expression is tokens that belong together
+    lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n|$)", f"({source.text[start:end]})")
+    offsets = [start - 1, *(start - 1 + length for length in accumulate(map(len, lines)))]
+    readline = iter(lines)
+    tokens = [
+        (token.string, offsets[token.start[0] - 1] + token.start[1])
+        for token in tokenize.generate_tokens(lambda: next(readline, ""))
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+    ][1:-1]
+    depth = 0
+    opening = 0
+    for index in range(len(tokens) - 1, -1, -1):
+        depth += (tokens[index][0] in ")]}") - (tokens[index][0] in "([{")
+        if depth == 0:
+            opening = index
+            break
+    starts = [tokens[opening][1] + 1]
+    for index in range(opening, len(tokens) - 1):
+        string = tokens[index][0]
+        if index == opening or (string == "," and depth == 1):
+            starts.append(tokens[index + 1][1])
+        depth += (string in "([{") - (string in ")]}")
+    return starts
 
 
 def _behind_parentheses(source: Source, position: int, limit: int) -> int:

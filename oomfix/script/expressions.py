@@ -132,7 +132,11 @@ class Expressions(Calls):
         if left.kind is Kind.NUMBER and left.graph is Graph.NO and isinstance(left.constant, str):
             return NUMBER
         result = combine([left, right])
-        divisors = left.divisors | right.divisors
+        if isinstance(node.op, ast.Add | ast.Sub) and left.graph and right.graph:
+            # What divides one term does not divide the loss.
+            divisors = left.divisors & right.divisors
+        else:
+            divisors = left.divisors | right.divisors
         if isinstance(node.op, ast.Div | ast.FloorDiv) and not right.graph:
             divisors |= {ast.unparse(node.right)}
         if divisors or left.scaled or right.scaled:

@@ -398,14 +398,23 @@ class Follower(Expressions):
             return
         before = self.state.copied()
         narrowing = self._narrowed(node.test)
-        body_end = self._branch(Guard(node, node.test, True), node.body)
+        test = self._written_out(node.test)
+        body_end = self._branch(Guard(node, test, True), node.body)
         self.frame.state = before
         if narrowing is not None:
             self.assign(narrowing, NUMBER, None)
-        else_end = self._branch(Guard(node, node.test, False), node.orelse)
+        else_end = self._branch(Guard(node, test, False), node.orelse)
         self.frame.state = merge(body_end, else_end)
         if self.frame.state is not None and (body_end is None) != (else_end is None):
-            self.scopes.append(Guard(node, node.test, body_end is not None))
+            self.scopes.append(Guard(node, test, body_end is not None))
+
+    def _written_out(self, test: ast.expr) -> ast.expr:
+        """A decision kept in a variable (`update = (i + 1) % k == 0`), as it was written."""
+        binding = self.lookup(test.id) if isinstance(test, ast.Name) else None
+        statement = binding.statement if binding is not None else None
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Compare | ast.BoolOp):
+            return statement.value
+        return test
 
     def _narrowed(self, test: ast.expr) -> ast.expr | None:
         """`if x is not None:` leaves nothing in `x` on the other side."""
@@ -486,6 +495,8 @@ class Follower(Expressions):
     def _for(self, node: ast.For | ast.AsyncFor) -> None:
         literals = is_literal_loop(node.iter)
         source = self.evaluate(node.iter)
+        if self.loops and self._is_over_parts(node.iter):
+            self.trace.loops_over_parts.add(node)
         if literals is not None:
             self._rounds_over(node, literals)
         else:
@@ -493,6 +504,17 @@ class Follower(Expressions):
             self._loop(node, lambda: self.assign(node.target, element, node))
         if self.frame.state is not None:
             self._block(node.orelse)
+
+    def _is_over_parts(self, iterable: ast.expr) -> bool:
+        """A display, or a list that this very iteration has made, also through `zip` and `enumerate`."""
+        if isinstance(iterable, ast.Tuple | ast.List):
+            return True
+        if isinstance(iterable, ast.Call) and path_of(iterable.func) in ("zip", "enumerate", "reversed"):
+            return bool(iterable.args) and all(self._is_over_parts(argument) for argument in iterable.args)
+        binding = self.lookup(iterable.id) if isinstance(iterable, ast.Name) else None
+        if binding is None or binding.loops != self.loops:
+            return False
+        return binding.value.kind in (Kind.SEQUENCE, Kind.CONTAINER) or bool(binding.value.graph)
 
     def _while(self, node: ast.While) -> None:
         self._loop(node, lambda: self.evaluate(node.test))

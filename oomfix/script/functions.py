@@ -70,7 +70,19 @@ class Functions(Core):
             call=node,
             instance=self.instance_of(receiver) if receiver is not None else None,
         )
+        self._keep_age(frame, function, node, 0 if receiver is None else 1)
         return self.run(frame, function, node)
+
+    def _keep_age(self, frame: Frame, function: Function, node: ast.Call, skipped: int) -> None:
+        """A list handed to a function is as old there as it was here."""
+        assert frame.state is not None
+        parameters = [*function.node.args.posonlyargs, *function.node.args.args][skipped:]
+        pairs = list(zip([parameter.arg for parameter in parameters], node.args, strict=False))
+        pairs += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
+        for name, argument in pairs:
+            binding = self.binding_of(argument) if isinstance(argument, ast.Name | ast.Attribute) else None
+            if binding is not None and binding.value.kind is Kind.CONTAINER and name in frame.state.names:
+                frame.state.names[name] = frame.state.names[name]._replace(loops=binding.loops)
 
     def _is_part_of_forward(self, function: Function) -> bool:
         """A method of a module that is part of its forward: it trains nothing, and runs neither itself nor a loader."""

@@ -25,12 +25,16 @@ _MODULE_NAME = re.compile(
     r"|^net[A-Z]\w*$|\w(Net|Model)$",
     re.IGNORECASE,
 )
+_FORWARD_METHOD = re.compile(
+    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits|loss|embeddings?)$",
+    re.IGNORECASE,
+)
 _LETTER_MODULE_NAME = re.compile(r"^([DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
 _VERB = re.compile(
     r"^(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
     r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
-    r"select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|wrap)(_|$)",
+    r"select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|wrap|configure|validation|training|on)(_|$)",
     re.IGNORECASE,
 )
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)|^(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
@@ -47,6 +51,11 @@ def looks_like_module(name: str) -> bool:
     if looks_like_loss(last) or _VERB.match(last):
         return False
     return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
+
+
+def looks_like_forward(method: str) -> bool:
+    """Whether a method of a network is usually a part of its forward."""
+    return bool(_FORWARD_METHOD.search(method))
 
 
 def looks_like_loss(name: str) -> bool:
@@ -110,6 +119,8 @@ def _read_call(node: ast.Call, scope: ast.AST | None, hints: Hints) -> None:
     called = path_of(node.func)
     if called is not None:
         hints.called.add(called)
+        if looks_like_scaler(called) and len(node.args) > 1:
+            hints.backwarded.update(scoped(path, scope) for path in _additive_terms(node.args[0]))
     if not isinstance(node.func, ast.Attribute):
         return
     receiver = path_of(node.func.value)
@@ -135,7 +146,17 @@ def _additive_terms(node: ast.expr) -> list[str]:
     if path is not None:
         return [path]
     if isinstance(node, ast.BinOp):
-        return _additive_terms(node.left) + _additive_terms(node.right)
+        if isinstance(node.op, ast.Add | ast.Sub):
+            return _additive_terms(node.left) + _additive_terms(node.right)
+        if isinstance(node.op, ast.Div):
+            return _additive_terms(node.left)
+        # Of a product, the weight is a setting: only what says that it is a loss, or stands beside a literal, is one.
+        weighted = [
+            side
+            for side, other in ((node.left, node.right), (node.right, node.left))
+            if isinstance(other, ast.Constant) or looks_like_loss(path_of(side) or "")
+        ]
+        return [term for side in weighted for term in _additive_terms(side)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == "scale" and node.args:
             return _additive_terms(node.args[0])

@@ -18,11 +18,14 @@ _WINDOW_NAME = re.compile(r"accum|micro|grad_?steps|iter_?size|update_(freq|ever
 class Window:
     """Gradient accumulation: a step every `size` iterations.
 
-    `decision` is the `if` that lets the step through; None when the window is an inner loop of backwards.
+    `test` is what the step waits for, `decision` the `if` that asks it; None when the window is an inner loop.
     """
 
     size: str
+    test: ast.expr
     decision: ast.If | None
+    fires_on_last_batch: bool = False
+    """An alternative in the decision lets the step through at the end of the epoch."""
 
 
 @dataclass
@@ -57,6 +60,11 @@ class TrainingLoop:
         if self.framework is not None:
             return "framework"
         return "none" if not kinds else (kinds.pop() or "unknown") if len(kinds) == 1 else "unknown"
+
+    @property
+    def accumulates_by_itself(self) -> bool:
+        """Whether a framework divides the loss and steps the tail; apex does the precision only."""
+        return self.framework not in (None, "apex")
 
     @property
     def accumulated_backwards(self) -> list[Backward]:
@@ -108,8 +116,10 @@ def _batch_loop(backward: Backward, trace: Trace) -> Loop:
     """
     around = backward.site.loops
     depths = [_shared_depth(around, forward.site.loops) for forward in trace.forwards_of(backward.origins)]
-    depth = max(depths, default=len(around))
-    return around[max(depth, 1) - 1]
+    depth = max(depths, default=0) or len(around)
+    while depth > 1 and around[depth - 1] in trace.loops_over_parts:
+        depth -= 1
+    return around[depth - 1]
 
 
 def _shared_depth(first: tuple[Loop, ...], second: tuple[Loop, ...]) -> int:
@@ -123,7 +133,7 @@ def _shared_depth(first: tuple[Loop, ...], second: tuple[Loop, ...]) -> int:
 
 def _collect(loop: TrainingLoop, trace: Trace, loops: dict[Loop, TrainingLoop]) -> None:
     for forward in trace.forwards.values():
-        if loop.node in forward.site.loops and forward.origin in trace.backpropagated:
+        if loop.node in forward.site.loops and (forward.origin in trace.backpropagated or _feeds_hooks(forward, loop)):
             innermost = next(node for node in reversed(forward.site.loops) if node in loops)
             if innermost is loop.node:
                 loop.forwards.append(forward)
@@ -132,6 +142,11 @@ def _collect(loop: TrainingLoop, trace: Trace, loops: dict[Loop, TrainingLoop]) 
             loop.steps.append(step)
         elif any(_runs_after(step, backward, loop.node) for backward in loop.backwards):
             loop.later_steps.append(step)
+
+
+def _feeds_hooks(forward: Forward, loop: TrainingLoop) -> bool:
+    """A forward whose result nobody takes, in a training iteration: the loss gets at it by hooks or attributes."""
+    return forward.discarded and forward.site.run_of(loop.node) in loop.runs and not forward.evaluating
 
 
 def _runs_after(step: Step, backward: Backward, loop: Loop) -> bool:
@@ -155,11 +170,11 @@ def _window(loop: TrainingLoop) -> Window | None:
         free = [backward for backward in loop.backwards if not _waits(backward, waiting)]
         if not free or not isinstance(first.statement, ast.If):
             return None
-        return Window(_window_size(first.test), first.statement)
+        return Window(_window_size(first.test), first.test, first.statement, _fires_on_last_batch(first))
     if loop.later_steps and isinstance(loop.node, ast.For) and _counts_a_window(loop.node):
         iterable = loop.node.iter
         size = iterable.args[-1] if isinstance(iterable, ast.Call) and iterable.args else iterable
-        return Window(ast.unparse(size), None)
+        return Window(ast.unparse(size), size, None)
     return None
 
 
@@ -169,9 +184,23 @@ def _waits(backward: Backward, decisions: set[int]) -> bool:
 
 def _window_guard(step: Step, loop: TrainingLoop) -> Guard | None:
     for guard in step.site.guards:
-        if is_window_test(guard.test):
+        if is_window_test(guard.test) or _is_hand_counted(guard, loop.node):
             return guard
     return None
+
+
+def _is_hand_counted(guard: Guard, loop: Loop) -> bool:
+    """`seen += 1`, and `if seen == k:` a step and `seen = 0`."""
+    if not isinstance(guard.test, ast.Compare) or not isinstance(guard.test.ops[0], ast.Eq | ast.GtE):
+        return False
+    counter = path_of(guard.test.left)
+    if counter is None or not isinstance(guard.statement, ast.If):
+        return False
+    counted = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in ast.walk(loop))
+    reset = any(
+        isinstance(node, ast.Assign) and counter in map(path_of, node.targets) for node in ast.walk(guard.statement)
+    )
+    return counted and reset
 
 
 def is_window_test(test: ast.expr) -> bool:
@@ -188,7 +217,7 @@ def _window_size(test: ast.expr) -> str:
     for node in ast.walk(test):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             return ast.unparse(node.right)
-    return ast.unparse(test)
+    return ast.unparse(test.comparators[0] if isinstance(test, ast.Compare) else test)
 
 
 def _counts_a_window(node: ast.For) -> bool:
@@ -212,9 +241,10 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield child.attr
 
 
-def fires_on_last_batch(test: ast.expr) -> bool:
-    """`... or (i + 1) == len(loader)`: an alternative lets the step through at the end of the epoch."""
-    return any(isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) for node in ast.walk(test))
+def _fires_on_last_batch(guard: Guard) -> bool:
+    """`... or (i + 1) == len(loader)`; in a guard that continues, `... and (i + 1) != len(loader)`."""
+    alternative = ast.Or if guard.value else ast.And
+    return any(isinstance(node, ast.BoolOp) and isinstance(node.op, alternative) for node in ast.walk(guard.test))
 
 
 def is_counted_per_epoch(loop: TrainingLoop) -> bool:
@@ -224,7 +254,7 @@ def is_counted_per_epoch(loop: TrainingLoop) -> bool:
     if isinstance(node, ast.While):
         return False
     targets = set(_names(node.target))
-    return bool(targets & set(_names(loop.window.decision.test)))
+    return bool(targets & set(_names(loop.window.test)))
 
 
 def is_divided(backward: Backward, window: Window) -> bool:

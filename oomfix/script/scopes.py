@@ -67,10 +67,13 @@ class Scopes:
         self._scope_of_load: dict[ast.Name, Scope] = {}
         self._bindings: list[tuple[Scope, str, ast.AST]] = []
         self._scopes = [self.module]
+        self._bound_by: dict[ast.AST, Variable] = {}
         self._walk(tree)
         for scope, name, node in self._bindings:
             home = self._home(scope, name)
-            home.variables.setdefault(name, Variable(name, home)).bindings.append(node)
+            variable = home.variables.setdefault(name, Variable(name, home))
+            variable.bindings.append(node)
+            self._bound_by.setdefault(node, variable)
         for load in self._scope_of_load:
             variable = self.variable(load)
             (self.unbound.setdefault(load.id, []) if variable is None else variable.loads).append(load)
@@ -94,9 +97,9 @@ class Scopes:
         """The scope in which a name is read."""
         return self._scope_of_load[name]
 
-    def assigned(self, target: ast.Name) -> Variable | None:
-        """The variable that an assignment binds."""
-        return next((variable for variable in self.variables() if target in variable.bindings), None)
+    def bound_by(self, node: ast.AST) -> Variable:
+        """The variable that a binding (see `Variable.bindings`) belongs to."""
+        return self._bound_by[node]
 
     def parent(self, node: ast.AST) -> ast.AST:
         """The node directly above; the module's is the module."""

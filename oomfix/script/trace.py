@@ -87,6 +87,8 @@ class Forward(Event):
     """Assignments of the previous iteration whose graph goes into this forward."""
     direct: bool
     """`model(x)`, `model.forward(x)` or `model.encoder(x)`, not another method of the module."""
+    discarded: bool = False
+    """Nothing takes its result."""
     escaped: bool = False
     """Its result went where it cannot be followed."""
 
@@ -170,6 +172,8 @@ class Trace:
     carries: dict[int, tuple[ast.stmt, Loop]] = field(default_factory=dict)
     """Assignments whose value, graph and all, is fed into a forward of the next iteration of the loop."""
     module_attributes: dict[ast.expr, ModuleAttribute] = field(default_factory=dict)
+    loops_over_parts: set[Loop] = field(default_factory=set)
+    """Loops over what the iteration around them has made: losses, scales, crops."""
     accelerated: set[Loop] = field(default_factory=set)
     """Loops in which a framework does the backward."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
+from oomfix.script.contexts import autocast_under
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.functions import Functions
 from oomfix.script.hints import looks_like_optimizer, looks_like_scaler
 from oomfix.script.names import path_of
-from oomfix.script.trace import Backward, Forward, Loop, Step
+from oomfix.script.trace import Backward, Forward, Loop, Site, Step
 from oomfix.script.values import (
     NO_ORIGINS,
     NONE,
@@ -47,13 +48,14 @@ class Training(Functions):
         grad = self.state.grad
         self.trace.forwards[origin] = Forward(
             node=node,
-            site=self.site(),
+            site=self._site_of_forward(method),
             order=self.trace.next_order(),
             origin=origin,
             path=path,
             evaluating=self.state.evaluating.get(self._identity(module, path), False),
             carried=content.carried_from,
             direct=direct,
+            discarded=grad is Graph.YES and self._is_discarded(node),
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, self._carrying[number])
@@ -64,6 +66,25 @@ class Training(Functions):
         if method is None:
             return whole
         return _with_structure(self._inside(node, method, module, arguments, keywords, origin), whole)
+
+    def _site_of_forward(self, method: Function | None) -> Site:
+        """Where we are; autocast that the module's own code brings along counts as well."""
+        site = self.site()
+        if method is None or site.autocast is not None:
+            return site
+        autocast = None
+        for effects in method.effects:
+            autocast = autocast_under(effects.ref, autocast)
+        for statement in ast.walk(method.node):
+            if isinstance(statement, ast.With) and any(_is_autocast(item.context_expr) for item in statement.items):
+                autocast = autocast or "unknown"
+        return replace(site, autocast=autocast)
+
+    def _is_discarded(self, node: ast.Call) -> bool:
+        statement = self.statement
+        if isinstance(statement, ast.Assign) and statement.value is node:
+            return all(path_of(target) == "_" for target in statement.targets)
+        return isinstance(statement, ast.Expr) and statement.value is node
 
     def _part_of_forward(self, content: Value) -> Value:
         assert self.enclosing_forward is not None
@@ -124,6 +145,20 @@ class Training(Functions):
                 certain = Value(Kind.TENSOR, self.state.grad, value.origins)
                 self.assign(root_node, certain, binding.statement, binding.loops)
         return NONE
+
+    def _is_backward_out_of_sight(self, path: str | None, arguments: list[Value], keywords: dict[str, Value]) -> bool:
+        """`loss_scaler(loss, optimizer, ...)`: a scaler that is handed a loss and an optimizer runs both."""
+        if path is None or not looks_like_scaler(path) or len(arguments) < 2:
+            return False
+        return bool(flatten(arguments[0]).graph) or "parameters" in keywords
+
+    def _backward_out_of_sight(self, node: ast.Call, arguments: list[Value]) -> Value:
+        loss = replace(flatten(arguments[0]), scaled=True)
+        self._record_backward(node, node.args[0], loss, None)
+        optimizer = path_of(node.args[1]) or ast.unparse(node.args[1])
+        self.trace.steps.append(Step(node, self.site(), self.trace.next_order(), optimizer=optimizer, scaled=True))
+        self.state.gradients = frozenset({"none"})
+        return NUMBER
 
     def _backward_framework(self, node: ast.Call, receiver: Value) -> str | None:
         assert isinstance(node.func, ast.Attribute)
@@ -289,6 +324,10 @@ class Training(Functions):
         if returned.items is not None:
             return Value(Kind.SEQUENCE, items=tuple(PLAIN_TENSOR for _ in returned.items))
         return PLAIN_TENSOR
+
+
+def _is_autocast(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "autocast"
 
 
 def _with_structure(returned: Value, whole: Value) -> Value:

@@ -1,0 +1,291 @@
+"""Where a file imports and uses `torch.cuda.amp` and `torch.cpu.amp`, under whatever name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from oomfix.script.scopes import Scopes, Variable
+
+if TYPE_CHECKING:
+    from oomfix.source import Source
+
+APIS = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+"""What `torch.amp` replaces, with a device type."""
+
+_API = re.compile(
+    r"torch\.(cuda|cpu)\.amp(?:\.autocast_mode|\.grad_scaler)?\.(autocast|GradScaler|custom_fwd|custom_bwd)"
+)
+_MODULE = re.compile(r"torch\.(cuda|cpu)\.amp(\.autocast_mode|\.grad_scaler)?")
+_REPLACED = re.compile(rf"{_API.pattern}|{_MODULE.pattern}")
+_NEW = re.compile(
+    r"torch\.(autocast|amp(\.(autocast_mode|grad_scaler))?(\.(autocast|GradScaler|custom_fwd|custom_bwd))?)"
+)
+_NEW_TEXT = re.compile(r"\btorch\.(amp|autocast)\b|from torch import [^\n]*\b(amp|autocast)\b")
+_VERSION_TEST = re.compile(r"version|hasattr|getattr|torch_|inspect|new_api", re.IGNORECASE)
+_STARRED = {"": APIS, ".autocast_mode": ("autocast", "custom_fwd", "custom_bwd"), ".grad_scaler": ("GradScaler",)}
+
+
+class Role(Enum):
+    """What a file does with a deprecated name."""
+
+    CALL = auto()
+    DECORATOR = auto()
+    PARTIAL = auto()
+    """`functools.partial(autocast, ...)`."""
+    CLASS = auto()
+    """It stands for the class: `isinstance(x, GradScaler)`, an annotation."""
+    ALIAS = auto()
+    """`ac = torch.cuda.amp.autocast`: its uses are found under the new name."""
+    OTHER = auto()
+    """Anything else: what becomes of it is out of sight."""
+
+
+@dataclass(eq=False)
+class AmpUse:
+    """One use of a deprecated function, class or module.
+
+    Attributes:
+        node: the name or attribute, `amp.autocast`.
+        api: one of `APIS`; None for a module.
+        device: "cuda" or "cpu".
+        root: the name that `node` starts with, and `variable` what it refers to (None behind a star import).
+        root_path: what `root` is, `torch.cuda.amp`.
+        path: what `node` is, `torch.cuda.amp.autocast`.
+    """
+
+    node: ast.expr
+    api: str | None
+    device: str
+    root: ast.Name
+    root_path: str
+    path: str
+    variable: Variable | None
+    role: Role
+
+    @property
+    def through_import(self) -> bool:
+        """Whether it hangs on a name that itself means something deprecated."""
+        return _REPLACED.fullmatch(self.root_path) is not None
+
+
+@dataclass(eq=False)
+class AmpImport:
+    """An import statement that brings deprecated names in: `names` (as in the statement) with their paths."""
+
+    statement: ast.Import | ast.ImportFrom
+    names: list[tuple[ast.alias, str]]
+
+    @property
+    def starred(self) -> bool:
+        """`from torch.cuda.amp import *`."""
+        return self.names[0][0].name == "*"
+
+
+class AmpNames:
+    """The deprecated names of a file.
+
+    Attributes:
+        imports: the statements that import them.
+        uses: what is done with them.
+        patched: whether the file assigns to an attribute of the deprecated modules.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.scopes = Scopes(source.tree)
+        self.imports = [found for node in ast.walk(source.tree) if (found := _import_of(node)) is not None]
+        self.uses: list[AmpUse] = []
+        self.patched = False
+        self._resolving: set[Variable] = set()
+        for variable in self.scopes.variables():
+            path = next((path for path in self.origins(variable) if path is not None and _leads_to_amp(path)), None)
+            if path is not None:
+                for load in variable.loads:
+                    self._follow(load, path, variable)
+        for name, path in self._starred_paths.items():
+            for load in self.scopes.unbound.get(name, ()):
+                self._follow(load, path, None)
+
+    @cached_property
+    def stars(self) -> list[AmpImport]:
+        """The star imports of deprecated modules."""
+        return [found for found in self.imports if found.starred]
+
+    @cached_property
+    def _starred_paths(self) -> dict[str, str]:
+        """Name -> path of what star imports bring in."""
+        paths = {}
+        for found in self.stars:
+            module = found.names[0][1]
+            match = _MODULE.fullmatch(module)
+            for name in _STARRED[match[2] or ""] if match else ():
+                paths[name] = f"{module}.{name}"
+        return paths
+
+    def origins(self, variable: Variable) -> list[str | None]:
+        """What each binding of a variable makes it: the path of something imported, or None."""
+        if variable in self._resolving:
+            return [None]
+        self._resolving.add(variable)
+        origins = [self._origin(binding) for binding in variable.bindings]
+        self._resolving.discard(variable)
+        return origins
+
+    def only_origin(self, variable: Variable) -> str | None:
+        """What a variable is, where all of its bindings agree."""
+        origins = {None if path is None else renamed(path) or path for path in self.origins(variable)}
+        devices = {path.split(".")[1] for path in self.origins(variable) if path is not None and "." in path}
+        return self.origins(variable)[0] if len(origins) == 1 and len(devices) <= 1 else None
+
+    def _origin(self, binding: ast.AST) -> str | None:
+        parent = self.scopes.parent(binding)
+        if isinstance(binding, ast.alias):
+            if isinstance(parent, ast.ImportFrom):
+                return None if parent.level else f"{parent.module}.{binding.name}"
+            return binding.name if binding.asname else binding.name.split(".")[0]
+        if isinstance(binding, ast.Name) and isinstance(parent, ast.Assign) and parent.targets == [binding]:
+            return self._path(parent.value)
+        return None
+
+    def _path(self, node: ast.expr) -> str | None:
+        """What an expression is, if it is something imported."""
+        if isinstance(node, ast.Attribute):
+            base = self._path(node.value)
+            return None if base is None else f"{base}.{node.attr}"
+        if isinstance(node, ast.Name):
+            variable = self.scopes.variable(node)
+            if variable is None:
+                return self._starred_paths.get(node.id)
+            return next((path for path in self.origins(variable) if path is not None), None)
+        return None
+
+    def _follow(self, load: ast.Name, root_path: str, variable: Variable | None) -> None:
+        """Note the use that a read of a name is, with the attributes behind it."""
+        node: ast.expr = load
+        path = root_path
+        while not _API.fullmatch(path):
+            parent = self.scopes.parent(node)
+            if not isinstance(parent, ast.Attribute):
+                break
+            node, path = parent, f"{path}.{parent.attr}"
+        match = _REPLACED.match(path)
+        if match is None:
+            return
+        api = _API.fullmatch(path)
+        role = self._role(node, api is not None) if _REPLACED.fullmatch(path) else Role.OTHER
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            self.patched = True
+        device = "cpu" if path.startswith("torch.cpu") else "cuda"
+        use = AmpUse(node, api[2] if api else None, device, load, root_path, path, variable, role)
+        if use.through_import or api or role is Role.ALIAS:
+            self.uses.append(use)
+
+    def _role(self, node: ast.expr, is_api: bool) -> Role:
+        parent = self.scopes.parent(node)
+        if isinstance(parent, ast.Assign) and parent.value is node and self._is_alias(parent):
+            return Role.ALIAS
+        if not is_api:
+            return Role.OTHER
+        if isinstance(parent, ast.Call) and parent.func is node:
+            return Role.CALL
+        if node in getattr(parent, "decorator_list", ()):
+            return Role.DECORATOR
+        if (
+            isinstance(parent, ast.Call)
+            and parent.args[:1] == [node]
+            and self._path(parent.func) == "functools.partial"
+        ):
+            return Role.PARTIAL
+        return Role.CLASS if self._stands_for_class(node) else Role.OTHER
+
+    def _is_alias(self, statement: ast.Assign) -> bool:
+        target = statement.targets[0]
+        return (
+            len(statement.targets) == 1
+            and isinstance(target, ast.Name)
+            and not self.scopes.bound_by(target).scope.is_class
+        )
+
+    def _stands_for_class(self, node: ast.expr) -> bool:
+        for parent, child in self.scopes.ancestors(node):
+            if isinstance(parent, ast.Subscript | ast.Tuple | ast.List | ast.BinOp):
+                continue
+            if isinstance(parent, ast.Call):
+                checks = isinstance(parent.func, ast.Name) and parent.func.id in ("isinstance", "issubclass")
+                return checks and parent.args[1:] == [child]
+            return child is getattr(parent, "annotation", None) or child is getattr(parent, "returns", None)
+        return False
+
+    def is_version_fallback(self, node: ast.AST) -> bool:
+        """Whether a node runs only where an older torch is installed: the new names stand in the other branch."""
+        for parent, child in self.scopes.ancestors(node):
+            if isinstance(parent, ast.Try) and isinstance(child, ast.ExceptHandler):
+                if self._speaks_of_new_names(parent.body):
+                    return True
+            elif isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
+                parts = (_listed(parent.body), _listed(parent.orelse), [parent.test])
+                others = [part for other in parts if child not in other for part in other]
+                if _VERSION_TEST.search(ast.unparse(parent.test)) and self._speaks_of_new_names(others):
+                    return True
+        return False
+
+    def has_newer_fallback(self, node: ast.AST) -> bool:
+        """Whether a node is in a `try` whose handlers turn to the new names."""
+        return any(
+            isinstance(parent, ast.Try)
+            and child in parent.body
+            and any(self._speaks_of_new_names(handler.body) for handler in parent.handlers)
+            for parent, child in self.scopes.ancestors(node)
+        )
+
+    def _speaks_of_new_names(self, nodes: list[ast.stmt] | list[ast.expr] | list[ast.stmt | ast.expr]) -> bool:
+        return any(_NEW_TEXT.search(ast.unparse(node)) for node in nodes)
+
+    def may_be_new(self, variable: Variable) -> bool:
+        """Whether a variable is bound to the new names as well."""
+        return any(path is not None and _NEW.fullmatch(path) for path in self.origins(variable))
+
+
+def renamed(path: str) -> str | None:
+    """The path in `torch.amp` of something in the deprecated modules; None for what has none there."""
+    api = _API.fullmatch(path)
+    if api:
+        return f"torch.amp.{api[2]}"
+    module = _MODULE.fullmatch(path)
+    return f"torch.amp{module[2] or ''}" if module else None
+
+
+def _listed(part: ast.expr | list[ast.stmt]) -> list[ast.stmt | ast.expr]:
+    return [*part] if isinstance(part, list) else [part]
+
+
+def _leads_to_amp(path: str) -> bool:
+    return path in ("torch", "torch.cuda", "torch.cpu") or _REPLACED.fullmatch(path) is not None
+
+
+def _import_of(node: ast.AST) -> AmpImport | None:
+    """The deprecated names of an import statement, None for any other node."""
+    if isinstance(node, ast.Import):
+        names = [(alias, alias.name) for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        starred = node.names[0].name == "*"
+        names = [(alias, f"{node.module}" if starred else f"{node.module}.{alias.name}") for alias in node.names]
+    else:
+        return None
+    deprecated = [(alias, path) for alias, path in names if _REPLACED.fullmatch(path)]
+    return AmpImport(node, deprecated) if deprecated else None
+
+
+def distinct(uses: list[AmpUse]) -> Iterator[AmpUse]:
+    """One use per node."""
+    seen: set[ast.expr] = set()
+    for use in uses:
+        if use.node not in seen:
+            seen.add(use.node)
+            yield use
