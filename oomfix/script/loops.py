@@ -116,10 +116,11 @@ def _batch_loop(backward: Backward, trace: Trace) -> Loop:
     """
     around = backward.site.loops
     depths = [_shared_depth(around, forward.site.loops) for forward in trace.forwards_of(backward.origins)]
-    depth = max(depths, default=0) or len(around)
-    while depth > 1 and around[depth - 1] in trace.loops_over_parts:
-        depth -= 1
-    return around[depth - 1]
+    depth = max(depths, default=0)
+    if depth:
+        return around[depth - 1]
+    batches = [loop for loop in around if loop not in trace.loops_over_parts]
+    return (batches or list(around))[-1]
 
 
 def _shared_depth(first: tuple[Loop, ...], second: tuple[Loop, ...]) -> int:

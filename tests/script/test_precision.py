@@ -1,0 +1,130 @@
+"""Autocast around training forwards, under aliases, flags and decorators."""
+
+from __future__ import annotations
+
+import pytest
+
+TRAIN = """
+    import torch, contextlib
+    from torch.cuda.amp import autocast as ac
+    {before}
+    model = Net().cuda()
+    for x, y in loader:
+        {context}
+            loss = criterion(model(x), y)
+        {backward}
+        optimizer.step()
+"""
+
+
+def train(context="if True:", before="pass", backward="scaler.scale(loss).backward()") -> str:
+    return TRAIN.format(context=context, before=before, backward=backward)
+
+
+def codes(found):
+    return [code for code, _ in found if code in ("OOM202", "OOM304", "OOM305")]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"context": "with ac():"},
+        {"context": "with ac(enabled=args.amp):"},
+        {"context": "with torch.autocast(device.type, enabled=args.amp):"},
+        {"context": "with torch.amp.autocast('cuda'), timer():"},
+        {"context": "with context:", "before": "context = ac() if args.amp else contextlib.nullcontext()"},
+        {"context": "with context:", "before": "context = ac()"},
+    ],
+    ids=str,
+)
+def test_autocast_is_seen_in_every_spelling(report, parts):
+    assert codes(report(train(**parts))) == []
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"backward": "loss.backward()"},
+        {"context": "with contextlib.nullcontext():", "backward": "loss.backward()"},
+        {"context": "with ac(enabled=False):", "backward": "loss.backward()"},
+        {"context": "with torch.no_grad() if False else contextlib.nullcontext():", "backward": "loss.backward()"},
+    ],
+    ids=str,
+)
+def test_without_autocast_the_forward_is_reported(report, parts):
+    assert codes(report(train(**parts))) == ["OOM202"]
+
+
+@pytest.mark.parametrize(
+    ("context", "found"),
+    [
+        ("with ac():", ["OOM304"]),
+        ("with torch.autocast('cuda', torch.float16):", ["OOM304"]),
+        ("with torch.autocast('cuda', dtype=torch.half):", ["OOM304"]),
+        ("with torch.autocast('cuda', dtype=torch.bfloat16):", []),
+        ("with torch.autocast('cuda', torch.bfloat16):", []),
+        ("with torch.autocast('cpu'):", []),
+        ("with torch.autocast('cuda', dtype=args.dtype):", []),
+    ],
+)
+def test_float16_needs_a_scaler(report, context, found):
+    assert codes(report(train(context=context, backward="loss.backward()"))) == found
+
+
+def test_autocast_on_the_models_own_forward_counts(report):
+    code = """
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            @torch.autocast("cuda", dtype=torch.bfloat16)
+            def forward(self, x):
+                return self.layer(x)
+
+        model = Net().cuda()
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_the_fp32_branch_of_a_flag_is_a_choice(report):
+    code = """
+        import torch
+        model = Net().cuda()
+        for x, y in loader:
+            if args.amp:
+                with torch.autocast("cuda"):
+                    loss = criterion(model(x), y)
+                scaler.scale(loss).backward()
+            else:
+                loss = criterion(model(x), y)
+                loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_a_helper_under_autocast_is_covered(report):
+    code = """
+        import torch
+        def compute(model, batch):
+            return criterion(model(batch.x), batch.y)
+
+        for batch in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = compute(model, batch)
+            loss.backward()
+    """
+    assert report(code) == []
+
+
+def test_one_finding_per_forward_call(report):
+    code = """
+        for real in loader:
+            fake = netG(noise.cuda())
+            (netD(fake) - netD(real.cuda())).mean().backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 2), ("OOM202", 3)]
