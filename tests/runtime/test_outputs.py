@@ -1,0 +1,110 @@
+"""What a forward returns besides the loss comes back as if the batch had been whole."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from oomfix import runtime
+from oomfix.profile.tracker import SimulatedCard
+from oomfix.runtime.outputs import Concatenate, Same, Weight
+
+X = torch.randn(13, 6, generator=torch.Generator().manual_seed(1)).double()
+MODEL = nn.Linear(6, 4).double()
+Both = namedtuple("Both", "out count")
+
+EXTRAS = {
+    "rows": lambda out: out,
+    "rows in dimension 1": lambda out: out.T.contiguous(),
+    "rows folded with others": lambda out: out.reshape(-1),
+    "count as a number": lambda out: int((out > 0).sum()),
+    "count as a tensor": lambda out: (out > 0).sum(),
+    "count as floats": lambda out: (out > 0).sum().float(),
+    "mean": lambda out: out.mean(),
+    "mean as a number": lambda out: out.mean().item(),
+    "mean per class": lambda out: out.mean(0),
+    "histogram": lambda out: torch.bincount(out.argmax(1), minlength=4),
+    "classes": lambda out: out.argmax(1),
+    "constant": lambda out: 7,
+    "text": lambda out: "text",
+    "nothing": lambda out: None,
+    "list of samples": lambda out: [{"score": row.sum()} for row in out],
+    "list of kinds": lambda out: [out, out.mean(), int((out > 0).sum())],
+    "nested": lambda out: {"a": (out, [out.sum(), None]), "b": Both(out, (out > 0).sum())},
+    "largest": lambda out: out.max(),  # no rule fits: the batch runs whole
+    "spread": lambda out: out.std(),
+}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype and not b.requires_grad
+        return torch.allclose(a.double(), b.double(), rtol=1e-12)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and (a == pytest.approx(b, rel=1e-12) if isinstance(a, float) else a == b)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_is_what_it_would_be_for_the_whole_batch(extra):
+    def forward(x):
+        out = MODEL(x)
+        return out.pow(2).mean(), EXTRAS[extra](out)
+
+    with torch.no_grad():
+        _, expected = forward(X)
+    _, got = runtime.preset("16gb", micro_batches=4).forward_backward(forward, X)
+    assert same(expected, got)
+
+
+def test_a_count_that_is_zero_on_the_checked_rows_is_a_count():
+    def forward(x):
+        out = MODEL(x)
+        return out.pow(2).mean(), (x[:, 0] > 50).float().sum()
+
+    x = X.clone()
+    x[6, 0], x[11, 0] = 60.0, 70.0
+    _, count = runtime.preset("16gb", micro_batches=4).forward_backward(forward, x)
+    assert float(count) == 2.0
+
+
+def test_a_loss_under_its_name_in_a_mapping():
+    result = runtime.preset("16gb", micro_batches=4).forward_backward(
+        lambda x: {"out": MODEL(x), "loss": MODEL(x).pow(2).sum()}, X
+    )
+    assert torch.allclose(result["loss"], MODEL(X).pow(2).sum(), rtol=1e-12)
+    assert torch.allclose(result["out"], MODEL(X), rtol=1e-12)
+
+
+def test_large_outputs_are_never_held_twice():
+    weight = nn.Parameter(torch.ones(1))
+    x = torch.randn(64, 1)
+
+    def forward(x):
+        out = (x * weight).expand(64 if len(x) == 64 else len(x), 4096) * 1.0  # [rows, 4096]
+        return out.mean(), out
+
+    memory = runtime.preset("16gb", micro_batches=16)
+    with SimulatedCard() as card:
+        _, out = memory.forward_backward(forward, x)
+    whole_bytes = out.numel() * 4
+    assert card.peak_bytes < 1.6 * whole_bytes
+    assert out.shape == (64, 4096)
+
+
+def test_rows_of_unforeseen_length_still_come_back_in_order():
+    collector = Concatenate(0).collector(6)
+    pieces = [torch.arange(4), torch.arange(3), torch.arange(9)]
+    for piece in pieces:
+        collector.add(piece, Weight(2, 2))
+    assert torch.equal(collector.result(), torch.cat(pieces))
+
+
+def test_a_constant_is_taken_once():
+    collector = Same().collector(4)
+    collector.add("a", Weight(2, 2))
+    collector.add("b", Weight(2, 2))
+    assert collector.result() == "a"
