@@ -218,5 +218,11 @@ def _syntax_problem(error: SyntaxError, text: str) -> str:
         return f"cannot parse: {message}"
     lines = split_lines(text)
     line = lines[error.lineno - 1] if 0 < error.lineno <= len(lines) else ""
-    guess = " (Python 2?)" if _PYTHON_2.search(line) else ""
-    return f"cannot parse: line {error.lineno}: {message}{guess}"
+    return f"cannot parse: line {error.lineno}: {message}{_guess(line)}"
+
+
+def _guess(line: str) -> str:
+    """What a line that is not Python 3 seems to be, in brackets, or nothing."""
+    if line.lstrip().startswith(("!", "%")):
+        return " (a command of IPython?)"
+    return " (Python 2?)" if _PYTHON_2.search(line) else ""

@@ -56,7 +56,8 @@ def layout(report: Report, width: int | None) -> Iterator[Line]:
         yield from _frame(finding, width)
         yield from _fix(finding, width)
         yield []
-    yield from _wrapped([Span(_summary(report))], width)
+    for line in _summary(report):
+        yield from _wrapped([Span(line)], width)
 
 
 def _headline(path: str, finding: Located, width: int | None) -> Iterator[Line]:
@@ -161,8 +162,8 @@ def _fix(finding: Located, width: int | None) -> Iterator[Line]:
         yield [Span(f"       and {more} more {_plural(more, 'line')}", "dim")]
 
 
-def _summary(report: Report) -> str:
-    """The last line: how much was found, where, and how much of it shows its fix."""
+def _summary(report: Report) -> Iterator[str]:
+    """The last lines: how much was found, where, how much of it shows its fix, and what explains the worst."""
     files = [file for file in report.files if not file.errors or file.findings or file.loops]
     loops = sum(len(file.loops) for file in report.files)
     read = f"{len(files)} {_plural(len(files), 'file')} with {loops} training {_plural(loops, 'loop')}"
@@ -171,11 +172,13 @@ def _summary(report: Report) -> str:
     counts = report.counts()
     total = counts.total()
     if not total:
-        return f"no findings in {read}{note}"
+        yield f"no findings in {read}{note}"
+        return
     found = ", ".join(f"{counts[kind]} {_plural(counts[kind], kind)}" for kind in SEVERITIES if counts[kind])
     fixed = sum(1 for _, finding in report.findings() if finding.fix == "local")
+    yield f"{found} in {read}; {fixed} of {total} with a fix shown{note}"
     worst = min(report.findings(), key=lambda found: SEVERITIES.index(found[1].severity))[1].code
-    return f"{found} in {read}; {fixed} of {total} with a fix shown; why: `oomfix explain {worst}`{note}"
+    yield f"`oomfix explain {worst}` says why"
 
 
 def _plural(count: int, noun: str) -> str:

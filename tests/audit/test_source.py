@@ -88,6 +88,7 @@ def test_a_literal_that_python_warns_of_passes_in_silence():
         (codecs.BOM_UTF8 + b"# coding: latin-1\n", "declares another encoding"),
         (b"x = 1\nprint 'x'\n", "cannot parse: line 2: Missing parentheses in call to 'print' (Python 2?)"),
         (b"try:\n    x\nexcept E, e:\n    y\n", "line 3: multiple exception types must be parenthesized (Python 2?)"),
+        (b"import torch\n!pip install timm\n", "cannot parse: line 2: invalid syntax (a command of IPython?)"),
         (b"x = (\n", "cannot parse: line 1: '(' was never closed"),
         (b"x = 1 +\n", "cannot parse: line 1: invalid syntax"),
         (b"x = " + b"-" * 100_000 + b"1", "cannot parse: nested too deeply"),
