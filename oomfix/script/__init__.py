@@ -281,29 +281,6 @@ class Script:
                         return remove_statement(self.source, statement, block)
         return ()
 
-    def deprecated_amp(self) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-        for statement in self.imports.statements:
-            names = [alias.name for alias in statement.names]
-            module = getattr(statement, "module", None) or ""
-            if isinstance(statement, ast.ImportFrom):
-                hit = module.startswith(("torch.cuda.amp", "torch.cpu.amp")) or (
-                    module in ("torch.cuda", "torch.cpu") and "amp" in names
-                )
-            else:
-                hit = any(name.startswith(("torch.cuda.amp", "torch.cpu.amp")) for name in names)
-            if hit:
-                yield statement, "torch.cuda.amp", "torch.amp"
-        for node in self.imports.nodes:
-            if isinstance(node, ast.Call):
-                for name in self.imports.qualified(node.func):
-                    if re.match(r"torch\.(cuda|cpu)\.amp\.(\w+\.)?(autocast|GradScaler|custom_fwd|custom_bwd)$", name):
-                        yield node, name, name
-            for decorator in getattr(node, "decorator_list", ()):
-                if not isinstance(decorator, ast.Call):
-                    for name in self.imports.qualified(decorator):
-                        if re.match(r"torch\.(cuda|cpu)\.amp\.(\w+\.)?(autocast|custom_fwd|custom_bwd)$", name):
-                            yield decorator, name, name
-
 
 def _exclude_each_other(first: Event, second: Event) -> bool:
     """Whether two events are on the two sides of one condition."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
@@ -52,6 +51,7 @@ class AmpUse:
 
     Attributes:
         node: the name or attribute, `amp.autocast`.
+        whole: the call of it, where it is called or goes into a `partial`; else `node`.
         api: one of `APIS`; None for a module.
         device: "cuda" or "cpu".
         root: the name that `node` starts with, and `variable` what it refers to (None behind a star import).
@@ -60,6 +60,7 @@ class AmpUse:
     """
 
     node: ast.expr
+    whole: ast.expr
     api: str | None
     device: str
     root: ast.Name
@@ -119,8 +120,8 @@ class AmpNames:
 
     @cached_property
     def _starred_paths(self) -> dict[str, str]:
-        """Name -> path of what star imports bring in."""
-        paths = {}
+        """Name -> path of what star imports bring in; torch itself can come from any other one."""
+        paths = {"torch": "torch"}
         for found in self.stars:
             module = found.names[0][1]
             match = _MODULE.fullmatch(module)
@@ -139,9 +140,9 @@ class AmpNames:
 
     def only_origin(self, variable: Variable) -> str | None:
         """What a variable is, where all of its bindings agree."""
-        origins = {None if path is None else renamed(path) or path for path in self.origins(variable)}
-        devices = {path.split(".")[1] for path in self.origins(variable) if path is not None and "." in path}
-        return self.origins(variable)[0] if len(origins) == 1 and len(devices) <= 1 else None
+        origins = self.origins(variable)
+        meanings = {None if path is None else (renamed(path) or path, path.startswith("torch.cpu")) for path in origins}
+        return origins[0] if len(meanings) == 1 else None
 
     def _origin(self, binding: ast.AST) -> str | None:
         parent = self.scopes.parent(binding)
@@ -174,15 +175,16 @@ class AmpNames:
             if not isinstance(parent, ast.Attribute):
                 break
             node, path = parent, f"{path}.{parent.attr}"
-        match = _REPLACED.match(path)
-        if match is None:
+        if not _REPLACED.match(path):
             return
         api = _API.fullmatch(path)
         role = self._role(node, api is not None) if _REPLACED.fullmatch(path) else Role.OTHER
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             self.patched = True
         device = "cpu" if path.startswith("torch.cpu") else "cuda"
-        use = AmpUse(node, api[2] if api else None, device, load, root_path, path, variable, role)
+        parent = self.scopes.parent(node)
+        whole = parent if role in (Role.CALL, Role.PARTIAL) and isinstance(parent, ast.Call) else node
+        use = AmpUse(node, whole, api[2] if api else None, device, load, root_path, path, variable, role)
         if use.through_import or api or role is Role.ALIAS:
             self.uses.append(use)
 
@@ -247,9 +249,14 @@ class AmpNames:
     def _speaks_of_new_names(self, nodes: list[ast.stmt] | list[ast.expr] | list[ast.stmt | ast.expr]) -> bool:
         return any(_NEW_TEXT.search(ast.unparse(node)) for node in nodes)
 
-    def may_be_new(self, variable: Variable) -> bool:
-        """Whether a variable is bound to the new names as well."""
-        return any(path is not None and _NEW.fullmatch(path) for path in self.origins(variable))
+    def prefers_new(self, use: AmpUse) -> bool:
+        """Whether the name used is bound to the new function, and to the old one only for an older torch."""
+        if use.variable is None:
+            return False
+        bound = list(zip(use.variable.bindings, self.origins(use.variable), strict=True))
+        old = [binding for binding, path in bound if path is not None and _REPLACED.fullmatch(path)]
+        new = any(path is not None and _NEW.fullmatch(path) for _, path in bound)
+        return new and all(self.is_version_fallback(binding) for binding in old)
 
 
 def renamed(path: str) -> str | None:
@@ -281,11 +288,3 @@ def _import_of(node: ast.AST) -> AmpImport | None:
     deprecated = [(alias, path) for alias, path in names if _REPLACED.fullmatch(path)]
     return AmpImport(node, deprecated) if deprecated else None
 
-
-def distinct(uses: list[AmpUse]) -> Iterator[AmpUse]:
-    """One use per node."""
-    seen: set[ast.expr] = set()
-    for use in uses:
-        if use.node not in seen:
-            seen.add(use.node)
-            yield use

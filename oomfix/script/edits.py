@@ -24,7 +24,7 @@ class Edit(NamedTuple):
 _ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Tuple, ast.List, ast.Dict)
 
 
-def bounds(source: Source, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
+def bounds(source: Source, node: ast.expr | ast.stmt | ast.keyword | ast.alias) -> tuple[int, int]:
     """The character offsets of a node's first character and of the one behind its last."""
     assert node.end_lineno is not None and node.end_col_offset is not None
     return source.offset(node.lineno, node.col_offset), source.offset(node.end_lineno, node.end_col_offset)
@@ -73,7 +73,8 @@ def add_keyword(source: Source, call: ast.Call, keyword: str) -> tuple[Edit, ...
 def prepend_argument(source: Source, call: ast.Call, text: str, names: Sequence[str] = ()) -> tuple[Edit, ...]:
     """Put an argument first; the positional ones become keyword arguments of these `names`, or stay as they are.
 
-    Empty where that cannot be written: starred arguments have no names, and a bare generator stands alone.
+    Empty where that cannot be written: starred arguments have no names, a bare generator stands alone, and nothing
+    positional follows a keyword.
     """
     bare = any(isinstance(argument, ast.GeneratorExp) for argument in call.args)
     if bare or (names and (any(isinstance(a, ast.Starred) for a in call.args) or len(call.args) > len(names))):
@@ -82,11 +83,11 @@ def prepend_argument(source: Source, call: ast.Call, text: str, names: Sequence[
     if not call.args and not call.keywords:
         return (Edit(starts[0], starts[0], text),)
     arguments = [max(start for start in starts[1:] if start <= bounds(source, node)[0]) for node in call.args]
-    prefixes = [f"{name}=" for name, _ in zip(names, arguments, strict=False)] or [""] * len(arguments)
-    if not arguments:
-        return (Edit(starts[1], starts[1], f"{text}, "),)
-    prefixes[0] = f"{text}, {prefixes[0]}"
-    return tuple(Edit(at, at, prefix) for at, prefix in zip(arguments, prefixes, strict=True) if prefix)
+    if arguments and arguments[0] != starts[1]:
+        return ()
+    named = dict(zip(arguments, (f"{name}=" for name in names), strict=False))
+    named[starts[1]] = f"{text}, {named.get(starts[1], '')}"
+    return tuple(Edit(at, at, prefix) for at, prefix in named.items())
 
 
 def _argument_starts(source: Source, call: ast.Call) -> list[int]:

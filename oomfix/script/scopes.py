@@ -75,8 +75,8 @@ class Scopes:
             variable.bindings.append(node)
             self._bound_by.setdefault(node, variable)
         for load in self._scope_of_load:
-            variable = self.variable(load)
-            (self.unbound.setdefault(load.id, []) if variable is None else variable.loads).append(load)
+            read = self.variable(load)
+            (self.unbound.setdefault(load.id, []) if read is None else read.loads).append(load)
 
     def variables(self) -> Iterator[Variable]:
         """Every variable, scope by scope."""
