@@ -248,6 +248,7 @@ class MemoryManager:
         if iteration.trains and not known.steps_seen and self.preset.micro_batches == "auto":
             iteration.room = self._room
         blamed: str | None = None
+        failures = 0
         try:
             parts = self._first_parts(iteration)
             while True:
@@ -268,7 +269,8 @@ class MemoryManager:
                 if said is None:
                     parts = self._whole(known, self._reason(iteration))
                 elif out_of_memory:
-                    free_what_is_left()
+                    failures += 1
+                    free_what_is_left(thorough=failures > 2)
                     parts = self._smaller(iteration, parts, said)
                 else:
                     known.fp32, blamed = True, said
@@ -314,6 +316,10 @@ class MemoryManager:
                 return allowed
             reason = self._reason(iteration)
         if self._checkpoint(known):
+            return parts
+        if iteration.room is not None:
+            # the optimizer may need less than was kept free for it
+            iteration.room = None
             return parts
         raise DoesNotFitError(self._no_way_out(iteration, parts, reason, said))
 

@@ -35,12 +35,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
 
 
-def free_what_is_left() -> None:
+def free_what_is_left(thorough: bool = False) -> None:
     """Collect what only reference cycles keep alive, and give the allocator's unused blocks back.
+
+    Args:
+        thorough: look at old objects too, which takes a good part of a second in a large program. What a failed
+            run left is young.
 
     To be called outside the `except` that caught the error: inside it, the traceback still holds the frames
     that failed, and they hold their tensors.
     """
-    gc.collect()
+    gc.collect(2 if thorough else 1)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

@@ -234,6 +234,11 @@ def choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Choic
     return Choice(rule, any(choice.undecided for choice in choices))
 
 
+def contains(rule: Rule, wanted: Rule) -> bool:
+    """Whether `rule` is `wanted`, or has it for one of its values."""
+    return rule == wanted or (isinstance(rule, Inside) and any(contains(inner, wanted) for inner in rule.rules))
+
+
 def likely(value: Any, micro: Any) -> Rule:
     """The rule that the shape and type of a value suggest, for splits that were asked for unverified.
 

@@ -24,6 +24,17 @@ class RandomState:
         numpy: Any = sys.modules.get("numpy.random")
         self._numpy = numpy.get_state(legacy=False) if numpy is not None else None
 
+    def moved_outside_torch(self) -> bool:
+        """Whether Python's or NumPy's generator has been drawn from since."""
+        if random.getstate() != self._python:
+            return True
+        if self._numpy is None:
+            return False
+        now, before = sys.modules["numpy.random"].get_state(legacy=False), self._numpy
+        if now["has_gauss"] != before["has_gauss"] or now["state"]["pos"] != before["state"]["pos"]:
+            return True
+        return bool((now["state"]["key"] != before["state"]["key"]).any())
+
     def restore(self) -> None:
         """Set the generators back."""
         random.setstate(self._python)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.oom import is_out_of_memory
+from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.outputs import Choice, Mean, Rule, Sum, Weight
 from oomfix.runtime.probe import Draws, Probe, Writes, counters_kept
 from oomfix.runtime.rollback import RandomState
@@ -35,8 +35,8 @@ class Verdict:
         rule: how the results of micro-batches give the result of the batch; None: it may not be split.
         reason: why it may not be split, as the end of a sentence.
         nll_losses: cross entropies with a mean that the forward computes.
-        counts_targets: the loss is a mean over targets, so micro-batches weigh what their cross entropies
-            divide by; if False although there are such losses, that divisor must be the same for every sample.
+        counts_targets: the loss (in an evaluation without one, some result) is a mean over targets, so
+            micro-batches weigh what their cross entropies divide by; if False although there are such losses, that divisor must be the same for every sample.
         sums: the loss is a sum over samples, not a mean.
         needs_gradients: the forward differentiates by itself (gradient penalties).
         trusted: no rule fits, but the user asked for splitting.
@@ -72,7 +72,20 @@ def check(
     Raises:
         torch.OutOfMemoryError: not even these few rows fit.
     """
-    rows = min(batch.size, _MOST_ROWS, max(most_rows, _FEWEST_ROWS))
+    most = min(batch.size, _MOST_ROWS, max(most_rows, _FEWEST_ROWS))
+    for rows in range(most, 1, -1):
+        try:
+            return _check_several(forward, batch, modules, rows, trust)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or rows == 2:
+                raise
+        free_what_is_left()
+    return Verdict(None, "it is a single sample")
+
+
+def _check_several(
+    forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], rows: int, trust: bool
+) -> Verdict:
     verdict = Verdict(None)
     for start in _starts(batch.size, rows):
         verdict = _check_rows(forward, batch, modules, start, rows, trust)
@@ -156,8 +169,8 @@ class _Comparison:
                         self._draws.replay(begin, self._rows)
                     results.append(self._run(begin, end, draws, holds_out and begin == 0))
         finally:
+            self.drew_nothing = not self._draws.recorded and not generators.moved_outside_torch()
             generators.restore()
-            self.drew_nothing = not self._draws.recorded
         if self.wrote and not trust:
             return Verdict(None, f"it keeps state of its own between calls: {self.wrote}")
         shares = [
@@ -196,6 +209,8 @@ class _Comparison:
 
     def _compare(self, whole: Any, parts: list[Any], shares: list[Weight], trust: bool) -> Verdict:
         loss = outputs.loss_in(whole)
+        if loss is not None and loss.numel() != 1:
+            loss = None  # an evaluation returns what it likes
         if loss is not None and not loss.isfinite().all():
             # other rows may show more
             return Verdict(None, "its loss is not a number on a few rows", undecided=True)
@@ -208,7 +223,7 @@ class _Comparison:
         rule = None if loss is None else outputs.choose(loss, [outputs.loss_in(part) for part in parts], shares)
         return Verdict(
             choice.rule,
-            counts_targets=rule is not None and rule.rule == Mean("targets"),
+            counts_targets=outputs.contains(choice.rule if rule is None else rule.rule, Mean("targets")),
             sums=rule is not None and isinstance(rule.rule, Sum),
             trusted=trusted,
             undecided=choice.undecided,

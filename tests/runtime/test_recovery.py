@@ -1,0 +1,295 @@
+"""Running out of memory leaves no trace: bitwise the run that started at the size that fits."""
+
+import copy
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oomfix import runtime
+from oomfix.profile.tracker import SimulatedCard
+from oomfix.runtime.compat import OutOfMemoryError
+from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
+
+
+class Trouble(torch.autograd.Function):
+    """Runs out of memory in forward or backward where the batch has more than `limit` rows."""
+
+    where, limit, error = None, 10**9, None
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.rows = len(x)
+        if Trouble.where == "forward" and len(x) > Trouble.limit:
+            raise type(Trouble.error)(str(Trouble.error))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Trouble.where == "backward" and ctx.rows > Trouble.limit:
+            raise type(Trouble.error)(str(Trouble.error))
+        return gradient
+
+
+@pytest.fixture(autouse=True)
+def no_trouble():
+    Trouble.where, Trouble.limit, Trouble.error = None, 10**9, OutOfMemoryError("CUDA out of memory. Tried to ...")
+    yield
+    Trouble.where = None
+
+
+class Net(nn.Module):
+    """Everything that a failed run may change: dropout, running statistics, a criterion with parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = self.dropout(torch.relu(self.norm(self.first(x))))
+        return self.second(Trouble.apply(self.dropout(x)))
+
+
+class Centers(nn.Module):
+    """A criterion with parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, out, y):
+        return F.cross_entropy(out, y) + 0.1 * (out - self.centers[y]).pow(2).mean()
+
+
+def train(steps=4, size=12, calls_per_step=1, clip=None, **overrides):
+    """Returns everything that training has produced, with the numbers that random generators are at."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    runtime.reset()
+    memory = runtime.preset("16gb", **overrides)
+    model, criterion = Net(), Centers()
+    optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=1e-2)
+    losses = []
+
+    def forward(x, y):
+        noise = torch.tensor(random.random() + np.random.rand())
+        return criterion(model(x) + 0.01 * noise, y)
+
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for _ in range(calls_per_step):
+            x = torch.randn(size, 6, generator=generator)
+            y = torch.randint(0, 4, (size,), generator=generator)
+            losses.append(memory.forward_backward(forward, x, y))
+        memory.step(optimizer)
+    state = [*model.state_dict().values(), *criterion.state_dict().values(), torch.stack(losses), torch.rand(3)]
+    return [*state, torch.tensor([random.random(), np.random.rand()])]
+
+
+def assert_bitwise(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+ERRORS = [
+    OutOfMemoryError("CUDA out of memory. Tried to allocate 2.35 GiB."),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:30])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_recovery_is_bitwise_the_run_that_started_small(where, error):
+    expected = train(micro_batches=4)
+    Trouble.where, Trouble.limit, Trouble.error = where, 3, error
+    # the first guess is 2 micro-batches of 6, then 4 of 3
+    assert_bitwise(train(), expected)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_of_earlier_calls_of_a_window_survive_a_failure_in_a_later_one(where):
+    expected = train(calls_per_step=3, micro_batches=4)
+    Trouble.where, Trouble.limit = where, 3
+    assert_bitwise(train(calls_per_step=3), expected)
+
+
+def test_a_late_failure_puts_the_gradients_of_a_window_back(relative_error):
+    model = Net().eval().double()
+    reference = copy.deepcopy(model)
+    memory = runtime.preset("16gb")
+    for call in range(3):
+        x, y = torch.randn(12, 6).double(), torch.randint(0, 4, (12,))
+        F.cross_entropy(reference(x), y).backward()
+        Trouble.where, Trouble.limit = ("backward", 3) if call == 2 else (None, 0)
+        memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        Trouble.where = None
+    assert relative_error(model, reference) < 1e-12
+
+
+def test_an_input_that_requires_grad_is_put_back():
+    model = Net().eval()
+    x, y = torch.randn(12, 6, requires_grad=True), torch.randint(0, 4, (12,))
+    (expected,) = torch.autograd.grad(F.cross_entropy(model(x), y), [x])
+    Trouble.where, Trouble.limit = "backward", 3
+    runtime.preset("16gb").forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    assert torch.allclose(x.grad, expected, atol=1e-6)
+
+
+def test_other_errors_go_to_the_caller_with_gradients_as_they_were():
+    model = Net().eval()
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    x, y = torch.randn(12, 6), torch.randint(0, 4, (12,))
+    Trouble.where, Trouble.limit, Trouble.error = "backward", 3, ArithmeticError("not about memory")
+    with pytest.raises(ArithmeticError, match="not about memory"):
+        runtime.preset("16gb").forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    assert torch.equal(model.first.weight.grad, torch.ones_like(model.first.weight))
+    assert model.second.weight.grad is None
+
+
+def test_errors_that_mention_memory_otherwise_are_not_taken_for_it():
+    assert not is_out_of_memory(ValueError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(DoesNotFitError("final"))
+    assert is_out_of_memory(OutOfMemoryError("CUDA out of memory"))
+
+
+def test_no_frame_of_the_failure_is_alive_when_the_second_try_begins():
+    """Measured without the garbage collector: its run would hide frames that only cycles keep."""
+    model, alive = Net(), []
+    x, y = torch.randn(12, 6), torch.randint(0, 4, (12,))
+
+    class Activation:
+        pass
+
+    def forward(x, y):
+        alive.append([reference for reference in alive_references if reference() is not None])
+        activation = Activation()
+        alive_references.append(weakref.ref(activation))
+        return F.cross_entropy(model(x), y)
+
+    alive_references = []
+    Trouble.where, Trouble.limit = "backward", 6
+    gc.disable()
+    try:
+        runtime.preset("16gb").forward_backward(forward, x, y)
+    finally:
+        gc.enable()
+    assert all(not references for references in alive)
+
+
+def test_the_optimizer_step_is_never_tried_twice():
+    class Failing(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            Failing.steps += 1
+            raise OutOfMemoryError("CUDA out of memory in step")
+
+    model = Net()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    memory = runtime.preset("16gb")
+    forward_batch = (torch.randn(12, 6), torch.randint(0, 4, (12,)))
+    memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), *forward_batch)
+    with pytest.raises(OutOfMemoryError, match="in step"):
+        memory.step(optimizer)
+    assert Failing.steps == 1
+
+
+def test_a_sample_that_does_not_fit_says_what_to_do():
+    model = Net().eval()
+    before = copy.deepcopy(model.state_dict())
+    Trouble.where, Trouble.limit = "backward", 0
+    with pytest.raises(DoesNotFitError, match=r"1 sample\(s\) at a time do not fit.*Choices: .*smaller samples") as caught:
+        runtime.preset("16gb").forward_backward(
+            lambda x, y: F.cross_entropy(model(x), y), torch.randn(12, 6), torch.randint(0, 4, (12,))
+        )
+    assert isinstance(caught.value, OutOfMemoryError)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_coupled_batch_that_does_not_fit_names_the_choices():
+    model = Net().eval()
+    Trouble.where, Trouble.limit = "backward", 3
+    with pytest.raises(DoesNotFitError, match="depend on each other.*split='always'"):
+        runtime.preset("16gb").forward_backward(lambda x: model(x).std(0).mean(), torch.randn(12, 6))
+
+
+class Deep(nn.Module):
+    """Blocks to checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(6)])
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def test_a_coupled_batch_is_checkpointed_before_anything_is_given_up(relative_error, caplog):
+    model = Deep().double()
+    reference = copy.deepcopy(model)
+    x = torch.randn(64, 32).double()
+
+    def loss(model, x):
+        return model(x).std(0).mean()
+
+    with SimulatedCard() as card:
+        card.track(model)
+        loss(reference, x).backward()
+    # between what the batch takes with and without checkpointing
+    with SimulatedCard(budget_bytes=int(0.8 * card.peak_bytes)) as small:
+        small.track(model, x)
+        runtime.preset("16gb", precision="fp32").forward_backward(lambda x: loss(model, x), x)
+    assert "checkpointing 6 blocks" in caplog.text
+    assert relative_error(model, reference) < 1e-12
+
+
+def test_evaluation_goes_on_in_pieces_with_the_results_of_the_whole():
+    model = Net().eval()
+    x, y = torch.randn(13, 6), torch.randint(0, 4, (13,))
+    y[:3] = -100
+
+    def forward(x, y):
+        out = model(x)
+        return out, F.cross_entropy(out, y), (out.argmax(1) == y).sum(), [int(label) for label in y]
+
+    with torch.no_grad():
+        expected = forward(x, y)
+    Trouble.where, Trouble.limit = "forward", 3
+    out, loss, correct, listed = runtime.preset("16gb").evaluate(forward, x, y)
+    assert torch.allclose(out, expected[0], atol=1e-6)
+    assert torch.allclose(loss, expected[1], atol=1e-6)
+    assert torch.equal(correct, expected[2])
+    assert listed == expected[3]
+    assert not out.requires_grad
+    assert model.first.weight.grad is None
+
+
+def test_memory_that_is_really_held_is_recovered_from(relative_error):
+    """A batch 16 times what the card holds."""
+    model = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 4)).double()
+    reference = copy.deepcopy(model)
+    x, y = torch.randn(256, 8).double(), torch.randint(0, 4, (256,))
+    with SimulatedCard() as card:
+        F.cross_entropy(reference(x), y).backward()
+    sizes = []
+
+    def forward(x, y):
+        sizes.append(len(x))
+        return F.cross_entropy(model(x), y)
+
+    static_bytes = 5 * sum(parameter.numel() * 8 for parameter in model.parameters())
+    with SimulatedCard(budget_bytes=static_bytes + card.peak_bytes // 16) as small:
+        small.track(model)
+        runtime.preset("16gb").forward_backward(forward, x, y)
+    assert max(sizes[-4:]) <= 32
+    assert relative_error(model, reference) < 1e-12

@@ -1,0 +1,432 @@
+"""A batch is split only where a few rows show that it may be; the traps that reading a model's mode falls into."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oomfix import runtime
+from oomfix.runtime.batch import Batch
+from oomfix.runtime.verify import check
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 4, (16,), generator=torch.Generator().manual_seed(2))
+
+
+def modules_of(*models):
+    return [module for model in models for module in model.modules()]
+
+
+def verdict_of(forward, *models, rows=5, batch=(X, Y), trust=False):
+    return check(forward, Batch(batch, {}), modules_of(*models), rows, trust)
+
+
+class PairwiseAttention(nn.Module):
+    """Attends to another image of the batch, when training only (seed 001)."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        if self.training:
+            keys = torch.cat([x, x.roll(1, 0)], 1).reshape(-1, 2, 6)
+            x = (torch.softmax(keys @ self.query(x)[..., None], 1) * keys).sum(1)
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """A mixture of experts with a balance loss over the batch, when training only."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 3), nn.Linear(6, 12)
+
+    def forward(self, x):
+        gate = torch.softmax(self.gate(x), 1)
+        out = (self.experts(x).reshape(-1, 3, 4) * gate[..., None]).sum(1)
+        balance = 0.01 * 3 * gate.mean(0).pow(2).sum() if self.training else 0.0
+        return out, balance
+
+
+class Momentum(nn.Module):
+    """A teacher that follows the student inside its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return (self.student(x) - self.teacher(x)).pow(2).mean()
+
+
+class Queue(nn.Module):
+    """Keeps keys of earlier batches in a plain tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(6, 4)
+        self.__dict__["queue"] = torch.zeros(8, 4)
+
+    def forward(self, x):
+        out = self.net(x)
+        loss = (out @ self.queue.T).pow(2).mean()
+        self.queue[: len(out)] = out.detach()[:8]
+        return loss
+
+
+class Counting(nn.Module):
+    """Ramps an auxiliary loss by counting its own calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = nn.Linear(6, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x).pow(2).mean() * min(1.0, self.calls / 100)
+
+
+COUPLED = {
+    "pairwise attention": lambda: (m := PairwiseAttention(), lambda x, y: F.cross_entropy(m(x), y)),
+    "balance loss": lambda: (m := Experts(), lambda x, y: F.cross_entropy((o := m(x))[0], y) + o[1]),
+    "in-batch negatives": lambda: (
+        m := nn.Linear(6, 4),
+        lambda x, y: F.cross_entropy(m(x) @ m(x.flip(1)).T, torch.arange(len(x))),
+    ),
+    "dice over the batch": lambda: (
+        m := nn.Linear(6, 4),
+        lambda x, y: 1 - 2 * (m(x).sigmoid() * (y[:, None] > 1)).sum() / (m(x).sigmoid().sum() + len(x)),
+    ),
+    "variance of the batch": lambda: (m := nn.Linear(6, 4), lambda x, y: F.relu(1 - m(x).std(0)).mean()),
+    "hardest examples": lambda: (
+        m := nn.Linear(6, 4),
+        lambda x, y: F.cross_entropy(m(x), y, reduction="none").topk(max(1, len(x) // 2)).values.mean(),
+    ),
+    "mixup": lambda: (
+        m := nn.Linear(6, 4),
+        lambda x, y: F.mse_loss(m(0.5 * x + 0.5 * x[torch.randperm(len(x))]), F.one_hot(y, 4).float()),
+    ),
+    "mask of unknown size": lambda: (
+        m := nn.Linear(6, 4),
+        lambda x, y: (F.cross_entropy(m(x), y, reduction="none") * (y > 1)).sum() / (y > 1).sum().clamp(min=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COUPLED)
+def test_coupled_samples_are_noticed_in_training_mode(case):
+    model, forward = COUPLED[case]()
+    verdict = verdict_of(forward, model)
+    assert verdict.rule is None
+    assert "depend on each other" in verdict.reason or "fails" in verdict.reason
+
+
+@pytest.mark.parametrize("make", [PairwiseAttention, Experts])
+def test_the_same_models_may_be_split_in_eval_mode(make):
+    model = make().eval()
+
+    def forward(x, y):
+        out = model(x)
+        return F.cross_entropy(out[0] if isinstance(out, tuple) else out, y)
+
+    assert verdict_of(forward, model).rule is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [(Momentum, "writes"), (Queue, "writes"), (Counting, "Counting.calls")]
+)
+def test_state_is_noticed_and_put_back(make, reason):
+    model = make()
+    before, queue = copy.deepcopy(model.state_dict()), getattr(model, "queue", X).clone()
+    verdict = verdict_of(lambda x, y: model(x), model)
+    assert verdict.rule is None
+    assert reason in verdict.reason
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(getattr(model, "queue", X), queue)
+    assert getattr(model, "calls", 0) == 0
+
+
+def vae():
+    encode, decode = nn.Linear(6, 8), nn.Linear(4, 6)
+
+    def forward(x, y):
+        mean, log_variance = encode(x).chunk(2, 1)
+        z = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        rebuilt = (decode(z) - x).pow(2).sum(1).mean()
+        return rebuilt - 0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1).mean()
+
+    return (encode, decode), forward
+
+
+def diffusion():
+    model = nn.Linear(7, 6)
+
+    def forward(x, y):
+        step = torch.randint(1, 100, (len(x),))
+        noise = torch.randn(x.shape)
+        noisy = x * (step[:, None] / 100) + noise
+        return F.mse_loss(model(torch.cat([noisy, step[:, None] / 100], 1)), noise)
+
+    return (model,), forward
+
+
+def functional_dropout():
+    model = nn.Linear(6, 4)
+    return (model,), lambda x, y: F.cross_entropy(F.dropout(model(x), 0.5, training=True), y)
+
+
+def dropout_in_attention():
+    model = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True)
+    return (model,), lambda x, y: model(*[x.reshape(-1, 1, 6).expand(-1, 3, 6)] * 3)[0].pow(2).mean()
+
+
+def noise_per_sample_in_a_loop():
+    model = nn.Linear(6, 4)
+    return (model,), lambda x, y: torch.stack([model(row + torch.randn(6)).pow(2).mean() for row in x]).mean()
+
+
+def numpy_noise():
+    model = nn.Linear(6, 4)
+    return (model,), lambda x, y: model(x + torch.from_numpy(np.random.randn(len(x), 6)).float()).pow(2).mean()
+
+
+def python_branch():
+    model = nn.Linear(6, 4)
+    return (model,), lambda x, y: F.cross_entropy(model(x if random.random() < 0.5 else x.flip(1)), y)
+
+
+def gradient_penalty():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(x, y):
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), [x], create_graph=True)
+        return (gradient.norm(dim=1) - 1).pow(2).mean()
+
+    return (model,), forward
+
+
+def batch_norm_and_dropout():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+    return (model,), lambda x, y: F.cross_entropy(model(x), y)
+
+
+SPLITTABLE = [
+    vae, diffusion, functional_dropout, dropout_in_attention, noise_per_sample_in_a_loop, numpy_noise, python_branch,
+    gradient_penalty, batch_norm_and_dropout,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", SPLITTABLE, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_independent_samples_pass_whatever_they_draw_or_differentiate(make, rows):
+    models, forward = make()
+    verdict = verdict_of(forward, *models, rows=rows)
+    assert verdict.rule is not None, verdict.reason
+    assert verdict.needs_gradients == (make is gradient_penalty)
+
+
+@pytest.mark.parametrize("make", SPLITTABLE, ids=lambda make: make.__name__)
+def test_a_check_leaves_nothing_behind(make):
+    models, forward = make()
+    models[0].train()
+    frozen = nn.BatchNorm1d(6).eval()
+    before = copy.deepcopy([model.state_dict() for model in models])
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    modes = [module.training for module in modules_of(*models, frozen)]
+    verdict_of(lambda x, y: forward(frozen(x), y), *models, frozen)
+    for model, state in zip(models, before, strict=True):
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])
+    assert [module.training for module in modules_of(*models, frozen)] == modes
+
+
+def test_a_frozen_batch_norm_stays_frozen_and_may_be_split():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[1].eval()
+    memory = runtime.preset("16gb", micro_batches=4)
+    memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), X, Y)
+    assert not model[1].training
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_no_more_rows_are_run_than_one_micro_batch_has():
+    model, seen = nn.Linear(6, 4), []
+
+    def forward(x, y):
+        seen.append((len(x), torch.is_grad_enabled()))
+        return F.cross_entropy(model(x), y)
+
+    runtime.preset("16gb", micro_batches=4).forward_backward(forward, X, Y)
+    assert max(rows for rows, graded in seen if not graded) <= 4
+    seen.clear()
+    verdict_of(forward, model, rows=1)
+    assert max(rows for rows, _ in seen) == 3  # two unequal parts need three; without gradients they cost less
+
+
+def test_a_loss_is_checked_again_at_calls_2_4_8_and_a_ramped_coupling_is_caught(caplog):
+    """The auxiliary loss couples samples from the sixth call on; the check at the eighth sees it."""
+    model, strength, calls, checks = nn.Linear(6, 4), [0.0], [0], []
+
+    def forward(x, y):
+        if not torch.is_grad_enabled():
+            checks.append(calls[0])
+        return F.cross_entropy(model(x), y) + strength[0] * model(x).std(0).mean()
+
+    memory = runtime.preset("16gb", micro_batches=4)
+    for call in range(1, 18):
+        calls[0] = call
+        strength[0] = 0.1 if call >= 6 else 0.0
+        memory.forward_backward(forward, X, Y)
+    assert list(dict.fromkeys(checks)) == [1, 2, 4, 8, 16]
+    assert "depend on each other" in caplog.text
+
+
+def test_the_same_code_defined_again_in_a_loop_is_checked_once():
+    model, checks = nn.Linear(6, 4), []
+    memory = runtime.preset("16gb", micro_batches=4)
+    for index in range(3):
+
+        def forward(x, y):
+            if not torch.is_grad_enabled():
+                checks.append(index)  # noqa: B023
+            return F.cross_entropy(model(x), y)
+
+        memory.forward_backward(forward, X, Y)
+    assert set(checks) == {0, 1}  # call 1 and call 2
+
+
+def test_another_model_under_the_same_code_is_checked_by_itself():
+    memory = runtime.preset("16gb", micro_batches=4)
+    for make in (nn.Identity, PairwiseAttention):
+        model = nn.Sequential(nn.Linear(6, 6), make())
+        reference = copy.deepcopy(model)
+        F.cross_entropy(reference(X), Y % 4).backward()
+        memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), X, Y % 4)  # noqa: B023
+        gradient = reference[0].weight.grad
+        assert torch.allclose(model[0].weight.grad, gradient, atol=1e-6)
+
+
+def test_a_coupled_batch_runs_whole_and_the_reason_is_told_once(caplog):
+    model, forward = COUPLED["pairwise attention"]()
+    reference = copy.deepcopy(model)
+    F.cross_entropy(reference(X), Y).backward()
+    memory = runtime.preset("16gb", micro_batches=4)
+    memory.forward_backward(forward, X, Y)
+    assert torch.equal(model.head.weight.grad, reference.head.weight.grad)
+    memory.forward_backward(forward, X, Y)
+    assert caplog.text.count("run whole") == 1
+
+
+def test_split_always_overrides_and_names_the_consequence(caplog):
+    model, _ = COUPLED["pairwise attention"]()
+    sizes = []
+
+    def forward(x, y):
+        sizes.append(len(x))
+        return F.cross_entropy(model(x), y)
+
+    memory = runtime.preset("16gb", micro_batches=4, split="always")
+    memory.forward_backward(forward, X, Y)
+    assert sizes[-4:] == [4, 4, 4, 4]
+    assert "gradients are not those of the batch" in caplog.text
+
+
+def test_split_never_runs_whole():
+    model, sizes = nn.Linear(6, 4), []
+
+    def forward(x, y):
+        sizes.append(len(x))
+        return F.cross_entropy(model(x), y)
+
+    runtime.preset("16gb", micro_batches=4, split="never").forward_backward(forward, X, Y)
+    assert sizes == [16]
+
+
+def test_a_forward_that_fails_on_a_few_rows_runs_whole(caplog):
+    model = nn.Linear(6, 4)
+
+    def forward(x, y):
+        if len(x) != 16:
+            raise KeyError("sixteen")
+        return F.cross_entropy(model(x), y)
+
+    runtime.preset("16gb", micro_batches=4).forward_backward(forward, X, Y)
+    assert "KeyError" in caplog.text
+    assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("where", ["parameter", "accumulated", "module"])
+def test_gradient_hooks_force_the_whole_batch(where):
+    model, gradients = nn.Linear(6, 4), []
+    if where == "parameter":
+        model.weight.register_hook(lambda gradient: gradients.append(gradient) or gradient.clamp(-1e-3, 1e-3))
+    elif where == "accumulated":
+        model.weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad))
+    else:
+        model.register_full_backward_hook(lambda m, i, o: gradients.append(o))
+    runtime.preset("16gb", micro_batches=4).forward_backward(lambda x, y: F.cross_entropy(model(x), y), X, Y)
+    assert len(gradients) == 1
+
+
+def test_batch_norm_starts_whole_and_its_statistics_forget_as_much_as_for_one_batch(caplog):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(6, momentum=0.2)
+    x = torch.randn(4, 6).repeat(4, 1)  # all micro-batches have the same mean
+    memory = runtime.preset("16gb", micro_batches=4)
+    reference = copy.deepcopy(norm)
+    reference(x)
+    memory.forward_backward(lambda x: norm(x).pow(3).mean(), x)
+    memory.forward_backward(lambda x: norm(x).pow(3).mean(), x)
+    reference(x)
+    assert norm.momentum == 0.2
+    assert torch.allclose(norm.running_mean, reference.running_mean, atol=1e-6)
+    assert caplog.text.count("BatchNorm") == 1
+
+    sizes = []
+    other = nn.BatchNorm1d(6)
+
+    def forward(x):
+        sizes.append(len(x))
+        return other(x).pow(3).mean()
+
+    runtime.reset()
+    runtime.preset("16gb").forward_backward(forward, x)
+    assert sizes == [16]
+
+
+@pytest.mark.parametrize("spectral", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norm_iterates_once_per_batch(spectral):
+    model = spectral(nn.Linear(6, 4)).double()
+    reference = copy.deepcopy(model)
+    x = X.double()
+    reference(x).pow(2).mean().backward()
+    runtime.preset("16gb", micro_batches=4).forward_backward(lambda x: model(x).pow(2).mean(), x)
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-10), name
+    for a, b in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_compiled_model_is_checked_as_it_was_written():
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    inner = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = torch.compile(inner, backend=counter, dynamic=False)
+    memory = runtime.preset("16gb", micro_batches=4)
+    for _ in range(4):
+        memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), X, Y)
+    assert counter.frame_count == 1  # one shape: no compilation for the rows of a check
