@@ -52,8 +52,8 @@ class DeprecatedAmp(Rule):
         rewriter = AmpRewriter(script.source, names, script.target_torch)
         reported: list[AmpImport | AmpUse] = [*names.imports]
         reported += [use for use in names.uses if _is_reported(use) and not names.prefers_new(use)]
-        for item in reported:
-            node = item.whole if isinstance(item, AmpUse) else item.statement
+        for item in sorted(reported, key=lambda item: (item.place.lineno, item.place.col_offset)):
+            node = item.place
             rewrite = rewriter.rewrite_of(item)
             old_target = script.target_torch is not None and script.target_torch < (2, 4)
             yield self.finding(

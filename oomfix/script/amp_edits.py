@@ -23,7 +23,7 @@ EXISTS_FROM = {"autocast": (1, 10), "GradScaler": (2, 3), "custom_fwd": (2, 4), 
 _OLD_PARAMETERS = {"autocast": ("enabled", "dtype", "cache_enabled"), "GradScaler": ()}
 """Positional parameters that stand elsewhere in the new signature; GradScaler's only move up behind the device."""
 
-_DEFAULT_DTYPES = {"cuda": ("torch.float16", "torch.half"), "cpu": ("torch.bfloat16",)}
+_DEFAULT_DTYPES = {"cuda": ("float16", "half"), "cpu": ("bfloat16",)}
 _NEW_STAR_NAMES = ("is_autocast_available", "autocast_decorator")
 
 _Item = AmpImport | AmpUse | Variable | str
@@ -128,8 +128,7 @@ class AmpRewriter:
             self._check_star()
         else:
             self._check_version(item)
-            node = item.node if isinstance(item, AmpUse) else item.statement
-            if self.names.is_version_fallback(node) or self.names.has_newer_fallback(node):
+            if self.names.is_version_fallback(item.place) or self.names.has_newer_fallback(item.place):
                 raise CannotRewrite("the file chooses between the old and the new names by itself")
 
     def _check_version(self, item: AmpUse | AmpImport) -> None:
@@ -164,8 +163,7 @@ class AmpRewriter:
         return {
             text.value
             for statement in self.source.tree.body
-            if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign)
-            and "__all__" in ast.unparse(statement)
+            if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign) and "__all__" in ast.unparse(statement)
             for text in ast.walk(statement)
             if isinstance(text, ast.Constant) and isinstance(text.value, str)
         }
@@ -205,17 +203,24 @@ class AmpRewriter:
         if not re.fullmatch(r"[\w.]+", self.source.text[start:end]):
             raise CannotRewrite(f"`{ast.unparse(use.node)}` is written over several lines")
         path = (renamed(use.path) or use.path).removeprefix("torch")
-        if use.root_path == "torch":
-            return (Edit(start, end, f"{use.root.id}{path}"),)
+        torch = self._name_of_torch(use)
+        if torch is not None:
+            return (Edit(start, end, f"{torch}{path}"),)
         return (*self._import_torch(use), Edit(start, end, f"torch{path}"))
 
-    def _import_torch(self, use: AmpUse) -> list[Edit]:
-        """What makes `torch` a name where a use stands: nothing, or an import beside that of its own root."""
+    def _name_of_torch(self, use: AmpUse) -> str | None:
+        """What torch is called where a use stands."""
+        if use.root_path == "torch":
+            return use.root.id
         scopes = self.names.scopes
         torch = scopes.lookup("torch", scopes.scope_of(use.root))
-        if torch is not None and self.names.only_origin(torch) == "torch":
-            return []
-        if torch is not None or use.variable is None or self.names.only_origin(use.variable) is None:
+        return "torch" if torch is not None and self.names.only_origin(torch) == "torch" else None
+
+    def _import_torch(self, use: AmpUse) -> list[Edit]:
+        """What makes `torch` a name where a use stands: an import beside that of its own root."""
+        scopes = self.names.scopes
+        taken = scopes.lookup("torch", scopes.scope_of(use.root)) is not None
+        if taken or use.variable is None or self.names.only_origin(use.variable) is None:
             raise CannotRewrite("`torch` means something else here")
         statements = [scopes.parent(binding) for binding in use.variable.bindings]
         for statement in statements:
@@ -257,7 +262,9 @@ class AmpRewriter:
         Raises:
             CannotRewrite: it has to be said, and cannot.
         """
-        if use.api != "autocast" or self._autocast_dtypes <= set(_DEFAULT_DTYPES[use.device]):
+        if use.api != "autocast" or self._autocast_dtypes <= {
+            f"torch.{dtype}" for dtype in _DEFAULT_DTYPES[use.device]
+        }:
             return ""
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         enabled = call.args[0] if call.args and use.role is Role.CALL else given.get("enabled")
@@ -265,11 +272,10 @@ class AmpRewriter:
             return ""
         if isinstance(enabled, ast.Constant) and enabled.value is False:
             return ""
-        scopes = self.names.scopes
-        torch = scopes.lookup("torch", scopes.scope_of(use.root))
-        if None in given or torch is None or self.names.only_origin(torch) != "torch":
+        torch = self._name_of_torch(use)
+        if None in given or torch is None:
             raise CannotRewrite("another autocast of the file has its own dtype, which the new call would take over")
-        return f", dtype={_DEFAULT_DTYPES[use.device][0]}"
+        return f", dtype={torch}.{_DEFAULT_DTYPES[use.device][0]}"
 
     @cached_property
     def _autocast_dtypes(self) -> set[str]:
@@ -277,6 +283,6 @@ class AmpRewriter:
         dtypes = {"set by call"} if "set_autocast" in self.source.text else set()
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("autocast"):
-                dtypes |= {ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "dtype"}
-                dtypes |= {ast.unparse(argument) for argument in node.args[1:2]}
+                given = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "dtype")]
+                dtypes |= {self.names.path_of(dtype) or ast.unparse(dtype) for dtype in given}
         return dtypes

@@ -70,6 +70,11 @@ class AmpUse:
     role: Role
 
     @property
+    def place(self) -> ast.expr | ast.stmt:
+        """The node that a report points at."""
+        return self.whole
+
+    @property
     def through_import(self) -> bool:
         """Whether it hangs on a name that itself means something deprecated."""
         return _REPLACED.fullmatch(self.root_path) is not None
@@ -81,6 +86,11 @@ class AmpImport:
 
     statement: ast.Import | ast.ImportFrom
     names: list[tuple[ast.alias, str]]
+
+    @property
+    def place(self) -> ast.expr | ast.stmt:
+        """The node that a report points at."""
+        return self.statement
 
     @property
     def starred(self) -> bool:
@@ -151,13 +161,13 @@ class AmpNames:
                 return None if parent.level else f"{parent.module}.{binding.name}"
             return binding.name if binding.asname else binding.name.split(".")[0]
         if isinstance(binding, ast.Name) and isinstance(parent, ast.Assign) and parent.targets == [binding]:
-            return self._path(parent.value)
+            return self.path_of(parent.value)
         return None
 
-    def _path(self, node: ast.expr) -> str | None:
+    def path_of(self, node: ast.expr) -> str | None:
         """What an expression is, if it is something imported."""
         if isinstance(node, ast.Attribute):
-            base = self._path(node.value)
+            base = self.path_of(node.value)
             return None if base is None else f"{base}.{node.attr}"
         if isinstance(node, ast.Name):
             variable = self.scopes.variable(node)
@@ -201,7 +211,7 @@ class AmpNames:
         if (
             isinstance(parent, ast.Call)
             and parent.args[:1] == [node]
-            and self._path(parent.func) == "functools.partial"
+            and self.path_of(parent.func) == "functools.partial"
         ):
             return Role.PARTIAL
         return Role.CLASS if self._stands_for_class(node) else Role.OTHER
@@ -287,4 +297,3 @@ def _import_of(node: ast.AST) -> AmpImport | None:
         return None
     deprecated = [(alias, path) for alias, path in names if _REPLACED.fullmatch(path)]
     return AmpImport(node, deprecated) if deprecated else None
-
