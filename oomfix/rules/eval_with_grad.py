@@ -19,7 +19,8 @@ class EvalWithGrad(Rule):
     that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well.
 
     Quiet when: gradients are off by context, decorator or `set_grad_enabled(False)`, here or in every caller in the
-    file; a backward goes through the forward; a framework (Lightning, Trainer) runs the pass.
+    file; a backward goes through the forward; a framework (Lightning, Trainer)
+    runs the pass; the file holds unit tests.
 
     Fix: `@torch.no_grad()` on the function, or `with torch.no_grad():` around the pass.
     """
@@ -30,6 +31,8 @@ class EvalWithGrad(Rule):
     needs = (b".backward(", b".eval(")
 
     def check(self, script: Script) -> Iterator[Finding]:
+        if script.is_test_module:
+            return
         recorded = [forward for forward in script.evaluation_forwards if forward.site.grad is Graph.YES]
         for forward in script.distinct(recorded):
             yield self.finding(

@@ -129,14 +129,24 @@ class Script:
         return any(True for _ in self.imports.calls("apex.amp.initialize", "apex.amp.scale_loss"))
 
     @cached_property
+    def is_test_module(self) -> bool:
+        """Whether the file holds unit tests."""
+        return any(
+            qualified.split(".")[0] in ("pytest", "unittest")
+            for names in self.imports.names.values()
+            for qualified in names
+        )
+
+    @cached_property
     def uses_gradient_scaler(self) -> bool:
         """Whether gradients are scaled anywhere in the file, by whatever object."""
         return any(event.scaled for event in self.trace.backwards) or "scaler" in self.source.text.lower()
 
     @cached_property
     def autocasts_out_of_sight(self) -> bool:
-        """Whether gradients are scaled although no autocast is in the file: the model brings its own."""
-        return any(event.scaled for event in self.trace.backwards) and "autocast" not in self.source.text
+        """Whether FSDP's MixedPrecision decides, or gradients are scaled with no autocast in sight to need it."""
+        scaled = any(event.scaled for event in self.trace.backwards)
+        return "MixedPrecision" in self.source.text or (scaled and "autocast" not in self.source.text)
 
     def distinct(self, events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:
         """The first event at each node: what happens on several ways is one occurrence."""
@@ -174,9 +184,11 @@ class Script:
 
     def kept_graphs(self) -> Iterator[Keep]:
         """Everything that is kept with its graph beyond an iteration and never backpropagated."""
-        seen: set[ast.expr] = set()
-        for number, keep in self.trace.keeps.items():
-            if not keep.certain or keep.node in seen or number in self.trace.backpropagated:
+        keeps = self.trace.keeps
+        # What is backpropagated on any way is a term of a loss, not a log.
+        seen = {keep.node for number, keep in keeps.items() if number in self.trace.backpropagated}
+        for keep in keeps.values():
+            if not keep.certain or keep.node in seen:
                 continue
             if self._grows_by_iteration(keep):
                 seen.add(keep.node)
@@ -249,13 +261,14 @@ class Script:
         )
 
     def is_in_batch_loop(self, event: Event) -> bool:
-        """Whether an event is in a loop over batches: one that trains, or that runs a forward each time."""
+        """Whether an event is in a loop over batches: one that trains, or the innermost around a forward."""
         loop = event.site.loop
         if loop is None:
             return False
-        return any(loop is training.node for training in self.loops) or any(
-            forward.site.loop is loop for forward in self.trace.forwards.values()
-        )
+        if any(loop is training.node for training in self.loops):
+            return True
+        around = [forward.site.loops for forward in self.trace.forwards.values() if loop in forward.site.loops]
+        return bool(around) and all(loops[-1] is loop for loops in around)
 
     def runs_every_iteration(self, event: Event) -> bool:
         """Whether nothing but a check for the device stands between the loop and the event."""

@@ -164,6 +164,9 @@ class Calls(Containers):
         if name in torch_facts.NUMBER_BUILTINS:
             return NUMBER
         if name in torch_facts.PASSING_BUILTINS:
+            if name == "map" and given and given[0].kind is Kind.FUNCTION:
+                content = flatten(self._function(node, given[0], [self._element(value) for value in given[1:]], {}))
+                return Value(Kind.CONTAINER, content.graph, content.origins)
             return self._passed(name, given)
         if name in torch_facts.REDUCING_BUILTINS:
             return combine([flatten(value) for value in given])
@@ -205,6 +208,9 @@ class Calls(Containers):
         if self._is_backward_out_of_sight(path, arguments, keywords):
             return self._backward_out_of_sight(node, arguments)
         content = combine(given)
+        if content.graph and self._is_given_what_it_trains(node, given):
+            # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
+            self.trace.backpropagated |= content.origins
         last = (path or "").rsplit(".", 1)[-1]
         if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and path not in self.hints.modules:
             return self._made(node, last, content)
@@ -229,6 +235,11 @@ class Calls(Containers):
         if looks_like_module(name) or self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
+
+    def _is_given_what_it_trains(self, node: ast.Call, given: list[Value]) -> bool:
+        if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in given):
+            return True
+        return any(path in self.hints.modules for path in map(path_of, node.args))
 
     def _made_to_be_module(self, node: ast.Call) -> bool:
         """The call is assigned to a path that is used as a network."""
@@ -285,6 +296,8 @@ class Calls(Containers):
             return NUMBER if not combine(given).graph else UNKNOWN
         if name == "forward" and isinstance(node.func, ast.Attribute):
             base = path_of(node.func.value)
+            if looks_like_loss(base or ""):
+                return self._through_loss(given)
             return self.forward(node, Value(Kind.MODULE, ref=base), base, arguments, keywords)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if name in ("to", "cuda") and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
@@ -305,7 +318,7 @@ class Calls(Containers):
         value = self.evaluate(node.func)
         last = path.rsplit(".", 1)[-1]
         imported = value.kind is Kind.EXTERNAL and not str(value.ref).startswith(("torch.", "numpy."))
-        return imported and last[:1].isupper() and not last.isupper() and not looks_like_loss(last)
+        return imported and last[:1].isupper() and len(last) > 2 and not looks_like_loss(last)
 
     def _module_method(
         self,
@@ -357,6 +370,7 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "zero_grad": Calls._zero_grad,
     "step": Calls._step,
     "unscale_": Calls._unscale,
+    "detach_": Calls._detach_in_place,
     "scale": Calls._scale,
     "train": Calls._mode,
     "eval": Calls._mode,

@@ -102,6 +102,8 @@ class Core(ABC):
         if value.kind is Kind.MODULE and len(path) > 2:
             # What is a network under this name here is one where a parameter has the same name.
             self.hints.modules.add(path)
+        elif value.kind is Kind.LOSS:
+            self.hints.losses.add(path)
         frame.state.names.bind(path, Binding(value, loops, statement))
 
     def assign(
@@ -175,16 +177,11 @@ class Core(ABC):
 
     def site(self) -> Site:
         """Where we are."""
-        guards: list[Guard] = []
-        for scope in reversed(self.scopes):
-            if not isinstance(scope, Guard):
-                break
-            guards.append(scope)
         return Site(
             functions=tuple(self._functions()),
             loops=self.loops,
             runs=self.runs,
-            guards=tuple(reversed(guards)),
+            scopes=tuple(self.scopes),
             grad=self.state.grad,
             autocast=self.autocast,
             apex=self.apex,

@@ -13,6 +13,7 @@ from oomfix.script.trace import Forward, Loop, Trace
 if TYPE_CHECKING:
     from oomfix.script import Script
 
+_EVALUATION_DATA = re.compile(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECASE)
 _EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev|eval|infer|predict)", re.IGNORECASE)
 
 
@@ -36,8 +37,8 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]
     named = site.function is not None and site.function.evaluates
     if site.runs and site.runs[-1] in training_runs:
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
-        return named
-    if forward.evaluating or site.within_evaluation:
+        return named or (_is_given_evaluation_data(forward) and not forward.escaped)
+    if forward.evaluating or (site.within_evaluation and not forward.stored):
         return True
     if forward.escaped:
         return False
@@ -45,6 +46,14 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]
         return site.function is None and any(order < forward.order for order in trained)
     within_training = any(run in training_runs for run in site.runs[:-1])
     return not within_training or _says_evaluation(site.loop)
+
+
+def _is_given_evaluation_data(forward: Forward) -> bool:
+    """`model(val_x)`: the names of what goes in say it."""
+    given = [*forward.node.args, *(keyword.value for keyword in forward.node.keywords)]
+    return any(
+        isinstance(name, ast.Name) and _EVALUATION_DATA.search(name.id) for value in given for name in ast.walk(value)
+    )
 
 
 def _says_evaluation(loop: Loop) -> bool:

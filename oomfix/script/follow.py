@@ -114,6 +114,7 @@ class Follower(Expressions):
         if inside:
             self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
         returned = self.run(frame, function, None)
+        self.state.leave(frame.state)
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
         for origin in flatten(returned).origins:
             if origin in self.trace.forwards:

@@ -147,7 +147,7 @@ class Functions(Core):
         instance = Instance(cls, number)
         kind = Kind.INSTANCE
         if cls.is_module:
-            kind = Kind.LOSS if looks_like_loss(cls.name) else Kind.MODULE
+            kind = Kind.LOSS if looks_like_loss(cls.name) and not cls.name.startswith(("Model", "Net")) else Kind.MODULE
         value = Value(kind, ref=instance)
         constructor = cls.find("__init__")
         if constructor is not None:

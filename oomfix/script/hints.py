@@ -78,6 +78,7 @@ class Hints:
     """Evidence from one walk over the file, by the path as it is written."""
 
     modules: set[str] = field(default_factory=set)
+    losses: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     backwarded: set[tuple[ast.AST | None, str]] = field(default_factory=set)
@@ -87,6 +88,8 @@ class Hints:
 
     def is_module(self, path: str) -> bool:
         """Whether the uses of a called path say that it is a network."""
+        if path in self.losses:
+            return False
         return path in self.modules or (path in self.moved and path in self.called)
 
 

@@ -71,7 +71,7 @@ class TrainingLoop:
         """The backwards that run on every iteration of the window."""
         if self.window is None or self.window.decision is None:
             return self.backwards
-        return [backward for backward in self.backwards if not _waits(backward, {id(self.window.decision)})]
+        return [backward for backward in self.backwards if not _waits(backward, self.node, {id(self.window.decision)})]
 
     def to_json(self) -> dict[str, Any]:
         """The loop as `oomfix audit --format json` shows it."""
@@ -168,7 +168,7 @@ def _window(loop: TrainingLoop) -> Window | None:
         if first is None or any(guard is None for guard in guards):
             return None
         waiting = {id(guard.statement) for guard in guards if guard is not None}
-        free = [backward for backward in loop.backwards if not _waits(backward, waiting)]
+        free = [backward for backward in loop.backwards if not _waits(backward, loop.node, waiting)]
         if not free or not isinstance(first.statement, ast.If):
             return None
         return Window(_window_size(first.test), first.test, first.statement, _fires_on_last_batch(first))
@@ -179,12 +179,12 @@ def _window(loop: TrainingLoop) -> Window | None:
     return None
 
 
-def _waits(backward: Backward, decisions: set[int]) -> bool:
-    return any(id(guard.statement) in decisions for guard in backward.site.guards)
+def _waits(backward: Backward, loop: Loop, decisions: set[int]) -> bool:
+    return any(id(guard.statement) in decisions for guard in backward.site.guards_within(loop))
 
 
 def _window_guard(step: Step, loop: TrainingLoop) -> Guard | None:
-    for guard in step.site.guards:
+    for guard in step.site.guards_within(loop.node):
         if is_window_test(guard.test) or _is_hand_counted(guard, loop.node):
             return guard
     return None

@@ -101,7 +101,7 @@ def kind_of_call(qualified: str) -> Kind | None:
     if _MODULE_FACTORY.match(qualified):
         return Kind.MODULE
     last = qualified.rsplit(".", 1)[-1]
-    if last[:1].isupper() and _LOSS_CLASS.search(last):
+    if last[:1].isupper() and _LOSS_CLASS.search(last) and not re.match(r"Model|Net", last):
         return Kind.LOSS
     return None
 

@@ -34,8 +34,8 @@ class Site:
     """The loops around it, outermost first, through the calls that led here."""
     runs: tuple[int, ...]
     """For each of these loops, the number of its run: one loop reached on two ways has two runs."""
-    guards: tuple[Guard, ...]
-    """The conditions between the innermost loop (or the start) and the event."""
+    scopes: tuple[Loop | Guard, ...]
+    """The loops and conditions around it, outermost first, through the calls that led here."""
     grad: Graph
     """Whether gradients are recorded here: YES, NO, or MAYBE where a flag decides."""
     autocast: Autocast | None
@@ -45,6 +45,16 @@ class Site:
     """In the second round of a training loop, where what the first left behind is still there."""
     way: tuple[Hashable, ...]
     """The calls (and rounds of loops over literals) that led here: two calls of one helper are two ways."""
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The conditions between the innermost loop (or the start) and the event."""
+        return self.guards_within(self.loop)
+
+    def guards_within(self, loop: Loop | None) -> tuple[Guard, ...]:
+        """The conditions between a loop (or the start) and the event, through loops inside of it."""
+        start = self.scopes.index(loop) + 1 if loop in self.scopes else 0
+        return tuple(scope for scope in self.scopes[start:] if isinstance(scope, Guard))
 
     @property
     def function(self) -> Function | None:
@@ -89,6 +99,8 @@ class Forward(Event):
     """`model(x)`, `model.forward(x)` or `model.encoder(x)`, not another method of the module."""
     discarded: bool = False
     """Nothing takes its result."""
+    stored: bool = False
+    """Its graph is stored on an object, from where another method may backpropagate it."""
     escaped: bool = False
     """Its result went where it cannot be followed."""
 

@@ -273,6 +273,24 @@ class Training(Functions):
         self.note_call("unscale_", node)
         return NONE
 
+    def _detach_in_place(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        """`hidden[0].detach_()`, `for h in hidden: h.detach_()`: what it belongs to loses its graph."""
+        value = self.evaluate(function.value)
+        root: ast.expr = function.value
+        while isinstance(root, ast.Subscript):
+            root = root.value
+        self._take_graph_off(root)
+        loop = self.loops[-1] if self.loops else None
+        if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) and path_of(root) == loop.target.id:
+            self._take_graph_off(loop.iter)
+        return value.with_graph(Graph.NO, NO_ORIGINS) if value.items is None else PLAIN_TENSOR
+
+    def _take_graph_off(self, target: ast.expr) -> None:
+        binding = self.binding_of(target) if path_of(target) is not None else None
+        if binding is not None and flatten(binding.value).graph:
+            kind = Kind.CONTAINER if binding.value.kind in (Kind.CONTAINER, Kind.SEQUENCE) else Kind.TENSOR
+            self.assign(target, Value(kind), binding.statement, binding.loops)
+
     def _scale(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         receiver = self.evaluate(function.value)
         path = path_of(function.value) or ""

@@ -350,3 +350,36 @@ def test_detach_is_only_put_on_one_tensor(read, statement, edited):
     assert [finding.code for finding in findings] in (["OOM101"], ["OOM102"])
     after = apply_edits(script.source.text, findings[0].edits)
     assert after.splitlines()[9].strip() == (edited or statement)
+
+
+@pytest.mark.parametrize(
+    "detaching",
+    [
+        "hidden.detach_()",
+        "hidden[0].detach_()",
+        "for h in hidden: h.detach_()",
+        "hidden = tuple([h.detach() for h in hidden])",
+        "hidden = (hidden[0].detach(), hidden[1].detach())",
+        "hidden = tuple(map(lambda h: h.detach(), hidden))",
+        "hidden = hidden.data",
+        "hidden = Variable(hidden.data)",
+        "hidden = {k: v.detach() for k, v in hidden.items()}",
+        "hidden = repackage_hidden(hidden)",
+        "h, c = hidden; hidden = (h.detach(), c.detach())",
+        "del hidden; hidden = init()",
+    ],
+)
+def test_every_way_to_detach_a_state_is_seen(report, detaching):
+    code = f"""
+        def repackage_hidden(h):
+            return h.detach() if torch.is_tensor(h) else tuple(repackage_hidden(v) for v in h)
+
+        hidden = model.init_hidden(20)
+        for x, y in loader:
+            {detaching}
+            out, hidden = model(x, hidden)
+            loss = criterion(out, y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
