@@ -1,5 +1,6 @@
 """Every difference between torch versions (2.3 and on) that the runtime meets, in one place."""
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +15,8 @@ def force_eager() -> AbstractContextManager[Any]:
 
     Before torch 2.6 it does nothing: those versions run uncompiled under a dispatch mode all the same.
     """
-    set_stance = getattr(torch.compiler, "set_stance", None)
+    # importing the compiler takes seconds, and a program that has not done so has compiled nothing
+    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
     return nullcontext() if set_stance is None else set_stance("force_eager")  # type: ignore[no-any-return]
 
 

@@ -58,11 +58,14 @@ class Iteration:
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
         self._generators = RandomState()
-        known.buffers.keep()
         self._in_forward = False
         if trains:
             self._gradients.cover(known.reached())
             self._gradients.cover(t for t in self.batch.tensors() if t.requires_grad and t.is_leaf)
+
+    def remember(self) -> None:
+        """Keep what the run may change besides gradients. May run out of memory, and be called again."""
+        self.known.buffers.keep()
 
     def device_type(self) -> str:
         """Where it runs."""
@@ -138,10 +141,12 @@ class Iteration:
             known.sizing.fitted(self.batch.size, parts)
         if not self.trains:
             return
-        factor = 1.0
-        if (self._divides_by_window or known.divisor.expected) and self._window.closed:
-            factor = known.divisor.correction()
-        self._gradients.merge(factor)
+        if self._divides_by_window:
+            # the gradients of the window's earlier calls were divided by the same
+            self._gradients.merge(known.divisor.correction() if self._window.closed else 1.0)
+        else:
+            self._gradients.scale(known.divisor.correction())
+            self._gradients.merge()
         self._border.flow_on()
 
     @staticmethod

@@ -250,6 +250,7 @@ class MemoryManager:
         blamed: str | None = None
         failures = 0
         try:
+            self._remember(iteration)
             parts = self._first_parts(iteration)
             while True:
                 # an exception keeps the frames that failed, and they keep their tensors: only its text leaves
@@ -284,6 +285,17 @@ class MemoryManager:
             self._fall_back_to_fp32(known, blamed)
         iteration.finish(parts)
         return result
+
+    @staticmethod
+    def _remember(iteration: Iteration) -> None:
+        try:
+            iteration.remember()
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        free_what_is_left(thorough=True)
+        iteration.remember()
 
     def _first_parts(self, iteration: Iteration) -> int:
         known, wanted = iteration.known, self.preset.micro_batches

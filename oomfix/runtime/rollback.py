@@ -161,6 +161,8 @@ class GradientsAside:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this call."""
+        if factor == 1.0:
+            return
         _scale([leaf.grad for leaf, _ in self._earlier.values() if leaf.grad is not None], factor)
 
     def merge(self, factor: float = 1.0) -> None:
@@ -176,8 +178,7 @@ class GradientsAside:
         if totals:
             with torch.no_grad():
                 torch._foreach_add_(totals, additions)
-        if factor != 1.0:
-            self.scale(factor)
+        self.scale(factor)
 
 
 def _scale(gradients: list[torch.Tensor], factor: float) -> None:

@@ -36,7 +36,8 @@ class Verdict:
         reason: why it may not be split, as the end of a sentence.
         nll_losses: cross entropies with a mean that the forward computes.
         counts_targets: the loss (in an evaluation without one, some result) is a mean over targets, so
-            micro-batches weigh what their cross entropies divide by; if False although there are such losses, that divisor must be the same for every sample.
+            micro-batches weigh what their cross entropies divide by; if False although there
+            are such losses, that divisor must be the same for every sample.
         sums: the loss is a sum over samples, not a mean.
         needs_gradients: the forward differentiates by itself (gradient penalties).
         trusted: no rule fits, but the user asked for splitting.

@@ -207,7 +207,7 @@ def test_a_sample_that_does_not_fit_says_what_to_do():
     model = Net().eval()
     before = copy.deepcopy(model.state_dict())
     Trouble.where, Trouble.limit = "backward", 0
-    with pytest.raises(DoesNotFitError, match=r"1 sample\(s\) at a time do not fit.*Choices: .*smaller samples") as caught:
+    with pytest.raises(DoesNotFitError, match=r"1 sample\(s\) at a time .*smaller samples") as caught:
         runtime.preset("16gb").forward_backward(
             lambda x, y: F.cross_entropy(model(x), y), torch.randn(12, 6), torch.randint(0, 4, (12,))
         )
@@ -219,7 +219,7 @@ def test_a_sample_that_does_not_fit_says_what_to_do():
 def test_a_coupled_batch_that_does_not_fit_names_the_choices():
     model = Net().eval()
     Trouble.where, Trouble.limit = "backward", 3
-    with pytest.raises(DoesNotFitError, match="depend on each other.*split='always'"):
+    with pytest.raises(DoesNotFitError, match=r"depend on each other.*split='always'"):
         runtime.preset("16gb").forward_backward(lambda x: model(x).std(0).mean(), torch.randn(12, 6))
 
 
@@ -228,7 +228,8 @@ class Deep(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(6)])
+        blocks = [nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(6)]
+        self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x):
         return self.blocks(x)
@@ -237,7 +238,7 @@ class Deep(nn.Module):
 def test_a_coupled_batch_is_checkpointed_before_anything_is_given_up(relative_error, caplog):
     model = Deep().double()
     reference = copy.deepcopy(model)
-    x = torch.randn(64, 32).double()
+    x = torch.randn(1024, 32).double()
 
     def loss(model, x):
         return model(x).std(0).mean()
@@ -246,7 +247,7 @@ def test_a_coupled_batch_is_checkpointed_before_anything_is_given_up(relative_er
         card.track(model)
         loss(reference, x).backward()
     # between what the batch takes with and without checkpointing
-    with SimulatedCard(budget_bytes=int(0.8 * card.peak_bytes)) as small:
+    with SimulatedCard(budget_bytes=int(0.7 * card.peak_bytes)) as small:
         small.track(model, x)
         runtime.preset("16gb", precision="fp32").forward_backward(lambda x: loss(model, x), x)
     assert "checkpointing 6 blocks" in caplog.text

@@ -1,0 +1,175 @@
+"""Mixed precision around model calls and nothing else; fp16 gradients scaled, unscaled, clipped in order."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from oomfix import runtime
+from oomfix.runtime.precision import ModelCalls, dtype_for
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 4, (8,), generator=torch.Generator().manual_seed(2))
+
+
+def network():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Recording(nn.Module):
+    """Notes the dtype it computes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.seen = nn.Linear(6, 4), []
+
+    def forward(self, x):
+        out = self.inner(x)
+        self.seen.append(out.dtype)
+        return {"out": out, "pair": (out * 2, [out + 1])}
+
+
+def test_model_calls_run_in_half_and_return_single():
+    model, inside = Recording(), []
+
+    def forward(x, y):
+        out = model(x)
+        assert out["out"].dtype == out["pair"][0].dtype == out["pair"][1][0].dtype == torch.float32
+        np.asarray(out["out"].detach().numpy())
+        inside.append(torch.is_autocast_enabled("cpu"))
+        return F.cross_entropy(out["out"], y)
+
+    memory = runtime.preset("16gb", precision="bf16")
+    for _ in range(3):
+        memory.forward_backward(forward, X, Y)
+    assert model.seen == [torch.bfloat16] * 3
+    assert inside == [False] * 3
+    assert not torch.is_autocast_enabled("cpu")
+    assert model.inner.weight.grad.dtype == torch.float32
+
+
+def test_parts_of_a_model_that_are_called_by_themselves_are_model_calls_too():
+    model = nn.ModuleDict({"encoder": nn.Linear(6, 6), "head": nn.Linear(6, 4)})
+    seen = []
+    model["encoder"].register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+
+    def forward(x, y):
+        return F.cross_entropy(model["head"](model["encoder"](x)), y)
+
+    memory = runtime.preset("16gb", precision="bf16")
+    for _ in range(3):
+        memory.forward_backward(forward, X, Y)
+    assert seen == [torch.bfloat16] * 3
+
+
+def test_a_model_shows_no_sign_of_it_afterwards():
+    model = network()
+    memory = runtime.preset("16gb", precision="bf16")
+    memory.prepare(model)
+    memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), X, Y)
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    ema = copy.deepcopy(model)
+    assert ema(X).dtype == torch.float32
+    pickle.loads(pickle.dumps(model))
+    nn.init.zeros_(ema[2].weight)
+    assert not torch.equal(ema(X), model(X))
+
+
+def test_bce_loss_does_not_raise_under_the_autocast_of_cuda(monkeypatch):
+    """On fake CUDA tensors: the CPU's autocast would accept it."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: True)
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda self: None)  # needs a generator of the GPU
+    criterion = nn.BCELoss()
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(6, 1, device="cuda"), nn.Sigmoid())
+        model.requires_grad_(False)  # autograd would ask the driver for the device
+        x, y = torch.empty(8, 6, device="cuda"), torch.empty(8, 1, device="cuda")
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = model(x)
+            with pytest.raises(RuntimeError, match="unsafe to autocast"):
+                criterion(out, y)
+        calls = ModelCalls([model, criterion], "cuda", torch.float16)
+        with calls.active():
+            out = model(x)
+            assert not torch.is_autocast_enabled("cuda")
+            assert out.dtype == torch.float32
+            assert criterion(out, y).dtype == torch.float32
+
+
+def test_a_forward_that_fails_under_autocast_runs_in_fp32_and_that_is_said_once(caplog):
+    class Strict(nn.Linear):
+        def forward(self, x):
+            if torch.is_autocast_enabled("cpu"):
+                torch.rand(1)
+                raise RuntimeError("no kernel for Half")
+            return super().forward(x)
+
+    model, dropout = Strict(6, 4), nn.Dropout(0.5)
+    memory = runtime.preset("16gb", precision="bf16")
+    torch.manual_seed(5)
+    loss = memory.forward_backward(lambda x, y: F.cross_entropy(dropout(model(x)), y), X, Y)
+    torch.manual_seed(5)
+    assert torch.equal(loss, F.cross_entropy(dropout(model(X)), Y))
+    memory.forward_backward(lambda x, y: F.cross_entropy(dropout(model(x)), y), X, Y)
+    assert caplog.text.count("no kernel for Half") == 1
+
+
+def test_an_error_that_is_not_about_precision_stays_what_it_was(caplog):
+    memory = runtime.preset("16gb", precision="bf16")
+    model = network()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        memory.forward_backward(lambda x, y: F.cross_entropy(model(x[:, :5]), y), X, Y)
+    assert "fp32" not in caplog.text
+
+
+def test_gradient_penalties_never_run_in_fp16(caplog):
+    model, seen = Recording(), []
+
+    def forward(x, y):
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x)["out"].sum(), [x], create_graph=True)
+        seen.append(torch.is_grad_enabled())
+        return (gradient.norm(dim=1) - 1).pow(2).mean()
+
+    runtime.preset("16gb", precision="fp16").forward_backward(forward, X, Y)
+    assert set(model.seen) == {torch.float32}
+    assert "differentiates by itself" in caplog.text
+
+
+def test_what_a_device_gets():
+    assert dtype_for("auto", "cpu") is None
+    assert dtype_for("bf16", "cpu") == torch.bfloat16
+    assert dtype_for("fp32", "cuda") is None
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 0), torch.bfloat16), ((7, 5), torch.float16)])
+def test_a_card_without_bf16_gets_fp16(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: capability)
+    assert dtype_for("auto", "cuda") == dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fp16_training_on_a_gpu_follows_fp32():
+    losses = {}
+    for precision in ("fp32", "fp16", "bf16"):
+        torch.manual_seed(0)
+        runtime.reset()
+        memory = runtime.preset("auto", precision=precision)
+        model = network().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        x, y = X.cuda(), Y.cuda()
+        for _ in range(50):
+            loss = memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)  # noqa: B023
+            memory.step(optimizer)
+        losses[precision] = float(loss)
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.1)
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.1)
