@@ -247,8 +247,8 @@ class AmpRewriter:
 
     def _edits_of_partial(self, use: AmpUse, call: ast.Call, arguments: str) -> tuple[Edit, ...]:
         start, end = bounds(self.source, use.node)
-        names = {keyword.arg for keyword in call.keywords}
-        if len(call.args) > 1 or (use.api == "autocast" and "enabled" not in names):
+        # the first positional argument is `enabled`: where that is given, none can follow
+        if use.api == "autocast" and all(keyword.arg != "enabled" for keyword in call.keywords):
             raise CannotRewrite("positional arguments of the partial mean others in the new signature")
         if not re.fullmatch(r"\s*\(\s*", self.source.text[bounds(self.source, call.func)[1] : start]):
             raise CannotRewrite("the partial has parentheses or comments around its function")

@@ -6,7 +6,7 @@ import ast
 import re
 import tokenize
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -112,13 +112,9 @@ def _argument_starts(source: Source, call: ast.Call) -> list[int]:
         if depth == 0:
             opening = index
             break
-    starts = [tokens[opening][1] + 1]
-    for index in range(opening, len(tokens) - 1):
-        string = tokens[index][0]
-        if index == opening or (string == "," and depth == 1):
-            starts.append(tokens[index + 1][1])
-        depth += (string in "([{") - (string in ")]}")
-    return starts
+    # commas inside of arguments do no harm: nobody asks for what starts there
+    behind = [position for (string, _), (_, position) in pairwise(tokens[opening:]) if string == ","]
+    return [tokens[opening][1] + 1, tokens[opening + 1][1], *behind]
 
 
 def _behind_parentheses(source: Source, position: int, limit: int) -> int:

@@ -170,8 +170,13 @@ REWRITTEN = {
         "from functools import partial\nfrom torch.amp import autocast\n"
         'half = partial(\n    autocast, "cuda", enabled=True)\nwith half(): pass\n',
     ),
+    "partial of GradScaler": (
+        "from functools import partial\nfrom torch.cuda.amp import GradScaler\npartial(GradScaler, 8.0)(3.0)\n",
+        'from functools import partial\nfrom torch.amp import GradScaler\npartial(GradScaler, "cuda", 8.0)(3.0)\n',
+    ),
     "isinstance and annotations go with the class": (
-        "import torch\nfrom torch.cuda.amp import autocast\ns: torch.cuda.amp.GradScaler = torch.cuda.amp.GradScaler()\n"
+        "import torch\nfrom torch.cuda.amp import autocast\n"
+        "s: torch.cuda.amp.GradScaler = torch.cuda.amp.GradScaler()\n"
         "assert isinstance(s, (int, torch.cuda.amp.GradScaler))\ndef f(c: autocast | None = None) -> autocast: ...\n",
         'import torch\nfrom torch.amp import autocast\ns: torch.amp.GradScaler = torch.amp.GradScaler("cuda")\n'
         "assert isinstance(s, (int, torch.amp.GradScaler))\ndef f(c: autocast | None = None) -> autocast: ...\n",
@@ -192,7 +197,8 @@ REWRITTEN = {
         'import torch\ntorch.amp.autocast("cuda", enabled=bool(lambda a, b: (a, b)), dtype=torch.float16)\n',
     ),
     "arguments over several lines": (
-        "import torch\ntorch.cuda.amp.autocast(  # half (of it)\n    True,  # on, always\n    dtype=torch.float16,\n)\n",
+        "import torch\ntorch.cuda.amp.autocast(  # half (of it)\n    True,  # on, always\n"
+        "    dtype=torch.float16,\n)\n",
         'import torch\ntorch.amp.autocast(  # half (of it)\n    "cuda", enabled=True,  # on, always\n'
         "    dtype=torch.float16,\n)\n",
     ),
@@ -290,6 +296,11 @@ KEPT = {
         "from torch.cuda.amp import autocast\nwith autocast(dtype=best):\n    autocast()\n",
         [1, 2, 3],
     ),
+    "a starred argument behind a keyword": (
+        "import torch\ntorch.cuda.amp.GradScaler(enabled=False, *scale)\n",
+        [2],
+    ),
+    "a bare generator": ("import torch\ntorch.cuda.amp.autocast(x for x in y)\n", [2]),
     "a bare decorator that takes the function for its argument": (
         "import torch\n@torch.cuda.amp.autocast\ndef f(): pass\n",
         [2],
@@ -330,7 +341,8 @@ KEPT = {
         [1, 5],
     ),
     "the old names first, the new where they are gone": (
-        "try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    from torch.amp import autocast\nautocast()\n",
+        "try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    from torch.amp import autocast\n"
+        "autocast()\n",
         [2, 5],
     ),
 }
@@ -367,6 +379,7 @@ def test_a_choice_by_version_is_a_note_and_kept() -> None:
         "from torch import amp\namp.autocast('cuda')\n",
         "from torch import autocast\nwith autocast('cuda'): pass\n",
         "from .cuda.amp import autocast\nautocast()\n",
+        "from .torch.cuda.amp import autocast\nautocast()\n",
         "import torch\ndef f(torch):\n    torch.cuda.amp.autocast()\n",
         "from torch.cuda.amp.common import amp_definitely_not_available\n",
         "import torch\nx = torch.cuda.amp.autocast\n",
@@ -379,7 +392,10 @@ def test_what_only_looks_like_it_is_silent(code: str) -> None:
 
 
 def test_a_local_name_hides_an_import_where_it_stands_and_nowhere_else() -> None:
-    code = "from torch.cuda.amp import autocast\ndef f(autocast):\n    autocast(1)\n[autocast(2) for autocast in x]\nautocast()\n"
+    code = (
+        "from torch.cuda.amp import autocast\ndef f(autocast):\n    autocast(1)\n"
+        "[autocast(2) for autocast in x]\nautocast()\n"
+    )
     assert [finding.line for finding in findings_of(code)] == [1, 5]
     assert fixed(code) == code.replace("cuda.amp", "amp").replace("autocast()", 'autocast("cuda")')
 
