@@ -74,19 +74,15 @@ def _wrapped(line: Line, width: int | None) -> Iterator[Line]:
     if width is None or used + _columns(tail.text) <= width:
         yield line
         return
-    if head and width - used < 20:
-        yield head
-        head, used = [Span("    ")], 4
+    words = tail.text.split(" ")
+    first: list[str] = []
+    while words and used + _columns(" ".join([*first, words[0]])) <= width:
+        first.append(words.pop(0))
+    yield [*head, Span(" ".join(first), tail.style)]
     indent = " " * 4
-    pieces = textwrap.wrap(
-        tail.text,
-        max(width, 20),
-        initial_indent="\0" * used,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
-    for number, piece in enumerate(pieces):
-        yield [*head, Span(piece[used:], tail.style)] if number == 0 else [Span(piece, tail.style)]
+    rest = " ".join(words)
+    for piece in textwrap.wrap(rest, max(width, 20), initial_indent=indent, subsequent_indent=indent):
+        yield [Span(piece, tail.style)]
 
 
 def _frame(finding: Located, width: int | None) -> Iterator[Line]:

@@ -124,7 +124,13 @@ def test_errors_are_told_once_in_every_format(oomfix):
 
 def test_a_reader_that_stops_early_is_no_error(oomfix):
     (oomfix.folder / "a.py").write_text("import torch\n" + "x = torch.load(p)\n" * 3_000)
-    env = {**os.environ, "OOMFIX_CACHE_DIR": str(oomfix.cache), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    # unbuffered, Python itself swallows the error
+    env = {
+        **os.environ,
+        "OOMFIX_CACHE_DIR": str(oomfix.cache),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "PYTHONUNBUFFERED": "",
+    }
     command = f"{sys.executable} -m oomfix audit a.py --format concise | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=oomfix.folder, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")

@@ -50,6 +50,12 @@ def test_flags_win(project: Path):
     assert (settings.target_torch, settings.baseline) == ((2, 3), "b.json")
 
 
+def test_a_flag_leaves_the_other_settings_as_they_are(project: Path):
+    (project / "pyproject.toml").write_text('[tool.oomfix]\nignore = ["OOM2"]\nfail-on = "error"\n')
+    settings = Configuration(Flags(fail_on="note"), CODES).settings("src")
+    assert (settings.ignore, settings.fail_on) == (("OOM2",), "note")
+
+
 def test_each_path_has_the_settings_of_its_own_project(project: Path):
     for name, code in (("a", "OOM1"), ("b", "OOM2")):
         (project / name).mkdir()

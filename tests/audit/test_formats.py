@@ -187,6 +187,12 @@ def test_no_line_is_wider_than_the_terminal_and_the_finding_is_in_sight(width: i
     assert code[carets.index("^") : carets.rindex("^") + 1] == "torch.load(p)"
 
 
+def test_a_word_of_the_message_is_not_broken_while_a_line_can_hold_it():
+    word = "`" + "x" * 60 + "`"
+    lines = ["".join(s.text for s in line) for line in rich.layout(report(located(message=f"keeps {word} on")), 80)]
+    assert lines[:2] == ["a.py:3:5  OOM205  warning  keeps", f"    {word} on"]
+
+
 def test_a_finding_of_many_lines_is_underlined_on_its_first():
     finding = located(line=1, end_line=3, context_line=1, context=("x = torch.load(", "    p", ")"), end_column=2)
     assert plain(report(finding)).splitlines()[2] == "      |     " + "^" * 11

@@ -55,6 +55,14 @@ def test_every_name_is_found_where_ast_says_it_is(words: list[str], newlines: li
         assert source.lines[line - 1][column - 1 :].startswith(node.id)
 
 
+@given(word=WORDS)
+def test_columns_count_characters_although_ast_counts_bytes(word: str):
+    source = Source.from_bytes("a.py", f"x = '{word}'; y = torch.load('{word}', p)\n".encode())
+    call = source.tree.body[1].value
+    assert source.segment(call) == f"torch.load('{word}', p)"
+    assert source.position(source.offset(1, call.col_offset)) == (1, len(word) + 13)
+
+
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_lines_end_where_python_ends_them(newline: str):
     text = f"a = 1{newline}b = '\x0c\x1c\u2028'{newline}{newline}c = 2"
