@@ -34,7 +34,7 @@ ONE_READ = {
     "first iterable of a comprehension": ("x = 1\n[y for x in x]\n", 1),
     "second iterable of a comprehension": ("x = 1\n[y for z in w\n for x in x]\n", 3),
     "walrus in a comprehension": ("def f():\n    [(x := y) for y in z]\n    return x\n", 2),
-    "global": ("x = 1\ndef f():\n    global x\n    print(x)\n", 1),
+    "global": ("x = 1\ndef f():\n    x = 2\n    def g():\n        global x\n        print(x)\n", 1),
     "nonlocal": ("x = 1\ndef f():\n    x = 2\n    def g():\n        nonlocal x\n        print(x)\n", 3),
     "exception": ("try: pass\nexcept E as x:\n    print(x)\n", 2),
     "pattern": ("match y:\n    case [1, *x]:\n        print(x)\n", 2),
