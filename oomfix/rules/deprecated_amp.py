@@ -18,7 +18,7 @@ class DeprecatedAmp(Rule):
     brings one of them, or one of the modules, in. A note where the target torch is below 2.4, which has not
     deprecated them yet, and on an import that is only a fallback for an older torch.
 
-    Why: each use prints a FutureWarning, in every worker and on every rank, and the names will go away.
+    Why: torch warns at each place of use, once in every process, and deprecated names may be dropped by any release.
     `torch.amp` has the same functions for every device, which is a parameter: a script that says its device in one
     place trains on another card, or on the CPU, without a change.
 
