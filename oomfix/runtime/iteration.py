@@ -43,6 +43,7 @@ class Iteration:
 
     Attributes:
         room: holds the memory of the optimizer's state while this is set.
+        in_window: the loss shares its step with other calls.
     """
 
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
@@ -54,7 +55,7 @@ class Iteration:
         self.room: OptimizerRoom | None = None
         self._window = Window()
         self._divisor_before = known.divisor
-        self._divides_by_window = False
+        self.in_window = False
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
         self._generators = RandomState()
@@ -86,8 +87,8 @@ class Iteration:
         """Divide the loss by what the accumulation window holds, not by this batch alone."""
         known = self.known
         self._window = window
-        self._divides_by_window = window.length > 1
-        if known.window != window.number or not self._divides_by_window:
+        self.in_window = window.length > 1 and self.trains
+        if known.window != window.number or not self.in_window:
             known.window = window.number
             known.divisor = type(known.divisor)()
         self._divisor_before = known.divisor.copy()
@@ -141,7 +142,7 @@ class Iteration:
             known.sizing.fitted(self.batch.size, parts)
         if not self.trains:
             return
-        if self._divides_by_window:
+        if self.in_window:
             # the gradients of the window's earlier calls were divided by the same
             self._gradients.merge(known.divisor.correction() if self._window.closed else 1.0)
         else:
@@ -170,7 +171,7 @@ class Iteration:
         if self.trains:
             loss = self.loss_of(result)
             share = 1.0
-            if self._divides_by_window:
+            if self.in_window:
                 verdict = self.known.verdict or Verdict(None)
                 targets = self._targets_of_whole(loss, verdict)
                 weight = Weight(self.batch.size, self.batch.size if targets is None else targets)
@@ -215,7 +216,7 @@ class Iteration:
     def _share(self, weight: Weight, verdict: Verdict) -> float:
         """The factor for the loss of a micro-batch; 0 where it has nothing to add."""
         divisor, size = self.known.divisor, self.batch.size
-        length = self._window.length if self._divides_by_window else 1
+        length = self._window.length if self.in_window else 1
         if verdict.sums:
             # every part of a sum counts in full; a window averages the sums of its calls
             divisor.expected, divisor.total = length, self._window.position

@@ -62,7 +62,7 @@ class Buffers:
         self._changing: list[bool] | None = None
         self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._versions: list[int] = []
-        self._store: dict[int, torch.Tensor] = {}
+        self._store: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self) -> None:
         """Remember the contents of all buffers that the coming run may change."""
@@ -109,14 +109,15 @@ class Buffers:
         ]
         if self._changing is None:
             self._changing = changed
-            self._store = {index: copy for index, copy in self._store.items() if changed[index]}
+            self._store = {index: pair for index, pair in self._store.items() if changed[index]}
         else:
             self._changing = [old or new for old, new in zip(self._changing, changed, strict=True)]
 
     def _copy_for(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        copy = self._store.get(index)
-        if copy is None or copy.shape != buffer.shape or copy.device != buffer.device or copy.dtype != buffer.dtype:
-            copy = self._store[index] = torch.empty_like(buffer)
+        known, copy = self._store.get(index, (None, buffer))
+        if known is not buffer:
+            copy = torch.empty_like(buffer)
+            self._store[index] = (buffer, copy)
         return copy
 
 

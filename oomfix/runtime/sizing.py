@@ -67,8 +67,8 @@ class Sizing:
         rows = math.ceil(size / parts)
         if rows <= least_rows:
             return None
+        self._try_again_at = self._calls + self._wait
         if self._fits is not None and rows > self._fits:
-            self._try_again_at = self._calls + self._wait
             self._wait *= 4
             smaller = self._fits
         elif parts == 1 and self._fits is None:

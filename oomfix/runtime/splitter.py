@@ -1,0 +1,236 @@
+"""The policy of one call: when to split, how finely, what to do when memory runs out, and what to say about it."""
+
+import logging
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from oomfix.presets import Preset
+from oomfix.runtime import precision, sizing
+from oomfix.runtime.accumulation import Window
+from oomfix.runtime.checkpointing import enable_checkpointing
+from oomfix.runtime.iteration import CannotSplit, Iteration
+from oomfix.runtime.known import Known
+from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
+from oomfix.runtime.verify import check
+
+_log = logging.getLogger("oomfix")
+_MayBePrecision = (RuntimeError, TypeError, ValueError)
+
+
+class Splitter:
+    """Runs iterations in as many pieces as memory asks for and the loss allows.
+
+    Args:
+        preset: the policies.
+        prepared: models that were given to `prepare`.
+
+    Attributes:
+        retries: calls that ran out of memory and started again, each time counted.
+    """
+
+    def __init__(self, preset: Preset, prepared: Collection[nn.Module]) -> None:
+        self.preset = preset
+        self.retries = 0
+        self._prepared = prepared
+        self._room = sizing.OptimizerRoom()
+        self._checkpointed = False
+        self._limited = False
+        self._said: set[str] = set()
+
+    def run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
+        """Run an iteration; when it does not fit, put everything back and run it in smaller pieces."""
+        known = iteration.known
+        known.calls += 1
+        known.notice_steps()
+        self._choose_precision(iteration)
+        iteration.join_window(window)
+        if iteration.trains and not known.steps_seen and self.preset.micro_batches == "auto":
+            iteration.room = self._room
+        blamed: str | None = None
+        failures = 0
+        try:
+            self._remember(iteration)
+            parts = self._first_parts(iteration)
+            while True:
+                # an exception keeps the frames that failed, and they keep their tensors: only its text leaves
+                # the `except`
+                said = None
+                try:
+                    result = iteration.run(parts, scaler)
+                    break
+                except CannotSplit as error:
+                    known.checked(error.verdict)
+                except _MayBePrecision as error:
+                    out_of_memory = is_out_of_memory(error)
+                    if not out_of_memory and not iteration.failed_in_half():
+                        raise
+                    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+                iteration.put_back()
+                if said is None:
+                    parts = self._whole(known, self._reason(iteration))
+                elif out_of_memory:
+                    failures += 1
+                    free_what_is_left(thorough=failures > 2)
+                    parts = self._smaller(iteration, parts, said)
+                else:
+                    known.fp32, blamed = True, said
+        except BaseException:
+            known.fp32 = known.fp32 and blamed is None
+            iteration.give_up()
+            raise
+        finally:
+            self._room.release()
+        if blamed is not None:
+            self._fall_back_to_fp32(known, blamed)
+        iteration.finish(parts)
+        return result
+
+    @staticmethod
+    def _remember(iteration: Iteration) -> None:
+        try:
+            iteration.remember()
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        free_what_is_left(thorough=True)
+        iteration.remember()
+
+    def _first_parts(self, iteration: Iteration) -> int:
+        known, wanted = iteration.known, self.preset.micro_batches
+        if iteration.in_window and iteration.batch.whole_because() is None:
+            self._check(iteration, 1)  # what a window divides by depends on what the loss is a mean of
+        if wanted != "auto" and iteration.trains:
+            parts = sizing.fixed_parts(iteration.batch.size, wanted) if wanted > 1 else 1
+        else:
+            parts = 1
+        if known.sizing.splits:
+            parts = max(parts, known.sizing.parts(iteration.batch.size, known.least_rows()))
+        return self._allowed(iteration, parts) if parts > 1 else 1
+
+    def _smaller(self, iteration: Iteration, parts: int, said: str) -> int:
+        """The number of micro-batches to go on with after an out-of-memory error in `parts`."""
+        self.retries += 1
+        known = iteration.known
+        reason = self._reason(iteration)
+        following = None
+        if reason is None:
+            following = known.sizing.failed(iteration.batch.size, parts, known.least_rows())
+        if following is not None:
+            allowed = self._allowed(iteration, following)
+            if allowed > 1:
+                self._say(
+                    f"{known.name}: out of memory; the batch of {iteration.batch.size} goes on in {following} "
+                    "micro-batches. Sizes now follow free memory; micro_batches=N makes runs repeatable.",
+                    f"size {known.name} {following}",
+                )
+                return allowed
+            reason = self._reason(iteration)
+        if self._checkpoint(known):
+            return parts
+        if iteration.room is not None:
+            # the optimizer may need less than was kept free for it; everything may fit without that
+            iteration.room = None
+            known.sizing.forget_failures()
+            return 1
+        raise DoesNotFitError(self._no_way_out(iteration, parts, reason, said))
+
+    def _allowed(self, iteration: Iteration, parts: int) -> int:
+        """`parts`, or 1 where the batch may not be split."""
+        known = iteration.known
+        reason = self._reason(iteration)
+        if reason is None:
+            self._check(iteration, parts)
+            reason = self._reason(iteration)
+        if reason is not None:
+            return self._whole(known, reason)
+        if iteration.trains and known.compares_samples():
+            self._say(
+                f"{known.name}: BatchNorm (or a spectral norm) will see {parts} micro-batches instead of one "
+                "batch; running statistics are adjusted, but normalisation is by fewer samples.",
+                f"statistics {known.name}",
+            )
+        return parts
+
+    def _check(self, iteration: Iteration, parts: int) -> None:
+        known, batch = iteration.known, iteration.batch
+        if batch.size < 2 or self.preset.split == "never" or not known.check_is_due():
+            return
+        trust = self.preset.split == "always"
+        most_rows = math.ceil(batch.size / parts)
+        verdict = check(iteration.forward, batch, known.modules(), most_rows, trust)
+        known.checked(verdict)
+        if trust and verdict.rule is not None and verdict.trusted:
+            self._say(
+                f"{known.name}: split although samples depend on each other (split='always'): each micro-batch "
+                "is trained as if it were the whole batch, and the gradients are not those of the batch.",
+                f"trust {known.name}",
+            )
+
+    def _reason(self, iteration: Iteration) -> str | None:
+        """Why the batch has to stay whole, as far as known; None if nothing speaks against splitting."""
+        known = iteration.known
+        if self.preset.split == "never":
+            return "split='never' was asked for"
+        if iteration.trains and (reason := known.must_be_whole()) is not None:
+            return reason
+        if (reason := iteration.batch.whole_because()) is not None:
+            return reason
+        if iteration.batch.size < 2:
+            return "it is a single sample"
+        if known.verdict is not None and known.verdict.rule is None and not known.check_is_due():
+            return known.verdict.reason
+        return None
+
+    def _whole(self, known: Known, reason: str | None) -> int:
+        self._say(f"{known.name}: batches run whole, because {reason}.", f"whole {known.name} {reason}")
+        return 1
+
+    def _checkpoint(self, known: Known) -> bool:
+        """Turn checkpointing on where the preset keeps it for this case; whether anything changed."""
+        if self.preset.checkpointing != "if-needed" or self._checkpointed:
+            return False
+        self._checkpointed = True
+        names = [name for model in {*known.roots(), *self._prepared} for name in enable_checkpointing(model, "on")]
+        if names:
+            self._say(f"{known.name}: splitting is not enough; checkpointing {len(names)} blocks.", "checkpointing")
+        return bool(names)
+
+    def _no_way_out(self, iteration: Iteration, parts: int, reason: str | None, said: str) -> str:
+        rows = math.ceil(iteration.batch.size / parts)
+        choices = ["checkpointing='on'"] if not self._checkpointed and self.preset.checkpointing != "on" else []
+        if reason is not None and self.preset.split == "verified" and iteration.batch.size > 1:
+            choices.append("split='always' (gradients are then not those of the whole batch)")
+        choices += ["smaller samples (resolution, sequence length)", "a smaller model", "a smaller batch"]
+        why = f"the batch cannot be split, because {reason}" if reason else f"{rows} sample(s) at a time do not fit"
+        return f"{iteration.known.name}: out of memory, and {why}. Choices: {'; '.join(choices)}. torch said: {said}"
+
+    def _choose_precision(self, iteration: Iteration) -> None:
+        known = iteration.known
+        device_type = iteration.device_type()
+        if device_type == "cuda" and not self._limited:
+            self._limited = True
+            sizing.limit_memory(self.preset, torch.device("cuda", torch.cuda.current_device()))
+        dtype = precision.dtype_for(self.preset.precision, device_type)
+        if dtype is None or known.fp32:
+            return
+        if dtype == torch.float16 and iteration.trains and known.calls == 1 and iteration.batch.size > 1:
+            self._check(iteration, iteration.batch.size)
+            if known.verdict is not None and known.verdict.needs_gradients:
+                self._fall_back_to_fp32(known, "it differentiates by itself, and such gradients underflow in fp16")
+                return
+        iteration.use_half(device_type, dtype)
+
+    def _fall_back_to_fp32(self, known: Known, said: str) -> None:
+        known.fp32 = True
+        self._say(f"{known.name}: runs in fp32, because under autocast: {said}", f"fp32 {known.name}")
+
+    def _say(self, message: str, once: str) -> None:
+        if once not in self._said:
+            self._said.add(once)
+            _log.warning(message)
+
