@@ -122,7 +122,7 @@ def _audit_in_processes(auditor: Auditor, tasks: Sequence[_Task], processes: int
 
     # no thread runs yet, so a fork is safe; on other systems than Linux, libraries may have started some
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with ProcessPoolExecutor(processes, context, initializer=_ignore_interrupts) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=_die_of_interrupts) as pool:
         batches = {pool.submit(_audit_batch, auditor, batch): batch for batch in _batches(tasks)}
         try:
             for future in as_completed(batches):
@@ -154,11 +154,11 @@ def _batches(tasks: Sequence[_Task]) -> Iterator[list[_Task]]:
         yield batch
 
 
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent, which stops its workers without a traceback from each."""
+def _die_of_interrupts() -> None:
+    """End at once on Ctrl-C, which a terminal sends to every process, without a traceback from each."""
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

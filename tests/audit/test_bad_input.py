@@ -192,3 +192,23 @@ def test_a_worker_that_dies_is_told(tmp_path: Path):
     reports = run(Deadly([]), [Job(file, None, None) for file in found], 2)
     assert len(reports) == 4
     assert all("a worker process died" in report.errors[0] for report in reports)
+
+
+def test_an_interrupt_ends_every_process_at_once_and_in_one_line(oomfix):
+    for number in range(4):
+        (oomfix.folder / f"{number}.py").write_bytes(b"#" * 600_000)
+    code = (
+        "import os, signal, time\nfrom oomfix.audit import Auditor\nfrom oomfix.cli import main\n"
+        "Auditor.audit = lambda *args, **options: os.killpg(0, signal.SIGINT) or time.sleep(40)\n"
+        "main(['audit', '.', '--no-cache', '-j', '2'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=oomfix.folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
