@@ -11,7 +11,7 @@ from oomfix.script.hints import Hints, scoped
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, ModuleAttribute, Site, Trace
-from oomfix.script.values import NO_ORIGINS, NUMBER, UNKNOWN, Graph, Kind, Value, flatten
+from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, flatten
 
 
 class Core(ABC):
@@ -22,6 +22,8 @@ class Core(ABC):
         self.frame = module_frame
         self.trace = trace
         self.hints = hints
+        self.bound: list[str | tuple[int, str]] = []
+        """Everything that was bound, in order: a loop asks what its round has bound."""
         self.scopes: list[Loop | Guard] = []
         self.loops: tuple[Loop, ...] = ()
         self.runs: tuple[int, ...] = ()
@@ -104,6 +106,7 @@ class Core(ABC):
             self.hints.modules.add(path)
         elif value.kind is Kind.LOSS:
             self.hints.losses.add(path)
+        self.bound.append(path)
         frame.state.names.bind(path, Binding(value, loops, statement))
 
     def assign(
@@ -125,6 +128,7 @@ class Core(ABC):
         if isinstance(target, ast.Attribute):
             instance = self.instance_of(self.evaluate(target.value))
             if instance is not None:
+                self.bound.append((instance.number, target.attr))
                 self.state.attributes[instance.number, target.attr] = Binding(value, loops, statement)
                 self._note_module_attribute(target, value, statement)
                 return
@@ -227,7 +231,7 @@ class Core(ABC):
             manner=manner,  # type: ignore[arg-type]
             certain=content.graph is Graph.YES,
             detachable=value.kind is Kind.TENSOR if detachable is None else detachable,
-            spent=bool(forwards) and forwards <= self.state.spent,
+            spent=bool(forwards) and all(self.state.spent.get(forward) for forward in forwards),
             crossed=crossed,
             origins=content.origins,
             statement=self.statement,
@@ -242,7 +246,3 @@ class Core(ABC):
                 break
             node, manner, frame = frame.call, "meter", frame.caller
         return node, manner
-
-    def number_or(self, value: Value) -> Value:
-        """What a function that only passes numbers on gives for a value."""
-        return NUMBER if value.graph is Graph.NO else value

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from oomfix.script.contexts import NULL, autocast_under, grad_under, is_literal_loop
+from oomfix.script.contexts import autocast_under, grad_under, is_literal_loop
 from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import read_hints
 from oomfix.script.names import USUAL_NAMES, imported, path_of
-from oomfix.script.state import Binding, Frame, Names, State, merge
+from oomfix.script.state import Binding, Frame, Layer, Names, State
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
     NUMBER,
@@ -27,7 +27,8 @@ from oomfix.script.values import (
 )
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
-_MAX_STATEMENTS = 60_000
+_MAX_WAYS = 30
+"""How often a statement is followed on average, before what is left is given up."""
 
 
 class Follower(Expressions):
@@ -35,13 +36,14 @@ class Follower(Expressions):
 
     def __init__(self, tree: ast.Module) -> None:
         known = {name: name for name in _BUILTINS} | USUAL_NAMES
-        names = Names({name: Binding(Value(Kind.EXTERNAL, ref=ref), (), None) for name, ref in known.items()})
+        names = Names(own={name: Binding(Value(Kind.EXTERNAL, ref=ref), (), None) for name, ref in known.items()})
         super().__init__(Frame(None, State(names)), Trace(), read_hints(tree))
         self.tree = tree
         self.functions: list[Function] = []
-        self.classes: list[Class] = []
+        self._defined: dict[int, Function] = {}
         self.visited: set[int] = set()
         self.steps = 0
+        self._most_steps = _MAX_WAYS * (1000 + self.hints.statements)
         self._carrying: dict[int, tuple[ast.stmt, Loop]] = {}
         self._instances: dict[Class, Value] = {}
         self._invented_calls: list[ast.Call] = []
@@ -107,14 +109,13 @@ class Follower(Expressions):
             if extra is not None:
                 arguments[extra.arg] = Binding(UNKNOWN, (), None)
         assert frame.state is not None
-        frame.state.names = Names(arguments)
+        frame.state.names = Names(own=arguments)
         frame.state.grad = Graph.YES
-        frame.state.evaluating = {}
+        frame.state.evaluating = Layer()
         outer, self.way = self.way, ("entry", id(function.node))
         if inside:
             self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
         returned = self.run(frame, function, None)
-        self.state.leave(frame.state)
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
         for origin in flatten(returned).origins:
             if origin in self.trace.forwards:
@@ -162,10 +163,7 @@ class Follower(Expressions):
             if frame.state is not None:
                 frame.exits.append(frame.state)
                 frame.returns.append(Value(Kind.NUMBER, constant=None))
-        end: State | None = None
-        for exit_state in frame.exits:
-            end = merge(end, exit_state)
-        frame.state = end or state
+        frame.state = state.after(list(frame.exits)) or state
         self.frame, self.way, self.autocast, self.apex = caller, way, autocast, apex
         self.scopes, self.statement = guards, statement
         if call is not None:
@@ -200,7 +198,7 @@ class Follower(Expressions):
         """Follow statements in order, until a way out of the block is taken for certain."""
         depth = len(self.scopes)
         for statement in statements:
-            if self.frame.state is None or self.steps > _MAX_STATEMENTS:
+            if self.frame.state is None or self.steps > self._most_steps:
                 break
             self.steps += 1
             self.visited.add(id(statement))
@@ -319,7 +317,7 @@ class Follower(Expressions):
         for target in node.targets:
             path = path_of(target)
             if path is not None and self.frame.state is not None:
-                self.state.names.pop(path, None)
+                self.state.names.forget(path)
 
     def _return(self, node: ast.Return) -> None:
         value = Value(Kind.NUMBER, constant=None) if node.value is None else self.evaluate(node.value)
@@ -357,10 +355,10 @@ class Follower(Expressions):
         self.bind(node.name, Value(Kind.FUNCTION, ref=(self._function_from(node, None), None)), self.loops, node)
 
     def _function_from(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: Class | None) -> Function:
-        for existing in self.functions:
-            if existing.node is node:
-                existing.closure = self.frame
-                return existing
+        existing = self._defined.get(id(node))
+        if existing is not None:
+            existing.closure = self.frame
+            return existing
         effects = []
         for decorator in node.decorator_list:
             value = self.evaluate(decorator)
@@ -370,6 +368,7 @@ class Follower(Expressions):
                 effects.append(value)
         function = Function(node, node.name, self.frame, owner, effects)
         self.functions.append(function)
+        self._defined[id(node)] = function
         return function
 
     def _class(self, node: ast.ClassDef) -> None:
@@ -385,7 +384,6 @@ class Follower(Expressions):
                 cls.methods[statement.name] = self._function_from(statement, cls)
             elif isinstance(statement, ast.Assign):
                 self.evaluate(statement.value)
-        self.classes.append(cls)
         self.bind(node.name, Value(Kind.CLASS, ref=cls), self.loops, node)
 
     # Branches
@@ -397,15 +395,16 @@ class Follower(Expressions):
         if truth is not None:
             self._block(node.body if truth else node.orelse)
             return
-        before = self.state.copied()
+        before = self.state
         narrowing = self._narrowed(node.test)
         test = self._written_out(node.test)
+        self.frame.state = before.branch()
         body_end = self._branch(Guard(node, test, True), node.body)
-        self.frame.state = before
+        self.frame.state = before.branch()
         if narrowing is not None:
             self.assign(narrowing, NUMBER, None)
         else_end = self._branch(Guard(node, test, False), node.orelse)
-        self.frame.state = merge(body_end, else_end)
+        self.frame.state = before.after([body_end, else_end])
         if self.frame.state is not None and (body_end is None) != (else_end is None):
             self.scopes.append(Guard(node, test, body_end is not None))
 
@@ -438,28 +437,24 @@ class Follower(Expressions):
         return self.frame.state
 
     def _try(self, node: ast.Try) -> None:
-        before = self.state.copied()
+        before = self.state
+        self.frame.state = before.branch()
         self._block(node.body)
         if self.frame.state is not None:
             self._block(node.orelse)
-        ends = [self.frame.state]
+        body_end = self.frame.state
         handling = self.handling_exception
+        handler_ends: list[State | None] = []
         for handler in node.handlers:
-            self.frame.state = before.copied()
+            self.frame.state = before.branch()
             self.handling_exception = True
             if handler.name:
                 self.bind(handler.name, UNKNOWN, self.loops, None)
             self._block(handler.body)
-            ends.append(self.frame.state)
+            handler_ends.append(self.frame.state)
         self.handling_exception = handling
-        if ends[0] is not None:
-            # What the body did is what happens; a handler is the exception.
-            self.frame.state = ends[0]
-        else:
-            end: State | None = None
-            for state in ends:
-                end = merge(end, state)
-            self.frame.state = end
+        # What the body did is what happens; a handler is the exception.
+        self.frame.state = before.after([body_end] if body_end is not None else handler_ends)
         if node.finalbody:
             coming_through = self.frame.state is not None
             if not coming_through:
@@ -539,12 +534,12 @@ class Follower(Expressions):
 
     def _loop(self, node: Loop, start: Callable[[], object]) -> None:
         """Follow a loop once, and a second time where a backward runs in it: what is carried over shows then."""
-        backwards = len(self.trace.backwards)
-        before = self.state.copied()
+        backwards, bound = len(self.trace.backwards), len(self.bound)
+        before = self.state
         self._round(node, start)
         trains = any(event.site.loop is node for event in self.trace.backwards[backwards:])
         if trains and self.frame.state is not None:
-            self._mark_carried(node)
+            self._mark_carried(node, self.bound[bound:])
             outer, self.second_round = self.second_round, True
             self._round(node, start)
             self.second_round = outer
@@ -556,25 +551,24 @@ class Follower(Expressions):
         self.loops = (*self.loops, node)
         self.runs = (*self.runs, self.trace.number("run", id(node), self.way))
         self._rounds.append([])
+        before = self.state
         start()
         self._block(node.body)
-        for state in self._rounds.pop():
-            self.frame.state = merge(self.frame.state, state)
+        self.frame.state = before.after([self.frame.state, *self._rounds.pop()])
         self.loops, self.runs = self.loops[:-1], self.runs[:-1]
         self.scopes.pop()
 
-    def _mark_carried(self, node: Loop) -> None:
+    def _mark_carried(self, node: Loop, bound: list[str | tuple[int, str]]) -> None:
         """Everything the first round leaves with a graph is carried into the second."""
-        for bindings in (self.state.names, self.state.attributes):
-            for key, binding in list(bindings.items()):
-                value, statement = binding.value, binding.statement
-                if statement is None or not binding.loops or binding.loops[-1] is not node:
-                    continue
-                if flatten(value).graph is Graph.YES:
-                    number = self.trace.number("carried", id(statement))
-                    self._carrying[number] = (statement, node)
-                    marked = _with_carried(value, frozenset({number}))
-                    bindings[key] = Binding(marked, binding.loops, statement)  # type: ignore[index]
+        for key in dict.fromkeys(bound):
+            bindings: Any = self.state.names if isinstance(key, str) else self.state.attributes
+            binding = bindings.get(key)
+            if binding is None or binding.statement is None or not binding.loops or binding.loops[-1] is not node:
+                continue
+            if flatten(binding.value).graph is Graph.YES:
+                number = self.trace.number("carried", id(binding.statement))
+                self._carrying[number] = (binding.statement, node)
+                bindings[key] = binding._replace(value=_with_carried(binding.value, frozenset({number})))
 
 
 def _terms(node: ast.expr) -> list[ast.expr]:
@@ -599,10 +593,6 @@ def _is_main_check(test: ast.expr) -> bool:
 def _canonical(qualified: str) -> str:
     """One name for what torch offers under several: `torch.cuda.amp.autocast_mode.autocast` and the like stay."""
     return "torch.nn.functional" if qualified == "torch.functional" else qualified
-
-
-def _context_or_null(value: Value) -> Value:
-    return value if value.kind is Kind.CONTEXT else NULL
 
 
 _STATEMENTS: dict[type, Callable[[Any, Any], None]] = {

@@ -81,8 +81,9 @@ class Functions(Core):
         pairs += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
         for name, argument in pairs:
             binding = self.binding_of(argument) if isinstance(argument, ast.Name | ast.Attribute) else None
-            if binding is not None and binding.value.kind is Kind.CONTAINER and name in frame.state.names:
-                frame.state.names[name] = frame.state.names[name]._replace(loops=binding.loops)
+            bound = frame.state.names.get(name)
+            if binding is not None and binding.value.kind is Kind.CONTAINER and bound is not None:
+                frame.state.names[name] = bound._replace(loops=binding.loops)
 
     def _is_part_of_forward(self, function: Function) -> bool:
         """A method of a module that is part of its forward: it trains nothing, and runs neither itself nor a loader."""

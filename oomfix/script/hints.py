@@ -83,6 +83,7 @@ class Hints:
     moved: set[str] = field(default_factory=set)
     backwarded: set[tuple[ast.AST | None, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
+    statements: int = 0
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
 
@@ -100,6 +101,7 @@ def read_hints(tree: ast.Module) -> Hints:
     stack: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]
     while stack:
         node, scope = stack.pop()
+        hints.statements += isinstance(node, ast.stmt)
         if isinstance(node, ast.Call):
             _read_call(node, scope, hints)
         elif isinstance(node, ast.Assign):

@@ -16,7 +16,6 @@ class Imports:
         self.statements: list[ast.Import | ast.ImportFrom] = []
         self.names: dict[str, set[str]] = {}
         """Local name -> qualified names (more than one after `try`/`except ImportError`)."""
-        self._assigned: list[tuple[str, ast.expr]] = []
         nodes = list(ast.walk(tree))
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.trace import Guard, Loop
-from oomfix.script.values import NO_ORIGINS, Graph, Value, join
+from oomfix.script.values import Graph, Value, join
 
 
 class Binding(NamedTuple):
@@ -19,19 +20,73 @@ class Binding(NamedTuple):
     statement: ast.stmt | None
 
 
-class Names(dict[str, Binding]):
+Key = TypeVar("Key")
+Held = TypeVar("Held")
+_ABSENT = object()
+
+
+class Layer(Generic[Key, Held]):
+    """A mapping over another one: a branch writes into a layer of its own, at the cost of what it writes."""
+
+    __slots__ = ("_own", "_parent")
+
+    def __init__(self, parent: Layer[Key, Held] | None = None, own: dict[Key, Any] | None = None) -> None:
+        self._parent = parent
+        self._own: dict[Key, Any] = own if own is not None else {}
+
+    def get(self, key: Key) -> Held | None:
+        """What the key holds, or None."""
+        layer: Layer[Key, Held] | None = self
+        while layer is not None:
+            held = layer._own.get(key, None)
+            if held is not None:
+                return None if held is _ABSENT else held  # type: ignore[no-any-return]
+            layer = layer._parent
+        return None
+
+    def __contains__(self, key: Key) -> bool:
+        return self.get(key) is not None
+
+    def __setitem__(self, key: Key, held: Held) -> None:
+        self._own[key] = held
+
+    def forget(self, key: Key) -> None:
+        """Take a key away, here and in what is read through this layer."""
+        self._own[key] = _ABSENT
+
+    def over(self) -> Layer[Key, Held]:
+        """A new layer over this one."""
+        return type(self)(self)
+
+    def changes_over(self, base: Layer[Key, Held]) -> dict[Key, Any]:
+        """What this layer and those below it changed since `base`."""
+        changes: dict[Key, Any] = {}
+        layer: Layer[Key, Held] | None = self
+        while layer is not None and layer is not base:
+            changes = layer._own | changes
+            layer = layer._parent
+        return changes
+
+    def take(self, branches: list[Layer[Key, Held]], joined: Callable[[Held, Held], Held]) -> None:
+        """Write into this layer what its branches agree on, and the join of what they do not."""
+        changes = [branch.changes_over(self) for branch in branches]
+        for key in dict.fromkeys(key for change in changes for key in change):
+            result: Any = None
+            for change in changes:
+                held = change[key] if key in change else self.get(key)
+                if held is not None and held is not _ABSENT:
+                    result = held if result is None else joined(result, held)
+            self._own[key] = _ABSENT if result is None else result
+
+
+class Names(Layer[str, Binding]):
     """Bindings by path; rebinding a name forgets the paths that go through it."""
 
-    __slots__ = ("derived",)
+    __slots__ = ("_derived",)
 
-    def __init__(self, bindings: dict[str, Binding] | None = None) -> None:
-        super().__init__(bindings or {})
-        self.derived: dict[str, set[str]] = {}
-
-    def copied(self) -> Names:
-        names = Names(self)
-        names.derived = {root: set(paths) for root, paths in self.derived.items()}
-        return names
+    def __init__(self, parent: Names | None = None, own: dict[str, Any] | None = None) -> None:
+        super().__init__(parent, own)
+        self._derived: dict[str, set[str]] = {}
 
     def bind(self, path: str, binding: Binding) -> None:
         """Bind a path, and forget what was known of paths below it."""
@@ -39,11 +94,23 @@ class Names(dict[str, Binding]):
         for mark in ".[":
             root = root.split(mark, 1)[0]
         if root == path:
-            for below in self.derived.pop(path, ()):
-                self.pop(below, None)
+            layer: Any = self
+            while layer is not None:
+                for below in layer._derived.get(path, ()):
+                    self.forget(below)
+                layer = layer._parent
         else:
-            self.derived.setdefault(root, set()).add(path)
+            self._derived.setdefault(root, set()).add(path)
         self[path] = binding
+
+    def take(self, branches: list[Layer[str, Binding]], joined: Callable[[Binding, Binding], Binding]) -> None:
+        super().take(branches, joined)
+        for branch in branches:
+            layer: Any = branch
+            while layer is not None and layer is not self:
+                for root, paths in layer._derived.items():
+                    self._derived.setdefault(root, set()).update(paths)
+                layer = layer._parent
 
 
 @dataclass
@@ -51,60 +118,56 @@ class State:
     """One point on one way through the script."""
 
     names: Names = field(default_factory=Names)
-    attributes: dict[tuple[int, str], Binding] = field(default_factory=dict)
-    evaluating: dict[object, bool] = field(default_factory=dict)
+    attributes: Layer[tuple[int, str], Binding] = field(default_factory=Layer)
+    evaluating: Layer[object, bool] = field(default_factory=Layer)
     """Modules (by identity or path) that were switched by `eval()` (True) or `train()` (False)."""
+    spent: Layer[int, bool] = field(default_factory=Layer)
+    """Forwards whose graph a backward has freed (True)."""
     gradients: frozenset[str] = frozenset({"none"})
     """What `.grad` may hold: "none", "plain", "scaled" or "unscaled"."""
-    spent: frozenset[int] = NO_ORIGINS
-    """Forwards whose graph a backward has freed."""
     grad: Graph = Graph.YES
     """Whether gradients are recorded."""
 
-    def copied(self) -> State:
-        """A branch of this state."""
+    def branch(self) -> State:
+        """A way that starts here; what it changes stays its own until `after` takes it."""
+        names = self.names.over()
+        assert isinstance(names, Names)
         return State(
-            self.names.copied(), dict(self.attributes), dict(self.evaluating), self.gradients, self.spent, self.grad
+            names, self.attributes.over(), self.evaluating.over(), self.spent.over(), self.gradients, self.grad
         )
+
+    def after(self, ends: list[State | None]) -> State | None:
+        """This state when the ways that started here have ended; None where none of them comes through."""
+        through = [end for end in ends if end is not None]
+        if not through:
+            return None
+        self.names.take([end.names for end in through], _joined_bindings)
+        self.attributes.take([end.attributes for end in through], _joined_bindings)
+        self.evaluating.take([end.evaluating for end in through], _both)
+        self.spent.take([end.spent for end in through], _both)
+        self.gradients = frozenset().union(*(end.gradients for end in through))
+        grads = {end.grad for end in through}
+        self.grad = grads.pop() if len(grads) == 1 else Graph.MAYBE
+        return self
 
     def entering(self, names: Names) -> State:
         """The state at the start of a function called here."""
-        return State(names, self.attributes, self.evaluating, self.gradients, self.spent, self.grad)
+        return State(names, self.attributes, self.evaluating, self.spent, self.gradients, self.grad)
 
     def leave(self, callee: State) -> None:
         """Take over what a called function changed outside its own names."""
-        self.attributes = callee.attributes
-        self.evaluating = callee.evaluating
         self.gradients = callee.gradients
-        self.spent = callee.spent
 
 
-def _joined(first: dict, second: dict) -> None:  # type: ignore[type-arg]
-    for key, binding in second.items():
-        mine = first.get(key)
-        if mine is None:
-            first[key] = binding
-        elif mine is not binding:
-            loops = mine.loops if len(mine.loops) <= len(binding.loops) else binding.loops
-            first[key] = Binding(join(mine.value, binding.value), loops, binding.statement)
-
-
-def merge(first: State | None, second: State | None) -> State | None:
-    """The state after two branches; None stands for a branch that does not come through."""
-    if first is None or first is second:
-        return second
-    if second is None:
+def _joined_bindings(first: Binding, second: Binding) -> Binding:
+    if first is second:
         return first
-    _joined(first.names, second.names)
-    for root, paths in second.names.derived.items():
-        first.names.derived.setdefault(root, set()).update(paths)
-    _joined(first.attributes, second.attributes)
-    for module, evaluating in second.evaluating.items():
-        first.evaluating[module] = first.evaluating.get(module, evaluating) and evaluating
-    first.gradients |= second.gradients
-    first.spent &= second.spent
-    first.grad = first.grad if first.grad == second.grad else Graph.MAYBE
-    return first
+    loops = first.loops if len(first.loops) <= len(second.loops) else second.loops
+    return Binding(join(first.value, second.value), loops, second.statement)
+
+
+def _both(first: bool, second: bool) -> bool:
+    return first and second
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from oomfix.script.values import NO_ORIGINS, Graph
+from oomfix.script.values import Graph
 
 if TYPE_CHECKING:
     from oomfix.script.definitions import Function
@@ -186,8 +186,6 @@ class Trace:
     module_attributes: dict[ast.expr, ModuleAttribute] = field(default_factory=dict)
     loops_over_parts: set[Loop] = field(default_factory=set)
     """Loops over what the iteration around them has made: losses, scales, crops."""
-    accelerated: set[Loop] = field(default_factory=set)
-    """Loops in which a framework does the backward."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     def number(self, *key: Hashable) -> int:
@@ -201,6 +199,3 @@ class Trace:
     def forwards_of(self, origins: frozenset[int]) -> Iterator[Forward]:
         """The forwards among a value's origins."""
         return (self.forwards[origin] for origin in origins if origin in self.forwards)
-
-
-NOTHING_CARRIED = NO_ORIGINS

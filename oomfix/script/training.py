@@ -52,14 +52,14 @@ class Training(Functions):
             order=self.trace.next_order(),
             origin=origin,
             path=path,
-            evaluating=self.state.evaluating.get(self._identity(module, path), False),
+            evaluating=bool(self.state.evaluating.get(self._identity(module, path))),
             carried=content.carried_from,
             direct=direct,
             discarded=grad is Graph.YES and self._is_discarded(node),
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, self._carrying[number])
-        self.state.spent -= {origin}
+        self.state.spent[origin] = False
         if grad is Graph.NO:
             return PLAIN_TENSOR
         whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
@@ -200,10 +200,9 @@ class Training(Functions):
         )
         self.trace.backpropagated |= root.origins
         if not retains:
-            self.state.spent |= root.origins
+            for origin in root.origins:
+                self.state.spent[origin] = True
         self.state.gradients = frozenset({"scaled" if root.scaled else "plain"})
-        if framework not in (None, "oomfix"):
-            self.trace.accelerated.update(self.loops[-1:])
 
     def _functional_backward(
         self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]
