@@ -1,0 +1,226 @@
+"""A model of torch's CUDA caching allocator: what it asks of the driver when tensors come and go.
+
+Sizes are rounded up to 512 bytes. Requests of up to 1 MiB share segments of 2 MiB, larger ones below 10 MiB share
+segments of 20 MiB, the rest get segments of their own, rounded up to 2 MiB. A free block serves the smallest
+request that fits it best, and is split where enough is left. Freed neighbours merge. When the card is full, the
+segments that are free as a whole are given back, and the request is tried once more.
+
+With expandable segments there is one segment per pool that grows by pages of 2 or 20 MiB, and every block is
+split, so that no request has to find a hole of its own. (Simplified: when full, only the free end of a segment is
+given back; torch also unmaps free pages in its middle.)
+
+Source: c10/cuda/CUDACachingAllocator.cpp, default settings, one stream.
+"""
+
+from bisect import bisect_left, insort
+
+MIB = 2**20
+ROUNDING_BYTES = 512
+_SMALL_REQUEST = MIB
+_SMALL_SEGMENT = 2 * MIB
+_LARGE_REQUEST = 10 * MIB
+_LARGE_SEGMENT = 20 * MIB
+_SEGMENT_ROUNDING = 2 * MIB
+
+
+class Block:
+    """A piece of a segment: its size in bytes, whether it is in use, and its neighbours in the same segment."""
+
+    __slots__ = ("address", "in_use", "next", "nbytes", "previous", "small")
+
+    def __init__(self, address: int, nbytes: int, small: bool) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.small = small
+        self.in_use = False
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+
+class CachingAllocator:
+    """The allocator of one card.
+
+    Args:
+        capacity_bytes: what it may reserve; None: no limit.
+        expandable_segments: grow one segment per pool instead of asking for many.
+
+    Attributes:
+        allocated_bytes, reserved_bytes: now, as `torch.cuda.memory_allocated` and `memory_reserved` count them.
+        peak_allocated_bytes, peak_reserved_bytes: the most since the start or the last `reset_peaks`.
+        retries: how often cached segments were given back because the card was full.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None, expandable_segments: bool = False) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.expandable_segments = expandable_segments
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.retries = 0
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._blocks: dict[int, Block] = {}
+        self._last: dict[bool, Block | None] = {True: None, False: None}
+        self._next_address = 0
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """A block of at least `nbytes` bytes; None: the card is full, even with every cache given back."""
+        size = rounded(nbytes)
+        small = size <= _SMALL_REQUEST
+        block = self._take_cached(size, small) or self._reserve(size, small)
+        if block is None:
+            return None
+        self._split(block, size)
+        block.in_use = True
+        self.allocated_bytes += block.nbytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Put a block back into its pool, merged with free neighbours."""
+        self.allocated_bytes -= block.nbytes
+        block.in_use = False
+        if block.next is not None and not block.next.in_use:
+            self._remove_free(block.next)
+            self._merge(block, block.next)
+        if block.previous is not None and not block.previous.in_use:
+            block = block.previous
+            self._remove_free(block)
+            assert block.next is not None
+            self._merge(block, block.next)
+        self._add_free(block)
+
+    def empty_cache(self) -> None:
+        """Give segments that are free as a whole back to the driver; of expandable ones, the free end."""
+        for pool in self._free.values():
+            for _, address in list(pool):
+                block = self._blocks[address]
+                if self.expandable_segments:
+                    self._shrink(block)
+                elif block.previous is None and block.next is None:
+                    self._remove_free(block)
+                    del self._blocks[address]
+                    self.reserved_bytes -= block.nbytes
+
+    def reset_peaks(self) -> None:
+        """Let the peaks start again from what is held now."""
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
+    def _take_cached(self, size: int, small: bool) -> Block | None:
+        pool = self._free[small]
+        position = bisect_left(pool, (size, -1))
+        if position == len(pool):
+            return None
+        return self._blocks[pool.pop(position)[1]]
+
+    def _reserve(self, size: int, small: bool) -> Block | None:
+        grown = self._grow if self.expandable_segments else self._new_segment
+        block = grown(size, small)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = grown(size, small)
+        return block
+
+    def _new_segment(self, size: int, small: bool) -> Block | None:
+        segment = _segment_bytes(size)
+        if not self._may_reserve(segment):
+            return None
+        block = Block(self._next_address, segment, small)
+        # a gap between segments: neighbours in memory are not neighbours of one segment
+        self._next_address += segment + 1
+        self._blocks[block.address] = block
+        self._add_reserved(segment)
+        return block
+
+    def _grow(self, size: int, small: bool) -> Block | None:
+        page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        last = self._last[small]
+        at_end = last if last is not None and not last.in_use else None
+        missing = size - (at_end.nbytes if at_end else 0)
+        pages = -(-missing // page) * page
+        if not self._may_reserve(pages):
+            return None
+        self._add_reserved(pages)
+        if at_end is not None:
+            self._remove_free(at_end)
+            at_end.nbytes += pages
+            return at_end
+        start = last.address + last.nbytes if last else (0 if small else 2**50)
+        block = Block(start, pages, small)
+        block.previous, self._last[small] = last, block
+        if last is not None:
+            last.next = block
+        self._blocks[start] = block
+        return block
+
+    def _shrink(self, block: Block) -> None:
+        """Unmap the whole pages of a free block at the end of its segment."""
+        if block.next is not None:
+            return
+        page = _SMALL_SEGMENT if block.small else _LARGE_SEGMENT
+        pages = block.nbytes // page * page
+        if not pages:
+            return
+        self._remove_free(block)
+        self.reserved_bytes -= pages
+        block.nbytes -= pages
+        if block.nbytes:
+            self._add_free(block)
+            return
+        del self._blocks[block.address]
+        self._last[block.small] = block.previous
+        if block.previous is not None:
+            block.previous.next = None
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = block.nbytes - size
+        if block.small or self.expandable_segments:
+            if rest < ROUNDING_BYTES:
+                return
+        elif rest <= _SMALL_REQUEST:
+            return
+        tail = Block(block.address + size, rest, block.small)
+        tail.previous, tail.next = block, block.next
+        if block.next is not None:
+            block.next.previous = tail
+        block.next, block.nbytes = tail, size
+        if self._last[block.small] is block:
+            self._last[block.small] = tail
+        self._blocks[tail.address] = tail
+        self._add_free(tail)
+
+    def _merge(self, block: Block, tail: Block) -> None:
+        block.nbytes += tail.nbytes
+        block.next = tail.next
+        if tail.next is not None:
+            tail.next.previous = block
+        if self._last[block.small] is tail:
+            self._last[block.small] = block
+        del self._blocks[tail.address]
+
+    def _add_free(self, block: Block) -> None:
+        insort(self._free[block.small], (block.nbytes, block.address))
+
+    def _remove_free(self, block: Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect_left(pool, (block.nbytes, block.address))]
+
+    def _may_reserve(self, nbytes: int) -> bool:
+        return self.capacity_bytes is None or self.reserved_bytes + nbytes <= self.capacity_bytes
+
+    def _add_reserved(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+
+def rounded(nbytes: int) -> int:
+    """The bytes that the allocator hands out for a request: a multiple of 512, at least 512."""
+    return max(ROUNDING_BYTES, -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES)
+
+
+def _segment_bytes(size: int) -> int:
+    if size <= _SMALL_REQUEST:
+        return _SMALL_SEGMENT
+    if size < _LARGE_REQUEST:
+        return _LARGE_SEGMENT
+    return -(-size // _SEGMENT_ROUNDING) * _SEGMENT_ROUNDING

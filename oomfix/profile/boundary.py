@@ -1,0 +1,231 @@
+"""The boundary between the host and the simulated card.
+
+Real tensors stay real until they are moved to "cuda", or made there: from then on they are fake tensors, which have a
+shape and a type but no data. They say that they are on "cuda:0". Moved back, they are real tensors of zeros. What a
+script reads from the card (`.item()`, `if loss > best`, boolean masks) has to be assumed, and is noted.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from oomfix.profile.allocator import CachingAllocator
+from oomfix.profile.patches import Patches
+from oomfix.profile.trace import MemoryTrace, Scratch, user_line
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+class CardTrace(MemoryTrace):
+    """A memory trace that counts fake tensors only, makes them, and answers for the data they do not have.
+
+    Attributes:
+        fake_mode: the mode that the fake tensors belong to.
+        assumed: (what was assumed, (file, line) or None), with how often.
+        recording: False while fake tensors are made that are not on the card, as in a model's initialisers.
+    """
+
+    def __init__(
+        self,
+        allocator: CachingAllocator | None = None,
+        scratch: Scratch | None = None,
+        keeps: Callable[[Any, bool], int] | None = None,
+    ) -> None:
+        super().__init__(allocator, self._is_on_card, scratch, keeps)
+        self.recording = True
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self.assumed: Counter[tuple[str, tuple[str, int] | None]] = Counter()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            return self._on_card_operation(func, args, kwargs)
+        if (answer := _ANSWERS.get(func)) is not None and any(isinstance(a, FakeTensor) for a in args):
+            return answer(self, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def assume(self, what: str) -> None:
+        """Note an assumption, with the line of user code that asked."""
+        if self.recording:
+            self.assumed[what, user_line(sys._getframe(1))] += 1
+
+    def _is_on_card(self, tensor: torch.Tensor) -> bool:
+        return self.recording and isinstance(tensor, FakeTensor)
+
+    def to_card(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An empty fake tensor like `tensor`; a tensor that is on the card already is returned as it is."""
+        return tensor if isinstance(tensor, FakeTensor) else tensor.to(CUDA)
+
+    def _on_card_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A factory or a copy whose result is to be on the card."""
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+        kwargs.pop("pin_memory", None)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = None
+        with self.fake_mode:
+            if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
+                source = args[0]
+                fake = torch.empty_strided(source.size(), source.stride(), dtype=kwargs.get("dtype") or source.dtype)
+                wanted = kwargs.get("memory_format")
+                if wanted not in (None, torch.preserve_format):
+                    fake = fake.contiguous(memory_format=wanted)
+                return fake
+            return func(*args, **kwargs)
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+# answers for operations whose result depends on data
+
+
+def _scalar(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if tensor.constant is not None:
+        return tensor.constant.item()
+    if tensor.dtype is torch.bool:
+        answer = getattr(tensor, "_oomfix_all", False)
+        trace.assume(f"a condition on data of the card is {answer}")
+        return answer
+    trace.assume("a number read from the card is 1")
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _all(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    # checks of the form "all values are valid" hold
+    result._oomfix_all = True
+    return result
+
+
+def _equal(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    trace.assume("tensors compared by torch.equal are equal")
+    return True
+
+
+def _masked_index(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    indices: list[Any] = []
+    for index in args[1]:
+        if index is not None and index.dtype in _MASKS:
+            trace.assume("a boolean mask selects every element (the most it can)")
+            length = index.numel()
+            indices += [index.new_empty((length,), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            indices.append(index)
+    return func(args[0], indices, *args[2:], **kwargs)
+
+
+def _nonzero(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trace.assume("every element is nonzero (the most there can be)")
+    return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+
+
+def _masked_select(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trace.assume("a boolean mask selects every element (the most it can)")
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return args[0].new_empty((shape.numel(),))
+
+
+_ANSWERS: dict[Any, Callable[[CardTrace, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.all.default: _all,
+    aten.equal.default: _equal,
+    aten.index.Tensor: _masked_index,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+}
+
+
+# fake tensors that behave as tensors on cuda:0 for the code that uses them
+
+
+class _ToHost(torch.autograd.Function):
+    """Copy to the host as zeros; the gradient comes back as a tensor of the card."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.to(CUDA)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor of zeros in the shape of a fake one, still connected to its graph."""
+    result: torch.Tensor = _ToHost.apply(tensor)
+    return result
+
+
+def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
+    """Let fake tensors present themselves as tensors on "cuda:0", and move between card and host."""
+    device = FakeTensor.device
+    plain_to = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        other = args[0] if args else kwargs.get("other")
+        if isinstance(other, torch.Tensor):
+            args, kwargs = (other.device, other.dtype), {}
+        copy = kwargs.pop("copy", False)
+        target, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+        here = to_host(self) if target is not None and target.type == "cpu" else self
+        options = {"dtype": dtype or self.dtype, "copy": copy}
+        if memory_format is not None:
+            options["memory_format"] = memory_format
+        return plain_to(here, **options)
+
+    def made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        # torch makes these from Python data below the dispatcher, where a simulated card is not seen
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            device = kwargs.get("device")
+            if device is None or not _is_cuda(torch.device(device)):
+                return make(*args, **kwargs)
+            wants_gradient = kwargs.pop("requires_grad", False)
+            return trace.to_card(make(*args, **{**kwargs, "device": "cpu"})).requires_grad_(wants_gradient)
+
+        return made
+
+    def new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(data, **{"dtype": self.dtype, "device": CUDA, **kwargs})
+
+    def host_array(name: str) -> Callable[..., Any]:
+        method = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if name != "tolist" and not kwargs.get("force", False):
+                raise TypeError(
+                        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                        "host memory first."
+                    )
+            return method(to_host(self.detach()), *args, **kwargs)
+
+        return read
+
+    def formatted(self: torch.Tensor, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    patches.set(
+        FakeTensor,
+        device=property(lambda self: device.fget(self) if trace.running else CUDA),
+        is_cuda=property(lambda self: not trace.running),
+        get_device=lambda self: 0,
+        to=to,
+        cuda=lambda self, *args, **kwargs: self,
+        cpu=lambda self, *args, **kwargs: to_host(self),
+        pin_memory=lambda self, *args: self,
+        record_stream=lambda self, stream: None,
+        numpy=host_array("numpy"),
+        tolist=host_array("tolist"),
+        __array__=host_array("__array__"),
+        new_tensor=new_tensor,
+        __format__=formatted,
+    )
+    for name in ("tensor", "as_tensor", "asarray"):
+        patches.set(torch, **{name: made_on_host(getattr(torch, name))})

@@ -1,0 +1,167 @@
+"""`estimate`: the memory of a training step, from functions that build a model and a batch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from oomfix.presets import Card
+from oomfix.profile.allocator import CachingAllocator
+from oomfix.profile.boundary import CardTrace, fakes_on_cuda
+from oomfix.profile.cards import find_card
+from oomfix.profile.patches import Patches
+from oomfix.profile.policy import cuda_policy, replace_parameters
+from oomfix.profile.report import Estimate, report
+from oomfix.profile.simulated_cuda import simulate_cuda
+from oomfix.profile.workspaces import Workspaces
+
+Optimizer = Literal["adamw", "adam", "sgd"] | Callable[[Any], torch.optim.Optimizer]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+}
+_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class SimulatedGPU:
+    """A card that is simulated while the context lasts: `trace` records what happens on it."""
+
+    def __init__(self, card: Card, capacity_bytes: int | None = None, expandable_segments: bool = False) -> None:
+        self.card = card
+        self.workspaces = Workspaces(card.compute_capability)
+        self.expandable_segments = expandable_segments
+        self.trace = CardTrace(
+            CachingAllocator(capacity_bytes, expandable_segments),
+            scratch=self.workspaces.scratch_bytes,
+            keeps=self.workspaces.kept_bytes,
+        )
+        self.patches = Patches()
+
+    @contextmanager
+    def running(
+        self, moved: Callable[[nn.Parameter, nn.Parameter], object] = lambda old, new: None
+    ) -> Iterator[CardTrace]:
+        """Context in which torch sees the card; `moved(old, new)` is told of parameters that modules replace."""
+        with cuda_policy(self.card.compute_capability, lambda: self.workspaces.kinds.add("recurrent")), self.patches:
+            simulate_cuda(self.patches, self.card, self.trace.allocator)
+            fakes_on_cuda(self.patches, self.trace)
+            replace_parameters(self.patches, moved)
+            with self.trace:
+                yield self.trace
+
+    def report(self, assumptions: list[str]) -> Estimate:
+        """What was found so far."""
+        margin = self.workspaces.margin()
+        return report(self.trace, self.card, margin, assumptions, self.expandable_segments)
+
+
+def estimate(
+    build: Callable[[], nn.Module],
+    batch: Callable[[], Any],
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    optimizer: Optimizer = "adamw",
+    precision: Precision = "fp32",
+    gpu: str = "a100",
+    steps: int = 2,
+    micro_batches: int = 1,
+) -> Estimate:
+    """Peak memory and its parts of a training loop, on a simulated card. No GPU, no data, no weights are needed.
+
+    Args:
+        build: makes the model. It runs on fake tensors: a model of any size costs next to no memory.
+        batch: makes one (micro-)batch of tensors.
+        loss: the scalar loss of a model on a batch; it runs under autocast unless `precision` is "fp32".
+        optimizer: "adamw", "adam" or "sgd" with torch's defaults, or a function of the parameters.
+        precision: "fp32", or autocast to "bf16" or "fp16" (with a GradScaler).
+        gpu: a name from `oomfix.profile.cards`; decides the capacity and the attention kernels.
+        steps: optimizer steps to run. Adam's state is there from the second on, so 2 is the least that shows a peak.
+        micro_batches: backward passes per step, their losses divided by as many.
+
+    Returns:
+        The estimate, in bytes. Gradients are set to None at the start of each step, as torch does by default.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        TypeError: `loss` does not return a tensor of one element.
+    """
+    card = find_card(gpu)
+    _check(optimizer, precision, steps, micro_batches)
+    make_optimizer = _OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    simulated = SimulatedGPU(card)
+    with simulated.running() as trace:
+        # what initialisers need stays on the host
+        trace.recording = False
+        with trace.fake_mode:
+            model = build()
+        trace.recording = True
+        model.train()
+        trace.watch(model)
+        step_optimizer = make_optimizer(model.parameters())
+        loop = _Loop(trace, model, batch, loss, precision, micro_batches)
+        for _ in range(steps):
+            loop.step(step_optimizer)
+    return simulated.report(assumptions(trace))
+
+
+def assumptions(trace: CardTrace) -> list[str]:
+    """What had to be assumed, as sentences with file and line, the most frequent first."""
+    sentences = []
+    for (what, line), count in trace.assumed.most_common():
+        where = f" at {line[0]}:{line[1]}" if line else ""
+        times = f", {count} times" if count > 1 else ""
+        sentences.append(f"{what}{where}{times}")
+    return sentences
+
+
+class _Loop:
+    def __init__(
+        self,
+        trace: CardTrace,
+        model: nn.Module,
+        batch: Callable[[], Any],
+        loss: Callable[[nn.Module, Any], torch.Tensor],
+        precision: Precision,
+        micro_batches: int,
+    ) -> None:
+        self.trace, self.model, self.batch, self.loss = trace, model, batch, loss
+        self.dtype = _PRECISIONS[precision]
+        self.micro_batches = micro_batches
+        self.scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        for _ in range(self.micro_batches):
+            self._micro_batch()
+        self.trace.claim_gradients()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def _micro_batch(self) -> None:
+        with self.trace.fake_mode:
+            inputs = self.batch()
+        self.trace.claim(tree_leaves(inputs), "inputs")
+        autocast = nullcontext() if self.dtype is None else torch.autocast("cuda", dtype=self.dtype)
+        with autocast:
+            result = self.loss(self.model, inputs)
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            raise TypeError(f"loss: returned {type(result).__name__}, expected a tensor of one element")
+        if self.micro_batches > 1:
+            result = result / self.micro_batches
+        self.scaler.scale(result).backward()
+
+
+def _check(optimizer: Optimizer, precision: str, steps: int, micro_batches: int) -> None:
+    if isinstance(optimizer, str) and optimizer not in _OPTIMIZERS:
+        raise ValueError(f"optimizer: got {optimizer!r}, expected one of {', '.join(_OPTIMIZERS)}, or a function")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision: got {precision!r}, expected one of {', '.join(_PRECISIONS)}")
+    for name, value in (("steps", steps), ("micro_batches", micro_batches)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")

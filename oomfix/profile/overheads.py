@@ -1,0 +1,95 @@
+"""What a card needs besides tensors: the CUDA context, and the scratch memory of its libraries. The one table.
+
+Nothing here is fitted to the runs that bench/profile.py compares with: each figure is a size that the library
+documents or that its sources compute, or a bound with a margin, and says which.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+MIB = 2**20
+
+CONTEXT_BYTES = 600 * MIB
+"""CUDA context with the kernels of a training script: 590 and 618 MiB measured; lazy loading can leave 135 MiB
+(T4, torch 2.11), an old driver took 1343 MiB (V100). `oomfix.presets` reckons with the same figure."""
+
+_CUBLAS_WORKSPACE_BYTES = 8 * 2**10 * 1040  # 2 buffers of 4096 KiB and 8 of 16 KiB
+_CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
+
+
+@dataclass(frozen=True)
+class Margin:
+    """By how much a measured peak may exceed the estimate, and why."""
+
+    fraction: float
+    reason: str
+
+
+TRANSFORMER = Margin(0.03, "matrix products and attention: within 3 % of published runs")
+CONVOLUTION = Margin(0.05, "cuDNN picks convolution algorithms, and their scratch memory, at run time")
+CONVOLUTION_FP32 = Margin(0.08, "cuDNN picks convolution algorithms; those of 3x3 in fp32 take much scratch memory")
+RECURRENT = Margin(0.10, "cuDNN's reserve space for recurrent layers is reckoned from their gates, not measured")
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """The workspace of one cuBLAS handle (bytes). Forward and backward run in threads with a handle each.
+
+    Source: CUBLAS_WORKSPACE_CONFIG's defaults in aten/src/ATen/cuda/CUDABlas: ":4096:2:16:8", 32 MiB from
+    Hopper on. The memory comes from the caching allocator at the first matrix product and is kept.
+    """
+    return _CUBLAS_WORKSPACE_HOPPER_BYTES if capability >= (9, 0) else _CUBLAS_WORKSPACE_BYTES
+
+
+def flash_backward_scratch_bytes(query: torch.Tensor) -> int:
+    """Scratch of the flash attention backward (bytes) for a query of [batch, heads, tokens, head size].
+
+    Source: dq_accum and softmax_d in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: fp32, tokens
+    rounded up to 128 and the head size to 32.
+    """
+    batch, heads, tokens, head_size = query.shape
+    tokens = _round_up(tokens, 128)
+    return batch * heads * tokens * (_round_up(head_size, 32) + 1) * 4
+
+
+def convolution_scratch_bytes(
+    inputs: torch.Tensor, weight: torch.Tensor, outputs: torch.Tensor, capability: tuple[int, int]
+) -> int:
+    """Scratch of one convolution pass (bytes), an estimate.
+
+    Tensor cores take channels-last data. For batches stored channels-first, cuDNN transposes input and output
+    into scratch memory, and the weight with them. It has tensor cores for 16-bit numbers from capability 7.0 on and
+    for fp32 (as TF32, the default for convolutions) from 8.0 on; 1x1 convolutions are matrix products that need no
+    transposition, and depthwise ones have kernels of their own.
+    """
+    sixteen_bit = inputs.dtype in (torch.float16, torch.bfloat16)
+    has_tensor_cores = capability >= ((7, 0) if inputs.dtype is torch.float16 else (8, 0))
+    if not (sixteen_bit or inputs.dtype is torch.float32) or not has_tensor_cores:
+        return 0
+    if inputs.dim() < 4 or all(size == 1 for size in weight.shape[2:]) or weight.shape[1] == 1:
+        return 0
+    if inputs.is_contiguous(memory_format=torch.channels_last) and inputs.dim() == 4:
+        return 0
+    return _nbytes(inputs) + _nbytes(outputs) + _nbytes(weight)
+
+
+def recurrent_reserve_bytes(
+    tokens: int, hidden_size: int, layers: int, directions: int, gates: int, element_bytes: int
+) -> int:
+    """What cuDNN keeps from the forward of a recurrent network for its backward (bytes), an estimate.
+
+    Per token, layer and direction: the gates, the cell state and the hidden state.
+
+    Args:
+        tokens: time steps times batch.
+        gates: 4 for LSTM, 3 for GRU, 1 for a plain RNN.
+    """
+    return tokens * layers * directions * hidden_size * (gates + 2) * element_bytes
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

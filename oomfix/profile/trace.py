@@ -1,0 +1,336 @@
+"""What a block of code allocates and frees on a card: every storage, with its size, purpose, module and line."""
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from oomfix.profile.allocator import Block, CachingAllocator
+from oomfix.profile.tracker import OutOfMemoryError
+
+Scratch = Callable[[Any, tuple[Any, ...], Any], int]
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep, os.path.dirname(os.__file__) + os.sep)
+
+
+class Storage:
+    """One allocation, from birth to death.
+
+    Attributes:
+        nbytes: what the allocator handed out (bytes), `requested_bytes` what was asked for.
+        category: "weights", "inputs", "gradients", "optimizer state" or "workspaces" where that is known, else "".
+        phase: "setup", "forward", "backward", "optimizer" or "between" (steps), when it was born.
+        operation, module, shape, dtype, line: who made it, and what; `line` is (file, line number) or None.
+        born, died: positions in the trace's events; died is None while it lives.
+    """
+
+    __slots__ = (
+        "block", "born", "category", "died", "dtype", "line", "module", "nbytes", "operation", "phase",
+        "requested_bytes", "shape",
+    )  # fmt: skip
+
+    def __init__(self, block: Block, requested_bytes: int, born: int) -> None:
+        self.block: Block | None = block
+        self.nbytes = block.nbytes
+        self.requested_bytes = requested_bytes
+        self.born = born
+        self.died: int | None = None
+        self.category = self.phase = self.operation = self.module = ""
+        self.shape: tuple[int, ...] = ()
+        self.dtype: torch.dtype | None = None
+        self.line: tuple[str, int] | None = None
+
+
+class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context in which every new tensor storage is put into a simulated allocator and written down.
+
+    Each storage counts once, however many views share it, from the operation that made it until its last reference
+    goes. Works on fake tensors, and on real ones of any device.
+
+    Args:
+        allocator: where the memory comes from; default: one without a limit. If it refuses, the operation raises
+            `torch.OutOfMemoryError`.
+        counts: which tensors are on the card; default: all that have a storage.
+        scratch: bytes that an operation needs only while it runs, from (operation, arguments, result).
+        keeps: bytes that an operation makes a library hold for good, from (operation, whether in backward).
+
+    Attributes:
+        storages: every storage so far; `events` holds their indices in order, i at birth and ~i at death.
+        phases: (position in `events`, phase) at every change.
+        peak_event: the position in `events` right after the peak was reached.
+        steps: (position in `events`, bytes live) after every optimizer step.
+        running: how many operations are under way, above 0 inside an operation's own code.
+
+    Source: one weak reference per storage, as in torch.distributed._tools.mem_tracker.
+    """
+
+    def __init__(
+        self,
+        allocator: CachingAllocator | None = None,
+        counts: Callable[[torch.Tensor], bool] = lambda tensor: True,
+        scratch: Scratch | None = None,
+        keeps: Callable[[Any, bool], int] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.allocator = allocator or CachingAllocator()
+        self.storages: list[Storage] = []
+        self.events: list[int] = []
+        self.phases: list[tuple[int, str]] = [(0, "setup")]
+        self.peak_event = 0
+        self.peak_phase = "setup"
+        self.running = 0
+        self._peak_bytes = 0
+        self.steps: list[tuple[int, int]] = []
+        self._counts, self._scratch, self._keeps = counts, scratch, keeps
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._modules: list[str] = []
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._handles: list[Any] = []
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    # what is what
+
+    def watch(self, model: nn.Module) -> None:
+        """Count a model's parameters, buffers and gradients, and name its modules in what follows."""
+        self._watched.add(model)
+        root = type(model).__name__
+        for name, module in model.named_modules():
+            self._names.setdefault(id(module), f"{root}.{name}" if name else root)
+        self.claim(_in_order_of_move(model), "weights")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._parameters[id(parameter)] = weakref.ref(parameter)
+        self.claim_gradients()
+
+    def claim(self, tensors: Iterable[object], category: str) -> None:
+        """Say what tensors are for; those that no operation of the trace made are counted from now on."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and self._on_card(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._live and not self._count(tensor, category):
+                    raise OutOfMemoryError(self._refusal(storage.nbytes()))
+                if storage._cdata in self._live:
+                    self.storages[self._live[storage._cdata][1]].category = category
+
+    def claim_gradients(self) -> None:
+        """Find the gradients of all parameters seen so far."""
+        for reference in list(self._parameters.values()):
+            parameter = reference()
+            if parameter is not None and parameter.grad is not None:
+                self.claim((parameter.grad,), "gradients")
+
+    def claim_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find an optimizer's parameters and state. Scalars of the state live on the CPU, as torch makes them."""
+        for group in optimizer.param_groups:
+            self.claim(group["params"], "weights")
+            for parameter in group["params"]:
+                self._parameters.setdefault(id(parameter), weakref.ref(parameter))
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                self.claim(state.values(), "optimizer state")
+
+    def enter_phase(self, phase: str) -> None:
+        """From here on storages are born in `phase`."""
+        if self.phases[-1][1] != phase:
+            self.phases.append((len(self.events), phase))
+
+    @property
+    def phase(self) -> str:
+        return self.phases[-1][1]
+
+    # the mode
+
+    def __enter__(self) -> "MemoryTrace":
+        hooks = nn.modules.module
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+            hooks.register_module_forward_pre_hook(self._before_module),
+            hooks.register_module_forward_hook(self._after_module, always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self.claim_gradients()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap __torch_dispatch__ in frames that hold its arguments, and a traceback holds these
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.running += 1
+        try:
+            result = self.run(func, args, kwargs)
+        finally:
+            self.running -= 1
+        refused_bytes = self._admit(func, args, result)
+        if refused_bytes is not None:
+            # the traceback keeps this frame alive: it must not hold what a real card would not hold
+            del result, args, kwargs
+            raise OutOfMemoryError(self._refusal(refused_bytes))
+        return result
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation; a simulated card answers here what fake tensors cannot."""
+        return func(*args, **kwargs)
+
+    def _admit(self, func: Any, args: tuple[Any, ...], result: object) -> int | None:
+        """Count what an operation allocated; the bytes of the first request that is refused, if one is."""
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and self._on_card(tensor):
+                if tensor.untyped_storage()._cdata not in self._live and not self._count(tensor, "", func):
+                    return tensor.untyped_storage().nbytes()
+        # kernels make their results first, then ask their libraries for scratch memory
+        if self._keeps is not None and (kept := self._keeps(func, in_backward())):
+            if not self._add(kept, "workspaces", f"{func}", (), None):
+                return kept
+        if self._scratch is not None and (scratch := self._scratch(func, args, result)):
+            if not self._add(scratch, "workspaces", f"{func}", (), None):
+                return scratch
+            self._remove(len(self.storages) - 1)
+        return None
+
+    def _on_card(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and self._counts(tensor)
+
+    def _count(self, tensor: torch.Tensor, category: str, operation: Any = "") -> bool:
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return True
+        if not self._add(nbytes, category, str(operation), tuple(tensor.shape), tensor.dtype):
+            return False
+        index, address = len(self.storages) - 1, storage._cdata
+
+        def freed(_: object) -> None:
+            self._live.pop(address, None)
+            self._remove(index)
+
+        self._live[address] = (weakref.ref(storage, freed), index)
+        return True
+
+    def _add(
+        self, nbytes: int, category: str, operation: str, shape: tuple[int, ...], dtype: torch.dtype | None
+    ) -> bool:
+        block = self.allocator.allocate(nbytes)
+        if block is None:
+            return False
+        storage = Storage(block, nbytes, len(self.events))
+        storage.category, storage.operation, storage.shape, storage.dtype = category, operation, shape, dtype
+        storage.phase = self._current_phase()
+        storage.module = self._modules[-1] if self._modules else ""
+        storage.line = user_line(sys._getframe(2))
+        self.storages.append(storage)
+        self.events.append(len(self.storages) - 1)
+        if self.allocator.peak_allocated_bytes > self._peak_bytes:
+            self._peak_bytes = self.allocator.peak_allocated_bytes
+            self.peak_event, self.peak_phase = len(self.events), storage.phase
+        return True
+
+    def _remove(self, index: int) -> None:
+        storage = self.storages[index]
+        if storage.block is not None:
+            storage.died = len(self.events)
+            self.events.append(~index)
+            self.allocator.free(storage.block)
+            storage.block = None
+
+    def _current_phase(self) -> str:
+        if in_backward():
+            self.enter_phase("backward")
+        elif self.phase == "backward":
+            self.enter_phase("between")
+        return self.phase
+
+    def _refusal(self, nbytes: int) -> str:
+        allocator = self.allocator
+        capacity = allocator.capacity_bytes or allocator.reserved_bytes
+        free = capacity - allocator.reserved_bytes
+        cached = allocator.reserved_bytes - allocator.allocated_bytes
+        return (
+            f"CUDA out of memory. Tried to allocate {size(nbytes)}. GPU 0 has a total capacity of {size(capacity)} "
+            f"of which {size(free)} is free. Of the allocated memory {size(allocator.allocated_bytes)} is allocated "
+            f"by PyTorch, and {size(cached)} is reserved by PyTorch but unallocated."
+        )
+
+    # hooks
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self.claim_optimizer(optimizer)
+        self.claim_gradients()
+        self.enter_phase("optimizer")
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self.claim_optimizer(optimizer)
+        self.steps.append((len(self.events), self.allocator.allocated_bytes))
+        self.enter_phase("between")
+
+    def _before_module(self, module: nn.Module, args: object) -> None:
+        if not self._modules and not in_backward():
+            if module not in self._watched:
+                self.watch(module)
+            self.enter_phase("forward")
+        self._modules.append(self._names.get(id(module)) or type(module).__name__)
+
+    def _after_module(self, module: nn.Module, args: object, result: object) -> None:
+        self._modules.pop()
+
+
+def _in_order_of_move(module: nn.Module) -> Iterator[torch.Tensor]:
+    """A model's parameters and buffers in the order in which `Module.to` moves them: children first."""
+    for child in module.children():
+        yield from _in_order_of_move(child)
+    yield from (tensor for tensor in module._parameters.values() if tensor is not None)
+    yield from (tensor for tensor in module._buffers.values() if tensor is not None)
+
+
+def size(nbytes: int) -> str:
+    """Bytes as torch words them: "512 bytes", "2.00 MiB", "1.25 GiB"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} bytes"
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def user_line(frame: FrameType | None) -> tuple[str, int] | None:
+    """The innermost line of code that is neither torch's, nor ours, nor, if possible, that of an installed package."""
+    installed = None
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "user":
+            return frame.f_code.co_filename, frame.f_lineno
+        if kind == "installed" and installed is None:
+            installed = frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return installed
+
+
+@cache
+def _kind(file: str) -> str:
+    if file.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")):
+        return "torch"
+    return "installed" if any(folder in file for folder in _INSTALLED) else "user"
+
