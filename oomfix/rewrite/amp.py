@@ -1,0 +1,133 @@
+"""The script's own mixed precision: autocast and the loss scaler, folded into the runtime's."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.liveness import FunctionNode
+from oomfix.script import Script
+from oomfix.script.edits import Edit, bounds, remove_statement
+from oomfix.script.names import path_of
+from oomfix.script.trace import Backward, Step
+
+_WITH_DEVICE = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
+_OF_CUDA = ("torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast")
+_SCALERS = (
+    "torch.cuda.amp.GradScaler",
+    "torch.amp.GradScaler",
+    "torch.cuda.amp.grad_scaler.GradScaler",
+    "torch.amp.grad_scaler.GradScaler",
+)
+_SLOTS = {"device": ("device_type", "dtype", "enabled"), "cuda": ("enabled", "dtype")}
+
+
+class Amp:
+    """What a script does about precision, and the edits that hand it over.
+
+    Args:
+        script: the script.
+        blocks: where its nodes stand.
+    """
+
+    def __init__(self, script: Script, blocks: Blocks) -> None:
+        self._script = script
+        self._blocks = blocks
+        self._autocasts = list(script.imports.calls(*_WITH_DEVICE, *_OF_CUDA))
+        self._nodes = {id(call) for call in self._autocasts}
+
+    def root_of(self, backward: ast.Call) -> ast.expr:
+        """What a backward differentiates, without the scaler around it."""
+        assert isinstance(backward.func, ast.Attribute)
+        root = backward.func.value
+        if isinstance(root, ast.Call) and last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
+            return root.args[0]
+        return root
+
+    def is_autocast(self, node: ast.With | ast.AsyncWith) -> bool:
+        """Whether a `with` switches autocast on."""
+        return any(id(item.context_expr) in self._nodes for item in node.items)
+
+    def why_left_alone(self, backwards: Iterable[Backward]) -> str | None:
+        """Why a loop's precision cannot be handed over, or None."""
+        backwards = list(backwards)
+        for event in backwards:
+            root = self.root_of(event.node)
+            if event.scaled and root is event.node.func.value:  # type: ignore[attr-defined]
+                return f"the loss of line {event.node.lineno} is scaled somewhere else"
+        if not any(event.scaled for event in backwards):
+            return None
+        if not self._autocasts:
+            return "gradients are scaled, but autocast is out of sight"
+        for call in self._autocasts:
+            if self._replacement(call) is None:
+                return f"autocast in line {call.lineno} cannot be handed over: `{ast.unparse(call)}`"
+        return None
+
+    def edits(self, name: str, backwards: list[Backward], steps: list[Step]) -> list[Edit]:
+        """Hand precision over to the manager called `name`, in a file whose scaled loops are all rewritten.
+
+        Args:
+            backwards, steps: of all rewritten loops.
+        """
+        edits = []
+        for call in self._autocasts:
+            replacement = self._replacement(call)
+            if replacement is not None:
+                edits.append(Edit(*bounds(self._script.source, call), f"{name}.autocast({replacement})"))
+        scalers = {path for path in map(self._scaler_of_step, steps) if path is not None}
+        for call in self._calls_on(scalers, "update"):
+            edits += self._without(call)
+        for call in self._calls_on(scalers, "unscale_"):
+            if call.args:
+                optimizer = self._script.source.segment(call.args[0])
+                edits.append(Edit(*bounds(self._script.source, call), f"{name}.unscale_({optimizer})"))
+        if any(event.scaled for event in backwards):
+            for call in self._script.imports.calls(*_SCALERS):
+                edits.append(Edit(*bounds(self._script.source, call), f"{name}.scaler"))
+        return edits
+
+    def unscaled_lines(self, steps: list[Step]) -> list[int]:
+        """The lines in which the script unscales by itself."""
+        scalers = {path for path in map(self._scaler_of_step, steps) if path is not None}
+        return [call.lineno for call in self._calls_on(scalers, "unscale_")]
+
+    def _scaler_of_step(self, step: Step) -> str | None:
+        function = step.node.func
+        return path_of(function.value) if step.scaled and isinstance(function, ast.Attribute) else None
+
+    def _calls_on(self, scalers: set[str], method: str) -> Iterator[ast.Call]:
+        for call in self._script.calls_of_method(method):
+            if isinstance(call.func, ast.Attribute) and path_of(call.func.value) in scalers:
+                yield call
+
+    def _without(self, call: ast.Call) -> tuple[Edit, ...]:
+        statement = self._blocks.statement_of(call)
+        if not isinstance(statement, ast.Expr) or statement.value is not call:
+            return ()
+        source = self._script.source
+        return remove_statement(source, statement, self._blocks.block_of(statement)) or (
+            Edit(*bounds(source, statement), "pass"),
+        )
+
+    def _replacement(self, call: ast.Call) -> str | None:
+        """The arguments for the manager's autocast; None where it has no such option, or is a decorator."""
+        if any(
+            isinstance(parent, FunctionNode) and call in parent.decorator_list
+            for parent in list(self._blocks.ancestors(call))[:1]
+        ):
+            return None
+        of_cuda = bool(self._script.imports.qualified(call.func) & set(_OF_CUDA))
+        slots = _SLOTS["cuda" if of_cuda else "device"]
+        if len(call.args) > len(slots) or any(isinstance(argument, ast.Starred) for argument in call.args):
+            return None
+        if any(keyword.arg not in ("device_type", "dtype", "enabled") for keyword in call.keywords):
+            return None
+        segment = self._script.source.segment
+        if not of_cuda:
+            given = [segment(argument) for argument in call.args]
+        else:
+            given = ['"cuda"', *(f"{slot}={segment(value)}" for slot, value in zip(slots, call.args, strict=False))]
+        return ", ".join([*given, *(f"{keyword.arg}={segment(keyword.value)}" for keyword in call.keywords)])

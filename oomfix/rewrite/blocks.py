@@ -1,0 +1,81 @@
+"""Where every node stands: its statement, the block that holds it, the function and loop around it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from oomfix.rewrite.liveness import FunctionNode, Scope
+
+Loop = ast.For | ast.AsyncFor | ast.While
+
+
+class Blocks:
+    """The parents of every node of a module."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._parents: dict[ast.AST, ast.AST] = {}
+        self._blocks: dict[ast.stmt, tuple[list[ast.stmt], int]] = {}
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                self._parents[child] = node
+            self._note_blocks(node)
+
+    def _note_blocks(self, node: ast.AST) -> None:
+        header = getattr(node, "lineno", 0)
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+                for statement in block:
+                    self._blocks[statement] = (block, header)
+                header = max(header, block[-1].end_lineno or 0)
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around a node, innermost first."""
+        while node in self._parents:
+            node = self._parents[node]
+            yield node
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that a node is, or is part of."""
+        if isinstance(node, ast.stmt):
+            return node
+        return next(parent for parent in self.ancestors(node) if isinstance(parent, ast.stmt))
+
+    def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements beside a statement, itself included."""
+        return self._blocks[statement][0]
+
+    def header_of(self, statement: ast.stmt) -> int:
+        """A line above the statement's block that belongs to something else, 0 at the top of a file."""
+        return self._blocks[statement][1]
+
+    def scope_of(self, node: ast.AST) -> Scope | None:
+        """The function or module that a node runs in; None in a class body or a lambda."""
+        for parent in self.ancestors(node):
+            if isinstance(parent, FunctionNode | ast.Module):
+                return parent
+            if isinstance(parent, ast.ClassDef | ast.Lambda):
+                return None
+        return None
+
+    def loop_of(self, node: ast.AST) -> Loop | None:
+        """The innermost loop around a node in its own scope."""
+        for parent in self.ancestors(node):
+            if isinstance(parent, Loop):
+                return parent
+            if isinstance(parent, FunctionNode | ast.ClassDef | ast.Lambda):
+                return None
+        return None
+
+    def exclude_each_other(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether two nodes are in different branches of one `if`."""
+        branches = {id(parent): side for parent, side in self._branches(one)}
+        return any(id(parent) in branches and branches[id(parent)] != side for parent, side in self._branches(other))
+
+    def _branches(self, node: ast.AST) -> Iterator[tuple[ast.If, str]]:
+        child = node
+        for parent in self.ancestors(node):
+            if isinstance(parent, ast.If):
+                yield parent, "else" if child in parent.orelse else "body"
+            child = parent

@@ -1,0 +1,219 @@
+"""What a statement does besides binding names: which objects it may change, and what else it touches."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
+from oomfix.script.names import path_of
+
+CHANGING = frozenset(
+    "append extend insert pop popitem remove clear update add discard setdefault sort reverse appendleft popleft "
+    "write writelines put load_state_dict register_buffer".split()
+)
+"""Methods that change their receiver."""
+
+_READING = re.compile(
+    r"^(print|pprint|len|display|input|set_trace|sleep|synchronize|breakpoint|exit|_exit|quit|isnan|isfinite|isinf)$"
+)
+_OUTPUT_RECEIVERS = re.compile(
+    r"(^|[._])(plt|wandb|writer|logger|logging|log|tb|pbar|bar|progress\w*|tqdm\w*|vis|viz|mlflow|neptune|run|board|"
+    r"tensorboard|summary\w*|sys|os|time|timer\w*|torch|cuda|console|iterator)(\[|$|\.|_)",
+    re.IGNORECASE,
+)
+_RANDOM = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform uniform_ bernoulli bernoulli_ "
+    "multinomial exponential_ dropout shuffle choice choices sample rsample random randrange permutation beta "
+    "manual_seed seed gumbel_softmax poisson".split()
+)
+_MODES = frozenset(
+    "train eval requires_grad_ manual_seed seed set_state apply load_state_dict set_grad_enabled freeze unfreeze "
+    "set_requires_grad toggle_grad requires_grad".split()
+)
+_STEPPING = frozenset("step backward".split())
+
+
+def calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    """The calls that run when a node does, in its own scope."""
+    return (child for child in nodes_of_scope(node) if isinstance(child, ast.Call))
+
+
+def last_name(call: ast.Call) -> str:
+    """`model.train()` -> "train", `print(x)` -> "print"; "" for a computed function."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def changed_paths(statement: ast.stmt) -> set[str]:
+    """The access paths of objects that a statement may change: stores into attributes and items, and method calls.
+
+    A call whose result is thrown away is there for its effect: its receiver may change, and where it is a plain
+    function, the objects given to it. Printing and logging change nothing that matters.
+    """
+    found: set[str] = set()
+    for node in nodes_of_scope(statement):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            found.add(_root(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            if name in CHANGING or (name.endswith("_") and not name.endswith("__")):
+                found.add(_root(node.func.value))
+            found |= {_root(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found |= _changed_by(node.value)
+        elif isinstance(node, ast.Delete):
+            found |= {_root(target) for target in node.targets if not isinstance(target, ast.Name)}
+    return found - {""}
+
+
+def _changed_by(call: ast.Call) -> set[str]:
+    if isinstance(call.func, ast.Attribute):
+        receiver = _root(call.func.value)
+        return set() if _OUTPUT_RECEIVERS.search(receiver) and not last_name(call) == "zero_grad" else {receiver}
+    if _READING.match(last_name(call)):
+        return set()
+    return {_root(argument) for argument in (*call.args, *(keyword.value for keyword in call.keywords))} - {""}
+
+
+def _root(node: ast.expr) -> str:
+    """The access path of the object that is changed: `losses` for `losses["a"]`, `self.meter` for `self.meter.sum`."""
+    while isinstance(node, ast.Subscript | ast.Starred):
+        node = node.value
+    if isinstance(node, ast.Attribute):
+        return path_of(node.value if isinstance(node.ctx, ast.Store) else node) or ""
+    if isinstance(node, ast.Call):
+        return _root(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def paths_read(node: ast.AST) -> set[str]:
+    """The access paths of names that a node reads, as long as they go: `self.model`, `x`."""
+    found: set[str] = set()
+    covered: set[int] = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute | ast.Name) and id(child) not in covered:
+            path = path_of(child)
+            if path is not None:
+                found.add(path)
+                inner: ast.AST = child
+                while isinstance(inner, ast.Attribute):
+                    inner = inner.value
+                    covered.add(id(inner))
+    return found
+
+
+def overlap(changed: set[str], read: set[str]) -> bool:
+    """Whether a change of one of the paths may be seen by reading one of the others."""
+    return any(
+        one == other or other.startswith(f"{one}.") or one.startswith(f"{other}.") for one in changed for other in read
+    )
+
+
+def is_zero_grad(statement: ast.stmt) -> bool:
+    """Whether a statement only drops or zeroes gradients."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return last_name(statement.value) == "zero_grad"
+    if isinstance(statement, ast.For):
+        return all(_drops_gradient(child) or is_zero_grad(child) for child in statement.body)
+    if isinstance(statement, ast.If) and not statement.orelse:
+        return all(is_zero_grad(child) for child in statement.body) and not any(calls_in(statement.test))
+    return False
+
+
+def _drops_gradient(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Assign)
+        and isinstance(statement.value, ast.Constant)
+        and statement.value.value is None
+        and all(isinstance(target, ast.Attribute) and target.attr == "grad" for target in statement.targets)
+    )
+
+
+def draws_random_numbers(node: ast.AST) -> bool:
+    """Whether a node calls something known to draw random numbers, or to set a seed."""
+    return any(last_name(call) in _RANDOM for call in calls_in(node))
+
+
+def switches_mode(node: ast.AST) -> bool:
+    """Whether a node switches layers or gradients on or off."""
+    return any(last_name(call) in _MODES for call in calls_in(node)) or any(
+        isinstance(child, ast.Attribute) and child.attr == "requires_grad" and isinstance(child.ctx, ast.Store)
+        for child in nodes_of_scope(node)
+    )
+
+
+def trains(node: ast.AST) -> bool:
+    """Whether a node runs a backward or a step."""
+    return any(last_name(call) in _STEPPING for call in calls_in(node))
+
+
+def leaves(node: ast.stmt) -> str | None:
+    """The keyword by which a statement may leave the block it stands in; None where it always runs to its end."""
+    return _leaving(node, in_loop=False)
+
+
+def _leaving(node: ast.AST, in_loop: bool) -> str | None:
+    if isinstance(node, ast.Return):
+        return "return"
+    if isinstance(node, ast.Break | ast.Continue):
+        return None if in_loop else type(node).__name__.lower()
+    if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await | ast.AsyncFor | ast.AsyncWith):
+        return "await" if isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) else "yield"
+    if isinstance(node, FunctionNode | ast.Lambda | ast.ClassDef):
+        return None
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                inner = isinstance(node, ast.For | ast.While) and field == "body"
+                if (found := _leaving(child, in_loop or inner)) is not None:
+                    return found
+    return None
+
+
+class Helpers:
+    """The functions of a file by name, and whether calling one changes anything that outlives the call."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._functions: dict[str, list[FunctionNode]] = {}
+        self._forwards: list[FunctionNode] = []
+        for node in ast.walk(tree):
+            if isinstance(node, FunctionNode):
+                self._functions.setdefault(node.name, []).append(node)
+        self._known: dict[int, str | None] = {}
+
+    def lasting_effect(self, node: ast.AST) -> str | None:
+        """In words, what a call of the file's own functions leaves behind; None where nothing can be seen."""
+        for call in calls_in(node):
+            for function in self._called(call):
+                if (found := self._effect_of(function)) is not None:
+                    return found
+        return None
+
+    def _called(self, call: ast.Call) -> list[FunctionNode]:
+        return self._functions.get(last_name(call), [])
+
+    def _effect_of(self, function: FunctionNode) -> str | None:
+        if id(function) in self._known:
+            return self._known[id(function)]
+        self._known[id(function)] = None
+        own = {argument.arg for argument in (*function.args.posonlyargs, *function.args.args)[:1]} & {"self", "cls"}
+        found: str | None = None
+        for statement in function.body:
+            for node in nodes_of_scope(statement):
+                if isinstance(node, ast.Global | ast.Nonlocal):
+                    found = f"`{function.name}` writes {', '.join(node.names)} outside of it"
+                elif isinstance(node, ast.AugAssign) and path_of(node.target) and "." in (path_of(node.target) or ""):
+                    found = f"`{function.name}` counts in {path_of(node.target)}"
+            if found is None and own:
+                kept = {path for path in changed_paths(statement) if path.startswith(tuple(f"{name}." for name in own))}
+                if kept:
+                    found = f"`{function.name}` changes {sorted(kept)[0]}"
+            if found is None:
+                found = self.lasting_effect(statement)
+            if found is not None:
+                break
+        self._known[id(function)] = found
+        return found

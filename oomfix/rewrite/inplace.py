@@ -1,0 +1,208 @@
+"""The in-place form: backward, step, clipping and precision go through the manager, each where it stands."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from oomfix.rewrite.amp import Amp
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import is_zero_grad, last_name, leaves
+from oomfix.rewrite.layout import Layout
+from oomfix.rewrite.liveness import nodes_of_scope
+from oomfix.rewrite.loops import Verdict, reads_gradients
+from oomfix.script import Script
+from oomfix.script.edits import Edit, bounds, remove_statement
+from oomfix.script.names import path_of
+from oomfix.script.trace import Backward, Step
+
+
+class InPlace:
+    """Edits that hand training over to the manager called `name`.
+
+    Args:
+        script: the script.
+        blocks: where its nodes stand.
+        layout: what its text looks like.
+        amp: what it does about precision.
+        name: the manager.
+    """
+
+    def __init__(self, script: Script, blocks: Blocks, layout: Layout, amp: Amp, name: str) -> None:
+        self._script = script
+        self._source = script.source
+        self._blocks = blocks
+        self._layout = layout
+        self._amp = amp
+        self._name = name
+
+    def edits(self, verdicts: list[Verdict]) -> list[Edit]:
+        """Every edit of the loops that are not left alone."""
+        rewritten = [verdict for verdict in verdicts if verdict.form != "none"]
+        backwards = {id(event.node): event for verdict in rewritten for event in verdict.backwards}
+        liftable = {id(call) for verdict in rewritten for call in verdict.liftable}
+        steps = {id(step.node): step for verdict in rewritten for step in verdict.steps}
+        edits = self._amp.edits(self._name, list(backwards.values()), list(steps.values())) if rewritten else []
+        for event in backwards.values():
+            edits.append(self._backward(event, id(event.node) in liftable))
+        removed: set[int] = set()
+        for step in steps.values():
+            edits += self._step(step, verdicts, removed)
+        for verdict in rewritten:
+            edits += self._unscaled(verdict)
+        return list(dict.fromkeys(edits))
+
+    def _backward(self, event: Backward, lifted: bool) -> Edit:
+        root = self._source.segment(self._amp.root_of(event.node))
+        options = [] if lifted else [self._source.segment(keyword.value) for keyword in event.node.keywords]
+        names = [keyword.arg for keyword in event.node.keywords]
+        given = [f"{name}={value}" for name, value in zip(names, options, strict=False)]
+        return Edit(*bounds(self._source, event.node), f"{self._name}.backward({', '.join([root, *given])})")
+
+    # -- steps and gradients -----------------------------------------------------------------------------------
+
+    def _step(self, step: Step, verdicts: list[Verdict], removed: set[int]) -> Iterator[Edit]:
+        node = step.node
+        assert isinstance(node.func, ast.Attribute)
+        optimizer = node.args[0] if step.scaled and node.args else node.func.value
+        text = self._source.segment(optimizer)
+        path = path_of(optimizer)
+        statement = self._blocks.statement_of(node)
+        resets = path is not None
+        gone = self._reset_behind(statement, path) or self._reset_ahead(statement, path, verdicts)
+        if gone is not None and id(gone) not in removed:
+            removed.add(id(gone))
+            yield from remove_statement(self._source, gone, self._blocks.block_of(gone)) or (
+                Edit(*bounds(self._source, gone), "pass"),
+            )
+        elif gone is None:
+            resets = self._is_reset_before_backward(statement, path, verdicts)
+        option = "" if resets else ", zero_grad=False"
+        yield Edit(*bounds(self._source, node), f"{self._name}.step({text}{option})")
+
+    def _reset_behind(self, statement: ast.stmt, path: str | None) -> ast.stmt | None:
+        """`optimizer.zero_grad()` behind the step in its block, where nothing in between looks at gradients."""
+        block = self._blocks.block_of(statement)
+        for other in block[block.index(statement) + 1 :]:
+            if _resets(other, path):
+                return other
+            if reads_gradients(other) or leaves(other) or _calls_backward(other) or not isinstance(other, ast.Expr):
+                return None
+        return None
+
+    def _reset_ahead(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> ast.stmt | None:
+        """`optimizer.zero_grad()` ahead of the one backward of the file, in one block with it and the one step."""
+        if len(verdicts) != 1 or len(verdicts[0].steps) != 1 or len(verdicts[0].backwards) != 1:
+            return None
+        if len({id(event.node) for event in self._script.backwards}) != 1 or _gradients_read_elsewhere(self._script):
+            return None
+        backward = self._blocks.statement_of(verdicts[0].backwards[0].node)
+        block = self._blocks.block_of(statement)
+        if backward not in block or block.index(backward) > block.index(statement):
+            return None
+        reset = next((other for other in block[: block.index(backward)] if _resets(other, path)), None)
+        if reset is None:
+            return None
+        passed = block[block.index(reset) : block.index(statement)]
+        if any(leaves(other) or (reads_gradients(other) and not _clips(other)) for other in passed):
+            return None
+        resets = [call for call in self._script.calls_of_method("zero_grad")]
+        return reset if len(resets) == 1 else None
+
+    def _is_reset_before_backward(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> bool:
+        """Whether the optimizer's gradients are reset on every way from its step to the next backward."""
+        if path is None or _gradients_read_elsewhere(self._script):
+            return False
+        scope = self._blocks.scope_of(statement)
+        for verdict in verdicts:
+            for event in verdict.backwards:
+                backward = self._blocks.statement_of(event.node)
+                if self._blocks.scope_of(backward) is not scope:
+                    continue
+                ahead = self._run_ahead(backward)
+                if any(_resets(other, path) for other in ahead) and self._only_step_between(statement, backward, path):
+                    return True
+        return False
+
+    def _run_ahead(self, backward: ast.stmt) -> Iterator[ast.stmt]:
+        """The statements that always run before a backward in its iteration: those above it, in blocks around it."""
+        current: ast.stmt = backward
+        loop = self._blocks.loop_of(backward)
+        while True:
+            block = self._blocks.block_of(current)
+            yield from block[: block.index(current)]
+            parent = next(self._blocks.ancestors(current))
+            if parent is loop or not isinstance(parent, ast.stmt) or parent is self._blocks.scope_of(backward):
+                return
+            current = parent
+
+    def _only_step_between(self, step: ast.stmt, backward: ast.stmt, path: str) -> bool:
+        """Whether the step follows this backward in the same iteration, so that the reset comes round after it."""
+        loop = self._blocks.loop_of(backward)
+        return step.lineno > backward.lineno and loop is not None and loop in list(self._blocks.ancestors(step))
+
+    def _unscaled(self, verdict: Verdict) -> Iterator[Edit]:
+        """`memory.unscale_(optimizer)` ahead of what clips or reads gradients between a backward and a step."""
+        known = self._amp.unscaled_lines(verdict.steps)
+        for step in verdict.steps:
+            assert isinstance(step.node.func, ast.Attribute)
+            optimizer = step.node.args[0] if step.scaled and step.node.args else step.node.func.value
+            scope = self._blocks.scope_of(step.node)
+            before = [
+                event.node.lineno
+                for event in verdict.backwards
+                if self._blocks.scope_of(event.node) is scope and event.node.lineno < step.node.lineno
+            ]
+            others = [other.node.lineno for other in verdict.steps if other.node.lineno < step.node.lineno]
+            first = max([*before[-1:], *(line for line in others if not before or line > min(before))], default=0)
+            if scope is None or any(first < line <= step.node.lineno for line in known):
+                continue
+            if not before:
+                first = scope.lineno if not isinstance(scope, ast.Module) else 0
+            reader = self._first_reader(scope, first, step.node.lineno)
+            if reader is not None and self._layout.own_lines(reader) is not None:
+                start = self._source.line_starts[reader.lineno - 1]
+                margin = self._layout.margin(reader)
+                text = f"{margin}{self._name}.unscale_({self._source.segment(optimizer)}){self._layout.newline}"
+                yield Edit(start, start, text)
+
+    def _first_reader(self, scope: ast.AST, first: int, last: int) -> ast.stmt | None:
+        """The first statement between two lines that clips or reads gradients; the innermost with a line of its own."""
+        found = None
+        for node in ast.walk(scope):
+            if isinstance(node, ast.stmt) and node is not scope and first < node.lineno < last:
+                simple = not isinstance(node, ast.If | ast.With | ast.Try | ast.While)
+                if simple and reads_gradients(node) and not is_zero_grad(node):
+                    if found is None or node.lineno < found.lineno:
+                        found = node
+        return found
+
+
+def _resets(statement: ast.stmt, path: str | None) -> bool:
+    return (
+        path is not None
+        and isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Attribute)
+        and statement.value.func.attr == "zero_grad"
+        and path_of(statement.value.func.value) == path
+    )
+
+
+def _calls_backward(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Call) and last_name(node) == "backward" for node in nodes_of_scope(statement))
+
+
+def _clips(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Call) and last_name(node).startswith("clip_") for node in ast.walk(statement))
+
+
+def _gradients_read_elsewhere(script: Script) -> bool:
+    """Whether anything in the file reads `.grad`, perhaps after a step."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "grad"
+        and isinstance(node.ctx, ast.Load)
+        and "autograd" not in (path_of(node) or "")
+        for node in script.imports.nodes
+    )

@@ -1,0 +1,106 @@
+"""Statements as text: moved to another indentation with their comments, strings left alone."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from typing import NamedTuple
+
+from oomfix.script.edits import bounds, indentation_unit, newline_of
+from oomfix.source import Source
+
+
+class Lines(NamedTuple):
+    """Whole lines of the source, first and last included (1-based)."""
+
+    first: int
+    last: int
+
+
+class Layout:
+    """What the text of a file looks like around its statements."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.unit = indentation_unit(source)
+        self.newline = newline_of(source)
+        self._frozen = _lines_inside_strings(source)
+
+    def margin(self, statement: ast.stmt) -> str:
+        """The white space before a statement; of the line it is on."""
+        line = self.source.lines[statement.lineno - 1]
+        return line[: len(line) - len(line.lstrip(" \t"))]
+
+    def own_lines(self, statement: ast.stmt) -> Lines | None:
+        """The lines that a statement fills alone, comment behind it included; None where it shares them."""
+        start, end = bounds(self.source, statement)
+        first = statement.lineno
+        for decorator in getattr(statement, "decorator_list", ()):
+            first = min(first, decorator.lineno)
+            start = self.source.line_starts[first - 1]
+        last = statement.end_lineno or statement.lineno
+        if self.source.text[self.source.line_starts[first - 1] : start].strip():
+            return None
+        rest = self.source.text[end : self._end_of_line(last)]
+        return Lines(first, last) if re.fullmatch(r"[ \t\f]*(#.*)?", rest) else None
+
+    def chunk(self, statement: ast.stmt, block: list[ast.stmt], header: int) -> Lines | None:
+        """A statement's lines with the comments above it, down from the statement before it or line `header`."""
+        own = self.own_lines(statement)
+        if own is None:
+            return None
+        index = block.index(statement)
+        above = (block[index - 1].end_lineno or 0) if index else header
+        first = own.first
+        while first - 1 > above and self.source.lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        return Lines(first, own.last)
+
+    def moved(self, lines: Lines, before: str, after: str) -> list[str]:
+        """The lines with the margin `after` instead of `before`, without line ends; insides of strings stay."""
+        result = []
+        for number in range(lines.first, lines.last + 1):
+            line = self.source.lines[number - 1]
+            if number in self._frozen or not line.strip():
+                result.append(line if number in self._frozen else "")
+            elif line.startswith(before):
+                result.append(after + line[len(before) :])
+            else:
+                # a comment or the rest of a bracket, further left than its statement
+                result.append(after + line.lstrip(" \t"))
+        return result
+
+    def span(self, lines: Lines) -> tuple[int, int]:
+        """The offsets of whole lines, the last line's end excluded."""
+        return self.source.line_starts[lines.first - 1], self._end_of_line(lines.last)
+
+    def _end_of_line(self, number: int) -> int:
+        return self.source.line_starts[number - 1] + len(self.source.lines[number - 1])
+
+
+def _lines_inside_strings(source: Source) -> set[int]:
+    """The numbers of the lines that start inside a multi-line string."""
+    frozen: set[int] = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and (node.end_lineno or 0) > node.lineno:
+            if isinstance(node, ast.JoinedStr) or isinstance(node.value, str | bytes):
+                frozen.update(_continued(source, node))
+    return frozen
+
+
+def _continued(source: Source, node: ast.Constant | ast.JoinedStr) -> set[int]:
+    """The lines of a string after its first; those between parts of an implicit concatenation are no string."""
+    text = "(" + source.segment(node) + ")"
+    inside: set[int] = set()
+    open_strings: list[int] = []
+    for token in tokenize.generate_tokens(io.StringIO(text, newline="").readline):
+        name = tokenize.tok_name[token.type]
+        if name in ("FSTRING_START", "TSTRING_START"):
+            open_strings.append(token.start[0])
+        elif name in ("FSTRING_END", "TSTRING_END"):
+            inside.update(range(open_strings.pop() + 1, token.end[0] + 1))
+        elif token.type == tokenize.STRING:
+            inside.update(range(token.start[0] + 1, token.end[0] + 1))
+    return {node.lineno + number - 1 for number in inside}

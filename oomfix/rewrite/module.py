@@ -1,0 +1,187 @@
+"""What a rewritten module needs around its loops: the manager at the top, prepared models, tidy imports."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.layout import Layout, Lines
+from oomfix.script import Script
+from oomfix.script.edits import Edit, bounds
+from oomfix.script.names import path_of
+
+Overrides = dict[str, object]
+
+_AMP_MODULES = ("torch.cuda.amp", "torch.amp", "torch.cuda.amp.grad_scaler", "torch.amp.grad_scaler")
+
+
+class Names:
+    """Names that are free in a whole file: nothing binds or reads them anywhere.
+
+    Args:
+        tree: the module.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._taken = set(dir(builtins))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                self._taken.add(node.id)
+            elif isinstance(node, ast.arg):
+                self._taken.add(node.arg)
+            elif isinstance(node, ast.alias):
+                self._taken.add(node.asname or node.name.split(".")[0])
+            elif isinstance(node, ast.Global | ast.Nonlocal):
+                self._taken.update(node.names)
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                self._taken.add(node.name)
+        for statement in tree.body:
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                self._taken.add(statement.name)
+
+    def free(self, *wanted: str) -> str:
+        """The first of these names that is free, else the last with a number."""
+        for name in wanted:
+            if name not in self._taken:
+                return name
+        number = 2
+        while f"{wanted[-1]}_{number}" in self._taken:
+            number += 1
+        return f"{wanted[-1]}_{number}"
+
+
+def manager_in(script: Script) -> str | None:
+    """The name of the manager that a module has already made at its top, or None."""
+    for statement in script.source.tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call) and len(statement.targets) == 1:
+            if "oomfix.runtime.preset" in script.imports.qualified(statement.value.func):
+                return path_of(statement.targets[0])
+    return None
+
+
+def header_edit(layout: Layout, names: Names, manager: str, preset: str, overrides: Overrides, first_use: int) -> Edit:
+    """Import the runtime and make the manager, behind the imports at the top of a module.
+
+    Args:
+        layout: the module's text.
+        names: its free names.
+        manager: the name for the manager.
+        preset: the preset's name.
+        overrides: fields of `Preset` to change.
+        first_use: the first line outside of functions that will need the manager.
+    """
+    imported = names.free("runtime", "oomfix_runtime")
+    alias = "" if imported == "runtime" else f" as {imported}"
+    quote = _quote(layout)
+    options = "".join(f", {field}={_literal(value, quote)}" for field, value in overrides.items())
+    lines = [
+        f"from oomfix import runtime{alias}",
+        "",
+        f"{manager} = {imported}.preset({quote}{preset}{quote}{options})",
+    ]
+    last = _last_import(layout.source.tree.body, first_use)
+    if last is not None and last.end_lineno is not None:
+        _, end = layout.span(Lines(last.end_lineno, last.end_lineno))
+        return Edit(end, end, "".join(layout.newline + line for line in lines))
+    start = _behind_head(layout)
+    return Edit(start, start, "".join(line + layout.newline for line in [*lines, ""]))
+
+
+def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, models: set[str]) -> list[Edit]:
+    """`memory.prepare(model)` before the statement that gives a model's parameters to its optimizer.
+
+    Args:
+        models: the access paths of the models that rewritten loops train.
+    """
+    edits = []
+    for statement, path in _given_to_optimizers(script, blocks):
+        if path in models and layout.own_lines(statement) is not None:
+            models = models - {path}
+            start = script.source.line_starts[statement.lineno - 1]
+            edits.append(Edit(start, start, f"{layout.margin(statement)}{manager}.prepare({path}){layout.newline}"))
+    return edits
+
+
+def _given_to_optimizers(script: Script, blocks: Blocks) -> list[tuple[ast.stmt, str]]:
+    """Statements that build an optimizer of `model.parameters()`, with the model's path, by line."""
+    found = []
+    for call in script.imports.nodes:
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        qualified = script.imports.qualified(call.func)
+        if not any(name.startswith(("torch.optim.", "transformers.")) and name[-1:] != "R" for name in qualified):
+            continue
+        if any("lr_scheduler" in name for name in qualified):
+            continue
+        first = call.args[0]
+        if isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute) and first.func.attr == "parameters":
+            path = path_of(first.func.value)
+            if path is not None:
+                found.append((blocks.statement_of(call), path))
+    return sorted(found, key=lambda pair: pair[0].lineno)
+
+
+def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) -> list[Edit]:
+    """Take out the names of `torch.cuda.amp` and `torch.amp` that were used before the rewrite and no longer are."""
+    used_before, used_now = _loaded(before), _loaded(after)
+    edits: list[Edit] = []
+    for statement in ast.walk(after):
+        if not isinstance(statement, ast.ImportFrom) or statement.module not in _AMP_MODULES:
+            continue
+        unused = [alias for alias in statement.names if (alias.asname or alias.name) in used_before - used_now]
+        if not unused or statement not in after.body:
+            continue
+        kept = [alias for alias in statement.names if alias not in unused]
+        if kept:
+            text = ", ".join(f"{a.name} as {a.asname}" if a.asname else a.name for a in kept)
+            edits.append(Edit(*bounds(layout.source, statement), f"from {statement.module} import {text}"))
+        elif (lines := layout.own_lines(statement)) is not None:
+            start, end = layout.span(lines)
+            edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
+    return edits
+
+
+def _loaded(tree: ast.Module) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _last_import(body: list[ast.stmt], first_use: int) -> ast.stmt | None:
+    """The last import at the top, ahead of the first definition or loop and of the first use of the manager."""
+    last = None
+    for statement in body:
+        if statement.lineno >= first_use or not isinstance(
+            statement, ast.Import | ast.ImportFrom | ast.Expr | ast.Assign | ast.AnnAssign | ast.If | ast.Try
+        ):
+            break
+        if isinstance(statement, ast.Import | ast.ImportFrom) or (
+            isinstance(statement, ast.Try) and _imports(statement)
+        ):
+            last = statement
+    return last
+
+
+def _imports(statement: ast.Try) -> bool:
+    return any(isinstance(node, ast.Import | ast.ImportFrom) for node in statement.body)
+
+
+def _behind_head(layout: Layout) -> int:
+    """The offset behind the comments and the docstring at the top of a module."""
+    body = layout.source.tree.body
+    lines = layout.source.lines
+    number = 0
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        number = body[0].end_lineno or 0
+    while number < len(lines) and lines[number].lstrip().startswith("#"):
+        number += 1
+    return layout.source.line_starts[number] if number < len(lines) else len(layout.source.text)
+
+
+def _quote(layout: Layout) -> str:
+    """The quote that the file writes short strings with."""
+    text = layout.source.text
+    return "'" if text.count("'") > text.count('"') else '"'
+
+
+def _literal(value: object, quote: str) -> str:
+    return f"{quote}{value}{quote}" if isinstance(value, str) else repr(value)
