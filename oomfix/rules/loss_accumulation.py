@@ -15,10 +15,10 @@ class LossAccumulation(Rule):
     What: `total += loss`, `total = total + loss`, `log["loss"] += loss` where the added tensor carries a graph and
     the total outlives the iteration and is only logged.
 
-    Why: a tensor that requires grad holds the graph it came from, and the sum holds every tensor added to it. Where
-    no backward ran through the loss before, the graph still holds every activation of the iteration: memory grows by
-    a whole forward each time, until the card is full. Where a backward ran first, the activations are already freed
-    and only the nodes of the graph stay, in host memory: a slow leak, reported as a warning.
+    Why: a tensor that requires grad holds the graph it came from, and the sum holds every tensor added to it. Where no
+    backward runs through the loss, the graph holds every activation of the iteration: memory grows by a whole forward
+    each time, until the card is full. Where one does, before or after the addition, it frees the activations and only
+    the nodes of the graph stay, in host memory: a slow leak, reported as a warning.
 
     Quiet when: the value is a number (`.item()`, `float(loss)`, `.tolist()`, a helper that returns one) or detached;
     gradients are off where it was made; the terms are summed into one loss that is backpropagated.
@@ -38,14 +38,14 @@ class LossAccumulation(Rule):
                 continue
             value = script.source.segment(keep.value)
             growth = (
-                "keeps the graph nodes of every iteration (its backward has run, so no activations)"
-                if keep.spent
+                "keeps the graph nodes of every iteration (a backward frees the activations)"
+                if script.trace.frees(keep)
                 else "keeps every iteration's graph and activations alive"
             )
             yield self.finding(
                 script.place(keep.statement or keep.node),
                 f"adding `{value}` to `{keep.target}` {growth}",
-                severity=Severity.WARNING if keep.spent else Severity.ERROR,
+                severity=Severity.WARNING if script.trace.frees(keep) else Severity.ERROR,
                 edits=call_method(script.source, keep.value, "detach") if keep.detachable else (),
             )
 

@@ -28,9 +28,10 @@ class RetainGraph(Rule):
     needs = (b"retain_graph",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        needed = {backward.node for backward in script.backwards if script.is_needed_later(backward)}
-        for backward in script.distinct(script.backwards):
-            if backward.retains and backward.node not in needed:
+        retaining = [backward for backward in script.backwards if backward.retains]
+        needed = {backward.node for backward in retaining if script.is_needed_later(backward)}
+        for backward in script.distinct(retaining):
+            if backward.node not in needed:
                 yield self.finding(
                     script.place(backward.node),
                     "`retain_graph=True` keeps all activations, and no later backward needs them",

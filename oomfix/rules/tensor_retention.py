@@ -17,7 +17,7 @@ class TensorRetention(Rule):
     warning).
 
     Why: each kept tensor holds the graph it came from. Without a backward through it, that is every activation of the
-    iteration, so memory grows by a whole forward per batch; after one, only graph nodes stay (a warning).
+    iteration, so memory grows by a whole forward per batch; with one, only graph nodes stay (a warning).
 
     Quiet when: what is kept is detached, a number or made without gradients; the list is stacked and backpropagated
     later (episodes, time steps); the meter is out of sight.
@@ -36,8 +36,8 @@ class TensorRetention(Rule):
                 continue
             value = script.source.segment(keep.value)
             growth = (
-                "with the graph nodes of every iteration (its backward has run, so no activations)"
-                if keep.spent
+                "with the graph nodes of every iteration (a backward frees the activations)"
+                if script.trace.frees(keep)
                 else "with every iteration's graph and activations"
             )
             meter = keep.manner == "meter"
@@ -46,7 +46,7 @@ class TensorRetention(Rule):
                 f"`{script.source.segment(keep.node)}` keeps the tensor {growth}"
                 if meter
                 else f"`{value}` is kept in `{keep.target}` {growth}",
-                severity=Severity.WARNING if keep.spent else Severity.ERROR,
+                severity=Severity.WARNING if script.trace.frees(keep) else Severity.ERROR,
                 edits=call_method(script.source, keep.value, "detach") if keep.detachable and not meter else (),
             )
 

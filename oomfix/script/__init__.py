@@ -21,7 +21,7 @@ from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
 from oomfix.script.loops import TrainingLoop, find_training_loops
 from oomfix.script.names import path_of
-from oomfix.script.trace import Backward, Event, Forward, Keep, ModuleAttribute, Trace
+from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 
 if TYPE_CHECKING:
     from oomfix.source import Source
@@ -202,6 +202,8 @@ class Script:
         outside = len(keep.site.loops) - len(keep.crossed)
         if any(run in self._training_runs for run in keep.site.runs[:outside]):
             return False
+        if any(_resets(statement, keep.target) for statement in keep.crossed[0].body):
+            return False
         forwards = list(self.trace.forwards_of(keep.origins))
         if not forwards:
             return any(run in self._training_runs for run in keep.site.runs[outside:])
@@ -235,7 +237,17 @@ class Script:
         loop = backward.site.loop
         if loop is not None and forwards and all(loop not in forward.site.loops for forward in forwards):
             return True
-        return any(self._goes_through_again(other, backward) for other in self.trace.backwards)
+        sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
+        unseen = [other for other in self.trace.backwards if not (other.origins and backward.origins)]
+        return any(self._goes_through_again(other, backward) for other in [*sharing, *unseen])
+
+    @cached_property
+    def _backwards_through(self) -> dict[int, list[Backward]]:
+        through: dict[int, list[Backward]] = {}
+        for backward in self.trace.backwards:
+            for origin in backward.origins:
+                through.setdefault(origin, []).append(backward)
+        return through
 
     def _goes_through_again(self, other: Backward, backward: Backward) -> bool:
         """Whether a backward of the same round comes later and may go through the same graph."""
@@ -255,20 +267,30 @@ class Script:
 
     def has_autocast_alternative(self, forward: Forward) -> bool:
         """The other branch of a flag runs the forward under autocast: this one is the fp32 choice."""
-        return any(
-            other.site.autocast is not None and _exclude_each_other(other, forward)
-            for other in self.trace.forwards.values()
-        )
+        return any((id(guard.statement), not guard.value) in self._autocast_sides for guard in forward.site.guards)
+
+    @cached_property
+    def _autocast_sides(self) -> set[tuple[int, bool]]:
+        """The sides of conditions on which a forward runs under autocast."""
+        return {
+            (id(guard.statement), guard.value)
+            for forward in self.trace.forwards.values()
+            if forward.site.autocast is not None
+            for guard in forward.site.guards
+        }
 
     def is_in_batch_loop(self, event: Event) -> bool:
         """Whether an event is in a loop over batches: one that trains, or the innermost around a forward."""
         loop = event.site.loop
         if loop is None:
             return False
-        if any(loop is training.node for training in self.loops):
-            return True
-        around = [forward.site.loops for forward in self.trace.forwards.values() if loop in forward.site.loops]
-        return bool(around) and all(loops[-1] is loop for loops in around)
+        return loop in self._batch_loops
+
+    @cached_property
+    def _batch_loops(self) -> set[Loop]:
+        innermost = {forward.site.loops[-1] for forward in self.trace.forwards.values() if forward.site.loops}
+        outer = {loop for forward in self.trace.forwards.values() for loop in forward.site.loops[:-1]}
+        return (innermost - outer) | {training.node for training in self.loops}
 
     def runs_every_iteration(self, event: Event) -> bool:
         """Whether nothing but a check for the device stands between the loop and the event."""
@@ -276,29 +298,57 @@ class Script:
             guard.value and _DEVICE_CHECK.search(ast.unparse(guard.test)) for guard in event.site.guards
         )
 
-    def trains_in(self, node: ast.stmt) -> bool:
+    def trains_in(self, node: ast.AST) -> bool:
         """Whether a backward runs in a loop or function, or in what it calls in this file."""
-        return any(
-            node in event.site.loops or any(function.node is node for function in event.site.functions)
-            for event in self.trace.backwards
-        )
+        return node in self._training_nodes
+
+    @cached_property
+    def _training_nodes(self) -> set[ast.AST]:
+        nodes: set[ast.AST] = set()
+        for event in self.trace.backwards:
+            nodes.update(event.site.loops)
+            nodes.update(function.node for function in event.site.functions)
+        return nodes
+
+    @cached_property
+    def nodes_trained_through(self) -> set[ast.AST]:
+        """The functions in which, or in what they call, a forward is backpropagated."""
+        return {
+            function.node
+            for forward in self.trace.forwards.values()
+            if forward.origin in self.trace.backpropagated
+            for function in forward.site.functions
+        }
 
     def removal_of(self, call: ast.expr) -> tuple[Edit, ...]:
         """The edit that takes a call out which is a statement of its own; empty for any other."""
+        found = self._call_statements.get(call)
+        return () if found is None else remove_statement(self.source, *found)
+
+    @cached_property
+    def _call_statements(self) -> dict[ast.expr, tuple[ast.stmt, list[ast.stmt]]]:
+        """Calls that are statements of their own, with the statement and its block."""
+        found: dict[ast.expr, tuple[ast.stmt, list[ast.stmt]]] = {}
         for node in self.imports.nodes:
-            for block in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None)):
-                if not isinstance(block, list):
-                    continue
-                for statement in block:
-                    if isinstance(statement, ast.Expr) and statement.value is call:
-                        return remove_statement(self.source, statement, block)
-        return ()
+            for name in ("body", "orelse", "finalbody"):
+                block: list[ast.stmt] = getattr(node, name, None) or []
+                for statement in block if isinstance(block, list) else ():
+                    if isinstance(statement, ast.Expr):
+                        found[statement.value] = statement, block
+        return found
 
 
 def _exclude_each_other(first: Event, second: Event) -> bool:
     """Whether two events are on the two sides of one condition."""
     sides = {id(guard.statement): guard.value for guard in first.site.guards}
     return any(sides.get(id(guard.statement), guard.value) is not guard.value for guard in second.site.guards)
+
+
+def _resets(statement: ast.stmt, path: str) -> bool:
+    """Whether a statement sets a path anew, and not from what it held."""
+    if not isinstance(statement, ast.Assign) or path not in map(path_of, statement.targets):
+        return False
+    return all(path_of(node) != path for node in ast.walk(statement.value) if isinstance(node, ast.expr))
 
 
 def _flat(target: ast.expr) -> Iterator[ast.expr]:

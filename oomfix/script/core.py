@@ -222,7 +222,6 @@ class Core(ABC):
             return NO_ORIGINS
         node, manner = self._seen_from_the_loop(node, manner, crossed[-1])
         number = self.trace.number("keep", id(node), self.way)
-        forwards = frozenset(origin for origin in content.origins if origin in self.trace.forwards)
         self.trace.keeps[number] = Keep(
             node=node,
             site=self.site(),
@@ -231,7 +230,6 @@ class Core(ABC):
             manner=manner,  # type: ignore[arg-type]
             certain=content.graph is Graph.YES,
             detachable=value.kind is Kind.TENSOR if detachable is None else detachable,
-            spent=bool(forwards) and all(self.state.spent.get(forward) for forward in forwards),
             crossed=crossed,
             origins=content.origins,
             statement=self.statement,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.script.values import Kind, Value
@@ -76,12 +78,30 @@ class Class:
             _MODULE_BASE.search(name) for name in self.base_names
         )
 
+    @cached_property
+    def training_methods(self) -> frozenset[str]:
+        """Its methods in which a backward runs, or that call one of these."""
+        called = {name: set(_called_on_self(method.node)) for name, method in self.methods.items()}
+        training = {name for name, names in called.items() if "backward" in names}
+        while more := {name for name, names in called.items() if names & training} - training:
+            training |= more
+        return frozenset(training)
+
     @property
     def is_lightning(self) -> bool:
         """Whether Lightning runs its training and evaluation."""
         return any(base.ref.is_lightning for base in self.bases if base.kind is Kind.CLASS) or any(
             _LIGHTNING_BASE.search(name) for name in self.base_names
         )
+
+
+def _called_on_self(node: ast.AST) -> Iterator[str]:
+    """The methods that are called on `self`, and "backward" where anything's backward is."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
+            own = isinstance(child.func.value, ast.Name) and child.func.value.id == "self"
+            if own or child.func.attr == "backward":
+                yield child.func.attr
 
 
 @dataclass(eq=False)

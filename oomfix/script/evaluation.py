@@ -72,26 +72,15 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     function = forward.site.function
     if function is None:
         return _wrapped_loop(script, forward)
-    if not isinstance(function.node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_trained_through(
-        script, function.node
-    ):
-        return ()
     if script.trains_in(function.node):
         return _wrapped_loop(script, forward)
+    if isinstance(function.node, ast.Lambda) or function.node in script.nodes_trained_through:
+        return ()
     node = function.node
     line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
     start = script.source.line_starts[line - 1]
     margin = script.source.text[start : start + node.col_offset]
     return (Edit(start, start, f"{margin}@torch.no_grad(){newline_of(script.source)}"),)
-
-
-def _is_trained_through(script: Script, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a backward outside of the function goes through a forward in it: without gradients it would not train."""
-    inside = range(function.lineno, (function.end_lineno or function.lineno) + 1)
-    return any(
-        forward.origin in script.trace.backpropagated and forward.node.lineno in inside
-        for forward in script.trace.forwards.values()
-    ) and not script.trains_in(function)
 
 
 def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:

@@ -89,7 +89,7 @@ class Follower(Expressions):
         owner = function.owner
         if owner is not None and owner.is_lightning:
             return
-        inside = owner is not None and owner.is_module and not self._trains(function)
+        inside = owner is not None and owner.is_module and self._belongs_to_forward(function, owner)
         if inside and function.name != "forward":
             return
         receiver = None if owner is None or function.is_static else self._instance_for(owner)
@@ -123,8 +123,9 @@ class Follower(Expressions):
             elif origin in self.trace.keeps:
                 self.trace.keeps[origin].returned = True
 
-    def _trains(self, function: Function) -> bool:
-        return any(isinstance(child, ast.Attribute) and child.attr == "backward" for child in ast.walk(function.node))
+    def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
+        """A module's method that nothing calls: part of its forward, unless the class trains itself."""
+        return function.name == "forward" or not owner.training_methods or self._is_part_of_forward(function)
 
     def _instance_for(self, owner: Class) -> Value:
         """An object of a class that is never made in sight: made here, with unknown arguments."""

@@ -87,6 +87,8 @@ class Functions(Core):
 
     def _is_part_of_forward(self, function: Function) -> bool:
         """A method of a module that is part of its forward: it trains nothing, and runs neither itself nor a loader."""
+        if function.owner is not None and function.name in function.owner.training_methods:
+            return False
         whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
         parameters = {argument.arg for argument in function.node.args.args[1:]}
         for child in ast.walk(function.node):

@@ -103,8 +103,9 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
         loop.backwards.append(backward)
         loop.runs.add(backward.site.runs[backward.site.loops.index(node)])
         loop.framework = loop.framework or backward.framework or ("apex" if backward.site.apex else None)
+    _collect_forwards(loops, trace)
+    _collect_steps(loops, trace)
     for loop in loops.values():
-        _collect(loop, trace, loops)
         loop.window = _window(loop)
     return sorted(loops.values(), key=lambda loop: loop.line)
 
@@ -132,17 +133,27 @@ def _shared_depth(first: tuple[Loop, ...], second: tuple[Loop, ...]) -> int:
     return depth
 
 
-def _collect(loop: TrainingLoop, trace: Trace, loops: dict[Loop, TrainingLoop]) -> None:
+def _collect_forwards(loops: dict[Loop, TrainingLoop], trace: Trace) -> None:
+    """Each forward belongs to the innermost training loop around it."""
     for forward in trace.forwards.values():
-        if loop.node in forward.site.loops and (forward.origin in trace.backpropagated or _feeds_hooks(forward, loop)):
-            innermost = next(node for node in reversed(forward.site.loops) if node in loops)
-            if innermost is loop.node:
-                loop.forwards.append(forward)
+        node = next((node for node in reversed(forward.site.loops) if node in loops), None)
+        if node is not None and (forward.origin in trace.backpropagated or _feeds_hooks(forward, loops[node])):
+            loops[node].forwards.append(forward)
+
+
+def _collect_steps(loops: dict[Loop, TrainingLoop], trace: Trace) -> None:
+    """The steps in each loop, and those behind it in what surrounds it."""
+    outside: dict[tuple[Loop, ...], list[TrainingLoop]] = {}
+    for loop in loops.values():
+        for around in {backward.site.loops[: backward.site.loops.index(loop.node)] for backward in loop.backwards}:
+            outside.setdefault(around, []).append(loop)
     for step in trace.steps:
-        if loop.node in step.site.loops:
-            loop.steps.append(step)
-        elif any(_runs_after(step, backward, loop.node) for backward in loop.backwards):
-            loop.later_steps.append(step)
+        for node in step.site.loops:
+            if node in loops:
+                loops[node].steps.append(step)
+        for loop in outside.get(step.site.loops, ()):
+            if loop.node not in step.site.loops and _runs_after(step, loop):
+                loop.later_steps.append(step)
 
 
 def _feeds_hooks(forward: Forward, loop: TrainingLoop) -> bool:
@@ -150,14 +161,11 @@ def _feeds_hooks(forward: Forward, loop: TrainingLoop) -> bool:
     return forward.discarded and forward.site.run_of(loop.node) in loop.runs and not forward.evaluating
 
 
-def _runs_after(step: Step, backward: Backward, loop: Loop) -> bool:
-    """The step is in what surrounds the loop, behind it."""
-    outside = backward.site.loops[: backward.site.loops.index(loop)]
-    return (
-        step.site.loops == outside
-        and step.node.lineno > (loop.end_lineno or 0)
-        and (step.site.function is backward.site.function or bool(outside))
-    )
+def _runs_after(step: Step, loop: TrainingLoop) -> bool:
+    """The step is behind the loop, in the same function or in the loop around it."""
+    if step.node.lineno <= loop.end_line:
+        return False
+    return bool(step.site.loops) or step.site.function is loop.backwards[0].site.function
 
 
 def _window(loop: TrainingLoop) -> Window | None:

@@ -149,8 +149,6 @@ class Keep:
     certain: bool
     detachable: bool
     """`.detach()` on the value would do: it is one tensor."""
-    spent: bool
-    """Its backward had run before it was kept: only graph nodes stay alive, no activations."""
     crossed: tuple[Loop, ...]
     """The loops whose iterations the target outlives."""
     origins: frozenset[int]
@@ -181,6 +179,8 @@ class Trace:
     """Calls of functions of interest by their qualified name, such as `torch.cuda.empty_cache`."""
     backpropagated: set[int] = field(default_factory=set)
     """Forwards and keeps that a backward went through."""
+    freed: set[int] = field(default_factory=set)
+    """Forwards that a backward went through without retaining the graph: their activations are gone."""
     carries: dict[int, tuple[ast.stmt, Loop]] = field(default_factory=dict)
     """Assignments whose value, graph and all, is fed into a forward of the next iteration of the loop."""
     module_attributes: dict[ast.expr, ModuleAttribute] = field(default_factory=dict)
@@ -191,6 +191,11 @@ class Trace:
     def number(self, *key: Hashable) -> int:
         """A number for a node on one way, the same each time."""
         return self._numbers.setdefault(key, len(self._numbers))
+
+    def frees(self, keep: Keep) -> bool:
+        """Whether a backward frees the activations of what is kept, so that only graph nodes stay alive."""
+        forwards = [origin for origin in keep.origins if origin in self.forwards]
+        return bool(forwards) and all(origin in self.freed for origin in forwards)
 
     def next_order(self) -> int:
         """The position of the next event in program order."""

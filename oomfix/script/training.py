@@ -59,7 +59,6 @@ class Training(Functions):
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, self._carrying[number])
-        self.state.spent[origin] = False
         if grad is Graph.NO:
             return PLAIN_TENSOR
         whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
@@ -200,8 +199,7 @@ class Training(Functions):
         )
         self.trace.backpropagated |= root.origins
         if not retains:
-            for origin in root.origins:
-                self.state.spent[origin] = True
+            self.trace.freed |= root.origins
         self.state.gradients = frozenset({"scaled" if root.scaled else "plain"})
 
     def _functional_backward(

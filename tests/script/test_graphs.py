@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from oomfix.rewrite.edits import apply_edits
 from oomfix.rules import all_rules
+
+
+class Saved:
+    """A holder, so that a weak reference can tell whether autograd still has the tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
 
 LOOP = """
     import torch
@@ -205,21 +215,65 @@ def test_reinforce_stores_log_probabilities_for_its_backward(report):
     assert [code for code, _ in report(code) if code in ("OOM101", "OOM102", "OOM201")] == []
 
 
-def test_error_before_the_backward_warning_after_it(read):
-    template = """
+@pytest.mark.parametrize(
+    ("first", "second", "freed"),
+    [
+        ("total += loss", "loss.backward()", True),
+        ("loss.backward()", "total += loss", True),
+        ("total += loss", "print(loss)", False),
+        ("loss.backward(retain_graph=True)", "total += loss", False),
+    ],
+)
+def test_a_backward_before_or_after_the_addition_frees_the_activations(read, first, second, freed):
+    script = read(f"""
         total = 0
         for x, y in loader:
             loss = criterion(model(x), y)
             {first}
             {second}
+    """)
+    (keep,) = script.kept_graphs()
+    assert script.trace.frees(keep) is freed
+
+
+def test_what_stays_alive_is_what_the_rule_says():
+    """The claim itself, against torch: a sum keeps activations only where no backward runs through its terms."""
+    torch = pytest.importorskip("torch")
+
+    def alive(backward: bool, before: bool) -> int:
+        saved: list[weakref.ref] = []
+        layer, total = torch.nn.Linear(4, 4), 0
+
+        def pack(tensor):
+            kept = Saved(tensor)
+            saved.append(weakref.ref(kept))
+            return kept
+
+        for _ in range(5):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+                loss = layer(torch.ones(2, 4)).tanh().pow(2).sum()
+            if before:
+                total = total + loss
+            if backward:
+                loss.backward()
+            if not before:
+                total = total + loss
+            del loss
+        return sum(reference() is not None for reference in saved)
+
+    assert alive(backward=True, before=True) == alive(backward=True, before=False) == 0
+    assert alive(backward=False, before=True) > 0
+
+
+def test_a_sum_that_every_iteration_resets_does_not_outlive_it(report):
+    code = """
+        part = 0
+        for x, y in loader:
+            part += criterion(model(x), y)
+            print(float(part))
+            part = 0
     """
-    for first, second, spent in [
-        ("total += loss", "loss.backward()", False),
-        ("loss.backward()", "total += loss", True),
-        ("loss.backward(retain_graph=True)", "total += loss", False),
-    ]:
-        (keep,) = read(template.format(first=first, second=second)).kept_graphs()
-        assert keep.spent is spent, first
+    assert [code for code, _ in report(code)] == ["OOM201"]
 
 
 def test_a_meter_in_sight_counts_where_it_is_handed_the_tensor(report):
