@@ -30,6 +30,14 @@ def grad_scaler(device_type: str, enabled: bool) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device_type, enabled=enabled)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype:
+    """What autocast computes in on `device_type` when nothing is asked for (torch 2.3 has one function per device)."""
+    ask = getattr(torch, "get_autocast_dtype", None)
+    if ask is not None:
+        return ask(device_type)  # type: ignore[no-any-return]
+    return torch.get_autocast_cpu_dtype() if device_type == "cpu" else torch.get_autocast_gpu_dtype()
+
+
 def has_bf16(device_type: str) -> bool:
     """Whether `device_type` computes in bf16 by itself, not by emulation (torch 2.4 says yes for a T4)."""
     if device_type != "cuda":

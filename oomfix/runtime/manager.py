@@ -197,7 +197,7 @@ class MemoryManager:
         """
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.off:
-            self._own_fp16 |= enabled and (dtype or torch.get_autocast_dtype(device_type)) == torch.float16
+            self._own_fp16 |= enabled and (dtype or compat.autocast_dtype(device_type)) == torch.float16
             return torch.autocast(device_type, dtype=dtype, enabled=enabled)
         chosen = precision.dtype_for(self.preset.precision, device_type)
         if chosen is None or not enabled:

@@ -67,11 +67,14 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(loss, size, parts, rela
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("empty", ["last", "first"])
 @pytest.mark.parametrize("parts", [2, 4, 6])
-def test_ignored_targets_weigh_nothing_and_micro_batches_of_them_are_skipped(smoothing, parts, relative_error):
+def test_ignored_targets_weigh_nothing_and_micro_batches_of_them_are_skipped(smoothing, empty, parts, relative_error):
     model = network()
     reference = copy.deepcopy(model)
     x, y = torch.randn(12, 5, 6).double(), padded(12, 5)
+    if empty == "first":
+        y = y.flip(0)
 
     def criterion(out, y):
         return F.cross_entropy(out.reshape(-1, 4), y.reshape(-1), label_smoothing=smoothing)
@@ -109,6 +112,21 @@ def test_a_mean_over_targets_plus_a_mean_over_samples_runs_whole_once_targets_ar
     runtime.preset("16gb", micro_batches=4).forward_backward(lambda x, y: criterion(model(x), y), x, y)
     assert relative_error(model, reference) < EXACT
     assert "run whole" in caplog.text
+
+
+def test_a_mean_over_tokens_plus_a_mean_over_samples_is_not_taken_for_a_mean_over_tokens(relative_error):
+    """On rows without padding both means fit; the check has to make the difference itself."""
+    model = network()
+    reference = copy.deepcopy(model)
+    x, y = torch.randn(16, 5, 6).double(), torch.randint(0, 4, (16, 5))
+    y[6:10, 1:] = -100
+
+    def criterion(out, y):
+        return F.cross_entropy(out.reshape(-1, 4), y.reshape(-1)) + out.pow(2).mean()
+
+    criterion(reference(x), y).backward()
+    runtime.preset("16gb", micro_batches=4).forward_backward(lambda x, y: criterion(model(x), y), x, y)
+    assert relative_error(model, reference) < EXACT
 
 
 def test_two_cross_entropies_over_different_targets_run_whole(relative_error):

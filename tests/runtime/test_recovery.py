@@ -100,7 +100,7 @@ def assert_bitwise(a, b):
 ERRORS = [
     OutOfMemoryError("CUDA out of memory. Tried to allocate 2.35 GiB."),
     RuntimeError("CUDA error: out of memory"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasGemmEx(...)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 ]
 
