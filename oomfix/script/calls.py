@@ -92,6 +92,8 @@ class Calls(Containers):
             return context
         if name in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
             return Value(Kind.TENSOR, Graph.MAYBE)
+        if name == "itertools.repeat" and arguments:
+            return Value(Kind.SEQUENCE, items=(arguments[0],))
         if "." not in name and (builtin := self._builtin(node, name, given)) is not None:
             return builtin
         if name in ("torch.autograd.grad", "torch.autograd.backward"):

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ast
 from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
 
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, Names
+from oomfix.script.trace import Guard
 from oomfix.script.values import (
     UNKNOWN,
     Kind,
     Value,
     combine,
+    join,
 )
 
 _MAX_DEPTH = 24
@@ -38,7 +43,9 @@ class Functions(Core):
         """Record a forward (`Training`); `method` is the module's own code for it, where that is in the file."""
 
     def _function(self, node: ast.Call, value: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
-        """Follow a call into a function of the file."""
+        """Follow a call into a function of the file, and into each that may stand in its place."""
+        if value.alternatives:
+            return reduce(join, list(self._each_alternative(node, value, arguments, keywords)))
         function, bound = value.ref
         assert isinstance(function, Function)
         receiver: Value | None = bound
@@ -48,6 +55,15 @@ class Functions(Core):
                     return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
             return self._follow_function(node, function, receiver, arguments, keywords)
         return self._follow_function(node, function, None, arguments, keywords)
+
+    def _each_alternative(
+        self, node: ast.Call, value: Value, arguments: list[Value], keywords: dict[str, Value]
+    ) -> Iterator[Value]:
+        """One of them runs, so that what happens in one excludes what happens in the first."""
+        for index, function in enumerate([replace(value, alternatives=()), *value.alternatives]):
+            self.scopes.append(Guard(node, node.func, index == 0))
+            yield self._function(node, function, arguments, keywords)
+            self.scopes.pop()
 
     def _follow_function(
         self,

@@ -19,7 +19,7 @@ Autocast = Literal["float16", "bfloat16", "unknown"]
 class Guard(NamedTuple):
     """A condition on the way to an event: `statement` decides, the event lies on the side where the test is `value`."""
 
-    statement: ast.stmt | ast.IfExp
+    statement: ast.stmt | ast.Call
     test: ast.expr
     value: bool
 

@@ -70,6 +70,8 @@ class Value:
     """What it was divided by after it was made, as written: accumulation asks a loss for the window's size."""
     scaled: bool = False
     """Went through `GradScaler.scale`."""
+    alternatives: tuple[Value, ...] = ()
+    """The other functions that a name may stand for: `update = amp_update if amp else plain_update`."""
     carried_from: frozenset[int] = NO_ORIGINS
     """Assignments of the previous iteration that this value was carried over from, graph and all."""
 
@@ -78,7 +80,7 @@ class Value:
         return replace(self, graph=graph, origins=self.origins if origins is None else origins)
 
 
-_NAMED = (Kind.EXTERNAL, Kind.FUNCTION, Kind.CLASS, Kind.INSTANCE)
+_NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)
 
 UNKNOWN = Value()
 NUMBER = Value(Kind.NUMBER)
@@ -131,6 +133,9 @@ def join(first: Value, second: Value) -> Value:
         return second
     if second.kind is Kind.NUMBER and first.kind not in (Kind.NUMBER, Kind.TENSOR, Kind.UNKNOWN):
         return first
+    if first.kind is Kind.FUNCTION and second.kind is Kind.FUNCTION:
+        others = (*first.alternatives, replace(second, alternatives=()), *second.alternatives)
+        return Value(Kind.FUNCTION, ref=first.ref, alternatives=tuple(dict.fromkeys(others))[:3])
     if first.kind is second.kind and first.ref != second.ref and first.kind in _NAMED:
         return UNKNOWN
     one, other = flatten(first), flatten(second)

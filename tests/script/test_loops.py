@@ -254,3 +254,22 @@ def test_amp_is_named_by_its_dtype(read):
         "torch.autocast('cuda', enabled=False)": "none",
     }.items():
         assert read(template.format(context=context)).loops[0].autocast == dtype, context
+
+
+def test_a_function_chosen_by_a_flag_is_followed_whichever_it_is(read):
+    script = read("""
+        def amp_update(x, y):
+            with torch.autocast("cuda"):
+                loss = criterion(model(x), y)
+            scaler.scale(loss).backward()
+
+        def plain_update(x, y):
+            criterion(model(x), y).backward()
+
+        update = amp_update if args.amp else plain_update
+        for x, y in loader:
+            update(x, y)
+            optimizer.step()
+    """)
+    (loop,) = script.loops
+    assert (loop.line, loop.to_json()["backwards"]) == (10, [4, 7])
