@@ -1,0 +1,51 @@
+"""The other tools, each in a virtual environment of its own: TorchFix asks for an older libcst than the rest."""
+
+import subprocess
+import sys
+import venv
+from importlib.metadata import distributions
+from pathlib import Path
+
+REQUIREMENTS = {
+    "torchfix": "torchfix==0.7.0",
+    "torch-preflight": "torch-preflight",  # the newest there is: the tables say which
+    "ruff": "ruff==0.17.5",
+}
+
+
+class Rival:
+    """An installed tool.
+
+    Args:
+        folder: where the virtual environments of all tools are; made when needed.
+        name: a key of `REQUIREMENTS`, which is also the name of its command.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install it.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self._environment = folder / name
+        self.command = str((self._environment / "bin" / name).absolute())
+        if not Path(self.command).exists():
+            venv.create(self._environment, with_pip=True)
+            pip = [str(self._environment / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+            subprocess.run([*pip, REQUIREMENTS[name]], check=True)
+
+    @property
+    def version(self) -> str:
+        """Its version as its own environment says."""
+        packages = self._environment / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        names = {
+            distribution.metadata["Name"].lower(): distribution.version
+            for distribution in distributions(path=[str(packages / "site-packages")])
+        }
+        return names[self.name]
+
+
+def default_folder() -> Path:
+    """Where the benches keep what they download."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("oomfix-bench", appauthor=False)
