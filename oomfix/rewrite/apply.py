@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.amp import Amp
+from oomfix.rewrite.autocast_end import end_autocast_edits
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits
 from oomfix.rewrite.effects import Helpers, last_name
@@ -24,8 +25,6 @@ from oomfix.script.names import path_of
 from oomfix.source import Source, parse
 
 _LONGEST_LINE = 79
-_BEFORE_LOOPS = ("OOM305",)
-"""Local fixes that loops are rewritten after: a backward leaves its autocast block first."""
 
 
 class Options(NamedTuple):
@@ -81,29 +80,14 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     Raises:
         RecursionError: the source is nested absurdly.
     """
-    first = fix_locally(source, rules, lambda c: c in _BEFORE_LOOPS and options.wants(c), options.target_torch)
-    current = _changed(source, first.text)
+    current, ended = source, ()
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
-        lines = _Lines(source, first.text)
-        current, outcomes = _rewrite_loops(current, options)
-        loops = tuple(
-            outcome._replace(line=lines.before(outcome.line), end_line=lines.before(outcome.end_line))
-            for outcome in outcomes
-        )
+        if options.wants("OOM305"):
+            current, ended = _end_autocast(source, options)
+        current, loops = _rewrite_loops(current, options)
     last = fix_locally(current, rules, options.wants, options.target_torch)
-    return Applied(last.text, loops, first.fixed + last.fixed)
-
-
-class _Lines:
-    """Line numbers of a text as they were before local fixes: fixes before the loops change no number of lines."""
-
-    def __init__(self, before: Source, after: str) -> None:
-        self._same = len(before.lines) == len(after.splitlines()) or before.text == after
-        self._last = len(before.lines)
-
-    def before(self, line: int) -> int:
-        return min(line, self._last)
+    return Applied(last.text, loops, ended + last.fixed)
 
 
 def _changed(source: Source, text: str) -> Source:
@@ -115,10 +99,21 @@ def _changed(source: Source, text: str) -> Source:
 # -- loops ---------------------------------------------------------------------------------------------------------
 
 
-def _rewrite_loops(source: Source, options: Options) -> tuple[Source, list[LoopOutcome]]:
+def _end_autocast(source: Source, options: Options) -> tuple[Source, tuple[Fixed, ...]]:
+    """Backwards out of autocast blocks, so that loops can be rewritten; lines keep their numbers."""
+    if "autocast" not in source.text:
+        return source, ()
+    script = Script.read(source, options.target_torch)
+    blocks = Blocks(source.tree)
+    edits = end_autocast_edits(script, blocks, Layout(source), Amp(script, blocks))
+    fixed = tuple(Fixed("OOM305", line, "backward inside of autocast") for line in edits)
+    return _changed(source, apply_edits(source.text, edits.values())), fixed
+
+
+def _rewrite_loops(source: Source, options: Options) -> tuple[Source, tuple[LoopOutcome, ...]]:
     script = Script.read(source, options.target_torch)
     if not script.loops:
-        return source, []
+        return source, ()
     blocks, layout, names = Blocks(source.tree), Layout(source), Names(source.tree)
     amp = Amp(script, blocks)
     verdicts = Judge(script, blocks, amp).verdicts()
@@ -137,8 +132,8 @@ def _rewrite_loops(source: Source, options: Options) -> tuple[Source, list[LoopO
     return _changed(rewritten, apply_edits(rewritten.text, removals)), _outcomes(verdicts)
 
 
-def _outcomes(verdicts: list[Verdict]) -> list[LoopOutcome]:
-    return [LoopOutcome(v.loop.line, v.loop.end_line, v.form, v.reason) for v in verdicts]
+def _outcomes(verdicts: list[Verdict]) -> tuple[LoopOutcome, ...]:
+    return tuple(LoopOutcome(v.loop.line, v.loop.end_line, v.form, v.reason) for v in verdicts)
 
 
 def _models(script: Script, verdicts: list[Verdict]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,9 +10,13 @@ from oomfix.rewrite.edits import apply_edits
 from oomfix.rules.base import Edit, Finding, Rule
 from oomfix.script import Script
 from oomfix.source import Source, Unreadable, parse
+from oomfix.suppressions import Statements, comments
 
-_MOST_PASSES = 5
+_MOST_PASSES = 8
 """A fix may uncover another (a nested `with`); more passes than this would mean that fixes undo each other."""
+
+_FIRST = (("OOM201", "OOM207"), ("OOM101", "OOM104"))
+"""Fixes that make others needless, most of all first: under no_grad nothing has to be detached."""
 
 
 class Fixed(NamedTuple):
@@ -55,25 +60,30 @@ def fix_locally(
             for finding in findings_of(current, rules, target_torch)
             if finding.edits and wants(finding.code) and (finding.code, _line(current, finding)) not in refused
         ]
-        if not findings:
-            break
+        findings = _of_first_stage(findings)
         made, text = _compatible(current, findings)
-        try:
-            tree = parse(text)
-        except Unreadable:
-            made, text, tree = _one_that_parses(current, made)
-        refused |= {(finding.code, _line(current, finding)) for finding in findings if finding.edits and not made}
-        if not made:
-            break
+        tree = _parsed(text)
+        if tree is None:
+            made, text, tree = _first_that_parses(current, made)
+        if not made or tree is None:
+            if not findings:
+                break
+            refused |= {(finding.code, _line(current, finding)) for finding in findings}
+            continue
         fixed += [Fixed(finding.code, finding.line, finding.message) for finding in made]
         current = Source(source.path, text, tree, encoding=source.encoding, bom=source.bom)
     return LocalFixes(current.text, tuple(fixed))
 
 
+def _of_first_stage(findings: list[Finding]) -> list[Finding]:
+    for codes in _FIRST:
+        if chosen := [finding for finding in findings if finding.code in codes]:
+            return chosen
+    return findings
+
+
 def findings_of(source: Source, rules: Sequence[Rule], target_torch: tuple[int, int] | None = None) -> list[Finding]:
     """What the rules find in a source and no `# oomfix: ignore` comment silences, by line and column."""
-    from oomfix.suppressions import Statements, comments
-
     data = source.text.encode("utf-8", "surrogatepass")
     script = Script.read(source, target_torch)
     silencers = [comment for comment in comments(source) if not comment.problem]
@@ -102,31 +112,34 @@ def _compatible(source: Source, findings: Sequence[Finding]) -> tuple[list[Findi
     """The findings whose edits can be made at once, first come first served, and the text after them."""
     made: list[Finding] = []
     edits: list[Edit] = []
-    text = source.text
     for finding in findings:
-        if any(_collide(edit, other) for edit in finding.edits for other in edits):
-            continue
-        try:
-            text = apply_edits(source.text, [*edits, *finding.edits])
-        except ValueError:
-            continue
-        edits += finding.edits
-        made.append(finding)
-    return made, text
+        if any(finding.edits == other.edits for other in made):
+            made.append(finding)  # one edit mends both
+        elif not any(_collide(edit, other) for edit in finding.edits for other in edits):
+            edits += finding.edits
+            made.append(finding)
+    return made, apply_edits(source.text, edits)
 
 
 def _collide(edit: Edit, other: Edit) -> bool:
-    """Whether one of two different edits changes what the other one stands on."""
-    if edit is other or (edit == other and edit.start < edit.end):
+    """Whether two edits cannot be made together, or would do the same thing twice."""
+    if edit is other:
         return False
-    return edit.start < other.end and other.start < edit.end
+    if edit.start == edit.end and other.start == other.end:
+        return edit == other
+    return edit == other or (edit.start < other.end and other.start < edit.end)
 
 
-def _one_that_parses(source: Source, findings: Sequence[Finding]) -> tuple[list[Finding], str, object]:
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return parse(text)
+    except Unreadable:
+        return None
+
+
+def _first_that_parses(source: Source, findings: Sequence[Finding]) -> tuple[list[Finding], str, ast.Module | None]:
     for finding in findings:
         text = apply_edits(source.text, finding.edits)
-        try:
-            return [finding], text, parse(text)
-        except Unreadable:
-            continue
-    return [], source.text, source.tree
+        if (tree := _parsed(text)) is not None:
+            return [finding], text, tree
+    return [], source.text, None

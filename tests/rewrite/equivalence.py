@@ -1,0 +1,119 @@
+"""Runs a training script before and after `oomfix apply` and compares what it trains, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from oomfix import runtime
+from oomfix.rewrite.apply import Applied, Options, apply_to
+from oomfix.rules import all_rules
+from oomfix.source import Source
+
+_NUMBER = re.compile(r"[-+]?\d+\.\d+(?:[eE][-+]?\d+)?|nan|inf")
+
+
+class Run(NamedTuple):
+    """What one run of a script did.
+
+    Attributes:
+        printed: its standard output.
+        weights: after each optimizer step, all that the optimizer updates, one flat float64 tensor.
+        splits: the most micro-batches that any forward of it used.
+    """
+
+    printed: str
+    weights: list[torch.Tensor]
+    report: str
+
+    @property
+    def numbers(self) -> list[float]:
+        """Every number with a decimal point in the output."""
+        return [float(number) for number in _NUMBER.findall(self.printed)]
+
+
+def rewritten(text: str, name: str = "train.py", **overrides: object) -> Applied:
+    """A script after `apply --preset 16gb`, with fields of the preset changed."""
+    return apply_to(Source.from_bytes(name, text.encode()), all_rules(), Options("16gb", overrides))
+
+
+def run(text: str, argv: Sequence[str] = (), *, preset: str = "", seed: int = 0) -> Run:
+    """Run a script in this process, as `__main__`, with fixed seeds; OOMFIX_PRESET is `preset`."""
+    weights: list[torch.Tensor] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        weights.append(torch.cat([p.detach().double().flatten() for p in parameters]))
+
+    runtime.reset()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    hook = register_optimizer_step_post_hook(note)
+    output = io.StringIO()
+    report = ""
+    namespace: dict[str, object] = {"__name__": "__main__", "__file__": "train.py"}
+    try:
+        with _arguments(argv), _environment(preset), contextlib.redirect_stdout(output), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(compile(text, "train.py", "exec", dont_inherit=True), namespace)
+        manager = runtime._manager
+        report = "" if manager is None else str(manager.report())
+    finally:
+        hook.remove()
+        runtime.reset()
+    return Run(output.getvalue(), weights, report)
+
+
+def assert_same_bits(before: Run, after: Run) -> None:
+    """The runs printed the same text and had the same weights, to the bit, after each step."""
+    assert before.weights, "the script made no optimizer step"
+    assert after.printed == before.printed
+    assert len(after.weights) == len(before.weights)
+    for step, (one, other) in enumerate(zip(before.weights, after.weights, strict=True)):
+        assert torch.equal(one, other), f"weights differ after step {step + 1}"
+
+
+def assert_close(before: Run, after: Run, relative: float = 1e-5) -> None:
+    """Every number printed, and the weights after each step, differ by less than `relative`."""
+    assert before.weights, "the script made no optimizer step"
+    assert len(after.numbers) == len(before.numbers)
+    np.testing.assert_allclose(after.numbers, before.numbers, rtol=relative, atol=relative)
+    assert len(after.weights) == len(before.weights)
+    for step, (one, other) in enumerate(zip(before.weights, after.weights, strict=True)):
+        error = ((one - other).norm() / one.norm()).item()
+        assert error < relative, f"weights differ by {error:.2e} after step {step + 1}"
+
+
+@contextlib.contextmanager
+def _arguments(argv: Sequence[str]) -> Iterator[None]:
+    old, sys.argv = sys.argv, ["train.py", *argv]
+    try:
+        yield
+    finally:
+        sys.argv = old
+
+
+@contextlib.contextmanager
+def _environment(preset: str) -> Iterator[None]:
+    import os
+
+    old = os.environ.get("OOMFIX_PRESET")
+    os.environ["OOMFIX_PRESET"] = preset
+    try:
+        yield
+    finally:
+        if old is None:
+            del os.environ["OOMFIX_PRESET"]
+        else:
+            os.environ["OOMFIX_PRESET"] = old
