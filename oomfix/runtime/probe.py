@@ -107,6 +107,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._draws = draws
         self._own: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler, which takes seconds, only to keep it away from this method
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
@@ -117,10 +122,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if kind.draws and self._draws is not None:
             result = self._draws.answer(result)
-        if func in _NLL and args[3] == _MEAN:
+        if kind.is_nll and args[3] == _MEAN:
             self.nll_weights.append(float(result[1]))
         if not kind.views:
-            self._own.update(tensor.untyped_storage()._cdata for tensor in _plain(result))
+            for tensor in _plain(result):
+                self._own.add(tensor.untyped_storage()._cdata)
         return result
 
 
@@ -129,6 +135,7 @@ class _Kind:
 
     def __init__(self, func: Any) -> None:
         aliases = [result.alias_info for result in func._schema.returns]
+        self.is_nll = func in _NLL
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.writes = func._schema.is_mutable or func in _BATCH_NORMS
         # lift_fresh calls its result a view, of a tensor that was made for it alone

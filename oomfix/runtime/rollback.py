@@ -21,8 +21,9 @@ class RandomState:
         self._torch = torch.get_rng_state()
         # asking a GPU before CUDA runs would start it
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        numpy: Any = sys.modules.get("numpy.random")
-        self._numpy = numpy.get_state(legacy=False) if numpy is not None else None
+        # through the package: numpy 2 imports its generators when they are first used, in the forward perhaps
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
 
     def moved_outside_torch(self) -> bool:
         """Whether Python's or NumPy's generator has been drawn from since."""
@@ -30,7 +31,7 @@ class RandomState:
             return True
         if self._numpy is None:
             return False
-        now, before = sys.modules["numpy.random"].get_state(legacy=False), self._numpy
+        now, before = sys.modules["numpy"].random.get_state(legacy=False), self._numpy
         if now["has_gauss"] != before["has_gauss"] or now["state"]["pos"] != before["state"]["pos"]:
             return True
         return bool((now["state"]["key"] != before["state"]["key"]).any())
@@ -42,7 +43,7 @@ class RandomState:
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
         if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
+            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 class Buffers:
