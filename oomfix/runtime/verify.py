@@ -6,7 +6,7 @@ results of the parts must give the result of the whole, under one of the rules i
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -203,7 +203,8 @@ class _Comparison:
         args, kwargs = self._batch.rows(self._start + begin, self._start + end)
         probe = Probe(self._writes, draws)
         hold_out = _HoldOut(end - begin if holds_out else 0, spare=self._cut > 1)
-        with hold_out, probe:
+        # the mode is passed by every function of torch, so only the run that needs it gets it
+        with hold_out if holds_out else nullcontext(), probe:
             result = self._forward(*args, **kwargs)
         self.held_nothing = self.held_nothing and not hold_out.held
         return outputs.detached(result), probe.nll_weights
