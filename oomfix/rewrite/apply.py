@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.amp import Amp
@@ -19,7 +19,7 @@ from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loops import Form, Judge, Verdict
 from oomfix.rewrite.module import Names, Overrides, header_edit, manager_in, prepare_edits, unused_amp_imports
 from oomfix.rewrite.slices import CannotLift, Site, Slicer
-from oomfix.rules.base import Edit, Rule
+from oomfix.rules.base import Edit, Finding, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.names import path_of
 from oomfix.source import Source, parse
@@ -34,15 +34,25 @@ class Options(NamedTuple):
         preset: the preset's name.
         overrides: fields of `oomfix.presets.Preset` that the script is to change.
         runtime: rewrite loops; False makes local fixes alone.
-        wants: whether local fixes of a code are to be made.
+        only: codes or prefixes to fix; empty for all but notes, which are hygiene and would bloat the diff.
+        ignore: codes or prefixes not to fix.
         target_torch: the oldest torch that the script must run on.
     """
 
     preset: str
     overrides: Overrides = {}  # noqa: RUF012  a default that nobody changes
     runtime: bool = True
-    wants: Callable[[str], bool] = lambda code: True
+    only: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
     target_torch: tuple[int, int] | None = None
+
+    def wants(self, code: str) -> bool:
+        """Whether findings with this code are to be fixed."""
+        return (not self.only or code.startswith(self.only)) and not (self.ignore and code.startswith(self.ignore))
+
+    def wants_finding(self, finding: Finding) -> bool:
+        """Whether a finding is to be fixed."""
+        return self.wants(finding.code) and (bool(self.only) or finding.severity is not Severity.NOTE)
 
 
 class LoopOutcome(NamedTuple):
@@ -80,13 +90,14 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     Raises:
         RecursionError: the source is nested absurdly.
     """
-    current, ended = source, ()
+    current = source
+    ended: tuple[Fixed, ...] = ()
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
         if options.wants("OOM305"):
             current, ended = _end_autocast(source, options)
         current, loops = _rewrite_loops(current, options)
-    last = fix_locally(current, rules, options.wants, options.target_torch)
+    last = fix_locally(current, rules, options.wants_finding, options.target_torch)
     return Applied(last.text, loops, ended + last.fixed)
 
 

@@ -58,7 +58,7 @@ def apply(
     from oomfix import presets
     from oomfix.rewrite import summary
     from oomfix.rewrite.apply import Options
-    from oomfix.rewrite.files import Rewriter, wanted
+    from oomfix.rewrite.files import Rewriter
     from oomfix.rules import all_rules
 
     overrides: dict[str, object] = {}
@@ -73,7 +73,7 @@ def apply(
     rules = all_rules()
     by_runtime = [rule.code for rule in rules if rule.fixed_by_runtime]
     runtime = not no_runtime and (not only or any(code.startswith(only) for code in by_runtime))
-    options = Options(preset, overrides, runtime, wanted(only, ignore))
+    options = Options(preset, overrides, runtime, only, ignore)
     rewriter = Rewriter(rules, options, backup=backup, writes=not (diff or check))
     outcomes = _outcomes(ctx, rewriter, paths)
     if form == "json":
@@ -83,8 +83,8 @@ def apply(
             click.echo(summary.diffs(outcomes, colour=sys.stdout.isatty()), nl=False)
         click.echo(summary.as_text(outcomes, written=rewriter.writes), nl=False, err=diff)
     for outcome in outcomes:
-        for error in outcome.errors if form == "rich" else ():
-            click.echo(error if error.startswith(outcome.path) else f"{outcome.path}: {error}", err=True)
+        for said in outcome.errors if form == "rich" else ():
+            click.echo(said if said.startswith(outcome.path) else f"{outcome.path}: {said}", err=True)
     if any(outcome.errors for outcome in outcomes):
         ctx.exit(2)
     ctx.exit(1 if check and any(outcome.changed for outcome in outcomes) else 0)
@@ -96,7 +96,7 @@ def _outcomes(ctx: click.Context, rewriter: Rewriter, paths: Sequence[str]) -> l
     if not rewriter.writes:
         return rewriter.rewrite(["."], only_training=True)
     if not sys.stdin.isatty():
-        raise click.UsageError("PATH: none given, and nobody to ask; name files or folders (`.` for all under this one)")
+        raise click.UsageError("PATH: none given, and nobody to ask; name files or folders, such as `.`")
     found = rewriter.training_files(".")
     if not found:
         raise click.UsageError("PATH: none given, and no file under the current folder holds a training loop")

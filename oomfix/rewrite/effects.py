@@ -24,8 +24,8 @@ _OUTPUT_RECEIVERS = re.compile(
     re.IGNORECASE,
 )
 _RANDOM = frozenset(
-    "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform uniform_ bernoulli bernoulli_ "
-    "multinomial exponential_ dropout shuffle choice choices sample rsample random randrange permutation beta "
+    "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform uniform_ bernoulli "
+    "bernoulli_ multinomial exponential_ dropout shuffle choice choices sample rsample random randrange permutation beta "
     "manual_seed seed gumbel_softmax poisson".split()
 )
 _MODES = frozenset(
@@ -72,7 +72,7 @@ def changed_paths(statement: ast.stmt) -> set[str]:
 def _changed_by(call: ast.Call) -> set[str]:
     if isinstance(call.func, ast.Attribute):
         receiver = _root(call.func.value)
-        return set() if _OUTPUT_RECEIVERS.search(receiver) and not last_name(call) == "zero_grad" else {receiver}
+        return set() if _OUTPUT_RECEIVERS.search(receiver) and last_name(call) != "zero_grad" else {receiver}
     if _READING.match(last_name(call)):
         return set()
     return {_root(argument) for argument in (*call.args, *(keyword.value for keyword in call.keywords))} - {""}

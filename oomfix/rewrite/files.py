@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from oomfix.config import Configuration, Flags
@@ -40,11 +40,6 @@ class FileOutcome(NamedTuple):
     def changed(self) -> bool:
         """Whether the rewritten text is another one."""
         return self.before != self.after
-
-
-def wanted(only: tuple[str, ...], ignore: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a code is to be fixed: one that `only` names (empty: all), and `ignore` does not; prefixes count."""
-    return lambda code: (not only or code.startswith(only)) and not (ignore and code.startswith(ignore))
 
 
 class Rewriter:

@@ -54,9 +54,9 @@ class InPlace:
 
     def _backward(self, event: Backward, lifted: bool) -> Edit:
         root = self._source.segment(self._amp.root_of(event.node))
-        options = [] if lifted else [self._source.segment(keyword.value) for keyword in event.node.keywords]
-        names = [keyword.arg for keyword in event.node.keywords]
-        given = [f"{name}={value}" for name, value in zip(names, options, strict=False)]
+        given = [] if lifted else [f"gradient={self._source.segment(argument)}" for argument in event.node.args]
+        for keyword in () if lifted else event.node.keywords:
+            given.append(f"{keyword.arg}={self._source.segment(keyword.value)}")
         return Edit(*bounds(self._source, event.node), f"{self._name}.backward({', '.join([root, *given])})")
 
     # -- steps and gradients -----------------------------------------------------------------------------------
@@ -106,8 +106,7 @@ class InPlace:
         passed = block[block.index(reset) : block.index(statement)]
         if any(leaves(other) or (reads_gradients(other) and not _clips(other)) for other in passed):
             return None
-        resets = [call for call in self._script.calls_of_method("zero_grad")]
-        return reset if len(resets) == 1 else None
+        return reset if len(list(self._script.calls_of_method("zero_grad"))) == 1 else None
 
     def _is_reset_before_backward(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> bool:
         """Whether the optimizer's gradients are reset on every way from its step to the next backward."""

@@ -33,7 +33,10 @@ def lift_edit(lift: Lift, layout: Layout, manager: str, function: str, longest_l
     inner = margin + layout.unit
 
     def moved(statement: ast.stmt, to: str) -> list[str]:
-        return layout.moved(chunks[id(statement)], margin, to)
+        lines = chunks[id(statement)]
+        # a blank line between two statements stays between them
+        blank = [""] if lines.first - 1 > header and not layout.source.lines[lines.first - 2].strip() else []
+        return blank + layout.moved(lines, margin, to)
 
     body: list[str] = []
     for statement in lift.copied:
@@ -41,11 +44,14 @@ def lift_edit(lift: Lift, layout: Layout, manager: str, function: str, longest_l
         body += layout.moved(own, margin, inner)
     for statement in lift.lifted:
         body += moved(statement, inner)
+    body = body[1:] if body and not body[0] else body
     backward = chunks[id(lift.site.statement)]
     comments = layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), margin, margin)
     root = layout.source.segment(lift.site.root)
     lines = [line for statement in lift.before for line in moved(statement, margin)]
-    above = layout.source.lines[chunks[id(block[first])].first - 2].strip() if chunks[id(block[first])].first > 1 else ""
+    lines = lines[1:] if lines and not lines[0] else lines
+    top = chunks[id(block[first])].first
+    above = layout.source.lines[top - 2].strip() if top > 1 else ""
     if lines or (above and not above.endswith(":")):
         lines.append("")
     lines.append(f"{margin}def {function}({', '.join(lift.inputs)}):")
@@ -55,15 +61,13 @@ def lift_edit(lift: Lift, layout: Layout, manager: str, function: str, longest_l
     lines += ["", *comments]
     call = f"{manager}.forward_backward({', '.join([function, *lift.inputs])})"
     lines += _broken(margin + _targets(lift), call, longest_line, layout.unit)
-    for statement in lift.after:
-        lines += moved(statement, margin)
+    after = [line for statement in lift.after for line in moved(statement, margin)]
     start, _ = layout.span(chunks[id(block[first])])
     _, stop = layout.span(backward)
     trailing = layout.source.text[layout.source.offset(*_end(lift.site.statement)) : stop]
     if trailing.strip():
-        call_line = len(lines) - 1 - sum(len(moved(statement, margin)) for statement in lift.after)
-        lines[call_line] += trailing.rstrip()
-    return Edit(start, stop, layout.newline.join(lines))
+        lines[-1] += trailing.rstrip()
+    return Edit(start, stop, layout.newline.join(lines + after))
 
 
 def _end(statement: ast.stmt) -> tuple[int, int]:

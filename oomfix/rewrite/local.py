@@ -37,7 +37,7 @@ class LocalFixes(NamedTuple):
 def fix_locally(
     source: Source,
     rules: Sequence[Rule],
-    wants: Callable[[str], bool] = lambda code: True,
+    wants: Callable[[Finding], bool],
     target_torch: tuple[int, int] | None = None,
 ) -> LocalFixes:
     """Make the local edits of every wanted finding, until none is left to make.
@@ -48,7 +48,7 @@ def fix_locally(
     Args:
         source: the file.
         rules: the rules to ask.
-        wants: whether findings of a code are to be fixed; those silenced by a comment are not passed on.
+        wants: whether a finding is to be fixed; those silenced by a comment are not asked for.
         target_torch: the oldest torch that the script must run on.
     """
     fixed: list[Fixed] = []
@@ -58,7 +58,7 @@ def fix_locally(
         findings = [
             finding
             for finding in findings_of(current, rules, target_torch)
-            if finding.edits and wants(finding.code) and (finding.code, _line(current, finding)) not in refused
+            if finding.edits and wants(finding) and (finding.code, _line(current, finding)) not in refused
         ]
         findings = _of_first_stage(findings)
         made, text = _compatible(current, findings)

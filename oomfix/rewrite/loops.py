@@ -11,7 +11,7 @@ from oomfix.rewrite import effects
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope_body
+from oomfix.rewrite.liveness import FunctionNode
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.names import path_of
 from oomfix.script.trace import Backward, Step
@@ -115,8 +115,8 @@ class Judge:
             return f"`torch.autograd.backward` in line {line} may differentiate several tensors"
         if any(not isinstance(parent, ast.Expr) for parent in [next(self._blocks.ancestors(node))]):
             return f"the backward in line {line} is part of an expression"
-        if node.args or any(keyword.arg in (None, "gradient", "inputs") for keyword in node.keywords):
-            return f"the backward in line {line} starts from a gradient of its own"
+        if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
+            return f"the backward in line {line} has arguments that cannot be followed"
         root = self._amp.root_of(node)
         if not event.origins and not self._is_loss(root):
             return f"`{ast.unparse(node.func)}` in line {line} may be a method of another file's object"
@@ -151,7 +151,6 @@ class Judge:
         return None
 
     def _why_body_stays(self, verdict: Verdict) -> str | None:
-        first = min(event.node.lineno for event in verdict.backwards)
         for scope in self._bodies(verdict):
             for node in ast.walk(scope):
                 if isinstance(node, ast.Call):
@@ -160,11 +159,34 @@ class Judge:
                         return f"`{name}` in line {node.lineno} steps twice per batch (SAM)"
                     if name in ("register_hook", "register_full_backward_hook"):
                         return f"a hook made in line {node.lineno} would see scaled gradients"
+                if isinstance(node, ast.stmt) and self._reads_between(node, verdict):
+                    return f"line {node.lineno} clips or reads gradients between two backwards of one step"
                 if isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
                     if "autograd" in (path_of(node) or "") or self._is_function(node) or self._of_parameters(node):
                         continue
-                    return f"line {node.lineno} reads `{ast.unparse(node)}`, which may be scaled (backward in line {first})"
+                    return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
         return None
+
+    def _reads_between(self, statement: ast.stmt, verdict: Verdict) -> bool:
+        """Whether gradients are looked at while some of them are still to come: they can be unscaled only once."""
+        if isinstance(statement, ast.For | ast.While):
+            if statement is verdict.loop.node:
+                return False
+            inside = {id(node) for node in ast.walk(statement)}
+            backwards = any(id(event.node) in inside for event in verdict.backwards)
+            steps = any(id(step.node) in inside for step in verdict.steps)
+            return backwards and not steps and any(_clips_or_reads(child) for child in statement.body)
+        if not isinstance(statement, ast.Expr | ast.Assign) or not _clips_or_reads(statement):
+            return False
+        scope = self._blocks.scope_of(statement)
+        later = [e.node.lineno for e in verdict.backwards if self._blocks.scope_of(e.node) is scope]
+        later = [line for line in later if line > statement.lineno]
+        earlier = any(e.node.lineno < statement.lineno for e in verdict.backwards)
+        steps_between = any(statement.lineno < s.node.lineno < min(later, default=0) for s in verdict.steps)
+        apart = any(
+            self._blocks.exclude_each_other(statement, e.node) for e in verdict.backwards if e.node.lineno in later
+        )
+        return bool(later) and earlier and not steps_between and not apart
 
     def _is_function(self, node: ast.Attribute) -> bool:
         """`torch.autograd.grad(...)` under an alias: called, not read."""
@@ -229,19 +251,24 @@ class Judge:
                     return f"it has {len(backwards)} backwards (lines {_lines(backwards)})"
         for event in backwards:
             line = event.node.lineno
-            if any(event.carried for event in verdict.loop.backwards if event.node is one_node(event)):
+            if any(other.carried for other in verdict.loop.backwards if other.node is event.node):
                 return f"what the backward in line {line} goes through is carried over from the iteration before"
             if self._retains(event):
-                return f"the graph of the backward in line {line} is kept for another one"
+                return f"the backward in line {line} keeps its graph for another one, or starts from a gradient"
             if (reason := self._why_statement_stays(event, verdict)) is not None:
                 return reason
         return None
 
     def _retains(self, event: Backward) -> bool:
+        """Whether a backward has options: a kept graph that is needed, a gradient to start from."""
+        if event.node.args:
+            return True
         for keyword in event.node.keywords:
             if keyword.arg == "retain_graph" and isinstance(keyword.value, ast.Constant) and not keyword.value.value:
                 continue
-            if keyword.arg == "retain_graph" and isinstance(keyword.value, ast.Constant):
+            if keyword.arg != "retain_graph":
+                return True
+            if isinstance(keyword.value, ast.Constant):
                 if not self._script.is_needed_later(event):
                     continue
             return True
@@ -263,17 +290,16 @@ class Judge:
         return None
 
 
-def one_node(event: Backward) -> ast.Call:
-    """The call of a backward."""
-    return event.node
-
-
 def _lines(events: list[Backward]) -> str:
     return ", ".join(str(line) for line in sorted(event.node.lineno for event in events))
 
 
 def _makes_an_object(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Call) and last_name(value)[:1].isupper()
+
+
+def _clips_or_reads(statement: ast.stmt) -> bool:
+    return reads_gradients(statement) and not effects.is_zero_grad(statement)
 
 
 def reads_gradients(node: ast.AST) -> bool:
@@ -284,6 +310,3 @@ def reads_gradients(node: ast.AST) -> bool:
         if isinstance(child, ast.Attribute) and child.attr == "grad" and isinstance(child.ctx, ast.Load):
             return True
     return False
-
-
-__all__ = ["Form", "Judge", "Verdict", "effects", "nodes_of_scope_body", "reads_gradients"]

@@ -21,7 +21,9 @@ from oomfix.rewrite.liveness import (
 )
 from oomfix.script.names import path_of
 
-_COUNTER = re.compile(r"^(i|j|k|n|t|it|idx|ii|step\w*|epoch\w*|iter\w*|iteration|batch_idx|batch_i|i_batch|\w*_idx|device)$")
+_COUNTER = re.compile(
+    r"^(i|j|k|n|t|it|idx|ii|step\w*|epoch\w*|iter\w*|iteration|batch_idx|batch_i|i_batch|\w*_idx|device)$"
+)
 _NOT_DATA = re.compile(
     r"(^|_)(model|net|network|encoder|decoder|criterion|criteria|loss_fn|loss_func|loss_function|loss_fct|optim\w*|"
     r"sched\w*|scaler|args|cfg|config|conf|opt|opts|hparams|params|device|logger|writer|epoch|epochs|loader|dataloader|"
@@ -29,9 +31,9 @@ _NOT_DATA = re.compile(
     re.IGNORECASE,
 )
 _PREPARATION = frozenset(
-    "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze squeeze "
-    "contiguous flatten Variable autograd tensor from_numpy as_tensor FloatTensor LongTensor len range list tuple dict zip "
-    "int enumerate get pop items keys values next iter max min requires_grad_ is_available device clone detach numpy "
+    "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze "
+    "squeeze contiguous flatten Variable autograd tensor from_numpy as_tensor FloatTensor LongTensor len range list "
+    "tuple dict zip enumerate get pop items keys values next iter max min requires_grad_ is_available device clone detach numpy "
     "repeat expand stack cat ones zeros ones_like zeros_like full randn rand randn_like arange normal_ t eq ne".split()
 )
 
@@ -199,7 +201,9 @@ class Slicer:
     def _place_others(self, lift: Lift, chosen: list[int], end: int) -> None:
         """Where the statements between the slice's go: those that cannot be passed by stand in the way."""
         block = lift.site.block
-        first_forward = next((index for index in chosen if self._runs_forward(block[index])), chosen[-1] if chosen else end)
+        first_forward = next(
+            (index for index in chosen if self._runs_forward(block[index])), chosen[-1] if chosen else end
+        )
         for index in range(chosen[0] if chosen else end, end):
             if index in chosen:
                 continue
@@ -347,8 +351,10 @@ def _in_order(statements: list[ast.stmt]) -> list[str]:
         bound = names_bound(statement)
         for node in nodes_of_scope(statement):
             name = node.id if isinstance(node, ast.Name) else getattr(node, "name", None)
-            if name in bound and isinstance(node, ast.Name | ast.stmt) and not isinstance(
-                getattr(node, "ctx", None), ast.Load
+            if (
+                name in bound
+                and isinstance(node, ast.Name | ast.stmt)
+                and not isinstance(getattr(node, "ctx", None), ast.Load)
             ):
                 place = (node.lineno, node.col_offset)
                 places[name] = min(places.get(name, place), place)
@@ -428,6 +434,10 @@ def _sized(value: ast.expr) -> str | None:
     if isinstance(value, ast.Call):
         if isinstance(value.func, ast.Name) and value.func.id == "len" and len(value.args) == 1:
             return value.args[0].id if isinstance(value.args[0], ast.Name) else None
-        if isinstance(value.func, ast.Attribute) and value.func.attr == "size" and isinstance(value.func.value, ast.Name):
+        if (
+            isinstance(value.func, ast.Attribute)
+            and value.func.attr == "size"
+            and isinstance(value.func.value, ast.Name)
+        ):
             return value.func.value.id
     return None

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from oomfix.rewrite.files import FileOutcome
+from oomfix.rewrite.loops import Form
 
-_FORMS = {"micro-batched": "micro-batched", "in-place": "in place", "none": "left alone"}
+_FORMS: dict[Form, str] = {"micro-batched": "micro-batched", "in-place": "in place", "none": "left alone"}
 
 
 def as_text(outcomes: Sequence[FileOutcome], *, written: bool) -> str:
@@ -33,10 +34,7 @@ def as_text(outcomes: Sequence[FileOutcome], *, written: bool) -> str:
 def diffs(outcomes: Sequence[FileOutcome], *, colour: bool) -> str:
     """Unified diffs of all files that change."""
     return "".join(
-        _coloured(line) if colour else line
-        for outcome in outcomes
-        if outcome.changed
-        for line in _diff(outcome)
+        _coloured(line) if colour else line for outcome in outcomes if outcome.changed for line in _diff(outcome)
     )
 
 
