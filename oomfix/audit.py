@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oomfix.results import FileReport, Located, Silencer, locate
-from oomfix.rules.base import Finding, Rule
+from oomfix.rules.base import TRAINS, Finding, Rule
 from oomfix.source import Source, Unreadable, decode
 from oomfix.spelling import did_you_mean
 from oomfix.suppressions import Comment, Statements, UnusedSuppression, comments
@@ -14,8 +14,8 @@ from oomfix.suppressions import Comment, Statements, UnusedSuppression, comments
 if TYPE_CHECKING:
     from oomfix.script import Script
 
-# A training loop runs a backward, and only what holds "oomfix:" holds a comment that may silence nothing.
-_NEEDED_BY_AUDIT = (b"backward", b"oomfix:")
+# Training loops are listed, and only what holds "oomfix:" holds a comment that may silence nothing.
+_NEEDED_BY_AUDIT = (*TRAINS, b"oomfix:")
 
 TorchVersion = tuple[int, int]
 
@@ -64,7 +64,8 @@ class Auditor:
 
             try:
                 script = Script.read(source, target_torch)
-                loops = tuple(_loop(source, loop.to_json()) for loop in script.loops)
+                if any(word in data for word in TRAINS):
+                    loops = tuple(_loop(source, loop.to_json()) for loop in script.loops)
                 findings, rule_errors = self._check(script, data)
                 errors += rule_errors
             except RecursionError:

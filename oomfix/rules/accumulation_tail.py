@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.loops import is_counted_per_epoch
 
@@ -24,7 +24,7 @@ class AccumulationTail(Rule):
     code = "OOM302"
     name = "accumulation-tail"
     severity = Severity.ERROR
-    needs = (b".backward(",)
+    needs = TRAINS
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from oomfix.script import Place, Script
 
 
-__all__ = ["Edit", "Finding", "Invalid", "Rule", "Severity"]
+TRAINS = (b".backward(", b"forward_backward(", b"scaler(")
+"""What a file that trains holds: a backward, the runtime's call, or a scaler object that does both."""
+
+__all__ = ["TRAINS", "Edit", "Finding", "Invalid", "Rule", "Severity"]
 
 
 class Severity(str, Enum):

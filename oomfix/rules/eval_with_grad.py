@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.evaluation import no_grad_edits
 from oomfix.script.values import Graph
@@ -28,7 +28,7 @@ class EvalWithGrad(Rule):
     code = "OOM201"
     name = "eval-with-grad"
     severity = Severity.WARNING
-    needs = (b".backward(", b".eval(")
+    needs = (*TRAINS, b".eval(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         if script.is_test_module:

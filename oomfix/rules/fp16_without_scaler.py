@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 
 
@@ -24,7 +24,7 @@ class Fp16WithoutScaler(Rule):
     code = "OOM304"
     name = "fp16-without-scaler"
     severity = Severity.ERROR
-    needs = (b".backward(",)
+    needs = TRAINS
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

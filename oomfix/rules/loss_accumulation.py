@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.edits import call_method
 
@@ -30,7 +30,7 @@ class LossAccumulation(Rule):
     code = "OOM101"
     name = "loss-accumulation"
     severity = Severity.ERROR
-    needs = (b".backward(", b".eval(", b"forward_backward(")
+    needs = (*TRAINS, b".eval(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():

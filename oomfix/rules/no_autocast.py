@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 
 
@@ -25,7 +25,7 @@ class NoAutocast(Rule):
     code = "OOM202"
     name = "no-autocast"
     severity = Severity.WARNING
-    needs = (b".backward(",)
+    needs = TRAINS
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:

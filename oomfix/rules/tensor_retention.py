@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.edits import call_method
 
@@ -28,7 +28,7 @@ class TensorRetention(Rule):
     code = "OOM102"
     name = "tensor-retention"
     severity = Severity.ERROR
-    needs = (b".backward(", b".eval(", b"forward_backward(")
+    needs = (*TRAINS, b".eval(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():

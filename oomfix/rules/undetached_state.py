@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import Finding, Invalid, Rule, Severity
+from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 
 
@@ -24,7 +24,7 @@ class UndetachedState(Rule):
     code = "OOM104"
     name = "undetached-state"
     severity = Severity.ERROR
-    needs = (b".backward(",)
+    needs = TRAINS
 
     def check(self, script: Script) -> Iterator[Finding]:
         for statement, name in script.carried_states():
