@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from oomfix.rewrite.edits import apply_edits
-from oomfix.rules.base import Finding
+from oomfix.rules.base import Edit, Finding
 from oomfix.source import Source, split_lines
 
 CONTEXT_LINES = 2
@@ -118,15 +118,21 @@ def _change(source: Source, start: int, end: int, replacement: str) -> Change:
 
 
 def _fixed_lines(source: Source, finding: Finding) -> tuple[str, ...]:
-    """The lines that the finding's own lines become; its other edits (an import at the top) are not shown."""
+    """What the finding's own lines become; where they stay as they are, what is put around them.
+
+    Edits elsewhere that belong to the same fix (an import at the top) are not shown.
+    """
     first = source.line_starts[finding.line - 1]
     last = source.line_starts[finding.end_line - 1] + len(source.lines[finding.end_line - 1])
     here = [edit for edit in finding.edits if edit.start <= last and edit.end >= first]
-    if not here:
-        return ()
-    start = min(first, *(edit.start for edit in here))
-    end = max(last, *(edit.end for edit in here))
-    moved = [edit._replace(start=edit.start - start, end=edit.end - start) for edit in here]
-    lines = [line.strip() for line in split_lines(apply_edits(source.text[start:end], moved))]
+    return _changed_lines(source, here, first, last) or _changed_lines(source, list(finding.edits), first, last)
+
+
+def _changed_lines(source: Source, edits: list[Edit], first: int, last: int) -> tuple[str, ...]:
+    """The lines that edits make of a span, without those that only move."""
+    start = min(first, *(edit.start for edit in edits)) if edits else first
+    end = max(last, *(edit.end for edit in edits)) if edits else last
+    moved = [edit._replace(start=edit.start - start, end=edit.end - start) for edit in edits]
     before = {line.strip() for line in split_lines(source.text[start:end])}
-    return tuple(line for line in lines if line and (len(lines) == 1 or line not in before))
+    after = [line.strip() for line in split_lines(apply_edits(source.text[start:end], moved))]
+    return tuple(line for line in after if line and line not in before)
