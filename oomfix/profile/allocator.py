@@ -26,7 +26,7 @@ _SEGMENT_ROUNDING = 2 * MIB
 class Block:
     """A piece of a segment: its size in bytes, whether it is in use, and its neighbours in the same segment."""
 
-    __slots__ = ("address", "in_use", "next", "nbytes", "previous", "small")
+    __slots__ = ("address", "in_use", "nbytes", "next", "previous", "small")
 
     def __init__(self, address: int, nbytes: int, small: bool) -> None:
         self.address = address

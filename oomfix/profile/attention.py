@@ -47,7 +47,7 @@ def _may_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, capability: tuple[int, int]
 ) -> bool:
     return (
-        torch.backends.cuda.flash_sdp_enabled()
+        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and capability >= (8, 0)
         and query.dtype in _SIXTEEN_BIT
         and query.dtype == key.dtype == value.dtype
@@ -72,7 +72,7 @@ def _may_be_efficient(
     # loads of 16 bytes from tensor cores' generations on
     aligned = 16 // query.element_size() if capability >= (7, 5) or query.element_size() == 2 else 1
     return (
-        torch.backends.cuda.mem_efficient_sdp_enabled()
+        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
         and query.dtype in dtypes
         and query.dtype == key.dtype == value.dtype
         and query.dim() == 4

@@ -43,11 +43,11 @@ def install(library: torch.library.Library) -> None:
         for names, rule in ((_IN_FP32, _fp32), (_RESULT_IN_FP32, _fp32_result), (_IN_SIXTEEN_BIT, _sixteen_bit)):
             for name in names:
                 if (operation := _operation(name)) is not None:
-                    library.impl(name, rule(operation), _KEY, allow_override=True)
+                    library.impl(name, rule(operation), _KEY, allow_override=True)  # type: ignore[no-untyped-call]
         for name in _UNTOUCHED:
             if _operation(name) is not None:
-                library.impl(name, torch.library.fallthrough_kernel, _KEY, allow_override=True)
-        library.impl("binary_cross_entropy", _refused, _KEY, allow_override=True)
+                library.impl(name, torch.library.fallthrough_kernel, _KEY, allow_override=True)  # type: ignore[no-untyped-call]
+        library.impl("binary_cross_entropy", _refused, _KEY, allow_override=True)  # type: ignore[no-untyped-call]
 
 
 def _operation(name: str) -> Any:

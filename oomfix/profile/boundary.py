@@ -60,7 +60,7 @@ class CardTrace(MemoryTrace):
 
     def to_card(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty fake tensor like `tensor`; a tensor that is on the card already is returned as it is."""
-        return tensor if isinstance(tensor, FakeTensor) else tensor.to(CUDA)
+        return tensor if isinstance(tensor, FakeTensor) else tensor.cuda()
 
     def _on_card_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A factory or a copy whose result is to be on the card."""
@@ -129,7 +129,7 @@ def _nonzero(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def _masked_select(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     trace.assume("a boolean mask selects every element (the most it can)")
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
     return args[0].new_empty((shape.numel(),))
 
 
@@ -160,13 +160,13 @@ class _ToHost(torch.autograd.Function):
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A real tensor of zeros in the shape of a fake one, still connected to its graph."""
-    result: torch.Tensor = _ToHost.apply(tensor)
+    result: torch.Tensor = _ToHost.apply(tensor)  # type: ignore[no-untyped-call]
     return result
 
 
 def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
     """Let fake tensors present themselves as tensors on "cuda:0", and move between card and host."""
-    device = FakeTensor.device
+    device = vars(FakeTensor)["device"].fget
     plain_to = torch.Tensor.to
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -175,11 +175,32 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
             args, kwargs = (other.device, other.dtype), {}
         copy = kwargs.pop("copy", False)
         target, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
-        here = to_host(self) if target is not None and target.type == "cpu" else self
-        options = {"dtype": dtype or self.dtype, "copy": copy}
+        options: dict[str, Any] = {"dtype": dtype or self.dtype, "copy": copy}
         if memory_format is not None:
             options["memory_format"] = memory_format
-        return plain_to(here, **options)
+        if isinstance(self, FakeTensor):
+            here = to_host(self) if target is not None and target.type == "cpu" else self
+            return plain_to(here, **options)
+        if target is not None:
+            # without an index torch would ask the driver which card is meant
+            options["device"] = CUDA if target.type == "cuda" else target
+        return arrived(plain_to(self, **options))
+
+    def arrived(tensor: torch.Tensor) -> torch.Tensor:
+        # parameters come the same way; they are called weights once their module or optimizer is seen
+        trace.claim((tensor,), "inputs")
+        return tensor
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if isinstance(self, FakeTensor) else arrived(plain_to(self, CUDA))
+
+    plain_type = torch.Tensor.type
+
+    def as_type(self: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            return plain_type(to(self, CUDA), dtype.replace("torch.cuda.", "torch."))
+        name = plain_type(self, dtype, **kwargs) if dtype is not None else plain_type(self)
+        return name.replace("torch.", "torch.cuda.") if dtype is None and isinstance(self, FakeTensor) else name
 
     def made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         # torch makes these from Python data below the dispatcher, where a simulated card is not seen
@@ -201,9 +222,9 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if name != "tolist" and not kwargs.get("force", False):
                 raise TypeError(
-                        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
-                        "host memory first."
-                    )
+                    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                    "host memory first."
+                )
             return method(to_host(self.detach()), *args, **kwargs)
 
         return read
@@ -213,11 +234,9 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
 
     patches.set(
         FakeTensor,
-        device=property(lambda self: device.fget(self) if trace.running else CUDA),
+        device=property(lambda self: device(self) if trace.running else CUDA),
         is_cuda=property(lambda self: not trace.running),
         get_device=lambda self: 0,
-        to=to,
-        cuda=lambda self, *args, **kwargs: self,
         cpu=lambda self, *args, **kwargs: to_host(self),
         pin_memory=lambda self, *args: self,
         record_stream=lambda self, stream: None,
@@ -227,5 +246,6 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         new_tensor=new_tensor,
         __format__=formatted,
     )
+    patches.set(torch.Tensor, to=to, cuda=cuda, type=as_type)
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, **{name: made_on_host(getattr(torch, name))})

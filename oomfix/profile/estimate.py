@@ -154,7 +154,7 @@ class _Loop:
             raise TypeError(f"loss: returned {type(result).__name__}, expected a tensor of one element")
         if self.micro_batches > 1:
             result = result / self.micro_batches
-        self.scaler.scale(result).backward()
+        self.scaler.scale(result).backward()  # type: ignore[no-untyped-call]
 
 
 def _check(optimizer: Optimizer, precision: str, steps: int, micro_batches: int) -> None:

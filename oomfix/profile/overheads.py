@@ -4,6 +4,7 @@ Nothing here is fitted to the runs that bench/profile.py compares with: each fig
 documents or that its sources compute, or a bound with a margin, and says which.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,22 +54,33 @@ def flash_backward_scratch_bytes(query: torch.Tensor) -> int:
 
 
 def convolution_scratch_bytes(
-    inputs: torch.Tensor, weight: torch.Tensor, outputs: torch.Tensor, capability: tuple[int, int]
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    outputs: torch.Tensor,
+    stride: Sequence[int],
+    capability: tuple[int, int],
 ) -> int:
-    """Scratch of one convolution pass (bytes), an estimate.
+    """Scratch of one convolution pass (bytes), from the algorithm that cuDNN is expected to take.
 
-    Tensor cores take channels-last data. For batches stored channels-first, cuDNN transposes input and output
-    into scratch memory, and the weight with them. It has tensor cores for 16-bit numbers from capability 7.0 on and
-    for fp32 (as TF32, the default for convolutions) from 8.0 on; 1x1 convolutions are matrix products that need no
-    transposition, and depthwise ones have kernels of their own.
+    3x3 in fp32 with stride 1: Winograd F(4x4, 3x3), not fused. It keeps input and output transformed: a tile of 6x6
+    numbers for every 4x4, 2.25 times their size, and the weight as 36 numbers for 9.
+
+    Others with tensor cores: these take channels-last data. For batches stored channels-first, cuDNN transposes input,
+    output and weight into scratch memory. There are tensor cores for fp16 from capability 7.0, for bf16 and fp32 (as
+    TF32, the default for convolutions) from 8.0 on.
+
+    1x1 convolutions are matrix products and depthwise ones have kernels of their own: no scratch. A bf16 convolution
+    below 8.0 is torch's own kernel, with scratch for one sample, which is neglected.
     """
-    sixteen_bit = inputs.dtype in (torch.float16, torch.bfloat16)
-    has_tensor_cores = capability >= ((7, 0) if inputs.dtype is torch.float16 else (8, 0))
-    if not (sixteen_bit or inputs.dtype is torch.float32) or not has_tensor_cores:
+    spatial = tuple(weight.shape[2:])
+    if all(length == 1 for length in spatial) or weight.shape[1] == 1:
         return 0
-    if inputs.dim() < 4 or all(size == 1 for size in weight.shape[2:]) or weight.shape[1] == 1:
+    if inputs.dtype is torch.float32 and spatial == (3, 3) and all(step == 1 for step in stride):
+        return int(2.25 * (_nbytes(inputs) + _nbytes(outputs))) + 4 * _nbytes(weight)
+    if inputs.dim() == 4 and inputs.is_contiguous(memory_format=torch.channels_last):
         return 0
-    if inputs.is_contiguous(memory_format=torch.channels_last) and inputs.dim() == 4:
+    tensor_cores_from = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}.get(inputs.dtype)
+    if tensor_cores_from is None or capability < tensor_cores_from:
         return 0
     return _nbytes(inputs) + _nbytes(outputs) + _nbytes(weight)
 

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 @contextmanager
 def cuda_policy(capability: tuple[int, int], recurrent_seen: Callable[[], object]) -> Iterator[None]:
     """Context in which CPU operations decide as a card of `capability` would. Affects the whole process."""
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with Patches() as patches:
             autocast.install(library)
@@ -37,13 +37,13 @@ def cuda_policy(capability: tuple[int, int], recurrent_seen: Callable[[], object
             patches.set(torch.amp.GradScaler, _maybe_opt_step=_step)
             yield
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _install_kernels(library: torch.library.Library, capability: tuple[int, int]) -> None:
     kernels = {"dropout": _dropout, "scaled_dot_product_attention": attention_for(capability)}
     for name, kernel in kernels.items():
-        library.impl(name, kernel, "CompositeImplicitAutograd", allow_override=True)
+        library.impl(name, kernel, "CompositeImplicitAutograd", allow_override=True)  # type: ignore[no-untyped-call]
 
 
 def _dropout(inputs: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -57,7 +57,7 @@ def _dropout(inputs: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _step(scaler: object, optimizer: torch.optim.Optimizer, state: object, *args: Any, **kwargs: Any) -> float | None:
-    return optimizer.step(*args, **kwargs)
+    return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _autocast_for_cuda(patches: Patches) -> None:
@@ -111,7 +111,7 @@ def replace_parameters(patches: Patches, moved: Callable[[nn.Parameter, nn.Param
         depth += 1
         try:
             for child in self.children() if recurse else ():
-                child._apply(fn)
+                child._apply(fn)  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items():
                 if parameter is not None:
                     self._parameters[name] = convert(parameter, fn)

@@ -20,8 +20,8 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 def install(library: torch.library.Library, seen: Callable[[], object]) -> None:
     """Replace the recurrent operations until `library` is destroyed; `seen` is called whenever one runs."""
     for name, gates in _GATES.items():
-        library.impl(f"{name}.input", _padded(gates, seen), "CompositeImplicitAutograd", allow_override=True)
-        library.impl(f"{name}.data", _packed(gates, seen), "CompositeImplicitAutograd", allow_override=True)
+        library.impl(f"{name}.input", _padded(gates, seen), "CompositeImplicitAutograd", allow_override=True)  # type: ignore[no-untyped-call]
+        library.impl(f"{name}.data", _packed(gates, seen), "CompositeImplicitAutograd", allow_override=True)  # type: ignore[no-untyped-call]
 
 
 def _padded(gates: int, seen: Callable[[], object]) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _run(
         inputs, states = inputs.to(dtype), tuple(state.to(dtype) for state in states)
         weights = [weight.to(dtype) for weight in weights]
     directions = 2 if bidirectional else 1
-    result: tuple[torch.Tensor, ...] = _Recurrent.apply(
+    result: tuple[torch.Tensor, ...] = _Recurrent.apply(  # type: ignore[no-untyped-call]
         gates, layers, directions, len(states), inputs, *states, *weights
     )
     return result

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from oomfix.presets import PRESETS, Card
-from oomfix.profile.allocator import CachingAllocator
+from oomfix.profile.allocator import Block, CachingAllocator
 from oomfix.profile.overheads import CONTEXT_BYTES, Margin
 from oomfix.profile.trace import MemoryTrace, Storage
 
@@ -83,7 +83,6 @@ class Estimate:
         context_bytes: what the CUDA context takes besides `peak_reserved_bytes`.
         margin_fraction, margin_reason: by how much a measured peak may exceed the estimate, and why.
         assumptions: what had to be assumed, as sentences.
-        parameters: trainable and frozen elements of the models seen.
     """
 
     peak_allocated_bytes: int
@@ -131,10 +130,12 @@ def report(
     )
 
 
-def replay(trace: MemoryTrace, capacity_bytes: int | None, expandable_segments: bool = False) -> CachingAllocator | None:
+def replay(
+    trace: MemoryTrace, capacity_bytes: int | None, expandable_segments: bool = False
+) -> CachingAllocator | None:
     """The allocator after the whole run with another capacity; None: it ran out of memory."""
     allocator = CachingAllocator(capacity_bytes, expandable_segments)
-    blocks = {}
+    blocks: dict[int, Block] = {}
     for event in trace.events:
         if event < 0:
             allocator.free(blocks.pop(~event))

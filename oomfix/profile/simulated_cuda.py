@@ -42,6 +42,31 @@ class _Stream:
         return 0.0
 
 
+class _Generator(torch.Generator):
+    """A generator of random numbers for any device: on the card no number is ever drawn."""
+
+    def __new__(cls, device: object = "cpu") -> "_Generator":
+        return super().__new__(cls)
+
+
+_LEGACY_TYPES = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "CharTensor": torch.int8, "IntTensor": torch.int32,
+    "ShortTensor": torch.int16, "LongTensor": torch.int64, "BoolTensor": torch.bool,
+}  # fmt: skip
+
+
+def _constructor(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """What `torch.cuda.FloatTensor` is: sizes give an empty tensor, a list gives its values."""
+
+    def construct(*args: Any) -> torch.Tensor:
+        if len(args) == 1 and not isinstance(args[0], int | torch.Size):
+            return torch.as_tensor(args[0], dtype=dtype).cuda()
+        return torch.empty(*args, dtype=dtype, device="cuda")
+
+    return construct
+
+
 def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> None:
     """Let torch.cuda and torch.accelerator speak for `card`, with `allocator` as its memory."""
     total = int(card.capacity_gib * _GIB)
@@ -92,6 +117,9 @@ def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> 
         current_stream=lambda *device: _Stream(), default_stream=lambda *device: _Stream(),
         stream=lambda *stream: nullcontext(), set_stream=nothing,
     )  # fmt: skip
+    patches.set(torch, Generator=_Generator)
+    for name, dtype in _LEGACY_TYPES.items():
+        patches.set(torch.cuda, **{name: _constructor(dtype)})
     patches.set(torch.cuda.amp.common, amp_definitely_not_available=answer(False))
     patches.set(
         torch.cuda.memory,

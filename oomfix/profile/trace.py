@@ -21,7 +21,8 @@ Scratch = Callable[[Any, tuple[Any, ...], Any], int]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep, os.path.dirname(os.__file__) + os.sep)
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", _STANDARD_LIBRARY)
 
 
 class Storage:
@@ -333,4 +334,3 @@ def _kind(file: str) -> str:
     if file.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")):
         return "torch"
     return "installed" if any(folder in file for folder in _INSTALLED) else "user"
-

@@ -1,5 +1,6 @@
 """Which operation needs how much library scratch memory on a card of a given capability."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,18 +36,20 @@ class Workspaces:
     def scratch_bytes(self, operation: Any, arguments: tuple[Any, ...], result: Any) -> int:
         """What an operation needs only while it runs (bytes)."""
         if operation is aten.convolution.default:
-            return self._convolution(arguments[0], arguments[1], result)
+            return self._convolution(arguments[0], arguments[1], result, arguments[3])
         if operation is aten.convolution_backward.default:
             gradient, inputs, weight = arguments[:3]
-            return self._convolution(inputs, weight, gradient)
+            return self._convolution(inputs, weight, gradient, arguments[4])
         if operation is aten._scaled_dot_product_flash_attention_backward.default:
             return overheads.flash_backward_scratch_bytes(arguments[1])
         return 0
 
-    def _convolution(self, inputs: torch.Tensor, weight: torch.Tensor, outputs: torch.Tensor) -> int:
+    def _convolution(
+        self, inputs: torch.Tensor, weight: torch.Tensor, outputs: torch.Tensor, stride: Sequence[int]
+    ) -> int:
         pointwise = all(length == 1 for length in weight.shape[2:])
         self.kinds.add("convolution" if pointwise or inputs.dtype is not torch.float32 else "convolution fp32")
-        return overheads.convolution_scratch_bytes(inputs, weight, outputs, self.capability)
+        return overheads.convolution_scratch_bytes(inputs, weight, outputs, stride, self.capability)
 
     def margin(self) -> overheads.Margin:
         """The largest margin among the kinds of layers seen."""

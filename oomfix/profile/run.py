@@ -1,0 +1,185 @@
+"""Run an unmodified training script on a simulated card: `python -m oomfix.profile.run [options] SCRIPT [ARGS]`.
+
+The script runs in this process, which it may leave in any state: `oomfix profile` starts one for each run. Its
+output goes to standard error; the estimate is written as JSON to the file that --output names.
+
+Exit codes: 0 with an estimate; 2 where the script cannot be simulated, with one sentence that says why; 1 where the
+script itself failed, with its traceback.
+"""
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import traceback
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from oomfix.presets import PRESETS
+from oomfix.profile.cards import find_card
+from oomfix.profile.estimate import SimulatedGPU, assumptions
+from oomfix.profile.host import lighten_host
+from oomfix.profile.optimizers import Optimizers
+from oomfix.profile.overheads import CONTEXT_BYTES
+from oomfix.profile.tracker import OutOfMemoryError
+
+_GIB = 2**30
+CANNOT_SIMULATE = 2
+
+
+class CannotSimulate(Exception):
+    """The script needs something that no simulation gives; the message is one sentence."""
+
+
+class _EnoughSteps(BaseException):
+    """Stops the script; no `except Exception` of the script's holds it up."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run as the command line says; returns the exit code."""
+    options = _parse(arguments)
+    try:
+        with redirect_stdout(sys.stderr):
+            result = run(options.script, options.args, options.gpu, options.steps, options.budget_bytes)
+    except CannotSimulate as error:
+        print(f"{options.script}: cannot be simulated: {error}", file=sys.stderr)
+        return CANNOT_SIMULATE
+    Path(options.output).write_text(json.dumps(result), encoding="utf-8")
+    return 1 if result["error"] and not result["out_of_memory"] else 0
+
+
+def run(script: str, args: list[str], gpu: str = "a100", steps: int = 2, budget_bytes: int | None = None) -> Any:
+    """Simulate a script and return its estimate in types that `json` writes.
+
+    Args:
+        script: path of the script.
+        args: its arguments.
+        gpu: the card, a name from `oomfix.profile.cards`.
+        steps: after how many optimizer steps it is stopped.
+        budget_bytes: what the allocator may reserve; beyond it operations raise `torch.OutOfMemoryError`.
+
+    Returns:
+        The fields of `Estimate`, with "script", "stopped" (whether the steps were reached), "out_of_memory" (the
+        error's message, or None), and "error" (the script's own traceback, or None).
+
+    Raises:
+        CannotSimulate: nothing ever reached the card, or the script needs what the simulation has not.
+    """
+    simulated = SimulatedGPU(find_card(gpu), budget_bytes, _expandable_segments())
+    optimizers = Optimizers(simulated.patches)
+    out_of_memory = error = None
+    stopped = False
+    with simulated.running(optimizers.moved) as trace:
+        lighten_host(simulated.patches, trace)
+        stop = register_optimizer_step_post_hook(lambda *_: _stop_after(steps, len(trace.steps)))
+        try:
+            _execute(script, args)
+        except _EnoughSteps:
+            stopped = True
+        except OutOfMemoryError as exception:
+            out_of_memory = str(exception)
+        except (CannotSimulate, KeyboardInterrupt):
+            raise
+        # a training script can fail in any way; its traceback belongs into the report
+        except Exception as exception:
+            _refuse_what_cannot_be(exception)
+            error = traceback.format_exc()
+        finally:
+            stop.remove()
+        result = simulated.report(assumptions(trace))
+    if not trace.events and error is None:
+        raise CannotSimulate('no tensor was moved to "cuda" before the script ended; does it look for a GPU?')
+    if error is not None:
+        print(error, file=sys.stderr)
+    found = result.as_json()
+    if out_of_memory or error:
+        # the run ended early: what it would have needed is not known
+        found["fits"] = {}
+    return {
+        "script": script,
+        "gpu": gpu,
+        "stopped": stopped,
+        "out_of_memory": out_of_memory,
+        "error": error,
+        **found,
+    }
+
+
+def _execute(script: str, args: list[str]) -> None:
+    path = os.path.abspath(script)
+    if not os.path.isfile(path):
+        raise CannotSimulate("there is no such file")
+    sys.argv = [path, *args]
+    sys.path.insert(0, os.path.dirname(path))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as exit:
+        if exit.code not in (None, 0):
+            raise CannotSimulate(f"it ended itself with exit code {exit.code}") from None
+
+
+def _stop_after(steps: int, done: int) -> None:
+    if done >= steps:
+        raise _EnoughSteps
+
+
+def _refuse_what_cannot_be(error: Exception) -> None:
+    """Turn errors that stem from the simulation, not from the script, into one sentence."""
+    kind = type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        raise CannotSimulate(f"it imports {error.name}, which is not installed here") from None
+    if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        raise CannotSimulate(f"the result of {error.args[0]} depends on data, which a simulated card has not") from None
+    if kind == "UnsupportedOperatorException":
+        raise CannotSimulate(f"{error.args[0]} has no shape rule, as custom CUDA operations often lack") from None
+    if isinstance(error, FileNotFoundError) and error.filename:
+        raise CannotSimulate(f"it needs the file {error.filename}") from None
+    if isinstance(error, RuntimeError) and "data is not allocated yet" in str(error):
+        raise CannotSimulate("it reads the memory of a tensor on the card directly, as custom kernels do") from None
+
+
+def _expandable_segments() -> bool:
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") or os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m oomfix.profile.run", description="Simulate a training script.")
+    parser.add_argument("--gpu", default="a100")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--budget", dest="budget_bytes", type=budget, help="a preset such as 16gb, or GiB")
+    parser.add_argument("--output", required=True, help="the JSON file to write")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    return parser.parse_args(arguments)
+
+
+def budget(text: str) -> int:
+    """Bytes that the allocator may reserve under a preset ("16gb"), or on a card of so many GiB ("15.77").
+
+    Raises:
+        ValueError: neither a preset with a budget nor a number above what the CUDA context takes.
+    """
+    preset = PRESETS.get(text)
+    if preset is not None and preset.budget_gib:
+        return int(preset.budget_gib * _GIB)
+    try:
+        nbytes = int(float(text) * _GIB) - CONTEXT_BYTES
+    except ValueError:
+        nbytes = 0
+    if nbytes <= 0:
+        names = ", ".join(name for name, known in PRESETS.items() if known.budget_gib)
+        raise ValueError(f"budget: got {text!r}, expected one of {names}, or the GiB of a card")
+    return nbytes
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # a stopped script can leave threads and half-finished modules: nothing of it shall run any more
+    os._exit(code)
