@@ -55,7 +55,7 @@ class TensorRetention(Rule):
                 script.place(kept.node),
                 f"`{script.source.segment(kept.node)}` keeps the attention map and its graph until the next forward",
                 severity=Severity.WARNING,
-                edits=call_method(script.source, kept.value, "detach"),
+                edits=() if script.reads_attribute(kept.name) else call_method(script.source, kept.value, "detach"),
             )
 
     INVALID = [
@@ -119,6 +119,43 @@ def predict(model, loader):
     for x in loader:
         outputs.append(model(x).detach())
     return outputs
+""",
+        ),
+        Invalid(
+            """
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qk = nn.Linear(dim, 2 * dim)
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        attention = (q @ k.transpose(-2, -1)).softmax(-1)
+        self.attention_map = attention
+        return attention @ x
+
+for x, y in loader:
+    criterion(model(x), y).backward()
+""",
+            (12,),
+            """
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qk = nn.Linear(dim, 2 * dim)
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        attention = (q @ k.transpose(-2, -1)).softmax(-1)
+        self.attention_map = attention.detach()
+        return attention @ x
+
+for x, y in loader:
+    criterion(model(x), y).backward()
 """,
         ),
     ]

@@ -218,6 +218,13 @@ class Script:
         """Attention maps that a module's forward leaves on the module with their graph."""
         return [kept for kept in self.trace.module_attributes.values() if _ATTENTION_NAME.search(kept.name)]
 
+    def reads_attribute(self, name: str) -> bool:
+        """Whether an attribute of this name is read anywhere in the file, so that a loss may be made of it."""
+        return any(
+            isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
+            for node in self.imports.nodes
+        )
+
     def carried_states(self) -> Iterator[tuple[ast.stmt, str]]:
         """Assignments whose value goes, graph and all, into a forward of the next iteration, with the name carried."""
         retaining = {event.site.loop for event in self.trace.backwards if event.retains}
