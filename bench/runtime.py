@@ -1,0 +1,278 @@
+"""What `oomfix.runtime` costs and saves, beside a plain loop and one with AMP and accumulation written by hand.
+
+    python -m bench.runtime [--device cuda] [--rounds 200]
+
+Writes bench/results/runtime-<device>.md. All contenders train the same model from the same seed on the same batches
+in one process. Step times are taken in rounds: every contender makes one step per round, in changing order, and the
+ratio to the plain loop is the median of the ratios within rounds, so that a busy machine slows both sides. On the CPU
+a step's time is the processor time of the process and memory is counted by `SimulatedCard`; on a GPU time comes from
+CUDA events and memory from `torch.cuda.max_memory_allocated`.
+"""
+
+import argparse
+import datetime
+import gc
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from oomfix import presets, runtime
+from oomfix.profile.tracker import SimulatedCard
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[Batch], torch.Tensor]
+
+
+class Encoder(nn.Module):
+    """A small transformer classifier: `tokens` [batch, length] -> logits [batch, classes]."""
+
+    def __init__(self, width: int, depth: int, length: int, classes: int = 10) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.embedding(tokens) + self.position).mean(1))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of the model and the batches. The CPU's makes a step of about 10 ms on one core."""
+
+    width: int
+    depth: int
+    length: int
+    samples: int
+    device: str
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Encoder(self.width, self.depth, self.length).to(self.device)
+
+    def batches(self, count: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(1)
+        shape = (count, self.samples, self.length)
+        tokens = torch.randint(0, 256, shape, generator=generator)
+        labels = torch.randint(0, 10, shape[:2], generator=generator)
+        return list(zip(tokens.to(self.device), labels.to(self.device), strict=True))
+
+
+CPU = Workload(width=48, depth=2, length=16, samples=32, device="cpu")
+CUDA = Workload(width=512, depth=8, length=256, samples=64, device="cuda")
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def plain(workload: Workload) -> Step:
+    """The loop of every tutorial, in fp32."""
+    model = workload.model()
+    optimizer = optimizer_of(model)
+
+    def step(batch: Batch) -> torch.Tensor:
+        tokens, labels = batch
+        loss = nn.functional.cross_entropy(model(tokens), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def autocast_by_hand(workload: Workload, parts: int) -> Step:
+    """bf16 autocast and `parts` accumulated micro-batches, written by hand."""
+    model = workload.model()
+    optimizer = optimizer_of(model)
+
+    def step(batch: Batch) -> torch.Tensor:
+        total = torch.zeros((), device=workload.device)
+        for tokens, labels in zip(*(tensor.chunk(parts) for tensor in batch), strict=True):
+            with torch.autocast(workload.device, torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(tokens), labels) / parts
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def managed(workload: Workload, preset: str, **overrides: object) -> Step:
+    """The same loop through the manager."""
+    runtime.reset()
+    memory = runtime.preset(preset, **overrides)
+    model = memory.prepare(workload.model())
+    optimizer = optimizer_of(model)
+
+    def forward(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(tokens), labels)
+
+    def step(batch: Batch) -> torch.Tensor:
+        loss = memory.forward_backward(forward, *batch)
+        memory.step(optimizer)
+        return loss.detach()
+
+    return step
+
+
+def step_milliseconds(steps: dict[str, Step], batches: list[Batch], device: str) -> dict[str, list[float]]:
+    """Milliseconds of every contender's step in each round; the first five rounds are not counted."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
+    shuffle = random.Random(0).shuffle
+    for number, batch in enumerate(batches):
+        shuffle(order)
+        for name in order:
+            elapsed = _timed(steps[name], batch, device)
+            if number >= 5:
+                times[name].append(elapsed)
+    return times
+
+
+def _timed(step: Step, batch: Batch, device: str) -> float:
+    if device == "cpu":
+        begin = time.process_time()
+        step(batch)
+        return (time.process_time() - begin) * 1000
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin_event.record()
+    step(batch)
+    end_event.record()
+    end_event.synchronize()
+    return begin_event.elapsed_time(end_event)
+
+
+def median_ratio(times: list[float], reference: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(times, reference, strict=True))
+
+
+def peak_and_loss(build: Callable[[], Step], batches: list[Batch], device: str) -> tuple[float, float]:
+    """The peak in MiB of training on `batches`, model and optimizer included, and the last loss."""
+    gc.collect()
+    if device == "cpu":
+        with SimulatedCard() as card:
+            loss = _train(build(), batches)
+            return card.peak_bytes / MIB, loss
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = _train(build(), batches)
+    return (torch.cuda.max_memory_allocated() - before) / MIB, loss
+
+
+def _train(step: Step, batches: list[Batch]) -> float:
+    for batch in batches:
+        loss = step(batch)
+    return float(loss)
+
+
+def compare_contenders(workload: Workload, rounds: int) -> list[str]:
+    """Every preset beside the plain loop and AMP by hand: peak, step time, loss."""
+    device, batches = workload.device, workload.batches(rounds + 5)
+    few = batches[:30]
+    by_hand = {"plain loop, fp32": plain, "bf16 + 2 accumulated, by hand": lambda w: autocast_by_hand(w, 2)}
+    rows = ["| loop | peak MiB | step ms | ratio to plain | loss after 30 steps |", "|---|---|---|---|---|"]
+    for name, build in by_hand.items():
+        times = step_milliseconds({"plain": plain(workload), name: build(workload)}, batches, device)
+        rows.append(_row(name, times[name], times["plain"], peak_and_loss(lambda b=build: b(workload), few, device)))
+    for preset in presets.PRESETS:
+        times = step_milliseconds({"plain": plain(workload), preset: managed(workload, preset)}, batches, device)
+        measured = peak_and_loss(lambda p=preset: managed(workload, p), few, device)
+        rows.append(_row(f"oomfix, preset {preset}", times[preset], times["plain"], measured))
+    return rows
+
+
+def _row(name: str, times: list[float], reference: list[float], measured: tuple[float, float]) -> str:
+    peak, loss = measured
+    ratio = median_ratio(times, reference)
+    return f"| {name} | {peak:.2f} | {statistics.median(times):.2f} | {ratio:.3f} | {loss:.6f} |"
+
+
+def verification_cost(workload: Workload) -> float:
+    """Share of the first hundred steps that verifying the split takes, at two micro-batches."""
+    contenders = {split: managed(workload, "16gb", micro_batches=2, split=split) for split in ("verified", "always")}
+    batches = workload.batches(105)
+    # a hundred steps from the very first one: the warm-up rounds go to managers of their own
+    times = dict.fromkeys(contenders, 0.0)
+    for _ in range(3):
+        _timed(managed(workload, "16gb", micro_batches=2, split="always"), batches[0], workload.device)
+    for number, batch in enumerate(batches[:100]):
+        for split in sorted(contenders, reverse=number % 2 == 0):
+            times[split] += _timed(contenders[split], batch, workload.device)
+    return times["verified"] / times["always"] - 1
+
+
+def shrinking_cards(workload: Workload, steps: int = 30) -> list[str]:
+    """The same training on simulated cards that hold ever less of the activations."""
+    batches = workload.batches(steps)
+    whole_peak, whole_loss = peak_and_loss(lambda: plain(workload), batches, "cpu")
+    fixed = 4 * sum(p.numel() * p.element_size() for p in workload.model().parameters()) / MIB
+    rows = [
+        f"The plain loop peaks at {whole_peak:.2f} MiB, of which {fixed:.2f} are weights, gradients and Adam's state.",
+        "",
+        "| card holds MiB | share of the activations | peak MiB | relative difference of the last loss |",
+        "|---|---|---|---|",
+    ]
+    for share in (2, 4, 8, 16):
+        capacity = fixed + (whole_peak - fixed) / share
+        with SimulatedCard(int(capacity * MIB)) as card:
+            loss = _train(managed(workload, "16gb"), batches)
+            difference = abs(loss - whole_loss) / whole_loss
+            rows.append(f"| {capacity:.2f} | 1/{share} | {card.peak_bytes / MIB:.2f} | {difference:.1e} |")
+    return rows
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=200, help="timed steps per contender")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    workload = CUDA if arguments.device == "cuda" else CPU
+    parameters = sum(p.numel() for p in workload.model().parameters())
+    lines = [
+        f"# Runtime, {arguments.device}",
+        "",
+        f"{device_name(arguments.device)}; torch {torch.__version__}; {datetime.date.today()}; "
+        f"`python -m bench.runtime --device {arguments.device} --rounds {arguments.rounds}`",
+        "",
+        f"Transformer classifier of {parameters / 1e6:.2f} M parameters, {workload.samples} samples of "
+        f"{workload.length} tokens, AdamW.",
+        "",
+        *compare_contenders(workload, arguments.rounds),
+        "",
+        f"Verifying the split takes {100 * verification_cost(workload):.2f} % of the first hundred steps.",
+        "",
+    ]
+    if arguments.device == "cpu":
+        lines += ["## Smaller cards", "", *shrinking_cards(workload), ""]
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"runtime-{arguments.device}.md"
+    path.write_text("\n".join(lines))
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main()
