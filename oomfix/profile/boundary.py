@@ -133,6 +133,14 @@ def _masked_select(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: d
     return args[0].new_empty((shape.numel(),))
 
 
+def _pack(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # the lengths are on the host, where torch wants them: nothing has to be assumed
+    padded, lengths, batch_first = args
+    longest = int(lengths.max())
+    batch_sizes = (lengths.unsqueeze(0) > torch.arange(longest).unsqueeze(1)).sum(dim=1)
+    return padded.new_empty((int(lengths.sum()), *padded.shape[2:])), batch_sizes
+
+
 _ANSWERS: dict[Any, Callable[[CardTrace, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten._local_scalar_dense.default: _scalar,
     aten.all.default: _all,
@@ -140,6 +148,7 @@ _ANSWERS: dict[Any, Callable[[CardTrace, Any, tuple[Any, ...], dict[str, Any]], 
     aten.index.Tensor: _masked_index,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
+    aten._pack_padded_sequence.default: _pack,
 }
 
 

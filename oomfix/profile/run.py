@@ -21,10 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from oomfix.presets import PRESETS
 from oomfix.profile.cards import find_card
-from oomfix.profile.estimate import SimulatedGPU, assumptions
 from oomfix.profile.host import lighten_host
 from oomfix.profile.optimizers import Optimizers
 from oomfix.profile.overheads import CONTEXT_BYTES
+from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.tracker import OutOfMemoryError
 
 _GIB = 2**30

@@ -1,0 +1,129 @@
+"""What a trace writes down about real tensors: purpose, module, line, lifetime, and refusals."""
+
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from oomfix.profile import MemoryTrace
+from oomfix.profile.allocator import CachingAllocator
+from oomfix.profile.cards import find_card
+from oomfix.profile.overheads import TRANSFORMER
+from oomfix.profile.report import replay, report
+from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
+
+MIB = 2**20
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 128)
+        self.second = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def step(model, optimizer, rows=512):
+    optimizer.zero_grad()
+    model(torch.ones(rows, 64)).sum().backward()
+    optimizer.step()
+
+
+def find(trace, **attributes):
+    return [s for s in trace.storages if all(getattr(s, name) == value for name, value in attributes.items())]
+
+
+def test_storages_know_their_module_line_and_phase():
+    model = Net()
+    with MemoryTrace() as trace:
+        outputs = model(torch.ones(512, 64))
+        line = inspect.currentframe().f_lineno - 1
+    hidden = find(trace, module="Net.first")
+    assert [(s.shape, s.phase) for s in hidden] == [((512, 128), "forward")]
+    assert hidden[0].line == (__file__, inspect.getsourcelines(Net.forward)[1] + 1)
+    assert find(trace, shape=(512, 64), phase="between" if not outputs.requires_grad else "setup")[0].line[1] == line
+
+
+def test_views_and_operations_in_place_allocate_nothing():
+    with MemoryTrace() as trace:
+        x = torch.ones(100, 100)
+        x.view(-1).t().add_(1)
+        x[10:20].mul_(2)
+    assert len(trace.storages) == 1
+
+
+def test_weights_gradients_and_state_are_told_apart():
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with MemoryTrace() as trace:
+        for _ in range(2):
+            step(model, optimizer)
+        sizes = sorted(p.nbytes for p in model.parameters())
+        assert sorted(s.requested_bytes for s in find(trace, category="weights")) == sizes
+        assert sorted(s.requested_bytes for s in find(trace, category="gradients", died=None)) == sizes
+        moments = [s.requested_bytes for s in find(trace, category="optimizer state") if s.shape]
+        assert sorted(moments) == sorted(2 * sizes)
+
+
+def test_what_a_backward_finds_is_an_activation_and_what_it_does_not_a_temporary():
+    model = nn.Sequential(nn.Linear(256, 256), nn.Sigmoid())
+    with MemoryTrace() as trace:
+        loss = (model(torch.ones(1024, 256)) + 1).sum()
+        loss.backward()
+    found = report(trace, find_card("t4"), TRANSFORMER)
+    at_sum = max(found.timeline, key=lambda point: sum(point[1].values()))[1]
+    # kept: input, the sigmoid's output, the loss and its gradient; not kept: what was added to the output
+    assert at_sum["activations"] == 2 * MIB + 2 * 512 and at_sum["temporaries"] >= MIB
+
+
+def test_the_breakdown_sums_to_the_peak_and_the_peak_to_a_counter_s():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with SimulatedCard() as counter, MemoryTrace() as trace:
+        trace.watch(model)
+        counter.track(model)
+        for _ in range(2):
+            step(model, optimizer, rows=1024)
+    found = report(trace, find_card("t4"), TRANSFORMER)
+    assert sum(found.breakdown.values()) == found.peak_allocated_bytes
+    live, peak = 0, 0
+    for event in trace.events:
+        live += trace.storages[event].requested_bytes if event >= 0 else -trace.storages[~event].requested_bytes
+        peak = max(peak, live)
+    assert peak == counter.peak_bytes
+
+
+def test_a_full_card_refuses_and_holds_nothing_of_the_refused_operation():
+    with MemoryTrace(CachingAllocator(capacity_bytes=20 * MIB)) as trace:
+        kept = torch.ones(2 * MIB)
+        with pytest.raises(OutOfMemoryError, match=r"Tried to allocate 16\.00 MiB.*total capacity of 20\.00 MiB"):
+            kept + torch.ones(4 * MIB)
+        assert trace.allocator.allocated_bytes == kept.nbytes
+        assert (kept + 1).numel() == 2 * MIB
+
+
+def test_a_replay_without_a_limit_is_the_run_itself():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with MemoryTrace() as trace:
+        for _ in range(2):
+            step(model, optimizer, rows=2**14)
+    again = replay(trace, None)
+    assert again.peak_reserved_bytes == trace.allocator.peak_reserved_bytes
+    assert replay(trace, again.peak_allocated_bytes - MIB) is None
+
+
+def test_growth_is_that_of_what_stays():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    with MemoryTrace() as trace:
+        for _ in range(4):
+            step(model, optimizer)
+            kept.append(torch.ones(MIB))
+    assert report(trace, find_card("t4"), TRANSFORMER).growth_bytes_per_step == 4 * MIB
