@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
@@ -11,6 +12,15 @@ from oomfix import runtime
 from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
 
 stress = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(stress, max_examples=100)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Classifier(nn.Module):
@@ -161,6 +171,8 @@ def test_a_card_too_small_for_the_batch_trains_as_if_started_finer(training, dat
         except OutOfMemoryError:
             assert budget_bytes < finest_bytes
             return
+    # a number that the user asks for leaves two samples in each micro-batch: there is no run to compare with
+    assume(max(squeezed.parts) <= finest)
     assert_bitwise(squeezed, Run(training, parts=squeezed.parts))
 
 
@@ -169,7 +181,7 @@ def relative_difference(a, b):
 
 
 @given(training=trainings(normalise=False), parts=st.integers(2, 40))
-@stress
+@quick
 def test_gradients_of_any_split_are_those_of_the_whole_in_float64(training, parts):
     model, criterion, x, y = training
     model, criterion, x = model.double().eval(), criterion.double(), x.double()
@@ -189,7 +201,7 @@ def test_gradients_of_any_split_are_those_of_the_whole_in_float64(training, part
 
 
 @given(training=trainings(normalise=False), data=st.data())
-@stress
+@quick
 def test_gradients_of_earlier_calls_survive_running_out_in_a_later_one(training, data):
     model, criterion, x, y = training
     model, criterion, x = model.double().eval(), criterion.double(), x.double()
