@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from oomfix.rewrite.amp import Amp
@@ -13,12 +14,12 @@ from oomfix.rewrite.edits import apply_edits
 from oomfix.rewrite.effects import Helpers, last_name
 from oomfix.rewrite.inplace import InPlace
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.lifting import lift_edit
+from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loops import Form, Judge, Verdict
 from oomfix.rewrite.module import Names, Overrides, header_edit, manager_in, prepare_edits, unused_amp_imports
-from oomfix.rewrite.slices import CannotLift, Site, Slicer
+from oomfix.rewrite.slices import CannotLift, OutsideOfBlock, Site, Slicer
 from oomfix.rules.base import Edit, Finding, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.names import path_of
@@ -195,7 +196,7 @@ def _lift(source: Source, order: list[tuple[Verdict, bool]], manager: str, optio
         group = [(owner, call) for owner, call in wanted if id(owner) == verdict]
         owner = group[0][0]
         try:
-            edits += [lifter.edit(call) for _, call in group]
+            edits += [edit for _, call in group for edit in lifter.edits(call)]
         except CannotLift as reason:
             owner.reason = str(reason)
         else:
@@ -207,20 +208,17 @@ class _Lifter:
     """Lifts slices out of a text whose backwards are the manager's."""
 
     def __init__(self, source: Source, manager: str, options: Options) -> None:
-        self._source = source
-        self._manager = manager
         self._blocks = Blocks(source.tree)
-        self._layout = Layout(source)
-        self._function = Names(source.tree).free("forward", "forward_batch")
         script = Script.read(source, options.target_torch)
         forwards = {id(forward.node) for forward in script.trace.forwards.values()}
         self._forwards = _RunsForward(source.tree, forwards)
         self._slicer = Slicer(source.tree, Helpers(source.tree), self._forwards)
         longest = max(map(len, source.lines), default=0)
-        self._longest_line = min(max(longest, _LONGEST_LINE), 120)
+        function = Names(source.tree).free("forward", "forward_batch")
+        self._lifting = Lifting(Layout(source), manager, function, min(max(longest, _LONGEST_LINE), 120))
 
-    def edit(self, call: ast.Call) -> Edit:
-        """The edit that lifts the slice of one backward.
+    def edits(self, call: ast.Call) -> list[Edit]:
+        """The edits that lift the slice of one backward.
 
         Raises:
             CannotLift: the slice has to stay where it is.
@@ -236,9 +234,18 @@ class _Lifter:
             scope,
             self._blocks.loop_of(statement),
             call.args[0],
+            self._blocks.bound_before(statement),
         )
-        lift = self._slicer.lift(site)
-        return lift_edit(lift, self._layout, self._manager, self._function, self._longest_line)
+        try:
+            lift = self._slicer.lift(site)
+        except OutsideOfBlock:
+            branch = next(self._blocks.ancestors(statement))
+            if not isinstance(branch, ast.If) or statement not in branch.body:
+                raise
+            block, header = self._blocks.block_of(branch), self._blocks.header_of(branch)
+            bound = self._blocks.bound_before(branch)
+            lift = self._slicer.lift(replace(site, block=block, header=header, branch=branch, bound_before=bound))
+        return self._lifting.edits(lift)
 
 
 class _RunsForward:

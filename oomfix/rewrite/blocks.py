@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.liveness import FunctionNode, Scope
+from oomfix.rewrite.liveness import FunctionNode, Scope, definitely_bound, names_bound_by_target
 
 Loop = ast.For | ast.AsyncFor | ast.While
 
@@ -68,6 +68,38 @@ class Blocks:
                 return None
         return None
 
+    def bound_before(self, statement: ast.stmt) -> frozenset[str]:
+        """The names that are bound for certain when a statement's block is entered, in its own scope.
+
+        What runs further down in a loop around it does not count: the first iteration comes before it.
+        """
+        bound: set[str] = set()
+        node: ast.AST = statement
+        for parent in self.ancestors(statement):
+            if node is not statement and isinstance(node, ast.stmt):
+                block = self.block_of(node)
+                bound |= definitely_bound(block[: block.index(node)])
+            if isinstance(parent, ast.For | ast.AsyncFor) and node in parent.body:
+                bound |= names_bound_by_target(parent.target)
+            elif isinstance(parent, ast.With | ast.AsyncWith):
+                for item in parent.items:
+                    if item.optional_vars is not None:
+                        bound |= names_bound_by_target(item.optional_vars)
+            elif isinstance(parent, FunctionNode):
+                arguments = parent.args
+                given = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                bound |= {argument.arg for argument in given}
+                bound |= {argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None}
+                break
+            elif isinstance(parent, ast.ClassDef | ast.Module):
+                break
+            node = parent
+        return frozenset(bound)
+
+    def conditions_of(self, node: ast.AST) -> list[ast.If]:
+        """The `if` statements around a node in its scope, innermost first."""
+        return [parent for parent, _ in self._branches(node)]
+
     def exclude_each_other(self, one: ast.AST, other: ast.AST) -> bool:
         """Whether two nodes are in different branches of one `if`."""
         branches = {id(parent): side for parent, side in self._branches(one)}
@@ -76,6 +108,8 @@ class Blocks:
     def _branches(self, node: ast.AST) -> Iterator[tuple[ast.If, str]]:
         child = node
         for parent in self.ancestors(node):
+            if isinstance(parent, FunctionNode | ast.ClassDef):
+                return
             if isinstance(parent, ast.If):
                 yield parent, "else" if child in parent.orelse else "body"
             child = parent

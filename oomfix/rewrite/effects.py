@@ -13,7 +13,10 @@ CHANGING = frozenset(
     "append extend insert pop popitem remove clear update add discard setdefault sort reverse appendleft popleft "
     "write writelines put load_state_dict register_buffer".split()
 )
-"""Methods that change their receiver."""
+"""Methods that change their receiver, when nothing takes what they return (`tensor.add` gives another tensor)."""
+
+_TAKING = frozenset({"pop", "popitem", "popleft", "setdefault"})
+"""Methods that change their receiver and return something."""
 
 _READING = re.compile(
     r"^(print|pprint|len|display|input|set_trace|sleep|synchronize|breakpoint|exit|_exit|quit|isnan|isfinite|isinf)$"
@@ -23,14 +26,20 @@ _OUTPUT_RECEIVERS = re.compile(
     r"tensorboard|summary\w*|sys|os|time|timer\w*|torch|cuda|console|iterator)(\[|$|\.|_)",
     re.IGNORECASE,
 )
+_LIBRARIES = frozenset({"torch", "np", "numpy", "F", "nn", "math", "random", "tf", "jnp"})
+_HARMLESS = re.compile(
+    r"log|print|write|update|append|extend|^add|record|plot|show|save|dump|display|set_desc|set_postfix|tick|tic|toc|stop|"
+    r"lr|learning_rate|warmup|sched|anneal|start|push|count|meter|measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put",
+    re.IGNORECASE,
+)
 _RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform uniform_ bernoulli "
-    "bernoulli_ multinomial exponential_ dropout shuffle choice choices sample rsample random randrange permutation beta "
-    "manual_seed seed gumbel_softmax poisson".split()
+    "bernoulli_ multinomial exponential_ dropout shuffle choice choices sample rsample random randrange permutation "
+    "beta manual_seed seed gumbel_softmax poisson".split()
 )
-_MODES = frozenset(
-    "train eval requires_grad_ manual_seed seed set_state apply load_state_dict set_grad_enabled freeze unfreeze "
-    "set_requires_grad toggle_grad requires_grad".split()
+_MODE_METHODS = frozenset("train eval requires_grad_ load_state_dict freeze unfreeze".split())
+_MODE_FUNCTIONS = frozenset(
+    "manual_seed seed set_state set_grad_enabled freeze unfreeze set_requires_grad toggle_grad requires_grad".split()
 )
 _STEPPING = frozenset("step backward".split())
 
@@ -59,14 +68,20 @@ def changed_paths(statement: ast.stmt) -> set[str]:
             found.add(_root(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr
-            if name in CHANGING or (name.endswith("_") and not name.endswith("__")):
+            if name in _TAKING or (name.endswith("_") and not name.endswith("__")):
                 found.add(_root(node.func.value))
             found |= {_root(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            found |= _changed_by(node.value)
+        if isinstance(node, ast.Expr):
+            found |= {
+                _root(call.func.value)
+                for call in calls_in(node)
+                if isinstance(call.func, ast.Attribute) and call.func.attr in CHANGING
+            }
+            if isinstance(node.value, ast.Call):
+                found |= _changed_by(node.value)
         elif isinstance(node, ast.Delete):
             found |= {_root(target) for target in node.targets if not isinstance(target, ast.Name)}
-    return found - {""}
+    return found - {""} - _LIBRARIES
 
 
 def _changed_by(call: ast.Call) -> set[str]:
@@ -139,10 +154,26 @@ def draws_random_numbers(node: ast.AST) -> bool:
 
 def switches_mode(node: ast.AST) -> bool:
     """Whether a node switches layers or gradients on or off."""
-    return any(last_name(call) in _MODES for call in calls_in(node)) or any(
+    return any(
+        last_name(call) in _MODE_FUNCTIONS or (isinstance(call.func, ast.Attribute) and call.func.attr in _MODE_METHODS)
+        for call in calls_in(node)
+    ) or any(
         isinstance(child, ast.Attribute) and child.attr == "requires_grad" and isinstance(child.ctx, ast.Store)
         for child in nodes_of_scope(node)
     )
+
+
+def may_reset_gradients(statement: ast.stmt) -> bool:
+    """Whether a statement resets gradients, or calls for its effect something that might."""
+    if any("grad" in last_name(call) and "no_grad" not in last_name(call) for call in calls_in(statement)):
+        return True
+    for node in nodes_of_scope(statement):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            call = node.value
+            receiver = _root(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            if not _HARMLESS.search(last_name(call)) and not _OUTPUT_RECEIVERS.search(receiver):
+                return True
+    return False
 
 
 def trains(node: ast.AST) -> bool:

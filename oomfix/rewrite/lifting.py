@@ -6,80 +6,158 @@ import ast
 
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.slices import CannotLift, Lift
-from oomfix.script.edits import Edit
+from oomfix.script.edits import Edit, bounds
 
 
-def lift_edit(lift: Lift, layout: Layout, manager: str, function: str, longest_line: int) -> Edit:
-    """The edit that puts a slice into a function and calls it in place of the backward.
-
-    What stood between moves behind the call, comments with their statements; a comment above the first statement
-    of the slice goes with it.
+class Lifting:
+    """Writes slices as functions.
 
     Args:
-        lift: the slice.
-        layout: the text it stands in.
+        layout: the text they stand in.
         manager: the name of the runtime's manager.
         function: a free name.
         longest_line: no line written here is longer, as long as it can be broken.
-
-    Raises:
-        CannotLift: statements share lines, so that their text cannot be moved.
     """
-    block, header = lift.site.block, lift.site.header
-    end = block.index(lift.site.statement)
-    first = min((block.index(statement) for statement in (*lift.lifted, *lift.before, *lift.after)), default=end)
-    chunks = {id(statement): _chunk(layout, statement, block, header) for statement in block[first : end + 1]}
-    margin = layout.margin(lift.site.statement)
-    inner = margin + layout.unit
 
-    def moved(statement: ast.stmt, to: str) -> list[str]:
-        lines = chunks[id(statement)]
-        # a blank line between two statements stays between them
-        blank = [""] if lines.first - 1 > header and not layout.source.lines[lines.first - 2].strip() else []
-        return blank + layout.moved(lines, margin, to)
+    def __init__(self, layout: Layout, manager: str, function: str, longest_line: int) -> None:
+        self._layout = layout
+        self._source = layout.source
+        self._manager = manager
+        self._function = function
+        self._longest_line = longest_line
 
-    body: list[str] = []
-    for statement in lift.copied:
-        own = _chunk(layout, statement, [statement], statement.lineno)
-        body += layout.moved(own, margin, inner)
-    for statement in lift.lifted:
-        body += moved(statement, inner)
-    body = body[1:] if body and not body[0] else body
-    backward = chunks[id(lift.site.statement)]
-    comments = layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), margin, margin)
-    root = layout.source.segment(lift.site.root)
-    lines = [line for statement in lift.before for line in moved(statement, margin)]
-    lines = lines[1:] if lines and not lines[0] else lines
-    top = chunks[id(block[first])].first
-    above = layout.source.lines[top - 2].strip() if top > 1 else ""
-    if lines or (above and not above.endswith(":")):
-        lines.append("")
-    lines.append(f"{margin}def {function}({', '.join(lift.inputs)}):")
-    lines += body
-    returned = ", ".join([_in_brackets(lift.site.root, root), *lift.outputs])
-    lines += _broken(f"{inner}return ", returned, longest_line, layout.unit)
-    lines += ["", *comments]
-    call = f"{manager}.forward_backward({', '.join([function, *lift.inputs])})"
-    lines += _broken(margin + _targets(lift), call, longest_line, layout.unit)
-    after = [line for statement in lift.after for line in moved(statement, margin)]
-    start, _ = layout.span(chunks[id(block[first])])
-    _, stop = layout.span(backward)
-    trailing = layout.source.text[layout.source.offset(*_end(lift.site.statement)) : stop]
-    if trailing.strip():
-        lines[-1] += trailing.rstrip()
-    return Edit(start, stop, layout.newline.join(lines + after))
+    def edits(self, lift: Lift) -> list[Edit]:
+        """The edits that put a slice into a function and call it in place of the backward.
+
+        What stood between moves behind the call; comments and blank lines stay with their statements.
+
+        Raises:
+            CannotLift: statements share lines, so that their text cannot be moved.
+        """
+        text = _Text(lift, self._layout)
+        definition = self._definition(lift, text)
+        after = [line for statement in lift.after for line in text.moved(statement, text.margin)]
+        newline = self._layout.newline
+        if lift.site.branch is not None:
+            return self._around_branch(lift, text, definition, after)
+        backward = text.chunk(lift.site.statement)
+        comments = self._layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), text.margin, text.margin)
+        call = self._call(lift, "forward_backward", text.margin)
+        _, stop = self._layout.span(backward)
+        behind = self._source.text[bounds(self._source, lift.site.statement)[1] : stop].rstrip()
+        lines = [*definition, "", *comments, *call[:-1], call[-1] + behind, *after]
+        return [Edit(text.start, stop, newline.join(lines))]
+
+    def _around_branch(self, lift: Lift, text: _Text, definition: list[str], after: list[str]) -> list[Edit]:
+        """A loss that only `if train:` differentiates; on the other side it is evaluated."""
+        branch, newline = lift.site.branch, self._layout.newline
+        assert branch is not None
+        if any(isinstance(other, ast.If) and other.col_offset == branch.col_offset for other in branch.orelse):
+            raise CannotLift(f"the `if` in line {branch.lineno} goes on with `elif`")
+        chunk = text.chunk(branch)
+        start, stop = self._layout.span(chunk)
+        statement = lift.site.statement
+        if self._layout.own_lines(statement) is None:
+            raise CannotLift(f"line {statement.lineno} holds more than one statement")
+        inner = self._layout.margin(statement)
+        call = newline.join(self._call(lift, "forward_backward", inner))
+        edits = [
+            Edit(text.start, start, newline.join([*definition, "", ""])),
+            Edit(*bounds(self._source, statement), call[len(inner) :]),
+        ]
+        if _targets(lift):
+            evaluation = self._call(lift, "evaluate", inner)
+            if branch.orelse:
+                first = self._layout.chunk(branch.orelse[0], branch.orelse, branch.body[-1].end_lineno or 0)
+                if first is None or self._layout.margin(branch.orelse[0]) == text.margin:
+                    raise CannotLift(f"the `else` of line {branch.lineno} shares its line")
+                margin = self._layout.margin(branch.orelse[0])
+                here = self._source.line_starts[branch.orelse[0].lineno - 1]
+                lines = self._call(lift, "evaluate", margin)
+                edits.append(Edit(here, here, "".join(line + newline for line in lines)))
+            else:
+                after = [f"{text.margin}else:", *evaluation, *after]
+        if after:
+            edits.append(Edit(stop, stop, "".join(newline + line for line in after)))
+        return edits
+
+    def _definition(self, lift: Lift, text: _Text) -> list[str]:
+        body: list[str] = []
+        for statement in lift.copied:
+            own = self._layout.chunk(statement, [statement], statement.lineno)
+            if own is None:
+                raise CannotLift(f"line {statement.lineno} holds more than one statement")
+            body += self._layout.moved(own, text.margin, text.inner)
+        for statement in lift.lifted:
+            body += text.moved(statement, text.inner)
+        body = body[1:] if body and not body[0] else body
+        lines = [line for statement in lift.before for line in text.moved(statement, text.margin)]
+        lines = lines[1:] if lines and not lines[0] else lines
+        if lines or (text.above and not text.above.endswith(":")):
+            lines.append("")
+        lines += self._broken(f"{text.margin}def {self._function}(", f"{', '.join(lift.inputs)}", "):")
+        lines += body
+        root = _in_brackets(lift.site.root, self._root_text(lift.site.root))
+        returned = ", ".join([root, *lift.outputs])
+        if "\n" in returned or len(text.inner) + 7 + len(returned) <= self._longest_line:
+            return [*lines, *f"{text.inner}return {returned}".splitlines()]
+        return [*lines, *self._broken(f"{text.inner}return (", returned, ")")]
+
+    def _root_text(self, root: ast.expr) -> str:
+        """The loss as the file writes it; one that was put together here has no place in the file."""
+        text = self._source.segment(root) if root.lineno > 1 else ""
+        return text if text and ast.unparse(root) == _unparsed(text) else ast.unparse(root)
+
+    def _call(self, lift: Lift, method: str, margin: str) -> list[str]:
+        start = f"{margin}{_targets(lift)}{self._manager}.{method}("
+        return self._broken(start, ", ".join([self._function, *lift.inputs]), ")")
+
+    def _broken(self, start: str, inside: str, end: str) -> list[str]:
+        """One line, or three where it would be too long."""
+        if len(start + inside + end) <= self._longest_line:
+            return [start + inside + end]
+        margin = start[: len(start) - len(start.lstrip())]
+        return [start, f"{margin}{self._layout.unit}{inside}", f"{margin}{end}"]
 
 
-def _end(statement: ast.stmt) -> tuple[int, int]:
-    assert statement.end_lineno is not None and statement.end_col_offset is not None
-    return statement.end_lineno, statement.end_col_offset
+class _Text:
+    """The text of the block that a slice stands in."""
 
+    def __init__(self, lift: Lift, layout: Layout) -> None:
+        site = lift.site
+        self._layout = layout
+        self._header = site.header
+        end = site.block.index(site.end)
+        first = min((site.block.index(other) for other in (*lift.lifted, *lift.before, *lift.after)), default=end)
+        self._chunks: dict[int, Lines] = {}
+        for statement in site.block[first : end + 1]:
+            lines = layout.chunk(statement, site.block, site.header)
+            if lines is None:
+                raise CannotLift(f"line {statement.lineno} holds more than one statement")
+            self._chunks[id(statement)] = lines
+        top = self._chunks[id(site.block[first])]
+        self.margin = layout.margin(site.end)
+        self.inner = self.margin + self._unit()
+        self.start = layout.span(top)[0]
+        self.above = layout.source.lines[top.first - 2].strip() if top.first > 1 else ""
 
-def _chunk(layout: Layout, statement: ast.stmt, block: list[ast.stmt], header: int) -> Lines:
-    lines = layout.chunk(statement, block, header)
-    if lines is None:
-        raise CannotLift(f"line {statement.lineno} holds more than one statement")
-    return lines
+    def _unit(self) -> str:
+        """One level of indentation as the blocks around the slice are written."""
+        line = self._layout.source.lines[self._header - 1] if self._header else ""
+        outer = line[: len(line) - len(line.lstrip(" \t"))]
+        if line.strip() and self.margin.startswith(outer) and len(outer) < len(self.margin):
+            return self.margin[len(outer) :]
+        return self._layout.unit
+
+    def chunk(self, statement: ast.stmt) -> Lines:
+        """A statement's lines, comments above it included."""
+        return self._chunks[id(statement)]
+
+    def moved(self, statement: ast.stmt, to: str) -> list[str]:
+        """A statement's lines at another margin, with the blank line that stands above them."""
+        lines = self.chunk(statement)
+        blank = lines.first - 1 > self._header and not self._layout.source.lines[lines.first - 2].strip()
+        return ([""] if blank else []) + self._layout.moved(lines, self.margin, to)
 
 
 def _targets(lift: Lift) -> str:
@@ -90,20 +168,16 @@ def _targets(lift: Lift) -> str:
     return f"{', '.join([loss or '_', *lift.outputs])} = "
 
 
+def _unparsed(text: str) -> str:
+    try:
+        return ast.unparse(ast.parse(f"({text}\n)", mode="eval"))
+    except SyntaxError:
+        return ""
+
+
 def _in_brackets(root: ast.expr, text: str) -> str:
     """An expression that may stand in a tuple, on as many lines as it has."""
     open_ended = isinstance(root, ast.Lambda | ast.IfExp | ast.Tuple | ast.NamedExpr) or (
         "\n" in text and not isinstance(root, ast.Call | ast.Subscript)
     )
     return f"({text})" if open_ended else text
-
-
-def _broken(start: str, rest: str, longest_line: int, unit: str) -> list[str]:
-    """One line, or one broken inside of the last call's brackets where it would be too long."""
-    if len(start + rest) <= longest_line or "\n" in rest:
-        return (start + rest).split("\n")
-    margin = start[: len(start) - len(start.lstrip())]
-    head, bracket, tail = rest.partition("(")
-    if bracket and rest.endswith(")") and "." in head:
-        return [f"{start}{head}(", f"{margin}{unit}{tail[:-1]}", f"{margin})"]
-    return [f"{start}(", f"{margin}{unit}{rest}", f"{margin})"]

@@ -118,6 +118,8 @@ def definitely_bound(statements: Iterable[ast.stmt]) -> set[str]:
                 bound |= definitely_bound(statement.body)
             case ast.If():
                 bound |= _bound_by_if(statement)
+            case ast.Try():
+                bound |= _bound_by_try(statement)
             case ast.FunctionDef() | ast.ClassDef():
                 bound.add(statement.name)
             case ast.Import() | ast.ImportFrom():
@@ -131,6 +133,14 @@ def _bound_by_if(statement: ast.If) -> set[str]:
     if statement.orelse and _never_ends(statement.orelse):
         return definitely_bound(statement.body)
     return definitely_bound(statement.body) & definitely_bound(statement.orelse)
+
+
+def _bound_by_try(statement: ast.Try) -> set[str]:
+    bound = definitely_bound([*statement.body, *statement.orelse])
+    for handler in statement.handlers:
+        if not _never_ends(handler.body):
+            bound &= definitely_bound(handler.body)
+    return bound | definitely_bound(statement.finalbody)
 
 
 def _never_ends(block: list[ast.stmt]) -> bool:
@@ -241,7 +251,7 @@ class Liveness:
 
     def _try(self, node: ast.Try, live: set[str]) -> set[str]:
         finished = self._block(node.finalbody, live)
-        handled: set[str] = set(finished)
+        handled: set[str] = {name for statement in node.finalbody for name in names_read(statement)}
         for handler in node.handlers:
             handled |= names_read(handler.type) | (self._block(handler.body, finished) - {handler.name or ""})
         otherwise = self._block(node.orelse, finished)

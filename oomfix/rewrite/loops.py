@@ -103,7 +103,11 @@ class Judge:
         for step in verdict.steps:
             if (reason := self._why_step_stays(step)) is not None:
                 return reason
-        return self._why_body_stays(verdict) or self._amp.why_left_alone(verdict.backwards)
+        return (
+            self._why_body_stays(verdict)
+            or self._why_clipping_stays(verdict)
+            or self._amp.why_left_alone(verdict.backwards)
+        )
 
     def _why_backward_stays(self, event: Backward) -> str | None:
         node = event.node
@@ -166,6 +170,29 @@ class Judge:
                         continue
                     return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
         return None
+
+    def _why_clipping_stays(self, verdict: Verdict) -> str | None:
+        """Gradients are unscaled once per step: what looks at them has to be followed by the step at once."""
+        for scope in self._bodies(verdict):
+            for node in ast.walk(scope):
+                if not isinstance(node, ast.Expr | ast.Assign) or not _clips_or_reads(node):
+                    continue
+                scope_of = self._blocks.scope_of
+                steps = [step for step in verdict.steps if scope_of(step.node) is scope_of(node)]
+                if steps and not any(self._follows(step, node, verdict) for step in steps):
+                    return f"line {node.lineno} clips or reads gradients also where no step follows"
+        return None
+
+    def _follows(self, step: Step, reader: ast.stmt, verdict: Verdict) -> bool:
+        """Whether a step runs whenever a statement does: no `if` stands around it that skips stepping."""
+        around = {id(condition) for condition in self._blocks.conditions_of(reader)}
+        for condition in self._blocks.conditions_of(step.node):
+            inside = {id(child) for child in ast.walk(condition)}
+            with_backward = any(id(event.node) in inside for event in verdict.backwards)
+            elsewhere = any(id(other.node) in inside for other in verdict.steps if other is not step)
+            if id(condition) not in around and not with_backward and not elsewhere:
+                return False
+        return True
 
     def _reads_between(self, statement: ast.stmt, verdict: Verdict) -> bool:
         """Whether gradients are looked at while some of them are still to come: they can be unscaled only once."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.effects import Helpers, changed_paths, overlap, paths_read
@@ -33,13 +33,18 @@ _NOT_DATA = re.compile(
 _PREPARATION = frozenset(
     "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze "
     "squeeze contiguous flatten Variable autograd tensor from_numpy as_tensor FloatTensor LongTensor len range list "
-    "tuple dict zip enumerate get pop items keys values next iter max min requires_grad_ is_available device clone detach numpy "
-    "repeat expand stack cat ones zeros ones_like zeros_like full randn rand randn_like arange normal_ t eq ne".split()
+    "tuple dict zip enumerate get pop items keys values next iter max min requires_grad_ is_available device clone "
+    "detach numpy repeat expand stack cat ones zeros ones_like zeros_like full randn rand "
+    "randn_like arange normal_ t eq ne".split()
 )
 
 
 class CannotLift(Exception):
     """The slice has to stay where it is; the message is a clause that completes "in place, because ..."."""
+
+
+class OutsideOfBlock(CannotLift):
+    """Nothing in the block of the backward computes the loss."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,15 @@ class Site:
     """The loop around it in the same scope; None where the loop is in a caller."""
     root: ast.expr
     """What is differentiated, without the scaler around it."""
+    bound_before: frozenset[str]
+    """Names that are bound for certain when the block is entered."""
+    branch: ast.If | None = None
+    """The `if train:` around the backward, where the loss is computed outside of it; `block` is the one it is in."""
+
+    @property
+    def end(self) -> ast.stmt:
+        """The statement of `block` that runs the backward."""
+        return self.statement if self.branch is None else self.branch
 
 
 @dataclass
@@ -70,6 +84,8 @@ class Lift:
         loss: the name of the loss, None where it is an expression.
         outputs: the names read later, but for the loss.
         loss_is_read: whether the loss is read later.
+        own: names bound only on some ways through the slice, and read on the same ones.
+        rescaled: `loss = loss / k` at the end of the slice, done again behind what reads the loss before it.
     """
 
     site: Site
@@ -81,6 +97,8 @@ class Lift:
     loss: str | None = None
     outputs: list[str] = field(default_factory=list)
     loss_is_read: bool = False
+    own: set[str] = field(default_factory=set)
+    rescaled: list[ast.stmt] = field(default_factory=list)
 
 
 class Slicer:
@@ -105,15 +123,26 @@ class Slicer:
             CannotLift: moving it might change what the script does; says what stands in the way.
         """
         _refuse_frame_readers(site.scope)
-        end = site.block.index(site.statement)
+        end = site.block.index(site.end)
         chosen = self._chosen(site, end)
         if not chosen:
-            raise CannotLift("the loss is computed outside of the block that runs its backward")
+            raise OutsideOfBlock("the loss is computed outside of the block that runs its backward")
+        try:
+            return self._lift(site, chosen, end)
+        except CannotLift:
+            shorter = _without_scaling(site, chosen)
+            if shorter is None:
+                raise
+            return self._lift(*shorter[:2], end, shorter[2])
+
+    def _lift(self, site: Site, chosen: list[int], end: int, rescaled: Sequence[ast.stmt] = ()) -> Lift:
         lifted = [site.block[index] for index in chosen]
-        lift = Lift(site, lifted, loss=site.root.id if isinstance(site.root, ast.Name) else None)
+        loss = site.root.id if isinstance(site.root, ast.Name) else None
+        lift = Lift(site, lifted, loss=loss, rescaled=list(rescaled))
         for statement in lifted:
             self._check_lifted(statement, lift)
         self._check_changes(lift)
+        self._check_branch(lift)
         liveness = self._liveness_of(site.scope)
         self._place_others(lift, chosen, end)
         self._find_outputs(lift, liveness)
@@ -198,6 +227,19 @@ class Slicer:
         if self._runs_forward(lift.site.root) and (found := self._helpers.lasting_effect(lift.site.root)):
             raise CannotLift(f"{found}, and would do so for every part of a batch")
 
+    def _check_branch(self, lift: Lift) -> None:
+        """Whether the `if` around a backward may be asked before the loss is known, and leaves it as it is."""
+        branch = lift.site.branch
+        if branch is None:
+            return
+        bound = {name for statement in lift.lifted for name in names_bound(statement)}
+        if bound & names_read(branch.test):
+            raise CannotLift(f"the test in line {branch.lineno} depends on the loss")
+        for statement in branch.body[: branch.body.index(lift.site.statement)]:
+            others = names_bound(statement) | names_read(statement)
+            if not effects.is_zero_grad(statement) and (others & bound or effects.leaves(statement)):
+                raise CannotLift(f"line {statement.lineno} stands between forward and backward")
+
     def _place_others(self, lift: Lift, chosen: list[int], end: int) -> None:
         """Where the statements between the slice's go: those that cannot be passed by stand in the way."""
         block = lift.site.block
@@ -214,8 +256,13 @@ class Slicer:
                 self._check_passing(statement, [block[other] for other in chosen if other < index])
                 lift.before.append(statement)
             else:
+                passed = [block[other] for other in chosen if other > index]
+                if statement in lift.rescaled:
+                    lift.after.append(statement)
+                    continue
                 self._check_delay(statement)
-                self._check_passing(statement, [block[other] for other in chosen if other > index])
+                branch = lift.site.branch
+                self._check_passing(statement, passed + ([] if branch is None else [branch]))
                 lift.after.append(statement)
 
     def _check_delay(self, statement: ast.stmt) -> None:
@@ -226,6 +273,8 @@ class Slicer:
             raise CannotLift(f"line {line} switches layers or gradients between forward and backward")
         if effects.draws_random_numbers(statement):
             raise CannotLift(f"line {line} draws random numbers between forward and backward")
+        if effects.may_reset_gradients(statement):
+            raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
         if self._runs_forward(statement):
             raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
         for call in effects.calls_in(statement):
@@ -252,13 +301,21 @@ class Slicer:
 
     def _find_outputs(self, lift: Lift, liveness: Liveness) -> None:
         live = set(liveness.after(lift.site.statement))
+        if lift.site.branch is not None:
+            live |= liveness.before(lift.site.branch.orelse, liveness.after(lift.site.branch))
+        while lift.after and lift.after[-1] in lift.rescaled and not names_bound(lift.after[-1]) & live:
+            lift.after.pop()
         live = liveness.before(lift.after, live) if lift.after else live
         bound = _in_order(lift.lifted)
         certain = definitely_bound(lift.lifted)
+        others = liveness.always | _read_outside(lift)
         for name in bound:
             if name not in live:
                 continue
             if name not in certain:
+                if name not in others and self._bound_where_read(name, lift.lifted, liveness):
+                    lift.own.add(name)
+                    continue
                 raise CannotLift(f"{name} is read later, and only bound on some ways through the slice")
             if name == lift.loss:
                 lift.loss_is_read = True
@@ -266,6 +323,25 @@ class Slicer:
                 lift.outputs.append(name)
         if lift.loss in liveness.always & set(bound):
             lift.loss_is_read = True
+
+    def _bound_where_read(self, name: str, statements: list[ast.stmt], liveness: Liveness) -> bool:
+        """Whether a name is read only under a test that also stood over its binding in an earlier statement.
+
+        `if teacher is not None: soft = ...` and, further down, `if teacher is not None: loss = ... soft ...`.
+        """
+        tests: set[str] = set()
+        tested: set[str] = set()
+        for statement in statements:
+            if name in names_bound(statement) or name in names_read(statement):
+                if not isinstance(statement, ast.If) or (tests and ast.unparse(statement.test) not in tests):
+                    return False
+                if not tests and name not in definitely_bound(statement.body) - liveness.before(statement.body, set()):
+                    return False
+                if name in names_read(statement.test) or any(name in names_read(child) for child in statement.orelse):
+                    return False
+                tests.add(ast.unparse(statement.test))
+                tested |= names_read(statement.test)
+        return not tested & {bound for statement in statements for bound in names_bound(statement)}
 
     def _find_inputs(self, lift: Lift, liveness: Liveness) -> None:
         read = liveness.before(lift.lifted, names_read(lift.site.root) | set(lift.outputs))
@@ -276,7 +352,12 @@ class Slicer:
             data = _given_to_calls(lift) & read - called
             data = {name for name in data if not _NOT_DATA.search(name) and not _COUNTER.match(name)}
             data &= _bound_anywhere(lift.site.scope)
-        wanted = data | (read & rebound)
+        first = lift.site.block.index(lift.lifted[0] if lift.lifted else lift.site.end)
+        bound = lift.site.bound_before | definitely_bound([*lift.site.block[:first], *lift.before])
+        if unsure := (read & rebound) - lift.own - bound:
+            raise CannotLift(f"{sorted(unsure)[0]} may have no value yet where the slice reads it")
+        # what is passed is read at once, even where the slice would not have come to it
+        wanted = ((data & bound) | (read & rebound)) - lift.own
         lift.inputs = [name for name in _reading_order(lift) if name in wanted]
 
     def _is_number(self, name: str, site: Site) -> bool:
@@ -307,6 +388,34 @@ class Slicer:
                     lift.copied.clear()
 
 
+def _without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], list[ast.stmt]] | None:
+    """The slice without the `loss = loss / k` at its end, which the returned expression does instead.
+
+    `if k > 1: loss = loss / k` becomes `loss / k if k > 1 else loss`.
+    """
+    last = site.block[chosen[-1]]
+    if len(chosen) < 2 or not isinstance(site.root, ast.Name):
+        return None
+    loss = site.root.id
+    test = None
+    statement = last
+    if isinstance(last, ast.If) and len(last.body) == 1 and not last.orelse:
+        test, statement = last.test, last.body[0]
+    value: ast.expr
+    if isinstance(statement, ast.Assign) and [path_of(target) for target in statement.targets] == [loss]:
+        value = statement.value
+    elif isinstance(statement, ast.AugAssign) and path_of(statement.target) == loss:
+        value = ast.BinOp(ast.Name(loss, ast.Load()), statement.op, statement.value)
+    else:
+        return None
+    if any(True for _ in effects.calls_in(last)) or loss not in names_read(value):
+        return None
+    if test is not None:
+        value = ast.IfExp(test, value, ast.Name(loss, ast.Load()))
+    root = ast.parse(ast.unparse(value), mode="eval").body
+    return replace(site, root=root), chosen[:-1], [last]
+
+
 def _refuse_frame_readers(scope: Scope) -> None:
     for node in nodes_of_scope_body(scope):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -332,12 +441,31 @@ def _read_before_bound(name: str, statements: list[ast.stmt]) -> bool:
     return False
 
 
+def _read_outside(lift: Lift) -> set[str]:
+    """The names that the scope reads outside of the slice."""
+    inside = {id(statement) for statement in lift.lifted}
+    found: set[str] = set()
+    stack: list[ast.AST] = list(lift.site.scope.body)
+    while stack:
+        node = stack.pop()
+        if id(node) in inside or node is lift.site.statement:
+            continue
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        stack += ast.iter_child_nodes(node)
+    return found
+
+
 def _is_start(statement: ast.stmt) -> bool:
     """`loss = 0`, `a, b = [], {}`, `loss = torch.zeros(1, device=device)`."""
     if not isinstance(statement, ast.Assign):
         return False
     calls = list(effects.calls_in(statement.value))
-    return all(effects.last_name(call) in ("list", "dict", "zeros", "tensor", "float", "to", "cuda") for call in calls)
+    made = ("list", "dict", "zeros", "ones", "empty", "full", "tensor", "defaultdict", "OrderedDict")
+    passing = ("to", "cuda", "float", "Variable", "is_available", "len", "size")
+    if not all(effects.last_name(call) in (*made, *passing) for call in calls):
+        return False
+    return any(effects.last_name(call) in made for call in calls) or not names_read(statement.value)
 
 
 def _calls_out(statement: ast.stmt) -> bool:
