@@ -71,46 +71,49 @@ def manager(**overrides):
 
 
 class Run:
-    """Two steps on a copy of the model of `training`; keeps everything that they leave behind.
+    """Two steps on a copy of the model of `training`, on a simulated card; keeps all that they leave behind.
+
+    Runs to be compared bit by bit all have a card: torch takes other kernels where operations are watched.
 
     Args:
         training: what `trainings` draws.
         parts: micro-batches of each step; None leaves it to one manager.
-        card: a simulated card, which then holds the model.
+        budget_bytes: what the card holds.
         refused: the allocation to refuse once the first forward has begun, from 1.
     """
 
-    def __init__(self, training, parts=None, card=None, refused=None):
-        model, criterion, x, y = training
-        model = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        memory = manager()
-        torch.manual_seed(7)
+    def __init__(self, training, parts=None, budget_bytes=None, refused=None):
+        self.model, self.criterion, self.x, self.y = training
+        self.model = copy.deepcopy(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.left, self.parts, self.allocations = [], [], 0
-        begun = []
+        self.refused = refused
+        torch.manual_seed(7)
+        with SimulatedCard(budget_bytes) as self.card:
+            self.card.track(self.model, self.x, self.y)
+            memory = manager()
+            for number in range(2):
+                self.step(memory if parts is None else manager(micro_batches=parts[number]))
+        self.left += [*self.model.state_dict().values(), torch.get_rng_state()]
+
+    def step(self, memory):
+        rows, begun = [], []
 
         def forward(x, y):
-            if card is not None and not begun:
-                begun.append(card.allocations)
-                if refused is not None:
-                    card.fail_at(refused)
+            if not begun:
+                begun.append(self.card.allocations)
+                if self.refused is not None:
+                    self.card.fail_at(self.refused)
+                    self.refused = None
             rows.append(len(x))
-            output = model(x)
-            return criterion(output, y), output
+            output = self.model(x)
+            return self.criterion(output, y), output
 
-        if card is not None:
-            card.track(model, x, y)
-        for number in range(2):
-            rows = []
-            if parts is not None:
-                memory = manager(micro_batches=parts[number])
-            loss, output = memory.forward_backward(forward, x, y)
-            if card is not None and number == 0:
-                self.allocations = card.allocations - begun[0]
-            self.left += [loss, output, *[parameter.grad.clone() for parameter in model.parameters()]]
-            memory.step(optimizer)
-            self.parts.append(_parts_of_the_last_try(rows, len(x)))
-        self.left += [*model.state_dict().values(), torch.get_rng_state()]
+        loss, output = memory.forward_backward(forward, self.x, self.y)
+        self.allocations = self.allocations or self.card.allocations - begun[0]
+        self.left += [loss, output, *[parameter.grad.clone() for parameter in self.model.parameters()]]
+        memory.step(self.optimizer)
+        self.parts.append(_parts_of_the_last_try(rows, len(self.x)))
 
 
 def _parts_of_the_last_try(rows, samples):
@@ -130,10 +133,7 @@ def assert_bitwise(run, expected):
 @given(training=trainings(), data=st.data())
 @stress
 def test_running_out_at_a_random_allocation_leaves_no_trace(training, data):
-    with SimulatedCard() as card:
-        allocations = Run(training, card=card).allocations
-    with SimulatedCard() as card:
-        interrupted = Run(training, card=card, refused=data.draw(st.integers(1, allocations)))
+    interrupted = Run(training, refused=data.draw(st.integers(1, Run(training).allocations)))
     assert interrupted.parts[0] == 2
     assert_bitwise(interrupted, Run(training, parts=interrupted.parts))
 
@@ -144,11 +144,8 @@ def test_running_out_in_a_random_micro_batch_leaves_no_trace(training, data):
     samples = len(training[2])
     assume(samples >= 8)
     parts = data.draw(st.integers(2, samples // 4))
-    with SimulatedCard() as card:
-        allocations = Run(training, parts=[parts, parts], card=card).allocations
-    with SimulatedCard() as card:
-        refused = data.draw(st.integers(1, allocations))
-        interrupted = Run(training, parts=[parts, parts], card=card, refused=refused)
+    allocations = Run(training, parts=[parts, parts]).allocations
+    interrupted = Run(training, parts=[parts, parts], refused=data.draw(st.integers(1, allocations)))
     assert interrupted.parts[0] >= parts == interrupted.parts[1]
     assert_bitwise(interrupted, Run(training, parts=interrupted.parts))
 
@@ -157,20 +154,15 @@ def test_running_out_in_a_random_micro_batch_leaves_no_trace(training, data):
 @stress
 def test_a_card_too_small_for_the_batch_trains_as_if_started_finer(training, data):
     """Or says that it cannot, if not even the finest micro-batches fit."""
-    with SimulatedCard() as card:
-        Run(training, card=card)
-        whole_bytes = card.peak_bytes
+    whole_bytes = Run(training).card.peak_bytes
     budget_bytes = data.draw(st.integers(whole_bytes // 2, whole_bytes - 1))
     finest = len(training[2]) // 2
-    with SimulatedCard() as card:
-        Run(training, parts=[finest, finest], card=card)
-        finest_bytes = card.peak_bytes
-    with SimulatedCard(budget_bytes) as card:
-        try:
-            squeezed = Run(training, card=card)
-        except OutOfMemoryError:
-            assert budget_bytes < finest_bytes
-            return
+    finest_bytes = Run(training, parts=[finest, finest]).card.peak_bytes
+    try:
+        squeezed = Run(training, budget_bytes=budget_bytes)
+    except OutOfMemoryError:
+        assert budget_bytes < finest_bytes
+        return
     # a number that the user asks for leaves two samples in each micro-batch: there is no run to compare with
     assume(max(squeezed.parts) <= finest)
     assert_bitwise(squeezed, Run(training, parts=squeezed.parts))
