@@ -21,6 +21,7 @@ from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
 from oomfix.script.loops import TrainingLoop, find_training_loops
 from oomfix.script.names import path_of
+from oomfix.script.nodes import Scope, collect
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 
 if TYPE_CHECKING:
@@ -68,12 +69,16 @@ class Script:
     @cached_property
     def trace(self) -> Trace:
         """Everything that happens in the script."""
-        return Follower(self.source.tree).follow()
+        return Follower(self.source.tree, self._nodes).follow()
 
     @cached_property
     def imports(self) -> Imports:
         """What the names of the file refer to."""
-        return Imports(self.source.tree)
+        return Imports(self.source.tree, [node for node, _ in self._nodes])
+
+    @cached_property
+    def _nodes(self) -> list[tuple[ast.AST, Scope]]:
+        return collect(self.source.tree)
 
     # Places
 

@@ -146,8 +146,8 @@ class Core(ABC):
         known = value.graph is Graph.YES or value.kind not in (Kind.UNKNOWN, Kind.TENSOR)
         if known or path is None or self.state.grad is not Graph.YES:
             return value
-        scope = self.frame.function.node if self.frame.function is not None else None
-        if scoped(path, scope) not in self.hints.backwarded:
+        node = self.frame.function.node if self.frame.function is not None else None
+        if scoped(path, None if isinstance(node, ast.Lambda) else node) not in self.hints.backwarded:
             return value
         if value.kind is Kind.TENSOR and value.graph is Graph.NO:
             return value

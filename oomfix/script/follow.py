@@ -12,6 +12,7 @@ from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import read_hints
 from oomfix.script.names import USUAL_NAMES, imported, path_of
+from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
@@ -34,10 +35,10 @@ _MAX_WAYS = 30
 class Follower(Expressions):
     """Follows a module from its first line, then every function that was not reached from there."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, nodes: list[tuple[ast.AST, Scope]]) -> None:
         known = {name: name for name in _BUILTINS} | USUAL_NAMES
         names = Names(own={name: Binding(Value(Kind.EXTERNAL, ref=ref), (), None) for name, ref in known.items()})
-        super().__init__(Frame(None, State(names)), Trace(), read_hints(tree))
+        super().__init__(Frame(None, State(names)), Trace(), read_hints(nodes))
         self.tree = tree
         self.functions: list[Function] = []
         self._defined: dict[int, Function] = {}
@@ -64,14 +65,10 @@ class Follower(Expressions):
 
     def _callers_first(self) -> list[Function]:
         """The functions, those first that no other function mentions: helpers are reached through their callers."""
-        mentioned: dict[str, set[int]] = {}
-        for function in self.functions:
-            for child in ast.walk(function.node):
-                name = child.id if isinstance(child, ast.Name) else getattr(child, "attr", None)
-                if isinstance(name, str):
-                    mentioned.setdefault(name, set()).add(id(function.node))
+        mentions = self.hints.mentions
         return sorted(
-            self.functions, key=lambda function: bool(mentioned.get(function.name, set()) - {id(function.node)})
+            self.functions,
+            key=lambda function: bool(mentions.get(function.name, set()) - {function.node, None}),
         )
 
     def _reached(self, function: Function) -> bool:

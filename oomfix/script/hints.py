@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 
 from oomfix.script.names import path_of
+from oomfix.script.nodes import Scope
 
 _MODULE_METHODS = frozenset(
     "parameters named_parameters modules named_modules children named_children buffers eval train requires_grad_ "
@@ -81,8 +82,10 @@ class Hints:
     losses: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
-    backwarded: set[tuple[ast.AST | None, str]] = field(default_factory=set)
+    backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
+    mentions: dict[str, set[Scope]] = field(default_factory=dict)
+    """The functions in which a name (or an attribute of that name) is written."""
     statements: int = 0
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
@@ -94,33 +97,33 @@ class Hints:
         return path in self.modules or (path in self.moved and path in self.called)
 
 
-def read_hints(tree: ast.Module) -> Hints:
-    """Collect the evidence of a file in one walk."""
+def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
+    """Collect the evidence of a file from its nodes."""
     hints = Hints()
-    assignments: list[tuple[ast.AST | None, ast.expr, ast.expr]] = []
-    stack: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]
-    while stack:
-        node, scope = stack.pop()
-        hints.statements += isinstance(node, ast.stmt)
+    assignments: list[tuple[Scope, ast.expr, ast.expr]] = []
+    for node, scope in nodes:
         if isinstance(node, ast.Call):
             _read_call(node, scope, hints)
-        elif isinstance(node, ast.Assign):
-            assignments.extend((scope, target, node.value) for target in node.targets)
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
-            assignments.append((scope, node.target, node.value))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            scope = node
-        stack.extend((child, scope) for child in ast.iter_child_nodes(node))
+        elif isinstance(node, ast.Name):
+            hints.mentions.setdefault(node.id, set()).add(scope)
+        elif isinstance(node, ast.Attribute):
+            hints.mentions.setdefault(node.attr, set()).add(scope)
+        elif isinstance(node, ast.stmt):
+            hints.statements += 1
+            if isinstance(node, ast.Assign):
+                assignments.extend((scope, target, node.value) for target in node.targets)
+            elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
+                assignments.append((scope, node.target, node.value))
     _spread(assignments, hints)
     return hints
 
 
-def scoped(path: str, scope: ast.AST | None) -> tuple[ast.AST | None, str]:
+def scoped(path: str, scope: Scope) -> tuple[Scope, str]:
     """A path with the function whose name it is; attributes of `self` belong to every method."""
     return (None if path.startswith("self.") else scope, path)
 
 
-def _read_call(node: ast.Call, scope: ast.AST | None, hints: Hints) -> None:
+def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
     called = path_of(node.func)
     if called is not None:
         hints.called.add(called)
@@ -172,7 +175,7 @@ def _additive_terms(node: ast.expr) -> list[str]:
     return []
 
 
-def _spread(assignments: list[tuple[ast.AST | None, ast.expr, ast.expr]], hints: Hints) -> None:
+def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -> None:
     """Follow backpropagated names to the terms they are summed from and to the helpers that returned them."""
     for _ in range(3):
         before = len(hints.backwarded)

@@ -11,12 +11,12 @@ from oomfix.script.names import imported
 class Imports:
     """The imports of a file, wherever they stand, and the uses of what they bind."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, nodes: list[ast.AST]) -> None:
         self.tree = tree
+        self.nodes = nodes
         self.statements: list[ast.Import | ast.ImportFrom] = []
         self.names: dict[str, set[str]] = {}
         """Local name -> qualified names (more than one after `try`/`except ImportError`)."""
-        nodes = list(ast.walk(tree))
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.statements.append(node)
@@ -27,7 +27,6 @@ class Imports:
             if statement.names[0].name == "*":
                 for name, qualified in imported(statement):
                     self.names.setdefault(name, {qualified})
-        self.nodes = nodes
         self._follow_aliases()
 
     def _follow_aliases(self) -> None:
