@@ -18,7 +18,7 @@ from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loops import Form, Judge, Verdict
-from oomfix.rewrite.module import Names, Overrides, header_edit, manager_in, prepare_edits, unused_amp_imports
+from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, prepare_edits, unused_amp_imports
 from oomfix.rewrite.slices import CannotLift, OutsideOfBlock, Site, Slicer
 from oomfix.rules.base import Edit, Finding, Rule, Severity
 from oomfix.script import Script
@@ -137,7 +137,7 @@ def _rewrite_loops(source: Source, options: Options) -> tuple[Source, tuple[Loop
     edits += prepare_edits(script, layout, blocks, manager, _models(script, verdicts))
     if known is None:
         used = _first_use(source, blocks, edits)
-        edits.append(header_edit(layout, names, manager, options.preset, options.overrides, used))
+        edits += header_edits(layout, names, manager, options.preset, options.overrides, used)
     rewritten = _changed(source, apply_edits(source.text, edits))
     rewritten = _lift(rewritten, _ordered(verdicts, amp), manager, options)
     removals = unused_amp_imports(source.tree, rewritten.tree, Layout(rewritten))

@@ -60,8 +60,10 @@ def manager_in(script: Script) -> str | None:
     return None
 
 
-def header_edit(layout: Layout, names: Names, manager: str, preset: str, overrides: Overrides, first_use: int) -> Edit:
-    """Import the runtime and make the manager, behind the imports at the top of a module.
+def header_edits(
+    layout: Layout, names: Names, manager: str, preset: str, overrides: Overrides, first_use: int
+) -> list[Edit]:
+    """Import the runtime where it belongs among the imports, and make the manager behind them.
 
     Args:
         layout: the module's text.
@@ -75,17 +77,42 @@ def header_edit(layout: Layout, names: Names, manager: str, preset: str, overrid
     alias = "" if imported == "runtime" else f" as {imported}"
     quote = _quote(layout)
     options = "".join(f", {field}={_literal(value, quote)}" for field, value in overrides.items())
-    lines = [
-        f"from oomfix import runtime{alias}",
-        "",
-        f"{manager} = {imported}.preset({quote}{preset}{quote}{options})",
-    ]
+    statement = f"from oomfix import runtime{alias}"
+    made = f"{manager} = {imported}.preset({quote}{preset}{quote}{options})"
+    newline = layout.newline
     last = _last_import(layout.source.tree.body, first_use)
-    if last is not None and last.end_lineno is not None:
-        _, end = layout.span(Lines(last.end_lineno, last.end_lineno))
-        return Edit(end, end, "".join(layout.newline + line for line in lines))
-    start = _behind_head(layout)
-    return Edit(start, start, "".join(line + layout.newline for line in [*lines, ""]))
+    if last is None or last.end_lineno is None:
+        start = _behind_head(layout)
+        return [Edit(start, start, f"{statement}{newline}{newline}{made}{newline}{newline}")]
+    end = layout.span(Lines(last.end_lineno, last.end_lineno))[1]
+    before = _sorted_place(layout, last)
+    if before is None:
+        return [Edit(end, end, f"{newline}{statement}{newline}{newline}{made}")]
+    start = layout.source.line_starts[before.lineno - 1]
+    return [Edit(start, start, f"{statement}{newline}"), Edit(end, end, f"{newline}{newline}{made}")]
+
+
+def _sorted_place(layout: Layout, last: ast.stmt) -> ast.stmt | None:
+    """The `from` import that ours stands before, in a sorted run of imports with torch; None: behind the last one."""
+    run: list[ast.stmt] = []
+    for statement in layout.source.tree.body:
+        adjacent = bool(run) and (run[-1].end_lineno or 0) + 1 == statement.lineno
+        if isinstance(statement, ast.Import | ast.ImportFrom) and layout.own_lines(statement) is not None:
+            run = [*run, statement] if adjacent else [statement]
+        if statement is last:
+            break
+    plain = [index for index, node in enumerate(run) if isinstance(node, ast.Import)]
+    wanted = [node for node in run if isinstance(node, ast.ImportFrom) and not node.level]
+    modules = [(node.module or "").lower() for node in wanted]
+    sections = len(plain) + len(wanted) == len(run) and plain == list(range(len(plain)))
+    if not sections or modules != sorted(modules) or not _imports_torch(run):
+        return None
+    return next((node for node, module in zip(wanted, modules, strict=True) if module > "oomfix"), None)
+
+
+def _imports_torch(run: list[ast.stmt]) -> bool:
+    roots = {alias.name.split(".")[0] for node in run if isinstance(node, ast.Import) for alias in node.names}
+    return "torch" in roots | {(node.module or "").split(".")[0] for node in run if isinstance(node, ast.ImportFrom)}
 
 
 def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, models: set[str]) -> list[Edit]:

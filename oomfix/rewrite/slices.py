@@ -125,7 +125,7 @@ class Slicer:
         _refuse_frame_readers(site.scope)
         end = site.block.index(site.end)
         chosen = self._chosen(site, end)
-        if not chosen:
+        if chosen is None:
             raise OutsideOfBlock("the loss is computed outside of the block that runs its backward")
         try:
             return self._lift(site, chosen, end)
@@ -147,24 +147,24 @@ class Slicer:
         self._place_others(lift, chosen, end)
         self._find_outputs(lift, liveness)
         self._find_inputs(lift, liveness)
-        self._copy_sizes(lift, liveness, chosen[0])
+        self._copy_sizes(lift, liveness, chosen[0] if chosen else end)
         return lift
 
     # -- which statements --------------------------------------------------------------------------------------
 
-    def _chosen(self, site: Site, end: int) -> list[int]:
-        """The indices in the block of what has to be in the function."""
+    def _chosen(self, site: Site, end: int) -> list[int] | None:
+        """The indices in the block of what has to be in the function; None where nothing there runs a network."""
         chain = self._dependences(site, end)
         start = next((index for index in chain if self._runs_forward(site.block[index])), None)
         if start is None:
             start = next((index for index in chain if _calls_out(site.block[index])), None)
         if start is None and not self._runs_forward(site.root):
-            return []
+            return None
         first = end if start is None else start
         chosen = [index for index in chain if index >= first]
         while (more := self._started_before(site, chosen, chain)) is not None:
             chosen = sorted([*chosen, more])
-        return chosen if chosen or self._runs_forward(site.root) else []
+        return chosen
 
     def _dependences(self, site: Site, end: int) -> list[int]:
         names, paths = names_read(site.root), paths_read(site.root)
@@ -393,9 +393,9 @@ def _without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], li
 
     `if k > 1: loss = loss / k` becomes `loss / k if k > 1 else loss`.
     """
-    last = site.block[chosen[-1]]
     if len(chosen) < 2 or not isinstance(site.root, ast.Name):
         return None
+    last = site.block[chosen[-1]]
     loss = site.root.id
     test = None
     statement = last

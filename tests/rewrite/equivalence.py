@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from oomfix import runtime
 from oomfix.rewrite.apply import Applied, Options, apply_to
 from oomfix.rules import all_rules
+from oomfix.runtime.iteration import Iteration
 from oomfix.source import Source
 
 _NUMBER = re.compile(r"[-+]?\d+\.\d+(?:[eE][-+]?\d+)?|nan|inf")
@@ -29,12 +32,12 @@ class Run(NamedTuple):
     Attributes:
         printed: its standard output.
         weights: after each optimizer step, all that the optimizer updates, one flat float64 tensor.
-        splits: the most micro-batches that any forward of it used.
+        calls_in_parts: how many calls of `forward_backward` ran in micro-batches.
     """
 
     printed: str
     weights: list[torch.Tensor]
-    report: str
+    calls_in_parts: int
 
     @property
     def numbers(self) -> list[float]:
@@ -44,7 +47,12 @@ class Run(NamedTuple):
 
 def rewritten(text: str, name: str = "train.py", **overrides: object) -> Applied:
     """A script after `apply --preset 16gb`, with fields of the preset changed."""
-    return apply_to(Source.from_bytes(name, text.encode()), all_rules(), Options("16gb", overrides))
+    return apply_to(Source.from_bytes(name, text.encode()), all_rules(), options(**overrides))
+
+
+def options(**overrides: object) -> Options:
+    """What `oomfix apply --preset 16gb` does, with fields of the preset changed."""
+    return Options("16gb", overrides)
 
 
 def run(text: str, argv: Sequence[str] = (), *, preset: str = "", seed: int = 0) -> Run:
@@ -61,18 +69,29 @@ def run(text: str, argv: Sequence[str] = (), *, preset: str = "", seed: int = 0)
     np.random.seed(seed)
     hook = register_optimizer_step_post_hook(note)
     output = io.StringIO()
-    report = ""
+    calls: list[int] = []
+    original = Iteration.run
+
+    def counted(self: Iteration, parts: int, scaler: torch.amp.GradScaler) -> object:
+        result = original(self, parts, scaler)
+        calls.append(parts)
+        return result
+
     namespace: dict[str, object] = {"__name__": "__main__", "__file__": "train.py"}
     try:
-        with _arguments(argv), _environment(preset), contextlib.redirect_stdout(output), warnings.catch_warnings():
+        with (
+            mock.patch.object(Iteration, "run", counted),
+            mock.patch.object(sys, "argv", ["train.py", *argv]),
+            mock.patch.dict(os.environ, {"OOMFIX_PRESET": preset}),
+            contextlib.redirect_stdout(output),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             exec(compile(text, "train.py", "exec", dont_inherit=True), namespace)
-        manager = runtime._manager
-        report = "" if manager is None else str(manager.report())
     finally:
         hook.remove()
         runtime.reset()
-    return Run(output.getvalue(), weights, report)
+    return Run(output.getvalue(), weights, sum(parts > 1 for parts in calls))
 
 
 def assert_same_bits(before: Run, after: Run) -> None:
@@ -93,27 +112,3 @@ def assert_close(before: Run, after: Run, relative: float = 1e-5) -> None:
     for step, (one, other) in enumerate(zip(before.weights, after.weights, strict=True)):
         error = ((one - other).norm() / one.norm()).item()
         assert error < relative, f"weights differ by {error:.2e} after step {step + 1}"
-
-
-@contextlib.contextmanager
-def _arguments(argv: Sequence[str]) -> Iterator[None]:
-    old, sys.argv = sys.argv, ["train.py", *argv]
-    try:
-        yield
-    finally:
-        sys.argv = old
-
-
-@contextlib.contextmanager
-def _environment(preset: str) -> Iterator[None]:
-    import os
-
-    old = os.environ.get("OOMFIX_PRESET")
-    os.environ["OOMFIX_PRESET"] = preset
-    try:
-        yield
-    finally:
-        if old is None:
-            del os.environ["OOMFIX_PRESET"]
-        else:
-            os.environ["OOMFIX_PRESET"] = old

@@ -1,0 +1,154 @@
+"""What `oomfix apply` does to the training loops of real scripts, one line per loop, and whether a reader agrees.
+
+    python -m bench.apply.verdicts FOLDER...
+
+FOLDER holds scripts as OWNER__NAME/PATH (bench/README.md says how to get them). Nothing is written there. Writes
+bench/apply/verdicts.tsv and bench/results/apply-corpus.md. The last column of the sheet is a reader's: `right` or
+`wrong`, empty where nobody has read the loop; it is kept as long as what is said of the loop stays the same.
+
+Checked for every file by the way: the result compiles, a second run changes nothing, and the audit of the result
+reports none of the fixed findings again.
+"""
+
+import csv
+import datetime
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from oomfix.rewrite.apply import Applied, Options, apply_to
+from oomfix.rewrite.local import findings_of
+from oomfix.rules import all_rules
+from oomfix.source import Source, Unreadable
+
+HERE = Path(__file__).parent
+SHEET = HERE / "verdicts.tsv"
+RESULTS = HERE.parent / "results" / "apply-corpus.md"
+COLUMNS = ("repo", "path", "line", "rewrite", "reason", "verdict")
+FRAMEWORK = re.compile(r"^(Accelerate|Fabric|DeepSpeed|apex)\b")
+RULES = all_rules()
+
+
+class Row(NamedTuple):
+    """A loop: where it is, what was done, and what a reader said of it."""
+
+    repo: str
+    path: str
+    line: int
+    rewrite: str
+    reason: str
+    verdict: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What has to stay the same for a reader's verdict to hold."""
+        return (self.repo, self.path, str(self.line), self.rewrite, self.reason)
+
+
+def main(folders: Sequence[str]) -> None:
+    """Rewrite every script in memory, and write the sheet and the summary."""
+    known = _known()
+    rows: list[Row] = []
+    problems: list[str] = []
+    files = 0
+    seconds: list[float] = []
+    for root, path in _scripts(folders):
+        relative = path.relative_to(root)
+        try:
+            source = Source.from_bytes(str(path), path.read_bytes())
+        except Unreadable:
+            continue
+        files += 1
+        start = time.perf_counter()
+        applied = apply_to(source, RULES, Options("16gb"))
+        seconds.append(time.perf_counter() - start)
+        problems += [f"{relative}: {problem}" for problem in _problems(source, applied)]
+        repo, *inside = relative.parts
+        for loop in applied.loops:
+            row = Row(repo.replace("__", "/", 1), "/".join(inside), loop.line, loop.rewrite, loop.reason or "")
+            rows.append(row._replace(verdict=known.get(row.key, "")))
+    _write(rows)
+    RESULTS.write_text(_summary(rows, files, problems, seconds))
+    print(RESULTS.read_text())
+
+
+def _scripts(folders: Sequence[str]) -> Iterator[tuple[Path, Path]]:
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.py")):
+            yield Path(folder), path
+
+
+def _known() -> dict[tuple[str, ...], str]:
+    if not SHEET.exists():
+        return {}
+    with SHEET.open(newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t")
+        return {tuple(row[column] for column in COLUMNS[:-1]): row["verdict"] for row in rows}
+
+
+def _problems(source: Source, applied: Applied) -> Iterator[str]:
+    try:
+        compile(applied.text, "after", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        yield f"does not compile: {error}"
+        return
+    again = Source.from_bytes(source.path, applied.text.encode("utf-8"))
+    if apply_to(again, RULES, Options("16gb")).text != applied.text:
+        yield "a second run changes it again"
+    fixed = Counter(fix.code for fix in applied.fixed)
+    before = Counter(finding.code for finding in findings_of(source, RULES))
+    after = Counter(finding.code for finding in findings_of(again, RULES))
+    yield from (f"{code} fixed and still reported" for code in fixed if after[code] > before[code] - fixed[code])
+
+
+def _write(rows: Sequence[Row]) -> None:
+    with SHEET.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(rows)
+
+
+def _summary(rows: Sequence[Row], files: int, problems: Sequence[str], seconds: Sequence[float]) -> str:
+    forms = Counter(row.rewrite for row in rows)
+    free = [row for row in rows if not FRAMEWORK.match(row.reason)]
+    rewritten = sum(row.rewrite != "none" for row in free)
+    read = Counter(row.verdict for row in rows if row.verdict)
+    reasons = Counter((row.rewrite, _kind(row.reason)) for row in rows if row.reason)
+    lines = [
+        "# `oomfix apply --preset 16gb` on real training scripts",
+        "",
+        f"Made by `python -m bench.apply.verdicts` on {datetime.date.today()}, Python {sys.version.split()[0]}; no "
+        "torch is used. The loops, one by one: bench/apply/verdicts.tsv.",
+        "",
+        f"{files} scripts, {len(rows)} training loops: {forms['micro-batched']} micro-batched, {forms['in-place']} in "
+        f"place, {forms['none']} left alone. Outside of frameworks and apex: {rewritten} of {len(free)} rewritten "
+        f"({100 * rewritten / max(len(free), 1):.1f} %). Read by eye: {read['right']} right, {read['wrong']} wrong.",
+        "",
+        f"Time per script: mean {1000 * sum(seconds) / max(len(seconds), 1):.0f} ms, longest "
+        f"{1000 * max(seconds, default=0):.0f} ms.",
+        "",
+        f"Problems found (does not compile, changes again, still reported): {len(problems)}",
+        *(f"- {problem}" for problem in problems),
+        "",
+        "| form | why not more | loops |",
+        "|---|---|---|",
+        *(f"| {form} | {reason} | {count} |" for (form, reason), count in reasons.most_common()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _kind(reason: str) -> str:
+    """A reason without the lines and names of its script."""
+    reason = re.sub(r"`[^`]*`", "`...`", reason)
+    reason = re.sub(r"\(lines? [\d, ]+\)", "", reason)
+    reason = re.sub(r"\blines? [\d, ]*\d", "line N", reason)
+    reason = re.sub(r"changes [\w.]+", "changes NAME", reason)
+    return re.sub(r"^[\w.]+ (is read later|may have)", r"NAME \1", reason).strip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

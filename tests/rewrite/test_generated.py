@@ -1,0 +1,97 @@
+"""Loops put together at random train the same after `apply`, and a second `apply` changes nothing."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+
+TOP = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.cuda.amp import GradScaler, autocast
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_default_dtype(torch.float64)
+inputs, targets = torch.randn(44, 5), torch.randint(0, 3, (44,))
+loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
+model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+criterion = nn.CrossEntropyLoss()
+scaler = GradScaler()
+total, correct, seen, window = 0.0, 0, 0, 3
+"""
+HEADERS = {
+    "plain": ("for x, y in loader:", []),
+    "enumerate": ("for i, (x, y) in enumerate(loader):", []),
+    "batch": ("for batch in loader:", ["x, y = batch", "x, y = x.to('cpu'), y.to('cpu')"]),
+    "range": ("for i in range(0, len(inputs), 8):", ["x, y = inputs[i : i + 8], targets[i : i + 8]"]),
+    "while": ("it = iter(loader)\nwhile seen < 80:", ["x, y = next(it, (inputs[:6], targets[:6]))"]),
+}
+LOSSES = {
+    "criterion": ["out = model(x)", "loss = criterion(out, y)"],
+    "two terms": ["out = model(x)", "penalty = out.pow(2).mean()", "loss = F.cross_entropy(out, y) + 0.1 * penalty"],
+    "summed": ["out = model(x)", "loss = 0", "for row in out.T:", "    loss = loss + row.pow(2).mean()"],
+    "branch": ["out = model(x)", "if seen >= 0:", "    loss = criterion(out, y)", "else:", "    loss = out.sum()"],
+    "sized": ["n = x.size(0)", "out = model(x).view(n, 3)", "loss = F.cross_entropy(out, y, reduction='sum') / 8"],
+}
+BETWEEN = ["print(f'{loss.item():.10f}')", "correct += (out.argmax(1) == y).sum().item()", "total += loss.item()"]
+AFTER = [*BETWEEN, "total += loss", "lr = optimizer.param_groups[0]['lr']", "print(f'{out.sum().item():.9f}')"]
+
+
+def indented(lines: list[str], by: int) -> str:
+    return "".join(f"{' ' * by}{line}\n" for line in lines)
+
+
+@st.composite
+def scripts(draw) -> str:
+    header, fetch = HEADERS[draw(st.sampled_from(sorted(HEADERS)))]
+    amp, clip, windowed = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    in_function, epochs = draw(st.booleans()), draw(st.integers(1, 2))
+    loss = LOSSES[draw(st.sampled_from(sorted(LOSSES)))]
+    if amp:
+        loss = ["with autocast():", *(f"    {line}" for line in loss)]
+    between = draw(st.lists(st.sampled_from(BETWEEN), max_size=2, unique=True))
+    after = draw(st.lists(st.sampled_from(AFTER), max_size=3, unique=True))
+    rescale = ["loss = loss / window"] if windowed and draw(st.booleans()) else []
+    scaled = "loss / window" if windowed and not rescale else "loss"
+    backward = [f"scaler.scale({scaled}).backward()" if amp else f"({scaled}).backward()"]
+    step = ["scaler.step(optimizer)", "scaler.update()"] if amp else ["optimizer.step()"]
+    if clip:
+        step = (["scaler.unscale_(optimizer)"] if amp else []) + [
+            "nn.utils.clip_grad_norm_(model.parameters(), 0.3)",
+            *step,
+        ]
+    zero = "optimizer.zero_grad()"
+    if windowed:
+        step = ["if (seen // 8) % window == 0:", *(f"    {line}" for line in [*step, zero])]
+        ahead = []
+    else:
+        late = draw(st.booleans())
+        ahead = [] if late else [zero]
+        step = [*step, zero] if late else step
+    if draw(st.booleans()):
+        step = [*step, "scheduler.step()"]
+    body = [*fetch, *ahead, "seen += x.size(0)", *loss, *between, *rescale, *backward, *step, *after]
+    lines = [*header.splitlines(), *(f"    {line}" for line in body)]
+    if in_function:
+        names = "global total, correct, seen"
+        return TOP + f"def train():\n    {names}\n" + indented(lines, 4) + "\n\n" + "train()\n" * epochs + END
+    return TOP + f"for epoch in range({epochs}):\n" + indented(lines, 4) + END
+
+
+END = "print(f'{float(total):.10f} {float(correct):.1f}')\n"
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(scripts())
+def test_generated_loops_train_the_same(text):
+    before = run(text)
+    after = rewritten(text)
+    assert rewritten(after.text).text == after.text
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"], after.loops
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(rewritten(text, micro_batches=3).text)
+    assert split.calls_in_parts
+    assert_close(before, split, relative=1e-9)

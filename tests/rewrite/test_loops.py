@@ -1,0 +1,378 @@
+"""Which form a loop gets, what the rewritten loop looks like, and why a loop is left alone."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.equivalence import rewritten
+
+TOP = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = [(torch.randn(6, 4), torch.tensor([0, 1, 1, 0, 1, 0]))]
+"""
+
+
+def apply(body: str) -> tuple[str, list[tuple[str, str | None]]]:
+    """The text behind the imports and the set-up after apply, and the forms of the loops with their reasons."""
+    result = rewritten(TOP + textwrap.dedent(body))
+    compile(result.text, "train.py", "exec")
+    return result.text, [(loop.rewrite, loop.reason) for loop in result.loops]
+
+
+def loop_of(body: str) -> str:
+    """The loop after apply, for a body whose first line is that of the loop."""
+    text, _ = apply(body)
+    return text[text.index("\nfor ") + 1 :]
+
+
+def test_the_slice_becomes_a_function_and_what_stood_between_follows_the_call():
+    assert loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            print(out.shape)  # shapes
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            total = loss.item()
+        """) == textwrap.dedent("""\
+        for x, y in loader:
+
+            def forward(x, y):
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+                return loss, out
+
+            loss, out = memory.forward_backward(forward, x, y)
+            print(out.shape)  # shapes
+            memory.step(optimizer)
+            total = loss.item()
+        """).replace("for x, y in loader:\n\n", "for x, y in loader:\n")
+
+
+def test_a_loss_that_nobody_reads_and_an_inline_forward_return_nothing():
+    assert (
+        "    def forward(x, y):\n        return F.cross_entropy(model(x), y)\n\n"
+        "    memory.forward_backward(forward, x, y)\n    memory.step(optimizer)\n"
+    ) in loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        """)
+
+
+def test_a_dead_output_is_not_returned_and_one_of_the_next_iteration_is():
+    text = loop_of("""\
+        for x, y in loader:
+            if "last" in globals():
+                print(last)
+            optimizer.zero_grad()
+            dead = model(x)
+            last = dead.mean()
+            loss = F.cross_entropy(dead, y) + last
+            loss.backward()
+            optimizer.step()
+        """)
+    assert "return loss, last\n" in text
+
+
+def test_what_a_function_of_a_flat_script_reads_is_an_output():
+    text, _ = apply("""\
+        def show():
+            print(out)
+
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        show()
+        """)
+    assert "return loss, out\n" in text
+
+
+def test_sizes_of_the_batch_are_asked_again_inside():
+    text = loop_of("""\
+        for x, y in loader:
+            n = x.size(0)
+            optimizer.zero_grad()
+            out = model(x).view(n, 2)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            print(n)
+        """)
+    assert "def forward(x, y):\n        n = x.size(0)\n        out = model(x).view(n, 2)\n" in text
+    assert text.index("n = x.size(0)") < text.index("def forward")
+
+
+def test_a_loss_started_before_the_forward_moves_with_it():
+    text = loop_of("""\
+        for x, y in loader:
+            loss = 0
+            optimizer.zero_grad()
+            for part, target in zip(x.chunk(2), y.chunk(2)):
+                loss = loss + F.cross_entropy(model(part), target)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert "def forward(x, y):\n        loss = 0\n" in text
+
+
+def test_a_loss_logged_before_it_is_rescaled_is_logged_unscaled():
+    text = loop_of("""\
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y)
+            print(loss.item())
+            if k > 1:
+                loss = loss / k
+            loss.backward()
+            if (i + 1) % k == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """)
+    assert "return (loss / k if k > 1 else loss), loss\n" in text
+    assert "if k > 1:" not in text
+
+
+def test_a_mask_that_may_have_no_value_is_not_evaluated_early():
+    text, forms = apply("""\
+        for x, y in loader:
+            if masked:
+                mask = x > 0
+            optimizer.zero_grad()
+            out = model(x)
+            if masked:
+                out = out * mask.float().mean()
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "forward_backward(forward, x, y)" in text
+
+
+def test_names_that_the_file_uses_are_not_taken():
+    result = rewritten(
+        TOP
+        + textwrap.dedent("""\
+        memory = runtime = forward = None
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    )
+    assert "from oomfix import runtime as oomfix_runtime\n" in result.text
+    assert 'gpu_memory = oomfix_runtime.preset("16gb")\n' in result.text
+    assert "gpu_memory.forward_backward(forward_batch, x, y)" in result.text
+
+
+def test_phases_evaluate_where_they_do_not_train():
+    text, forms = apply("""\
+        for phase in ["train", "val"]:
+            for x, y in loader:
+                with torch.set_grad_enabled(phase == "train"):
+                    loss = F.cross_entropy(model(x), y)
+                    if phase == "train":
+                        optimizer.zero_grad()
+                        loss.backward()
+                        optimizer.step()
+                print(loss.item())
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "else:\n                loss = memory.evaluate(forward, x, y)\n" in text
+    assert 'if phase == "train":\n                loss = memory.forward_backward(forward, x, y)' in text
+
+
+def test_clipping_of_scaled_gradients_is_preceded_by_unscaling():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        """)
+    unscale, clip = text.index("memory.unscale_(optimizer)\n"), text.index("norm = nn.utils")
+    assert text.index("forward_backward") < unscale < clip < text.index("memory.step(optimizer)")
+
+
+AMP = """\
+from torch.cuda.amp import GradScaler, autocast
+scaler = GradScaler(enabled=args.amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with autocast(enabled=args.amp):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+torch.save({"scaler": scaler.state_dict()}, "last.pt")
+"""
+
+
+def test_amp_is_folded_and_its_flag_and_checkpoint_lines_stay():
+    text, forms = apply(AMP)
+    assert forms == [("micro-batched", None)]
+    assert 'with memory.autocast("cuda", enabled=args.amp):' in text
+    assert "scaler = memory.scaler\n" in text
+    assert '{"scaler": scaler.state_dict()}' in text
+    assert text.count("memory.unscale_(optimizer)") == 1
+    assert "scaler.update" not in text
+    assert "torch.cuda.amp" not in text
+
+
+def test_a_backward_inside_of_autocast_moves_out_and_the_loop_is_split():
+    text, forms = apply("""\
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = F.cross_entropy(model(x), y)
+                # far from here
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "        return loss\n\n    # far from here\n    memory.forward_backward(forward, x, y)\n" in text
+
+
+GAN = """\
+critic = nn.Linear(2, 1)
+critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+for x, y in loader:
+    critic_optimizer.zero_grad()
+    critic(model(x).detach()).mean().backward()
+    critic_optimizer.step()
+    optimizer.zero_grad()
+    loss = -critic(model(x)).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_two_backwards_stay_in_place_and_keep_their_gradient_resets():
+    text, forms = apply(GAN)
+    assert forms == [("in-place", "it has 2 backwards (lines 12, 16)")]
+    assert "memory.backward(critic(model(x).detach()).mean())\n" in text
+    assert "critic_optimizer.zero_grad()\n" in text and "    optimizer.zero_grad()\n" in text
+
+
+@pytest.mark.parametrize(
+    ("inside", "reason"),
+    [
+        ("self.last = model(x)\n    loss = self.last.sum()", "changes self, which was made outside"),
+        ("loss = model(x).sum()\n    if loss > 3:\n        continue", "`continue` in line"),
+        ("out = model(x)\n    model.eval()\n    loss = out.sum()", "switches layers or gradients"),
+        ("out = model(x)\n    reset_grad()\n    loss = out.sum()", "may reset gradients"),
+        ("out = model(x)\n    noise = torch.rand(1)\n    loss = out.sum() * torch.rand(1)", "draws random numbers"),
+        ("loss = model(x).sum() + len(locals())", "`locals()` in line"),
+    ],
+)
+def test_what_cannot_be_moved_stays_in_place_with_the_reason(inside, reason):
+    _, forms = apply(f"""\
+for x, y in loader:
+    optimizer.zero_grad()
+    {inside}
+    loss.backward()
+    optimizer.step()
+""")
+    assert forms[0][0] == "in-place"
+    assert reason in (forms[0][1] or "")
+
+
+def test_a_helper_that_counts_is_not_run_in_parts():
+    _, forms = apply("""\
+        class Losses:
+            def __call__(self, x):
+                return x
+
+            def of(self, out, y):
+                self.calls += 1
+                return F.cross_entropy(out, y)
+
+        losses = Losses()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = losses.of(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("in-place", "`of` counts in self.calls, and would do so for every part of a batch")]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("loss = model(x).sum()\n    loss.backward()\n    optimizer.step(closure)", "takes a closure or a loss"),
+        ("model(x).sum().backward()", "no optimizer step is in sight"),
+        (
+            "model(x).sum().backward()\n    optimizer.first_step()\n    optimizer.step()",
+            "steps twice per batch (SAM)",
+        ),
+        (
+            "x.requires_grad_()\n    model(x).sum().backward()\n    optimizer.step()\n    print(x.grad)",
+            "reads `x.grad`",
+        ),
+        (
+            "loss = model(x).sum()\n    accelerator.backward(loss)\n    optimizer.step()",
+            "Accelerate runs the backward",
+        ),
+    ],
+)
+def test_loops_that_others_control_are_left_alone_to_the_byte_with_the_reason(body, reason):
+    text = f"{TOP}for x, y in loader:\n    optimizer.zero_grad()\n    {body}\n"
+    result = rewritten(text)
+    assert result.text == text
+    assert [loop.rewrite for loop in result.loops] == ["none"]
+    assert reason in (result.loops[0].reason or "")
+
+
+def test_clipping_where_no_step_follows_leaves_the_loop_alone():
+    """The loss scale can be taken out of gradients once per step: clipping each part of a window cannot be kept."""
+    _, forms = apply("""\
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        """)
+    assert forms[0][0] == "none"
+    assert "also where no step follows" in (forms[0][1] or "")
+
+
+def test_a_step_keeps_gradients_that_the_script_never_resets():
+    assert "memory.step(optimizer, zero_grad=False)" in loop_of("""\
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+
+
+def test_local_fixes_are_made_without_the_runtime():
+    from oomfix.rewrite.apply import Options, apply_to
+    from oomfix.rules import all_rules
+    from oomfix.source import Source
+
+    text = (
+        TOP
+        + "state = torch.load('last.pt')\nfor x, y in loader:\n    model(x).sum().backward()\n    optimizer.step()\n"
+    )
+    result = apply_to(Source.from_bytes("t.py", text.encode()), all_rules(), Options("16gb", runtime=False))
+    assert result.text == text.replace("torch.load('last.pt')", "torch.load('last.pt', map_location=\"cpu\")")
+    assert result.loops == ()
