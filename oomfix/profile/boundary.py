@@ -133,9 +133,15 @@ def _masked_select(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: d
     return args[0].new_empty((shape.numel(),))
 
 
+def _unique(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trace.assume("torch.unique finds every element different (the most it can)")
+    flat = args[0].new_empty((args[0].numel(),))
+    return flat, torch.empty_like(args[0], dtype=torch.int64), torch.empty_like(flat, dtype=torch.int64)
+
+
 def _pack(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # the lengths are on the host, where torch wants them: nothing has to be assumed
-    padded, lengths, batch_first = args
+    padded, lengths = args[:2]
     longest = int(lengths.max())
     batch_sizes = (lengths.unsqueeze(0) > torch.arange(longest).unsqueeze(1)).sum(dim=1)
     return padded.new_empty((int(lengths.sum()), *padded.shape[2:])), batch_sizes
@@ -148,6 +154,7 @@ _ANSWERS: dict[Any, Callable[[CardTrace, Any, tuple[Any, ...], dict[str, Any]], 
     aten.index.Tensor: _masked_index,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
+    aten._unique2.default: _unique,
     aten._pack_padded_sequence.default: _pack,
 }
 

@@ -76,7 +76,7 @@ class Estimate:
         breakdown: bytes by category at that peak; the sum is `peak_allocated_bytes`.
         top_tensors: the largest groups of storages at the peak, largest first.
         timeline: (phase, bytes by category) at evenly spread moments.
-        steps: one entry per optimizer step.
+        steps: one entry per step of the optimizer that stepped last; others' steps between are part of them.
         growth_bytes_per_step: by how much `live_bytes` grew per step after the first; 0 with fewer than two steps.
         fits: by preset name, and under "card" for the simulated card.
         card: the simulated card.
@@ -199,9 +199,12 @@ class _Ledger:
         result = []
         totals = self._totals()
         start = 0
-        for position, live in self._trace.steps:
-            result.append(Step(max(totals[start:position], default=live), live))
-            start = position
+        # optimizers that take turns make one step together: it ends with the last one's
+        last = self._trace.steps[-1][2] if self._trace.steps else None
+        for position, live, optimizer in self._trace.steps:
+            if optimizer == last:
+                result.append(Step(max(totals[start:position], default=live), live))
+                start = position
         return result
 
     def timeline(self) -> list[tuple[str, dict[str, int]]]:

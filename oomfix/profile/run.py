@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 import traceback
+from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from oomfix.presets import PRESETS
+from oomfix.profile.boundary import CardTrace
 from oomfix.profile.cards import find_card
 from oomfix.profile.host import lighten_host
 from oomfix.profile.optimizers import Optimizers
@@ -28,6 +30,7 @@ from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.tracker import OutOfMemoryError
 
 _GIB = 2**30
+_PATIENCE_STEPS = 10
 CANNOT_SIMULATE = 2
 
 
@@ -59,7 +62,7 @@ def run(script: str, args: list[str], gpu: str = "a100", steps: int = 2, budget_
         script: path of the script.
         args: its arguments.
         gpu: the card, a name from `oomfix.profile.cards`.
-        steps: after how many optimizer steps it is stopped.
+        steps: after how many steps of each of its optimizers it is stopped.
         budget_bytes: what the allocator may reserve; beyond it operations raise `torch.OutOfMemoryError`.
 
     Returns:
@@ -75,7 +78,7 @@ def run(script: str, args: list[str], gpu: str = "a100", steps: int = 2, budget_
     stopped = False
     with simulated.running(optimizers.moved) as trace:
         lighten_host(simulated.patches, trace)
-        stop = register_optimizer_step_post_hook(lambda *_: _stop_after(steps, len(trace.steps)))
+        stop = register_optimizer_step_post_hook(lambda *_: _stop_after(steps, trace))
         try:
             _execute(script, args)
         except _EnoughSteps:
@@ -122,8 +125,10 @@ def _execute(script: str, args: list[str]) -> None:
             raise CannotSimulate(f"it ended itself with exit code {exit.code}") from None
 
 
-def _stop_after(steps: int, done: int) -> None:
-    if done >= steps:
+def _stop_after(steps: int, trace: CardTrace) -> None:
+    """Stop once every optimizer that is in use did `steps` steps; one that fell behind for long is in use no more."""
+    done = Counter(number for _, _, number in trace.steps)
+    if min(done.values()) >= steps or max(done.values()) >= steps + _PATIENCE_STEPS:
         raise _EnoughSteps
 
 
@@ -132,6 +137,8 @@ def _refuse_what_cannot_be(error: Exception) -> None:
     kind = type(error).__name__
     if isinstance(error, ModuleNotFoundError):
         raise CannotSimulate(f"it imports {error.name}, which is not installed here") from None
+    if isinstance(error, ImportError):
+        raise CannotSimulate(str(error).splitlines()[0]) from None
     if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
         raise CannotSimulate(f"the result of {error.args[0]} depends on data, which a simulated card has not") from None
     if kind == "UnsupportedOperatorException":

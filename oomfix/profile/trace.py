@@ -70,7 +70,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages: every storage so far; `events` holds their indices in order, i at birth and ~i at death.
         phases: (position in `events`, phase) at every change.
         peak_event: the position in `events` right after the peak was reached.
-        steps: (position in `events`, bytes live) after every optimizer step.
+        steps: (position in `events`, bytes live, number of the optimizer) after every optimizer step.
         running: how many operations are under way, above 0 inside an operation's own code.
 
     Source: one weak reference per storage, as in torch.distributed._tools.mem_tracker.
@@ -92,7 +92,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_phase = "setup"
         self.running = 0
         self._peak_bytes = 0
-        self.steps: list[tuple[int, int]] = []
+        self.steps: list[tuple[int, int, int]] = []
+        self._optimizers: dict[int, int] = {}
         self._counts, self._scratch, self._keeps = counts, scratch, keeps
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._modules: list[str] = []
@@ -195,11 +196,15 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _admit(self, func: Any, args: tuple[Any, ...], result: object) -> int | None:
         """Count what an operation allocated; the bytes of the first request that is refused, if one is."""
-        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and self._on_card(tensor):
-                if tensor.untyped_storage()._cdata not in self._live and not self._count(tensor, "", func):
-                    return tensor.untyped_storage().nbytes()
+        outputs = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+        on_card = [output for output in outputs if isinstance(output, torch.Tensor) and self._on_card(output)]
+        for tensor in on_card:
+            if tensor.untyped_storage()._cdata not in self._live and not self._count(tensor, "", func):
+                return tensor.untyped_storage().nbytes()
         # kernels make their results first, then ask their libraries for scratch memory
+        return self._admit_scratch(func, args, result) if on_card else None
+
+    def _admit_scratch(self, func: Any, args: tuple[Any, ...], result: object) -> int | None:
         if self._keeps is not None and (kept := self._keeps(func, in_backward())):
             if not self._add(kept, "workspaces", f"{func}", (), None):
                 return kept
@@ -281,7 +286,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.claim_optimizer(optimizer)
-        self.steps.append((len(self.events), self.allocator.allocated_bytes))
+        number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        self.steps.append((len(self.events), self.allocator.allocated_bytes, number))
         self.enter_phase("between")
 
     def _before_module(self, module: nn.Module, args: object) -> None:

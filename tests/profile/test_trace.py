@@ -3,9 +3,7 @@
 import inspect
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
+import torch
 from torch import nn
 
 from oomfix.profile import MemoryTrace
