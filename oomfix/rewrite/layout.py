@@ -53,9 +53,10 @@ class Layout:
             return None
         index = block.index(statement)
         above = (block[index - 1].end_lineno or 0) if index else header
-        first = own.first
-        while first - 1 > above and self.source.lines[first - 2].lstrip().startswith("#"):
-            first -= 1
+        first = number = own.first
+        while number - 1 > above and self.source.lines[number - 2].lstrip()[:1] in ("#", ""):
+            number -= 1
+            first = number if self.source.lines[number - 1].strip() else first
         return Lines(first, own.last)
 
     def moved(self, lines: Lines, before: str, after: str) -> list[str]:

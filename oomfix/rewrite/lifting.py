@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.slices import CannotLift, Lift
@@ -39,14 +40,39 @@ class Lifting:
         after = [line for statement in lift.after for line in text.moved(statement, text.margin)]
         newline = self._layout.newline
         if lift.site.branch is not None:
-            return self._around_branch(lift, text, definition, after)
+            return [*self._around_branch(lift, text, definition, after), *self._without_deleted(lift)]
         backward = text.chunk(lift.site.statement)
         comments = self._layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), text.margin, text.margin)
         call = self._call(lift, "forward_backward", text.margin)
         _, stop = self._layout.span(backward)
         behind = self._source.text[bounds(self._source, lift.site.statement)[1] : stop].rstrip()
         lines = [*definition, "", *comments, *call[:-1], call[-1] + behind, *after]
-        return [Edit(text.start, stop, newline.join(lines))]
+        return [Edit(text.start, stop, newline.join(lines)), *self._without_deleted(lift)]
+
+    def _without_deleted(self, lift: Lift) -> Iterator[Edit]:
+        """Names that live in the function now, taken out of the `del` behind it."""
+        for statement, names in lift.deletes.items():
+            kept = [t for t in statement.targets if not (isinstance(t, ast.Name) and t.id in names)]
+            if not names:
+                continue
+            start, end = bounds(self._source, statement)
+            if kept:
+                yield Edit(start, end, f"del {', '.join(self._source.segment(target) for target in kept)}")
+                continue
+            lines = self._layout.own_lines(statement)
+            if lines is None or self._is_alone(statement, lift):
+                yield Edit(start, end, "pass")
+            else:
+                first, last = self._layout.span(lines)
+                yield Edit(first, min(last + len(self._layout.newline), len(self._source.text)), "")
+
+    def _is_alone(self, statement: ast.stmt, lift: Lift) -> bool:
+        """Whether a statement is all of its block."""
+        for node in ast.walk(lift.site.scope):
+            for block in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None)):
+                if isinstance(block, list) and statement in block:
+                    return len(block) == 1
+        return True
 
     def _around_branch(self, lift: Lift, text: _Text, definition: list[str], after: list[str]) -> list[Edit]:
         """A loss that only `if train:` differentiates; on the other side it is evaluated."""

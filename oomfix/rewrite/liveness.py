@@ -212,6 +212,10 @@ class Liveness:
                 return self._try(node, live)
             case ast.Return():
                 return names_read(node.value)
+            case ast.Delete():
+                # what is only deleted is not needed; whoever takes its binding away has to mend the `del`
+                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+                return (live - names) | (names_read(node) - names)
             case ast.Raise():
                 return names_read(node)
             case ast.Break():

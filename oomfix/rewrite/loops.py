@@ -99,6 +99,8 @@ class Judge:
             if (reason := self._why_backward_stays(event)) is not None:
                 return reason
         if not verdict.steps:
+            verdict.steps = list(self._steps_by_name(verdict))
+        if not verdict.steps:
             return "no optimizer step is in sight, which would have to undo the loss scale"
         for step in verdict.steps:
             if (reason := self._why_step_stays(step)) is not None:
@@ -122,9 +124,26 @@ class Judge:
         if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
             return f"the backward in line {line} has arguments that cannot be followed"
         root = self._amp.root_of(node)
-        if not event.origins and not self._is_loss(root):
+        if self._is_engine(root) or (not event.origins and not self._is_loss(root)):
             return f"`{ast.unparse(node.func)}` in line {line} may be a method of another file's object"
         return None
+
+    def _steps_by_name(self, verdict: Verdict) -> Iterator[Step]:
+        """Steps of optimizers that come out of a container, such as `kwargs["optimizer"].step()`."""
+        event = verdict.backwards[0]
+        for body in self._bodies(verdict):
+            for node in ast.walk(body):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+                    receiver = ast.unparse(node.func.value)
+                    if "optim" in receiver.lower() and "sched" not in receiver.lower():
+                        yield Step(node, event.site, event.order, optimizer=receiver, scaled=False)
+
+    def _is_engine(self, root: ast.expr) -> bool:
+        """Whether what has the backward is called like a network somewhere: a training engine, no tensor."""
+        path = path_of(root)
+        return path is not None and any(
+            isinstance(node, ast.Call) and path_of(node.func) == path for node in self._script.imports.nodes
+        )
 
     def _is_loss(self, root: ast.expr) -> bool:
         """Whether a root that nothing is known of is a tensor: it is computed, or assigned in its function."""

@@ -84,6 +84,7 @@ class Lift:
         loss: the name of the loss, None where it is an expression.
         outputs: the names read later, but for the loss.
         loss_is_read: whether the loss is read later.
+        deletes: names to take out of a `del`, since they no longer exist where it stands.
         own: names bound only on some ways through the slice, and read on the same ones.
         rescaled: `loss = loss / k` at the end of the slice, done again behind what reads the loss before it.
     """
@@ -97,6 +98,7 @@ class Lift:
     loss: str | None = None
     outputs: list[str] = field(default_factory=list)
     loss_is_read: bool = False
+    deletes: dict[ast.Delete, set[str]] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
     rescaled: list[ast.stmt] = field(default_factory=list)
 
@@ -126,7 +128,7 @@ class Slicer:
         end = site.block.index(site.end)
         chosen = self._chosen(site, end)
         if chosen is None:
-            raise OutsideOfBlock("the loss is computed outside of the block that runs its backward")
+            raise OutsideOfBlock("the network runs outside of the block that runs its backward")
         try:
             return self._lift(site, chosen, end)
         except CannotLift:
@@ -156,7 +158,8 @@ class Slicer:
         """The indices in the block of what has to be in the function; None where nothing there runs a network."""
         chain = self._dependences(site, end)
         start = next((index for index in chain if self._runs_forward(site.block[index])), None)
-        if start is None:
+        if start is None and not any(self._runs_forward(statement) for statement in site.scope.body):
+            # nothing is known of the network: it is what the loss is computed from first
             start = next((index for index in chain if _calls_out(site.block[index])), None)
         if start is None and not self._runs_forward(site.root):
             return None
@@ -307,6 +310,7 @@ class Slicer:
             lift.after.pop()
         live = liveness.before(lift.after, live) if lift.after else live
         bound = _in_order(lift.lifted)
+        live |= self._find_deletes(lift, set(bound) - live)
         certain = definitely_bound(lift.lifted)
         others = liveness.always | _read_outside(lift)
         for name in bound:
@@ -323,6 +327,30 @@ class Slicer:
                 lift.outputs.append(name)
         if lift.loss in liveness.always & set(bound):
             lift.loss_is_read = True
+
+    def _find_deletes(self, lift: Lift, unread: set[str]) -> set[str]:
+        """Note the `del` of names that nothing else reads; returns the names that have to stay for their `del`."""
+        loop, scope = lift.site.iteration, lift.site.scope
+        inside = {id(node) for statement in (loop or scope).body for node in nodes_of_scope(statement)}
+        moved = {id(node) for statement in (*lift.lifted, *lift.after) for node in nodes_of_scope(statement)}
+        rebound = {
+            node.id
+            for statement in (loop or scope).body
+            for node in nodes_of_scope(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in moved
+        }
+        kept: set[str] = set()
+        for node in nodes_of_scope_body(scope):
+            if isinstance(node, ast.Delete):
+                names = {target.id for target in node.targets if isinstance(target, ast.Name)} & unread
+                if id(node) in inside and id(node) not in moved:
+                    kept |= names & rebound
+                    lift.deletes[node] = names - rebound
+                else:
+                    kept |= names
+        for statement, names in lift.deletes.items():
+            lift.deletes[statement] = names - kept
+        return kept
 
     def _bound_where_read(self, name: str, statements: list[ast.stmt], liveness: Liveness) -> bool:
         """Whether a name is read only under a test that also stood over its binding in an earlier statement.

@@ -376,3 +376,56 @@ def test_local_fixes_are_made_without_the_runtime():
     result = apply_to(Source.from_bytes("t.py", text.encode()), all_rules(), Options("16gb", runtime=False))
     assert result.text == text.replace("torch.load('last.pt')", "torch.load('last.pt', map_location=\"cpu\")")
     assert result.loops == ()
+
+
+def test_names_that_are_only_deleted_leave_the_del():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+            del out, loss, x
+            del out
+        """)
+    assert "        return loss\n" in text
+    assert text.endswith("    print(loss.item())\n    del loss, x\n")
+
+
+def test_a_name_deleted_behind_the_loop_is_still_there():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        del out
+        """)
+    assert "return loss, out\n" in text and "\ndel out\n" in text
+
+
+def test_an_engine_that_runs_backward_is_not_taken_for_a_loss():
+    _, forms = apply("""\
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            if engine:
+                model.backward(loss)
+                model.step()
+            else:
+                loss.backward()
+                optimizer.step()
+        """)
+    assert forms[0][0] == "none"
+
+
+def test_an_optimizer_out_of_a_container_is_stepped():
+    assert 'memory.step(parts["optimizer"])' in loop_of("""\
+        for x, y in loader:
+            parts["optimizer"].zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            parts["optimizer"].step()
+        """)
