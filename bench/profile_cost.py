@@ -30,7 +30,7 @@ from oomfix.profile import estimate
 configuration = {config}({arguments})
 found = estimate(
     lambda: {model}(configuration),
-    lambda: dict(input_ids=torch.zeros({rows}, {length}, dtype=torch.long), labels=torch.zeros({rows}, {length}, dtype=torch.long)),
+    lambda: {{name: torch.zeros({rows}, {length}, dtype=torch.long) for name in ("input_ids", "labels")}},
     lambda model, batch: model(**batch).loss, precision="bf16", gpu="a100-80gb",
 )
 print(json.dumps([imported, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,

@@ -120,9 +120,11 @@ def optimum_runs() -> list[Run]:
         return {"pixel_values": torch.zeros(2, 3, 224, 224), "labels": torch.zeros(2, dtype=torch.int64)}
 
     rows: list[tuple[str, float, Callable[[], nn.Module], Callable[[], Any]]] = [
-        ("RoBERTa-base b2", 2707.42, lambda: transformers.RobertaForSequenceClassification(roberta), tokens(2, 16, "class")),
+        ("RoBERTa-base b2", 2707.42, lambda: transformers.RobertaForSequenceClassification(roberta),
+         tokens(2, 16, "class")),
         ("ViT-B/16 b2", 1935.67, lambda: transformers.ViTForImageClassification(vit), pixels),
-        ("BERT-base MLM b2", 2497.71, lambda: transformers.BertForMaskedLM(transformers.BertConfig()), tokens(2, 16, "tokens")),
+        ("BERT-base MLM b2", 2497.71, lambda: transformers.BertForMaskedLM(transformers.BertConfig()),
+         tokens(2, 16, "tokens")),
     ]  # fmt: skip
     return [
         Run(source, name, megabytes * 1e6 / MIB, "reserved",
@@ -159,13 +161,14 @@ def bert_large_runs() -> list[Run]:
     rows: list[tuple[str, float, int, dict[str, Any]]] = [
         ("BERT-large b4", 14949, 4, {"optimizer": single}),
         ("BERT-large b1, accumulated 4", 8681, 1, {"optimizer": single, "micro_batches": 4}),
-        ("BERT-large b1, accumulated 4, checkpointed", 6775, 1, {"optimizer": single, "micro_batches": 4, "ckpt": True}),
+        ("BERT-large b1, accumulated 4, checkpointed", 6775, 1,
+         {"optimizer": single, "micro_batches": 4, "checkpointed": True}),
         ("BERT-large b4 fp16", 13939, 4, {"optimizer": single, "precision": "fp16"}),
         ("BERT-large b4 Adafactor", 12295, 4, {"optimizer": adafactor}),
     ]  # fmt: skip
 
     def predict(rows: int, options: dict[str, Any]) -> Any:
-        checkpointed = options.pop("ckpt", False)
+        checkpointed = options.pop("checkpointed", False)
         with patch.object(F, "softmax", softmax_before_1_11):
             return estimate(
                 lambda: build(checkpointed), tokens(rows, 512, "class"), language_model, gpu="v100", **options
@@ -269,8 +272,8 @@ def main() -> None:
         head = [
             "# Predicted and published peaks",
             "",
-            f"`python bench/profile_published.py --write`, {datetime.date.today()}, torch {torch.__version__}, transformers "
-            f"{transformers.__version__}, Python {platform.python_version()}, CPU only. Seconds are CPU time.",
+            f"`python bench/profile_published.py --write`, {datetime.date.today()}, torch {torch.__version__}, "
+            f"transformers {transformers.__version__}, Python {platform.python_version()}, CPU only. Seconds are CPU time.",
             "",
         ]
         RESULTS.write_text("\n".join([*head, *text, ""]), encoding="utf-8")

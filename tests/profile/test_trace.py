@@ -97,11 +97,14 @@ def test_the_breakdown_sums_to_the_peak_and_the_peak_to_a_counter_s():
 
 
 def test_a_full_card_refuses_and_holds_nothing_of_the_refused_operation():
-    with MemoryTrace(CachingAllocator(capacity_bytes=20 * MIB)) as trace:
+    with MemoryTrace(CachingAllocator(capacity_bytes=40 * MIB)) as trace:
         kept = torch.ones(2 * MIB)
-        with pytest.raises(OutOfMemoryError, match=r"Tried to allocate 16\.00 MiB.*total capacity of 20\.00 MiB"):
-            kept + torch.ones(4 * MIB)
-        assert trace.allocator.allocated_bytes == kept.nbytes
+        with pytest.raises(
+            OutOfMemoryError, match=r"Tried to allocate 40\.00 MiB.*total capacity of 40\.00 MiB"
+        ) as error:
+            torch.ones(2 * MIB).repeat(5)
+        # the exception is still alive, with its frames
+        assert trace.allocator.allocated_bytes == kept.nbytes, error
         assert (kept + 1).numel() == 2 * MIB
 
 

@@ -1,0 +1,151 @@
+"""Out-of-memory messages as torch 1.8 to 2.13 word them, alone and in logs: sizes to the byte, kinds, cures."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from oomfix.diagnose import diagnose
+from oomfix.diagnose_command import diagnose as command
+
+MIB, GIB = 2**20, 2**30
+
+TORCH_1_8 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.79 GiB total capacity; 5.89 GiB already "
+    "allocated; 13.44 MiB free; 6.16 GiB reserved in total by PyTorch)"
+)
+TORCH_1_13 = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB (GPU 0; 14.76 GiB total capacity; "
+    "12.25 GiB already allocated; 1.03 GiB free; 12.50 GiB reserved in total by PyTorch) If reserved memory is >> "
+    "allocated memory try setting max_split_size_mb to avoid fragmentation."
+)
+TORCH_2_1 = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacty of 23.65 "
+    "GiB of which 1.50 GiB is free. Process 4321 has 22.14 GiB memory in use. Of the allocated memory 21.00 GiB is "
+    "allocated by PyTorch, and 700.00 MiB is reserved by PyTorch but unallocated."
+)
+TORCH_2_13 = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.14 GiB "
+    "of which 1.50 GiB is free. Process 99 has 30.00 GiB memory in use. Including non-PyTorch memory, this process has "
+    "47.50 GiB memory in use. 60.00 GiB allowed; Of the allocated memory 46.00 GiB is allocated by PyTorch, and 1.00 "
+    "GiB is reserved by PyTorch but unallocated."
+)
+# as the write-ups quote theirs
+FEW_SHOT = """torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.35 GiB.\x20
+GPU 0 has a total capacity of 15.89 GiB of which 375.12 MiB is free.
+Process has 15.52 GiB memory in use."""
+CAMOUFLAGE = """Stage 2 (full fine-tuning), epoch 31
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 600.00 MiB.
+GPU 0 has a total capacity of 14.74 GiB of which 378.12 MiB is free.
+Process has 14.37 GiB memory in use. Of the allocated memory 12.77 GiB
+is allocated by PyTorch, and 1.45 GiB is reserved by PyTorch but unallocated.
+"""
+
+
+def only(text):
+    found = diagnose(text)
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "requested", "capacity", "allocated", "unallocated"),
+    [
+        (TORCH_1_8, 20 * MIB, 7.79 * GIB, 5.89 * GIB, 0.27 * GIB),
+        (TORCH_1_13, 1.5 * GIB, 14.76 * GIB, 12.25 * GIB, 0.25 * GIB),
+        (TORCH_2_1, 2 * GIB, 23.65 * GIB, 21 * GIB, 700 * MIB),
+        (TORCH_2_13, 2 * GIB, 60 * GIB, 46 * GIB, 1 * GIB),
+    ],
+)
+def test_every_format_gives_its_sizes(message, requested, capacity, allocated, unallocated):
+    crash = only(message).crash
+    assert crash.requested == int(requested)
+    assert (crash.capacity, crash.allocated) == (int(capacity), int(allocated))
+    assert crash.unallocated == pytest.approx(unallocated, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("message", "others"), [(TORCH_1_8, 0), (TORCH_1_13, 0), (TORCH_2_1, 470), (TORCH_2_13, 30 * 1024)]
+)
+def test_only_other_processes_count_as_others(message, others):
+    """In torch 2.1 the process named is this one: its context is no other process."""
+    assert only(message).crash.others <= (others + 1) * MIB
+    assert (only(message).kind == "another process") == (others > 1024)
+
+
+def test_reserved_and_unused_memory_beyond_the_request_is_fragmentation():
+    assert only(TORCH_1_8).kind == "fragmentation"
+    assert "expandable_segments" in only(TORCH_1_8).cures[0]
+    # 0.25 GiB unused, 1.5 GiB asked for
+    assert only(TORCH_1_13).kind == "too large"
+
+
+def test_the_advice_names_the_preset_of_the_card():
+    assert any("--preset 16gb" in cure for cure in only(TORCH_1_13).cures)
+    assert any("--preset 16gb" in cure for cure in only(FEW_SHOT).cures)
+
+
+def test_the_write_up_that_died_at_its_second_stage_is_told_so_and_that_memory_was_fragmented():
+    found = only(CAMOUFLAGE)
+    assert found.kind == "stage switch" and "Stage 2" in found.evidence[0]
+    assert any("1.45 GiB" in sentence for sentence in found.evidence)
+    assert only(CAMOUFLAGE.replace("Stage 2", "Stage 1")).kind == "fragmentation"
+
+
+def test_a_run_that_dies_after_epochs_leaks():
+    log = "Epoch 1: loss 0.3\nEpoch 37: loss 0.1\n" + TORCH_1_13
+    found = only(log)
+    assert found.kind == "leak" and "epoch 37" in found.evidence[0] and found.crash.line == 3
+    assert only("Epoch 1: loss 0.3\n" + TORCH_1_13).kind == "too large"
+
+
+def test_growing_memory_in_the_log_is_a_leak():
+    log = "step 1: 3.50 GB allocated\nstep 2: 4.50 GB allocated\nstep 3: 5.50 GB allocated\n" + TORCH_1_13
+    assert only(log).kind == "leak"
+    steady = log.replace("4.50", "3.50").replace("5.50", "3.51")
+    assert only(steady).kind == "too large"
+
+
+@pytest.mark.parametrize(
+    ("frame", "kind"),
+    [
+        (
+            'File "/lib/torch/optim/adamw.py", line 184, in _init_group\n    state["exp_avg"] = torch.zeros_like(',
+            "first optimizer step",
+        ),
+        ('File "train.py", line 9, in <module>\n    checkpoint = torch.load("best.pt")', "checkpoint loading"),
+        ('File "train.py", line 70, in validate\n    out = model(images)', "evaluation"),
+        ('File "train.py", line 70, in train\n    out = model(images)', "too large"),
+    ],
+)
+def test_the_traceback_tells_where_it_happened(frame, kind):
+    log = f"Traceback (most recent call last):\n  {frame}\n{TORCH_1_13}"
+    assert only(log).kind == kind
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: CUDA error: out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "The run ended in an OOM.",
+    ],
+)
+def test_errors_without_sizes_are_still_errors(message):
+    assert only(message).kind == "unknown"
+
+
+def test_an_error_that_repeats_is_reported_once_and_another_one_too():
+    assert len(diagnose("\n".join([TORCH_1_8, TORCH_1_8, TORCH_1_13]))) == 2
+
+
+def test_a_log_without_such_an_error_is_clean():
+    assert diagnose("epoch 1: loss 0.1, memory 3.5 GB allocated\n") == []
+
+
+def test_the_command_reads_standard_input_and_says_by_its_exit_code_what_it_found():
+    found = CliRunner().invoke(command, ["--script", "fit.py"], input=TORCH_1_13)
+    assert found.exit_code == 1 and "`oomfix apply --preset 16gb fit.py`" in found.output
+    assert CliRunner().invoke(command, [], input="all well").exit_code == 0
+    as_json = CliRunner().invoke(command, ["--format", "json"], input=TORCH_1_13)
+    assert json.loads(as_json.output)["diagnoses"][0]["kind"] == "too large"
