@@ -14,12 +14,13 @@ from oomfix.rewrite.edits import apply_edits
 from oomfix.rewrite.effects import Helpers, last_name
 from oomfix.rewrite.inplace import InPlace
 from oomfix.rewrite.layout import Layout
+from oomfix.rewrite.lift import CannotLift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loops import Form, Judge, Verdict
 from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, prepare_edits, unused_amp_imports
-from oomfix.rewrite.slices import CannotLift, OutsideOfBlock, Site, Slicer
+from oomfix.rewrite.slices import Slicer
 from oomfix.rules.base import Edit, Finding, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.names import path_of

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.layout import Layout, Lines
-from oomfix.rewrite.slices import CannotLift, Lift
+from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.script.edits import Edit, bounds
 
 

@@ -163,6 +163,7 @@ class Liveness:
         else:
             declared = {name for node in nodes_of_scope_body(scope) for name in _declared(node)}
             self.always |= declared
+        self._everything = {name for statement in scope.body for name in names_read(statement)}
         self._after: dict[int, set[str]] = {}
         self._loops: list[tuple[set[str], set[str]]] = []
         self._handlers: list[set[str]] = []
@@ -170,7 +171,8 @@ class Liveness:
 
     def after(self, statement: ast.stmt) -> set[str]:
         """The names that may be read, once the statement has run, before they are bound again."""
-        return self._after[id(statement)] | self.always
+        # a kind of block that is not known here: anything may be read behind it
+        return self._after.get(id(statement), self._everything) | self.always
 
     def before(self, statements: list[ast.stmt], after: set[str]) -> set[str]:
         """The names read by a straight run of statements, or after it, before the run binds them."""

@@ -1,0 +1,72 @@
+"""A loss and the statements it depends on, and why they may have to stay where they are."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+
+from oomfix.rewrite.liveness import Scope
+
+
+class CannotLift(Exception):
+    """The slice has to stay where it is; the message is a clause that completes "in place, because ..."."""
+
+
+class OutsideOfBlock(CannotLift):
+    """Nothing in the block of the backward computes the loss."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a backward stands: a statement in a block, in an iteration, in a scope."""
+
+    statement: ast.Expr
+    block: list[ast.stmt]
+    header: int
+    """The line above the block's first statement that belongs to something else (the block's own header)."""
+    scope: Scope
+    iteration: ast.For | ast.AsyncFor | ast.While | None
+    """The loop around it in the same scope; None where the loop is in a caller."""
+    root: ast.expr
+    """What is differentiated, without the scaler around it."""
+    bound_before: frozenset[str]
+    """Names that are bound for certain when the block is entered."""
+    branch: ast.If | None = None
+    """The `if train:` around the backward, where the loss is computed outside of it; `block` is the one it is in."""
+
+    @property
+    def end(self) -> ast.stmt:
+        """The statement of `block` that runs the backward."""
+        return self.statement if self.branch is None else self.branch
+
+
+@dataclass
+class Lift:
+    """A slice that can become a function. Statements are in program order.
+
+    Attributes:
+        lifted: the slice.
+        copied: statements that stay, and are repeated at the start of the function: sizes of the batch.
+        before: gradient resets found in between, to run before the function is called.
+        after: what stood in between, to run after it.
+        inputs: the parameters: what belongs to the batch, and what the slice reads before it binds it.
+        loss: the name of the loss, None where it is an expression.
+        outputs: the names read later, but for the loss.
+        loss_is_read: whether the loss is read later.
+        deletes: names to take out of a `del`, since they no longer exist where it stands.
+        own: names bound only on some ways through the slice, and read on the same ones.
+        rescaled: `loss = loss / k` at the end of the slice, done again behind what reads the loss before it.
+    """
+
+    site: Site
+    lifted: list[ast.stmt]
+    copied: list[ast.stmt] = field(default_factory=list)
+    before: list[ast.stmt] = field(default_factory=list)
+    after: list[ast.stmt] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    loss: str | None = None
+    outputs: list[str] = field(default_factory=list)
+    loss_is_read: bool = False
+    deletes: dict[ast.Delete, set[str]] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    rescaled: list[ast.stmt] = field(default_factory=list)
