@@ -124,7 +124,7 @@ class Judge:
         if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
             return f"the backward in line {line} has arguments that cannot be followed"
         root = self._amp.root_of(node)
-        if self._is_engine(root) or (not event.origins and not self._is_loss(root)):
+        if (node.args or not event.origins) and (self._is_engine(root) or not self._is_loss(root)):
             return f"`{ast.unparse(node.func)}` in line {line} may be a method of another file's object"
         return None
 
@@ -203,7 +203,14 @@ class Judge:
         return None
 
     def _follows(self, step: Step, reader: ast.stmt, verdict: Verdict) -> bool:
-        """Whether a step runs whenever a statement does: no `if` stands around it that skips stepping."""
+        """Whether a step runs whenever a statement does: no `if` skips it, no loop of backwards ends before it."""
+        for loop in self._blocks.ancestors(reader):
+            if loop is self._blocks.scope_of(reader):
+                break
+            if isinstance(loop, ast.For | ast.While):
+                inside = {id(child) for child in ast.walk(loop)}
+                if id(step.node) not in inside and any(id(event.node) in inside for event in verdict.backwards):
+                    return False
         around = {id(condition) for condition in self._blocks.conditions_of(reader)}
         for condition in self._blocks.conditions_of(step.node):
             inside = {id(child) for child in ast.walk(condition)}
@@ -345,7 +352,8 @@ def _makes_an_object(value: ast.expr | None) -> bool:
 
 
 def _clips_or_reads(statement: ast.stmt) -> bool:
-    return reads_gradients(statement) and not effects.is_zero_grad(statement)
+    unscales = any(last_name(call) == "unscale_" for call in effects.calls_in(statement))
+    return unscales or (reads_gradients(statement) and not effects.is_zero_grad(statement))
 
 
 def reads_gradients(node: ast.AST) -> bool:

@@ -138,6 +138,8 @@ class Slicer:
         for node in nodes_of_scope(statement):
             if isinstance(node, ast.Delete | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.ClassDef):
                 raise CannotLift(f"line {node.lineno} holds `{type(node).__name__.lower()}` on the way to the loss")
+            if isinstance(node, ast.Call) and path_of(node.func) == "super" and not node.args:
+                raise CannotLift(f"`super()` in line {node.lineno} means the method it stands in")
             if isinstance(node, ast.Call) and effects.last_name(node) == "zero_grad":
                 raise CannotLift(f"gradients are reset inside of the part that the loss is computed in, line {line}")
         declared = _declared_names(lift.site.scope)

@@ -279,6 +279,7 @@ def test_two_backwards_stay_in_place_and_keep_their_gradient_resets():
         ("out = model(x)\n    reset_grad()\n    loss = out.sum()", "may reset gradients"),
         ("out = model(x)\n    noise = torch.rand(1)\n    loss = out.sum() * torch.rand(1)", "draws random numbers"),
         ("loss = model(x).sum() + len(locals())", "`locals()` in line"),
+        ("out = model(x)\n    loss = super().criterion(out, y)", "`super()` in line"),
     ],
 )
 def test_what_cannot_be_moved_stays_in_place_with_the_reason(inside, reason):
@@ -429,3 +430,18 @@ def test_an_optimizer_out_of_a_container_is_stepped():
             loss.backward()
             parts["optimizer"].step()
         """)
+
+
+def test_gradients_clipped_in_a_window_that_steps_behind_its_loop_leave_it_alone():
+    _, forms = apply("""\
+        for epoch in range(3):
+            for i in range(4):
+                x, y = next(batches)
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    assert forms[0][0] == "none"
+    assert "also where no step follows" in (forms[0][1] or "")
