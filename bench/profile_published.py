@@ -9,7 +9,6 @@ says, including what stays alive because a script keeps it in a variable.
 
 import argparse
 import datetime
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -273,7 +272,7 @@ def main() -> None:
             "# Predicted and published peaks",
             "",
             f"`python bench/profile_published.py --write`, {datetime.date.today()}, torch {torch.__version__}, "
-            f"transformers {transformers.__version__}, Python {platform.python_version()}, CPU only. Seconds are CPU time.",
+            f"transformers {transformers.__version__}, CPU only; seconds are CPU time.",
             "",
         ]
         RESULTS.write_text("\n".join([*head, *text, ""]), encoding="utf-8")

@@ -80,7 +80,11 @@ class CardTrace(MemoryTrace):
 
 
 def _is_cuda(device: object) -> bool:
-    return isinstance(device, torch.device) and device.type == "cuda"
+    if not isinstance(device, torch.device) or device.type != "cuda":
+        return False
+    if device.index:
+        raise RuntimeError(f"CUDA error: invalid device ordinal {device.index}: one card is simulated")
+    return True
 
 
 # answers for operations whose result depends on data
@@ -106,7 +110,7 @@ def _all(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _equal(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    trace.assume("tensors compared by torch.equal are equal")
+    trace.assume("tensors that are compared are equal")
     return True
 
 
@@ -151,6 +155,7 @@ _ANSWERS: dict[Any, Callable[[CardTrace, Any, tuple[Any, ...], dict[str, Any]], 
     aten._local_scalar_dense.default: _scalar,
     aten.all.default: _all,
     aten.equal.default: _equal,
+    aten.allclose.default: _equal,
     aten.index.Tensor: _masked_index,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
@@ -199,7 +204,7 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
             return plain_to(here, **options)
         if target is not None:
             # without an index torch would ask the driver which card is meant
-            options["device"] = CUDA if target.type == "cuda" else target
+            options["device"] = CUDA if _is_cuda(target) else target
         return arrived(plain_to(self, **options))
 
     def arrived(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +212,8 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         trace.claim((tensor,), "inputs")
         return tensor
 
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cuda(self: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        _is_cuda(torch.device("cuda", device) if isinstance(device, int) else device)
         return self if isinstance(self, FakeTensor) else arrived(plain_to(self, CUDA))
 
     plain_type = torch.Tensor.type

@@ -26,16 +26,13 @@ from oomfix.profile.cards import find_card
 from oomfix.profile.host import lighten_host
 from oomfix.profile.optimizers import Optimizers
 from oomfix.profile.overheads import CONTEXT_BYTES
+from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.tracker import OutOfMemoryError
 
 _GIB = 2**30
 _PATIENCE_STEPS = 10
 CANNOT_SIMULATE = 2
-
-
-class CannotSimulate(Exception):
-    """The script needs something that no simulation gives; the message is one sentence."""
 
 
 class _EnoughSteps(BaseException):
@@ -89,7 +86,7 @@ def run(script: str, args: list[str], gpu: str = "a100", steps: int = 2, budget_
             raise
         # a training script can fail in any way; its traceback belongs into the report
         except Exception as exception:
-            _refuse_what_cannot_be(exception)
+            refuse_what_cannot_be(exception)
             error = traceback.format_exc()
         finally:
             stop.remove()
@@ -130,23 +127,6 @@ def _stop_after(steps: int, trace: CardTrace) -> None:
     done = Counter(number for _, _, number in trace.steps)
     if min(done.values()) >= steps or max(done.values()) >= steps + _PATIENCE_STEPS:
         raise _EnoughSteps
-
-
-def _refuse_what_cannot_be(error: Exception) -> None:
-    """Turn errors that stem from the simulation, not from the script, into one sentence."""
-    kind = type(error).__name__
-    if isinstance(error, ModuleNotFoundError):
-        raise CannotSimulate(f"it imports {error.name}, which is not installed here") from None
-    if isinstance(error, ImportError):
-        raise CannotSimulate(str(error).splitlines()[0]) from None
-    if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
-        raise CannotSimulate(f"the result of {error.args[0]} depends on data, which a simulated card has not") from None
-    if kind == "UnsupportedOperatorException":
-        raise CannotSimulate(f"{error.args[0]} has no shape rule, as custom CUDA operations often lack") from None
-    if isinstance(error, FileNotFoundError) and error.filename:
-        raise CannotSimulate(f"it needs the file {error.filename}") from None
-    if isinstance(error, RuntimeError) and "data is not allocated yet" in str(error):
-        raise CannotSimulate("it reads the memory of a tensor on the card directly, as custom kernels do") from None
 
 
 def _expandable_segments() -> bool:

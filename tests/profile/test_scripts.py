@@ -37,7 +37,33 @@ RUNS: dict[str, list[str]] = {
     ],
     "camouflage": ["--gpu", "t4", str(ROOT / "fixtures/camouflage/train.py")],
 }  # fmt: skip
-SOURCES = {"crash": CRASH, "cpu_only": CPU_ONLY, "missing": "import no_such_package\n", "large": LARGE}
+SECOND_CARD = "import torch\ntorch.ones(3).to('cuda:1')\n"
+SEVERAL_PROCESSES = "import torch.distributed as dist\ndist.init_process_group('nccl')\n"
+RECOVERING = """
+import torch
+from torch import nn
+from oomfix import runtime
+
+memory = runtime.preset("16gb")
+blocks = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(4)]
+model = memory.prepare(nn.Sequential(*blocks).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(16384, 1024).cuda()
+whole = 0
+for _ in range(3):
+    def forward(x):
+        global whole
+        whole += len(x) == 16384
+        return model(x).pow(2).mean()
+    memory.forward_backward(forward, x)
+    memory.step(optimizer)
+assert whole >= 1
+"""
+SOURCES = {
+    "crash": CRASH, "cpu_only": CPU_ONLY, "missing": "import no_such_package\n", "large": LARGE,
+    "second_card": SECOND_CARD, "several_processes": SEVERAL_PROCESSES, "recovering": RECOVERING,
+}  # fmt: skip
+BUDGETS_GIB = {"large": 5, "recovering": 2}
 
 
 @dataclass
@@ -54,7 +80,10 @@ def runs(tmp_path_factory):
     commands = dict(RUNS)
     for name, source in SOURCES.items():
         (folder / f"{name}.py").write_text(source)
-        commands[name] = [*(["--budget", "5"] if name == "large" else []), str(folder / f"{name}.py")]
+        commands[name] = [
+            *(["--budget", str(BUDGETS_GIB[name])] if name in BUDGETS_GIB else []),
+            str(folder / f"{name}.py"),
+        ]
 
     def start(name: str) -> Run:
         output = folder / f"{name}.json"
@@ -158,6 +187,14 @@ def test_a_budget_raises_out_of_memory_at_its_limit(runs):
     assert run.found["peak_allocated_bytes"] == 3 * GIB and run.found["fits"] == {}
 
 
+def test_a_script_on_the_runtime_recovers_on_a_card_that_is_too_small(runs):
+    """The whole batch does not fit 2 GiB less the context: the runtime takes it in pieces and the script goes on."""
+    run = runs("recovering")
+    assert run.code == 0, run.stderr
+    assert run.found["out_of_memory"] is None and len(run.found["steps"]) == 2
+    assert run.found["peak_reserved_bytes"] <= 2 * GIB - run.found["context_bytes"]
+
+
 def test_a_script_that_fails_shows_its_own_traceback(runs):
     run = runs("crash")
     assert run.code == 1 and "KeyError: 'mine'" in run.stderr and "KeyError: 'mine'" in run.found["error"]
@@ -165,7 +202,12 @@ def test_a_script_that_fails_shows_its_own_traceback(runs):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("cpu_only", 'no tensor was moved to "cuda"'), ("missing", "it imports no_such_package, which is not installed")],
+    [
+        ("cpu_only", 'no tensor was moved to "cuda"'),
+        ("missing", "it imports no_such_package, which is not installed"),
+        ("second_card", "it uses a second card"),
+        ("several_processes", "it trains in several processes"),
+    ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs, name, reason):
     run = runs(name)

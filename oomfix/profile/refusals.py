@@ -1,0 +1,24 @@
+"""Scripts that no simulation can run, and the sentence that says why."""
+
+
+class CannotSimulate(Exception):
+    """The script needs something that no simulation gives; the message is one sentence."""
+
+
+def refuse_what_cannot_be(error: Exception) -> None:
+    """Turn errors that stem from the simulation, not from the script, into one sentence."""
+    kind = type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        raise CannotSimulate(f"it imports {error.name}, which is not installed here") from None
+    if isinstance(error, ImportError):
+        raise CannotSimulate(str(error).splitlines()[0]) from None
+    if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        raise CannotSimulate(f"the result of {error.args[0]} depends on data, which a simulated card has not") from None
+    if kind == "UnsupportedOperatorException":
+        raise CannotSimulate(f"{error.args[0]} has no shape rule, as custom CUDA operations often lack") from None
+    if "invalid device ordinal" in str(error):
+        raise CannotSimulate("it uses a second card, and one is simulated") from None
+    if isinstance(error, FileNotFoundError) and error.filename:
+        raise CannotSimulate(f"it needs the file {error.filename}") from None
+    if isinstance(error, RuntimeError) and "data is not allocated yet" in str(error):
+        raise CannotSimulate("it reads the memory of a tensor on the card directly, as custom kernels do") from None
