@@ -48,7 +48,7 @@ def indented(lines: list[str], by: int) -> str:
 def scripts(draw) -> str:
     header, fetch = HEADERS[draw(st.sampled_from(sorted(HEADERS)))]
     amp, clip, windowed = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
-    in_function, epochs = draw(st.booleans()), draw(st.integers(1, 2))
+    place, epochs = draw(st.sampled_from(["flat", "function", "helper", "method"])), draw(st.integers(1, 2))
     loss = LOSSES[draw(st.sampled_from(sorted(LOSSES)))]
     if amp:
         loss = ["with autocast():", *(f"    {line}" for line in loss)]
@@ -73,14 +73,37 @@ def scripts(draw) -> str:
         step = [*step, zero] if late else step
     if draw(st.booleans()):
         step = [*step, "scheduler.step()"]
-    body = [*fetch, *ahead, "seen += x.size(0)", *loss, *between, *rescale, *backward, *step, *after]
-    lines = [*header.splitlines(), *(f"    {line}" for line in body)]
-    if in_function:
-        names = "global total, correct, seen"
-        return TOP + f"def train():\n    {names}\n" + indented(lines, 4) + "\n\n" + "train()\n" * epochs + END
-    return TOP + f"for epoch in range({epochs}):\n" + indented(lines, 4) + END
+    iteration = [*ahead, "seen += x.size(0)", *loss, *between, *rescale, *backward, *step, *after]
+    return TOP + PLACES[place](header, fetch, iteration, epochs) + END
 
 
+def flat(header: str, fetch: list[str], iteration: list[str], epochs: int) -> str:
+    lines = [*header.splitlines(), *(f"    {line}" for line in [*fetch, *iteration])]
+    return f"for epoch in range({epochs}):\n" + indented(lines, 4)
+
+
+def in_function(header: str, fetch: list[str], iteration: list[str], epochs: int) -> str:
+    lines = [*header.splitlines(), *(f"    {line}" for line in [*fetch, *iteration])]
+    return "def train():\n    global total, correct, seen\n" + indented(lines, 4) + "\n\n" + "train()\n" * epochs
+
+
+def in_helper(header: str, fetch: list[str], iteration: list[str], epochs: int) -> str:
+    helper = "def train_step(model, x, y):\n    global total, correct, seen\n" + indented(iteration, 4) + "\n\n"
+    lines = [*header.splitlines(), *(f"    {line}" for line in [*fetch, "train_step(model, x, y)"])]
+    return helper + f"for epoch in range({epochs}):\n" + indented(lines, 4)
+
+
+def in_method(header: str, fetch: list[str], iteration: list[str], epochs: int) -> str:
+    names = {"model(": "self.model(", "optimizer": "self.optimizer", "scaler": "self.scaler", "model.p": "self.model.p"}
+    lines = [*header.splitlines(), *(f"    {line}" for line in [*fetch, *iteration])]
+    for old, new in names.items():
+        lines = [line.replace(old, new) for line in lines]
+    parts = "self.model, self.optimizer, self.scaler = model, optimizer, scaler"
+    text = f"class Trainer:\n    def __init__(self):\n        {parts}\n\n    def train(self):\n"
+    return text + "        global total, correct, seen\n" + indented(lines, 8) + "\n\n" + "Trainer().train()\n" * epochs
+
+
+PLACES = {"flat": flat, "function": in_function, "helper": in_helper, "method": in_method}
 END = "print(f'{float(total):.10f} {float(correct):.1f}')\n"
 
 
