@@ -445,3 +445,20 @@ def test_gradients_clipped_in_a_window_that_steps_behind_its_loop_leave_it_alone
         """)
     assert forms[0][0] == "none"
     assert "also where no step follows" in (forms[0][1] or "")
+
+
+def test_a_function_called_before_the_name_is_bound_again_sees_this_batch():
+    text, _ = apply("""\
+        def show():
+            print(out)
+
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            show()
+            out = None
+        """)
+    assert "return loss, out\n" in text

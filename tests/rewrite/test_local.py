@@ -1,0 +1,55 @@
+"""All local fixes of a file together: each once, none that a comment silences, none left to be found."""
+
+from oomfix.rewrite.apply import Options, apply_to
+from oomfix.rewrite.local import findings_of
+from oomfix.rules import all_rules
+from oomfix.source import Source
+
+EVALUATION = """\
+import torch
+
+def validate(model, loader):
+    model.eval()
+    images, texts = [], []
+    for x, t in loader:
+        images.append(model.encode_image(x))
+        texts.append(model.encode_text(t))
+    return torch.cat(images), torch.cat(texts)
+
+validate(model, loader)[0].sum().item()
+"""
+
+
+def fixed(text: str, only: tuple[str, ...] = ()) -> tuple[str, list[str]]:
+    source = Source.from_bytes("train.py", text.encode())
+    result = apply_to(source, all_rules(), Options("16gb", runtime=False, only=only))
+    return result.text, [fix.code for fix in result.fixed]
+
+
+def test_findings_with_the_same_fix_are_mended_by_one_edit_and_counted_each():
+    text, codes = fixed(EVALUATION)
+    assert codes == ["OOM201", "OOM201"]
+    assert text == EVALUATION.replace("def validate", "@torch.no_grad()\ndef validate")
+
+
+def test_nothing_that_was_fixed_is_found_again():
+    text, _ = fixed(EVALUATION)
+    assert [finding.code for finding in findings_of(Source.from_bytes("t.py", text.encode()), all_rules())] == []
+
+
+def test_a_silenced_finding_is_not_fixed():
+    text = 'import torch\nstate = torch.load("last.pt")  # oomfix: ignore[OOM205]\n'
+    assert fixed(text) == (text, [])
+
+
+def test_notes_are_left_unless_they_are_asked_for():
+    text = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+"""
+    assert fixed(text) == (text, [])
+    assert fixed(text, only=("OOM203",))[0] == text.replace("zero_grad()", "zero_grad(set_to_none=True)")
