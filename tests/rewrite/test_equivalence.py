@@ -46,9 +46,12 @@ def test_fixtures_train_the_same_to_the_bit_when_off(name):
     assert_same_bits(run(text, argv), run(after, argv, preset="off"))
 
 
-@pytest.mark.parametrize("name", ["clip", "retinopathy", "camouflage"])
+@pytest.mark.parametrize("name", ["clip", "retinopathy"])
 def test_fixtures_train_the_same_to_rounding_when_split(name):
-    """With normalisation by sample: BatchNorm over micro-batches is another computation, and the runtime says so."""
+    """With normalisation by sample: BatchNorm over micro-batches is another computation, and the runtime says so.
+
+    few_shot stays in place, fine_grained pairs images within a batch, and camouflage balances its experts over one.
+    """
     text = (FIXTURES / name / "train.py").read_text()
     text = re.sub(r"nn\.BatchNorm2d\(", "nn.GroupNorm(1, ", text)
     argv = ["--tiny", "--epochs", "2", *(["--ovo_dropout", "0"] if name == "retinopathy" else [])]
