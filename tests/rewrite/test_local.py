@@ -10,11 +10,12 @@ import torch
 
 def validate(model, loader):
     model.eval()
-    images, texts = [], []
+    total = 0.0
     for x, t in loader:
-        images.append(model.encode_image(x))
-        texts.append(model.encode_text(t))
-    return (torch.cat(images) @ torch.cat(texts).T).mean().item()
+        a = model(x)
+        b = model(t)
+        total += (a * b).mean().item()
+    return total
 """
 
 
