@@ -63,3 +63,10 @@ def test_fixtures_become_their_golden_files(name):
     source = Source.from_bytes("train.py", (FIXTURES / name / "train.py").read_bytes())
     after = apply_to(source, all_rules(), options())
     assert after.text == (FIXTURES / name / "after_16gb.py").read_text()
+
+
+@pytest.mark.parametrize("name", ["char_transformer", "digits_cnn", "digits_mlp", "gan", "phases"])
+def test_scaled_gradients_are_unscaled_before_they_are_clipped_and_stepped(name):
+    """In fp16 the loss is scaled by 65536: a clip or a step that saw scaled gradients would be far off."""
+    text = (HERE / "scripts" / f"{name}.py").read_text()
+    assert_close(run(text), run(rewritten(text, precision="fp16").text), relative=1e-2)
