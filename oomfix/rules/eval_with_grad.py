@@ -33,7 +33,11 @@ class EvalWithGrad(Rule):
     def check(self, script: Script) -> Iterator[Finding]:
         if script.is_test_module:
             return
-        recorded = [forward for forward in script.evaluation_forwards if forward.site.grad is Graph.YES]
+        recorded = [
+            forward
+            for forward in script.evaluation_forwards
+            if forward.site.grad is Graph.YES and not forward.graphless
+        ]
         for forward in script.distinct(recorded):
             yield self.finding(
                 script.place(forward.node),

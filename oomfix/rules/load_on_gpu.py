@@ -18,7 +18,8 @@ class LoadOnGpu(Rule):
 
     Quiet when: `map_location` is given, by name or as the second argument.
 
-    Fix: `torch.load(path, map_location="cpu")`; `load_state_dict` copies to wherever the parameters are.
+    Fix: `torch.load(path, map_location="cpu")`; `load_state_dict` copies to wherever the parameters are. A whole model
+    or a tensor loaded this way has to be moved to its device afterwards.
     """
 
     code = "OOM205"
@@ -35,7 +36,7 @@ class LoadOnGpu(Rule):
             yield self.finding(
                 script.place(call),
                 "`torch.load` without `map_location` loads the checkpoint onto the GPU it was saved from",
-                edits=add_keyword(script.source, call, 'map_location="cpu"'),
+                edits=add_keyword(script.source, call, 'map_location="cpu"') if script.only_loads_state(call) else (),
             )
 
     INVALID = [
@@ -57,6 +58,7 @@ state = read(
     path,
     weights_only=True,
 )
+model.load_state_dict(state["model"])
 """,
             (3,),
             """
@@ -65,7 +67,16 @@ state = read(
     path,
     weights_only=True, map_location="cpu",
 )
+model.load_state_dict(state["model"])
 """,
+        ),
+        Invalid(
+            """
+import torch
+model = torch.load("model.pt")
+predict(model(x.cuda()))
+""",
+            (3,),
         ),
     ]
     VALID = [

@@ -30,6 +30,8 @@ class MissingLossDivision(Rule):
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:
+        if script.divides_gradients:
+            return
         for loop in script.loops:
             if loop.window is None or loop.accumulates_by_itself:
                 continue

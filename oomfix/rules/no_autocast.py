@@ -29,7 +29,7 @@ class NoAutocast(Rule):
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:
-        if not script.may_use_cuda or script.uses_apex or script.autocasts_out_of_sight:
+        if not script.may_use_cuda or script.uses_apex or script.autocasts_out_of_sight or script.trains_in_half:
             return
         bare = [
             forward

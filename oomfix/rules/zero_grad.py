@@ -55,7 +55,7 @@ class ZeroGrad(Rule):
                     script.place(call),
                     "fills gradients with zeros on torch below 2.0 instead of freeing them",
                     severity=Severity.WARNING if old else Severity.NOTE,
-                    edits=add_keyword(script.source, call, "set_to_none=True"),
+                    edits=() if script.defines_zero_grad else add_keyword(script.source, call, "set_to_none=True"),
                 )
         for call in script.gradients_zeroed_by_hand():
             yield self.finding(

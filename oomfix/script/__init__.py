@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
 
-_CUDA = re.compile(r"cuda|\bgpu|\.to\(|device|accelerat|fabric", re.IGNORECASE)
+_CUDA = re.compile(r"cuda|\bgpu|accelerat|fabric", re.IGNORECASE)
+_DEVICE = re.compile(r"\.to\(|device", re.IGNORECASE)
+_OTHER_DEVICE = re.compile(r"^\s*\w*device\w*\s*=\s*(torch\.device\()?[\"'](cpu|mps)[\"']|torch_xla", re.MULTILINE)
+_HALF = re.compile(
+    r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
+)
+_DIVIDING_GRADIENTS = (".grad.div_", ".grad.mul_", ".grad.data.div_", ".grad.data.mul_")
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
 _STATE_NAME = re.compile(
@@ -125,8 +131,14 @@ class Script:
 
     @cached_property
     def may_use_cuda(self) -> bool:
-        """Whether anything in the file speaks of a device other than the CPU."""
-        return bool(_CUDA.search(self.source.text))
+        """Whether the script may run on a GPU: it names one, or a device that is not said to be another."""
+        text = self.source.text
+        return bool(_CUDA.search(text)) or (bool(_DEVICE.search(text)) and not _OTHER_DEVICE.search(text))
+
+    @cached_property
+    def trains_in_half(self) -> bool:
+        """Whether the model itself is in 16 bits, so that autocast has nothing to do."""
+        return bool(_HALF.search(self.source.text))
 
     @cached_property
     def uses_apex(self) -> bool:
@@ -331,6 +343,40 @@ class Script:
             if forward.origin in self.trace.backpropagated
             for function in forward.site.functions
         }
+
+    def only_loads_state(self, call: ast.Call) -> bool:
+        """Whether what a call gives goes into `load_state_dict`, which copies it to where the parameters are."""
+        if any(call in ast.walk(load) for load in self.calls_of_method("load_state_dict")):
+            return True
+        names = {
+            path_of(statement.targets[0])
+            for statement in self.imports.nodes
+            if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1
+        }
+        return any(
+            path_of(node) in names
+            for load in self.calls_of_method("load_state_dict")
+            for argument in load.args
+            for node in ast.walk(argument)
+            if isinstance(node, ast.Name | ast.Attribute)
+        )
+
+    @cached_property
+    def defines_zero_grad(self) -> bool:
+        """Whether a class of the file has a `zero_grad` of its own, which may take no argument."""
+        return any(isinstance(node, ast.FunctionDef) and node.name == "zero_grad" for node in self.imports.nodes)
+
+    @cached_property
+    def divides_gradients(self) -> bool:
+        """Whether gradients are divided by hand before the step: `p.grad /= k`, `p.grad.div_(k)`."""
+        for node in self.imports.nodes:
+            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
+                if (path_of(node.target) or "").endswith((".grad", ".grad.data")):
+                    return True
+            elif isinstance(node, ast.Call):
+                if (path_of(node.func) or "").endswith(_DIVIDING_GRADIENTS):
+                    return True
+        return False
 
     def removal_of(self, call: ast.expr) -> tuple[Edit, ...]:
         """The edit that takes a call out which is a statement of its own; empty for any other."""

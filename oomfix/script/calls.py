@@ -9,7 +9,7 @@ from dataclasses import replace
 from oomfix.script import torch_facts
 from oomfix.script.containers import STORING, Containers
 from oomfix.script.contexts import NULL, context_of_call
-from oomfix.script.hints import looks_like_forward, looks_like_loss, looks_like_module
+from oomfix.script.hints import looks_like_forward, looks_like_loss, looks_like_module, looks_like_training
 from oomfix.script.names import path_of
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
@@ -26,15 +26,6 @@ from oomfix.script.values import (
 
 _SAME_MODULE = frozenset(
     "to cuda cpu half float double bfloat16 requires_grad_ train eval apply share_memory compile".split()
-)
-_MODULE_BOOKKEEPING = frozenset(
-    "parameters named_parameters modules named_modules children named_children buffers named_buffers state_dict "
-    "load_state_dict register_buffer register_parameter register_forward_hook add_module get_parameter zero_grad "
-    "save_pretrained save resize_token_embeddings get_parameter_groups no_sync gradient_checkpointing_enable "
-    "register_full_backward_hook register_backward_hook initialize init_weights set_input train_mode "
-    "print_trainable_parameters "
-    "set_grad_checkpointing enable_input_require_grads load num_parameters get_input_embeddings init_hidden "
-    "initHidden reset_parameters update_learning_rate get_config tie_weights freeze unfreeze summary".split()
 )
 
 
@@ -94,6 +85,8 @@ class Calls(Containers):
             return Value(Kind.TENSOR, Graph.MAYBE)
         if name == "itertools.repeat" and arguments:
             return Value(Kind.SEQUENCE, items=(arguments[0],))
+        if name == "functools.partial" and arguments and arguments[0].kind is Kind.EXTERNAL:
+            return self._partial(arguments[0], arguments[1:], keywords)
         if "." not in name and (builtin := self._builtin(node, name, given)) is not None:
             return builtin
         if name in ("torch.autograd.grad", "torch.autograd.backward"):
@@ -104,6 +97,8 @@ class Calls(Containers):
         if name == "torch.cuda.empty_cache":
             self.note_call(name, node)
             return NONE
+        if name.startswith("torchmetrics."):
+            return NUMBER
         if torch_facts.wraps_module(name):
             return self._wrapped(given)
         if torch_facts.is_plain(name):
@@ -126,6 +121,11 @@ class Calls(Containers):
             return flatten(given[0]) if given else UNKNOWN
         return self._unknown(node, path, arguments, keywords, imported=True)
 
+    def _partial(self, function: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        """A context whose arguments are given beforehand is that context; any other function stays itself."""
+        context = context_of_call(function.ref, arguments, keywords)
+        return function if context is None else context
+
     def _has_parameters(self, node: ast.Call) -> bool:
         return any(
             isinstance(child, ast.Attribute) and child.attr in ("parameters", "named_parameters", "param_groups")
@@ -143,7 +143,7 @@ class Calls(Containers):
         return Value(Kind.MODULE) if given and given[0].kind is Kind.UNKNOWN else (given[0] if given else UNKNOWN)
 
     def _torch_function(self, name: str, last: str, given: list[Value], keywords: dict[str, Value]) -> Value:
-        if last in torch_facts.INTEGER_RESULTS or last in torch_facts.LEAVING_THE_GRAPH:
+        if last in torch_facts.INTEGER_RESULTS or last in torch_facts.LEAVING_THE_GRAPH or last in torch_facts.COPIES:
             return PLAIN_TENSOR
         content = combine(given)
         if content.graph is Graph.NO:
@@ -210,7 +210,7 @@ class Calls(Containers):
         if self._is_backward_out_of_sight(path, arguments, keywords):
             return self._backward_out_of_sight(node, arguments)
         content = combine(given)
-        if content.graph and self._is_given_what_it_trains(node, given):
+        if content.graph and (self._is_given_what_it_trains(node, given) or self._is_given_terms(path, given)):
             # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
             self.trace.backpropagated |= content.origins
         last = (path or "").rsplit(".", 1)[-1]
@@ -237,6 +237,11 @@ class Calls(Containers):
         if looks_like_module(name) or self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
+
+    def _is_given_terms(self, path: str | None, given: list[Value]) -> bool:
+        """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
+        collected = any(value.kind is Kind.CONTAINER and value.graph for value in given)
+        return collected and looks_like_training((path or "").rsplit(".", 1)[-1])
 
     def _is_given_what_it_trains(self, node: ast.Call, given: list[Value]) -> bool:
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in given):
@@ -319,7 +324,7 @@ class Calls(Containers):
             return False
         value = self.evaluate(node.func)
         last = path.rsplit(".", 1)[-1]
-        imported = value.kind is Kind.EXTERNAL and not str(value.ref).startswith(("torch.", "numpy."))
+        imported = value.kind is Kind.EXTERNAL and not str(value.ref).startswith(("torch.", "torchmetrics.", "numpy."))
         return imported and last[:1].isupper() and len(last) > 2 and not looks_like_loss(last)
 
     def _module_method(
@@ -336,7 +341,7 @@ class Calls(Containers):
             return self.forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
         if name in _SAME_MODULE:
             return receiver
-        if name in _MODULE_BOOKKEEPING or name.startswith(("get_", "set_", "register_", "load_", "save_", "init_")):
+        if name in torch_facts.BOOKKEEPING or name.startswith(("get_", "set_", "register_", "load_", "save_", "init_")):
             if name == "init_hidden" or name.startswith("get_"):
                 return UNKNOWN
             return NUMBER
@@ -373,6 +378,7 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "step": Calls._step,
     "unscale_": Calls._unscale,
     "detach_": Calls._detach_in_place,
+    "enter_context": Calls._enter_context,
     "scale": Calls._scale,
     "train": Calls._mode,
     "eval": Calls._mode,

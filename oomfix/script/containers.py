@@ -95,6 +95,10 @@ class Containers(Training):
         if name in ("append", "extend", "appendleft", "insert") and node.args:
             self._put(node, node.func.value, receiver, given)
         else:
-            for forward in self.trace.forwards_of(combine(given).origins):
+            content = combine(given)
+            if any(value.kind is Kind.CONTAINER and value.graph for value in given):
+                # `agent.update(log_probs, values)`: lists of graphs are terms of a loss out of sight.
+                self.trace.backpropagated |= content.origins
+            for forward in self.trace.forwards_of(content.origins):
                 forward.escaped = True
         return NONE

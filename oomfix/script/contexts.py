@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from oomfix.script.trace import Autocast
 from oomfix.script.values import MISSING, Graph, Kind, Value
@@ -72,7 +73,7 @@ def _autocast(qualified: str, positional: list[Value], keywords: dict[str, Value
 def grad_under(effects: frozenset[str], grad: Graph) -> Graph:
     """Whether gradients are recorded under a context."""
     if "no_grad" in effects:
-        return Graph.NO if len(effects - {"apex"}) == 1 else min(grad, Graph.MAYBE)
+        return Graph.NO if effects <= {"apex", "no_grad"} else min(grad, Graph.MAYBE)
     return Graph.YES if effects == {"grad"} else grad
 
 
@@ -95,4 +96,16 @@ def is_literal_loop(node: ast.expr) -> list[Value] | None:
         elements = [element for element in node.elts if isinstance(element, ast.Constant)]
         if len(elements) == len(node.elts):
             return [Value(Kind.NUMBER, constant=element.value) for element in elements]
+    return None
+
+
+def held_elsewhere(path: str | None) -> frozenset[str] | None:
+    """What a context out of sight may do, by its name: `with amp_autocast():`, `with ctx:`; None for any other."""
+    name = (path or "").rsplit(".", 1)[-1].lower()
+    if re.search(r"autocast|(^|_)amp(_|$)|precision", name):
+        return frozenset({"autocast:unknown"})
+    if re.search(r"no_?grad|inference", name):
+        return frozenset({"no_grad"})
+    if re.search(r"(^|_)(ctx|context|cm|guard|grad)(_|$)", name):
+        return frozenset({"autocast:unknown", "no_grad", "null"})
     return None

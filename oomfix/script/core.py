@@ -6,6 +6,7 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 
+from oomfix.script.contexts import autocast_under, grad_under
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import Hints, scoped
 from oomfix.script.names import path_of
@@ -200,6 +201,14 @@ class Core(ABC):
             if frame.function is not None:
                 yield frame.function
             frame = frame.caller
+
+    def enter_effects(self, effects: frozenset[str] | None) -> None:
+        """Put what a context does around what follows."""
+        if not isinstance(effects, frozenset):
+            return
+        self.state.grad = grad_under(effects, self.state.grad)
+        self.autocast = autocast_under(effects, self.autocast)
+        self.apex = self.apex or "apex" in effects
 
     def note_call(self, name: str, node: ast.Call) -> None:
         """Record a call of a function of interest."""

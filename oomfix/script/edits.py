@@ -210,3 +210,8 @@ def newline_of(source: Source) -> str:
     """The line ending that the file uses."""
     match = re.search(r"\r\n|\r|\n", source.text)
     return match.group() if match else "\n"
+
+
+def line_start(source: Source, offset: int) -> int:
+    """The offset of the first character of the line that an offset is on."""
+    return source.line_starts[source.position(offset)[0] - 1]

@@ -7,7 +7,9 @@ import re
 from typing import TYPE_CHECKING
 
 from oomfix.script.definitions import Function
-from oomfix.script.edits import Edit, newline_of, wrap
+from oomfix.script.edits import Edit, line_start, newline_of, wrap
+from oomfix.script.hints import looks_like_training
+from oomfix.script.names import path_of
 from oomfix.script.trace import Forward, Loop, Trace
 
 if TYPE_CHECKING:
@@ -77,10 +79,21 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     if isinstance(function.node, ast.Lambda) or function.node in script.nodes_trained_through:
         return ()
     node = function.node
-    line = node.decorator_list[0].lineno if node.decorator_list else node.lineno
-    start = script.source.line_starts[line - 1]
-    margin = script.source.text[start : start + node.col_offset]
-    return (Edit(start, start, f"{margin}@torch.no_grad(){newline_of(script.source)}"),)
+    if isinstance(node, ast.AsyncFunctionDef) or _may_train_out_of_sight(script, node):
+        return _wrapped_loop(script, forward)
+    # Right above `def`: other decorators (property, classmethod, a web route) take the function as it then is.
+    start = script.source.offset(node.lineno, node.col_offset)
+    margin = script.source.text[line_start(script.source, start) : start]
+    return (Edit(start, start, f"@torch.no_grad(){newline_of(script.source)}{margin}"),)
+
+
+def _may_train_out_of_sight(script: Script, node: ast.AST) -> bool:
+    """`finetune(model, loader)`, `trainer.fit(model)`: a call out of sight that is named like training."""
+    return any(
+        isinstance(child, ast.Call) and looks_like_training((path_of(child.func) or "").rsplit(".", 1)[-1])
+        for child in ast.walk(node)
+        if not (isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and not child.args)
+    )
 
 
 def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
@@ -88,7 +101,9 @@ def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
     here = forward.node.lineno
     for loop in forward.site.loops:
         encloses = loop.lineno <= here <= (loop.end_lineno or loop.lineno)
-        if encloses and _within(loop, forward.site.function) and not script.trains_in(loop):
+        if not encloses or not _within(loop, forward.site.function) or script.trains_in(loop):
+            continue
+        if not _may_train_out_of_sight(script, loop):
             return wrap(script.source, [loop], "with torch.no_grad():")
     return ()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from oomfix.script.contexts import autocast_under, grad_under, is_literal_loop
+from oomfix.script.contexts import held_elsewhere, is_literal_loop
 from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import read_hints
@@ -151,7 +151,7 @@ class Follower(Expressions):
         grad = state.grad
         self.frame = frame
         for effects in function.effects:
-            self._enter_effects(effects.ref)
+            self.enter_effects(effects.ref)
         body = function.node.body
         if isinstance(body, ast.expr):
             frame.returns.append(self.evaluate(body))
@@ -406,6 +406,24 @@ class Follower(Expressions):
         if self.frame.state is not None and (body_end is None) != (else_end is None):
             self.scopes.append(Guard(node, test, body_end is not None))
 
+    def _match(self, node: ast.Match) -> None:
+        """Each case is a way of its own."""
+        self.evaluate(node.subject)
+        before = self.state
+        ends: list[State | None] = []
+        for case in node.cases:
+            self.frame.state = before.branch()
+            for pattern in ast.walk(case.pattern):
+                if isinstance(pattern, ast.MatchAs | ast.MatchStar) and pattern.name is not None:
+                    self.bind(pattern.name, UNKNOWN, self.loops, None)
+            if case.guard is not None:
+                self.evaluate(case.guard)
+            self.scopes.append(Guard(node, node.subject, True))
+            self._block(case.body)
+            self.scopes.pop()
+            ends.append(self.frame.state)
+        self.frame.state = before.after([*ends, before.branch()])
+
     def _written_out(self, test: ast.expr) -> ast.expr:
         """A decision kept in a variable (`update = (i + 1) % k == 0`), as it was written."""
         binding = self.lookup(test.id) if isinstance(test, ast.Name) else None
@@ -464,9 +482,9 @@ class Follower(Expressions):
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
         grad, autocast, apex = self.state.grad, self.autocast, self.apex
         for item in node.items:
-            value = self.evaluate(item.context_expr)
+            value = self._context_of(item.context_expr, self.evaluate(item.context_expr))
             if value.kind is Kind.CONTEXT:
-                self._enter_effects(value.ref)
+                self.enter_effects(value.ref)
                 if item.optional_vars is not None:
                     entered = value.items[0] if value.items else UNKNOWN
                     self.assign(item.optional_vars, entered, node)
@@ -477,12 +495,32 @@ class Follower(Expressions):
         if self.frame.state is not None:
             self.frame.state.grad = grad
 
-    def _enter_effects(self, effects: frozenset[str] | None) -> None:
-        if not isinstance(effects, frozenset):
-            return
-        self.state.grad = grad_under(effects, self.state.grad)
-        self.autocast = autocast_under(effects, self.autocast)
-        self.apex = self.apex or "apex" in effects
+    def _context_of(self, node: ast.expr, value: Value) -> Value:
+        """A context manager that is made out of sight, or by a generator of the file."""
+        if value.kind is Kind.FUNCTION and isinstance(node, ast.Call):
+            return value
+        if value.kind is Kind.CONTEXT or value.graph:
+            return value
+        called = node.func if isinstance(node, ast.Call) else node
+        path = path_of(called)
+        binding = self.lookup(path) if path is not None else None
+        function = binding.value.ref[0] if binding is not None and binding.value.kind is Kind.FUNCTION else None
+        if isinstance(function, Function):
+            effects = self._effects_inside(function)
+            return Value(Kind.CONTEXT, ref=effects) if effects else value
+        held = held_elsewhere(path) if value.kind is Kind.UNKNOWN else None
+        return value if held is None else Value(Kind.CONTEXT, ref=held)
+
+    def _effects_inside(self, function: Function) -> frozenset[str]:
+        """What a generator made into a context manager puts around its `yield`."""
+        effects: frozenset[str] = frozenset()
+        for statement in ast.walk(function.node):
+            if isinstance(statement, ast.With) and any(isinstance(node, ast.Yield) for node in ast.walk(statement)):
+                for item in statement.items:
+                    value = self.evaluate(item.context_expr)
+                    if value.kind is Kind.CONTEXT:
+                        effects |= value.ref
+        return effects
 
     # Loops
 
@@ -612,6 +650,7 @@ _STATEMENTS: dict[type, Callable[[Any, Any], None]] = {
     ast.AsyncFunctionDef: Follower._define,
     ast.ClassDef: Follower._class,
     ast.If: Follower._if,
+    ast.Match: Follower._match,
     ast.Try: Follower._try,
     ast.With: Follower._with,
     ast.AsyncWith: Follower._with,

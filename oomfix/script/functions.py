@@ -13,6 +13,7 @@ from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, Names
+from oomfix.script.torch_facts import BOOKKEEPING
 from oomfix.script.trace import Guard
 from oomfix.script.values import (
     UNKNOWN,
@@ -118,12 +119,20 @@ class Functions(Core):
                     return False
         return True
 
-    def _is_bare(self, function: Function) -> bool:
-        """A method that calls nothing of its own module: bookkeeping, or a loss written as a method."""
-        return not any(
-            isinstance(child, ast.Call) and (path_of(child.func) or "").startswith("self.")
-            for child in ast.walk(function.node)
-        )
+    def _is_bare(self, function: Function, seen: frozenset[str] = frozenset()) -> bool:
+        """A method that runs no submodule, itself or through other methods: bookkeeping, or a loss."""
+        for child in ast.walk(function.node):
+            path = path_of(child.func) if isinstance(child, ast.Call) else None
+            if path is None or not path.startswith("self."):
+                continue
+            name = path.split(".")[1]
+            own = function.owner.find(name) if function.owner is not None else None
+            if own is not None and path == f"self.{name}":
+                if name not in seen and not self._is_bare(own, seen | {name}):
+                    return False
+            elif name not in BOOKKEEPING and path.rsplit(".", 1)[-1] not in BOOKKEEPING:
+                return False
+        return True
 
     def _too_deep(self, function: Function) -> bool:
         depth, frame = 0, self.frame

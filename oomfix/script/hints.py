@@ -30,6 +30,9 @@ _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits|loss|embeddings?)$",
     re.IGNORECASE,
 )
+_TRAINING_VERB = re.compile(
+    r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
+)
 _LETTER_MODULE_NAME = re.compile(r"^([DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
 _VERB = re.compile(
@@ -59,6 +62,11 @@ def looks_like_forward(method: str) -> bool:
     return bool(_FORWARD_METHOD.search(method))
 
 
+def looks_like_training(name: str) -> bool:
+    """Whether a function out of sight is named like one that backpropagates what it is given."""
+    return bool(_TRAINING_VERB.search(name))
+
+
 def looks_like_loss(name: str) -> bool:
     """Whether a called name is usually a criterion."""
     return bool(_LOSS_NAME.search(name.rsplit(".", 1)[-1].split("[", 1)[0]))
@@ -80,7 +88,10 @@ class Hints:
 
     modules: set[str] = field(default_factory=set)
     losses: set[str] = field(default_factory=set)
+    frozen: set[str] = field(default_factory=set)
+    """Networks none of whose parameters is trained: `net.requires_grad_(False)`, or the loop that does it."""
     called: set[str] = field(default_factory=set)
+    assigned: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
@@ -112,8 +123,11 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
             hints.statements += 1
             if isinstance(node, ast.Assign):
                 assignments.extend((scope, target, node.value) for target in node.targets)
+                hints.assigned.update(path for path in map(path_of, node.targets) if path is not None)
             elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
+            elif isinstance(node, ast.For):
+                _read_freezing(node, hints)
     _spread(assignments, hints)
     return hints
 
@@ -138,8 +152,32 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
     elif receiver is not None and method in _MODULE_METHODS:
         hints.modules.add(receiver)
+        if method == "requires_grad_" and node.args and _is_false(node.args[0]):
+            hints.frozen.add(receiver)
     elif receiver is not None and method in _MOVES:
         hints.moved.add(receiver)
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def _read_freezing(loop: ast.For, hints: Hints) -> None:
+    """`for p in net.parameters(): p.requires_grad = False`, unconditionally."""
+    iterable, target = loop.iter, path_of(loop.target)
+    if not (isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute) and target is not None):
+        return
+    network = path_of(iterable.func.value)
+    if iterable.func.attr != "parameters" or network is None:
+        return
+    for statement in loop.body:
+        if isinstance(statement, ast.Assign) and _is_false(statement.value):
+            if path_of(statement.targets[0]) == f"{target}.requires_grad":
+                hints.frozen.add(network)
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            call = statement.value
+            if path_of(call.func) == f"{target}.requires_grad_" and call.args and _is_false(call.args[0]):
+                hints.frozen.add(network)
 
 
 def _is_tensor_backward(node: ast.Call) -> bool:

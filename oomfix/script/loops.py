@@ -176,6 +176,8 @@ def _window(loop: TrainingLoop) -> Window | None:
         if first is None or any(guard is None for guard in guards):
             return None
         waiting = {id(guard.statement) for guard in guards if guard is not None}
+        if _window_size(first.test) == "1":
+            return None
         free = [backward for backward in loop.backwards if not _waits(backward, loop.node, waiting)]
         if not free or not isinstance(first.statement, ast.If):
             return None
@@ -272,6 +274,8 @@ def is_divided(backward: Backward, window: Window) -> bool:
     A literal counts when it is the size, or when the size is a name and the literal is too large for the mean of a few
     loss terms.
     """
+    if backward.node.args and backward.framework is None and not backward.scaled:
+        return True  # `loss.backward(torch.tensor(1 / k))`
     for divisor in backward.divisors:
         if not divisor.replace(".", "", 1).isdigit() or divisor == window.size:
             return True

@@ -69,6 +69,19 @@ _PARAMETERLESS = frozenset(
 _PLAIN_NN = frozenset(
     {"Parameter", "ParameterList", "ParameterDict", "utils", "init", "functional", "parallel", "Buffer"}
 )
+BOOKKEEPING = frozenset(
+    "parameters append add_ named_parameters modules named_modules children named_children buffers "
+    "named_buffers state_dict "
+    "load_state_dict register_buffer register_parameter register_forward_hook add_module get_parameter zero_grad "
+    "save_pretrained save resize_token_embeddings get_parameter_groups no_sync gradient_checkpointing_enable "
+    "register_full_backward_hook register_backward_hook initialize init_weights set_input train_mode "
+    "print_trainable_parameters "
+    "set_grad_checkpointing enable_input_require_grads load num_parameters get_input_embeddings init_hidden "
+    "initHidden reset_parameters update_learning_rate get_config tie_weights freeze unfreeze summary".split()
+)
+"""Methods of modules that run nothing."""
+COPIES = frozenset("tensor Tensor FloatTensor LongTensor DoubleTensor IntTensor from_numpy".split())
+"""Constructors that copy numbers out of whatever they are given."""
 TORCH_GRAPH_FREE = frozenset(
     "zeros ones empty full rand randn randint randperm arange linspace tensor from_numpy as_tensor eye manual_seed "
     "device load save is_tensor Generator Size finfo iinfo LongTensor FloatTensor Tensor IntTensor BoolTensor "

@@ -97,6 +97,8 @@ class Forward(Event):
     """Assignments of the previous iteration whose graph goes into this forward."""
     direct: bool
     """`model(x)`, `model.forward(x)` or `model.encoder(x)`, not another method of the module."""
+    graphless: bool = False
+    """Nothing is recorded for it: gradients are off, or the network is frozen and so is what goes in."""
     discarded: bool = False
     """Nothing takes its result."""
     stored: bool = False

@@ -59,7 +59,8 @@ class Training(Functions):
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, self._carrying[number])
-        if grad is Graph.NO:
+        if grad is Graph.NO or (path in self.hints.frozen and not content.graph and self._stays_frozen(path)):
+            self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR
         whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
         if method is None:
@@ -84,6 +85,14 @@ class Training(Functions):
         if isinstance(statement, ast.Assign) and statement.value is node:
             return all(path_of(target) == "_" for target in statement.targets)
         return isinstance(statement, ast.Expr) and statement.value is node
+
+    def _stays_frozen(self, path: str | None) -> bool:
+        """No part of the network is replaced or trained again: nothing under its path is assigned or asked for."""
+        prefix = f"{path}."
+        own = ("requires_grad_", "eval", "train", "to", "cuda", "parameters", "load_state_dict", "half", "cpu")
+        return not any(
+            other.startswith(prefix) and other[len(prefix) :].split(".")[0] not in own for other in self.hints.called
+        ) and not any(target.startswith(prefix) for target in self.hints.assigned)
 
     def _part_of_forward(self, content: Value) -> Value:
         assert self.enclosing_forward is not None
@@ -281,6 +290,13 @@ class Training(Functions):
         if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) and path_of(root) == loop.target.id:
             self._take_graph_off(loop.iter)
         return value.with_graph(Graph.NO, NO_ORIGINS) if value.items is None else PLAIN_TENSOR
+
+    def _enter_context(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        """`stack.enter_context(torch.no_grad())`: from here on, until the stack's own block ends."""
+        value = self.evaluate(node.args[0]) if node.args else UNKNOWN
+        if value.kind is Kind.CONTEXT:
+            self.enter_effects(value.ref)
+        return value
 
     def _take_graph_off(self, target: ast.expr) -> None:
         binding = self.binding_of(target) if path_of(target) is not None else None
