@@ -1,7 +1,8 @@
 """What a card needs besides tensors: the CUDA context, and the scratch memory of its libraries. The one table.
 
-Nothing here is fitted to the runs that bench/profile_published.py compares with: each figure is a size that the library
-documents or that its sources compute, or a bound with a margin, and says which.
+Each figure is a size that the library documents, that its sources compute, or a bound with a margin, and says which.
+No number is fitted to the runs that bench/profile_published.py compares with; two choices were made with them in view
+and say so: the algorithm of 3x3 convolutions in fp32, and the margins.
 """
 
 from collections.abc import Sequence
@@ -63,7 +64,8 @@ def convolution_scratch_bytes(
     """Scratch of one convolution pass (bytes), from the algorithm that cuDNN is expected to take.
 
     3x3 in fp32 with stride 1: Winograd F(4x4, 3x3), not fused. It keeps input and output transformed: a tile of 6x6
-    numbers for every 4x4, 2.25 times their size, and the weight as 36 numbers for 9.
+    numbers for every 4x4, 2.25 times their size, and the weight as 36 numbers for 9. (Of the algorithms that cuDNN
+    documents, this one agrees with the published VGG-16 runs; the table has no others of that kind to test it on.)
 
     Others with tensor cores: these take channels-last data. For batches stored channels-first, cuDNN transposes input,
     output and weight into scratch memory. There are tensor cores for fp16 from capability 7.0, for bf16 and fp32 (as

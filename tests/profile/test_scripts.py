@@ -13,6 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from oomfix.profile.command import lines, profile
+from oomfix.profile.refusals import CannotSimulate
+from oomfix.profile.run import run as simulate
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -59,10 +61,7 @@ for _ in range(3):
     memory.step(optimizer)
 assert whole >= 1
 """
-SOURCES = {
-    "crash": CRASH, "cpu_only": CPU_ONLY, "missing": "import no_such_package\n", "large": LARGE,
-    "second_card": SECOND_CARD, "several_processes": SEVERAL_PROCESSES, "recovering": RECOVERING,
-}  # fmt: skip
+SOURCES = {"crash": CRASH, "cpu_only": CPU_ONLY, "large": LARGE, "recovering": RECOVERING}
 BUDGETS_GIB = {"large": 5, "recovering": 2}
 
 
@@ -200,19 +199,29 @@ def test_a_script_that_fails_shows_its_own_traceback(runs):
     assert run.code == 1 and "KeyError: 'mine'" in run.stderr and "KeyError: 'mine'" in run.found["error"]
 
 
+def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs):
+    run = runs("cpu_only")
+    assert run.code == 2 and run.found is None
+    assert 'no tensor was moved to "cuda"' in run.stderr and len(run.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("source", "reason"),
     [
-        ("cpu_only", 'no tensor was moved to "cuda"'),
-        ("missing", "it imports no_such_package, which is not installed"),
-        ("second_card", "it uses a second card"),
-        ("several_processes", "it trains in several processes"),
+        ("import no_such_package\n", "it imports no_such_package, which is not installed"),
+        (SECOND_CARD, "it uses a second card"),
+        (SEVERAL_PROCESSES, "it trains in several processes"),
+        ("open('no_such_file.csv')\n", "it needs the file no_such_file.csv"),
+        ("raise SystemExit(3)\n", "it ended itself with exit code 3"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs, name, reason):
-    run = runs(name)
-    assert run.code == 2 and run.found is None
-    assert reason in run.stderr and len(run.stderr.strip().splitlines()) == 1
+def test_every_refusal_says_what_is_in_the_way(tmp_path, monkeypatch, source, reason):
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    with pytest.raises(CannotSimulate, match=reason):
+        simulate(str(script), [])
 
 
 def test_the_command_writes_json_alone_to_standard_output():
