@@ -22,7 +22,7 @@ class TensorRetention(Rule):
     Quiet when: what is kept is detached, a number or made without gradients; the list is stacked and backpropagated
     later (episodes, time steps); the meter is out of sight.
 
-    Fix: `losses.append(loss.detach())`; for predictions that are only needed on the host, `out.detach().cpu()`.
+    Fix: `losses.append(loss.detach())` (an edit is offered where the value is certainly one tensor); for predictions that are only needed on the host, `out.detach().cpu()`.
     """
 
     code = "OOM102"
@@ -112,14 +112,6 @@ def predict(model, loader):
     return outputs
 """,
             (6,),
-            """
-def predict(model, loader):
-    model.eval()
-    outputs = []
-    for x in loader:
-        outputs.append(model(x).detach())
-    return outputs
-""",
         ),
         Invalid(
             """

@@ -261,6 +261,10 @@ class Script:
         loop = backward.site.loop
         if loop is not None and forwards and all(loop not in forward.site.loops for forward in forwards):
             return True
+        if any(order > backward.order and origins & backward.origins for order, origins in self.trace.handed_on):
+            return True
+        if loop is not None and _carries_over(loop):
+            return True
         sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
         unseen = [other for other in self.trace.backwards if not (other.origins and backward.origins)]
         return any(self._goes_through_again(other, backward) for other in [*sharing, *unseen])
@@ -400,6 +404,22 @@ def _exclude_each_other(first: Event, second: Event) -> bool:
     """Whether two events are on the two sides of one condition."""
     sides = {id(guard.statement): guard.value for guard in first.site.guards}
     return any(sides.get(id(guard.statement), guard.value) is not guard.value for guard in second.site.guards)
+
+
+def _carries_over(loop: Loop) -> bool:
+    """Whether a round reads a name that a later line of the round before has bound (`prev = out`)."""
+    bound = {
+        name.id: node.lineno
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript)
+        for target in node.targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    return any(
+        isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.lineno < bound.get(node.id, 0)
+        for node in ast.walk(loop)
+    )
 
 
 def _resets(statement: ast.stmt, path: str) -> bool:

@@ -9,7 +9,13 @@ from dataclasses import replace
 from oomfix.script import torch_facts
 from oomfix.script.containers import STORING, Containers
 from oomfix.script.contexts import NULL, context_of_call
-from oomfix.script.hints import looks_like_forward, looks_like_loss, looks_like_module, looks_like_training
+from oomfix.script.hints import (
+    looks_like_forward,
+    looks_like_logging,
+    looks_like_loss,
+    looks_like_module,
+    looks_like_training,
+)
 from oomfix.script.names import path_of
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
@@ -155,12 +161,12 @@ class Calls(Containers):
             return replace(content, divisors=given[0].divisors | _divisors(last, given[1:]))
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
             return content if "checkpoint" in name else UNKNOWN
-        return content
+        return replace(content, is_tensor=last not in torch_facts.SEVERAL)
 
     def _values_and_indices(self, content: Value, given: int) -> Value:
         if given < 2:
             return content
-        return Value(Kind.SEQUENCE, items=(content, PLAIN_TENSOR))
+        return Value(Kind.SEQUENCE, items=(replace(content, is_tensor=True), PLAIN_TENSOR))
 
     def _builtin(self, node: ast.Call, name: str, given: list[Value]) -> Value | None:
         if name in torch_facts.NUMBER_BUILTINS:
@@ -210,6 +216,8 @@ class Calls(Containers):
         if self._is_backward_out_of_sight(path, arguments, keywords):
             return self._backward_out_of_sight(node, arguments)
         content = combine(given)
+        if content.graph and self._is_handed_on(node, path):
+            self.trace.handed_on.append((self.trace.next_order(), content.origins))
         if content.graph and (self._is_given_what_it_trains(node, given) or self._is_given_terms(path, given)):
             # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
             self.trace.backpropagated |= content.origins
@@ -226,8 +234,9 @@ class Calls(Containers):
         if returned is not None:
             return returned
         if content.graph:
-            graph = content.graph if looks_like_loss(last) and last.islower() else Graph.MAYBE
-            return Value(Kind.TENSOR, graph, content.origins, carried_from=content.carried_from)
+            certain = looks_like_loss(last) and last.islower()
+            graph = content.graph if certain else Graph.MAYBE
+            return Value(Kind.TENSOR, graph, content.origins, is_tensor=certain, carried_from=content.carried_from)
         if self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         return UNKNOWN
@@ -237,6 +246,11 @@ class Calls(Containers):
         if looks_like_module(name) or self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
+
+    def _is_handed_on(self, node: ast.Call, path: str | None) -> bool:
+        """A call for its effect alone, and not for a log: it may well go back through the graph."""
+        alone = isinstance(self.statement, ast.Expr) and self.statement.value is node
+        return alone and not looks_like_logging(path or "")
 
     def _is_given_terms(self, path: str | None, given: list[Value]) -> bool:
         """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
@@ -263,9 +277,9 @@ class Calls(Containers):
             return None
         graph = self.state.grad
         if None in positions:
-            return Value(Kind.TENSOR, graph, content.origins, carried_from=content.carried_from)
+            return Value(Kind.TENSOR, graph, content.origins, is_tensor=True, carried_from=content.carried_from)
         size = max(position for position in positions if position is not None) + 1
-        certain = Value(Kind.TENSOR, graph, content.origins)
+        certain = Value(Kind.TENSOR, graph, content.origins, is_tensor=True)
         other = Value(Kind.TENSOR, Graph.MAYBE, content.origins)
         statement = self.statement
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
@@ -359,7 +373,12 @@ class Calls(Containers):
         content = combine([receiver, *given])
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(given))
-        return replace(content, divisors=receiver.divisors | _divisors(name, given), scaled=receiver.scaled)
+        return replace(
+            content,
+            divisors=receiver.divisors | _divisors(name, given),
+            scaled=receiver.scaled,
+            is_tensor=(receiver.is_tensor and name not in torch_facts.SEVERAL) or name in torch_facts.REDUCTIONS,
+        )
 
     def _accelerator_method(self, node: ast.Call, name: str, given: list[Value]) -> Value:
         if name == "prepare":

@@ -156,6 +156,7 @@ class Core(ABC):
             Kind.TENSOR,
             Graph.YES,
             value.origins,
+            is_tensor=True,
             divisors=value.divisors,
             scaled=value.scaled,
             carried_from=value.carried_from,
@@ -238,7 +239,7 @@ class Core(ABC):
             value=value_node,
             manner=manner,  # type: ignore[arg-type]
             certain=content.graph is Graph.YES,
-            detachable=value.kind is Kind.TENSOR if detachable is None else detachable,
+            detachable=value.is_tensor if detachable is None else detachable and value.is_tensor,
             crossed=crossed,
             origins=content.origins,
             statement=self.statement,

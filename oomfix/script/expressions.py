@@ -88,7 +88,15 @@ class Expressions(Calls):
         if base.items is not None and len(base.items) == 2 and node.attr in ("values", "indices"):
             return base.items[node.attr == "indices"]
         if base.graph:
-            return Value(Kind.TENSOR, base.graph, base.origins, carried_from=base.carried_from)
+            return Value(
+                Kind.TENSOR,
+                base.graph,
+                base.origins,
+                is_tensor=node.attr == "loss"
+                or node.attr.endswith("_loss")
+                or (base.is_tensor and node.attr in ("T", "mT")),
+                carried_from=base.carried_from,
+            )
         return base if base.kind is Kind.TENSOR else UNKNOWN
 
     def _subscript(self, node: ast.Subscript) -> Value:
@@ -132,6 +140,8 @@ class Expressions(Calls):
         if left.kind is Kind.NUMBER and left.graph is Graph.NO and isinstance(left.constant, str):
             return NUMBER
         result = combine([left, right])
+        if result.graph:
+            result = replace(result, is_tensor=True)
         if isinstance(node.op, ast.Add | ast.Sub) and left.graph and right.graph:
             # What divides one term does not divide the loss.
             divisors = left.divisors & right.divisors
@@ -223,6 +233,7 @@ class Expressions(Calls):
     def _yield(self, node: ast.Yield) -> Value:
         value = NONE if node.value is None else self.evaluate(node.value)
         self.frame.yields.append(value)
+        self.trace.handed_on.append((self.trace.next_order() + 1, flatten(value).origins))
         return UNKNOWN
 
     def truth(self, value: Value) -> bool | None:

@@ -242,7 +242,7 @@ class Follower(Expressions):
         kept: frozenset[int] = frozenset()
         if carrying:
             term, term_value = carrying[0]
-            alone = len(carrying) == 1 and term_value.kind is Kind.TENSOR
+            alone = len(carrying) == 1
             manner = "store" if term_value.kind in (Kind.SEQUENCE, Kind.CONTAINER) else "add"
             kept = self.keep(target, path, term, term_value, manner, loops, detachable=alone)
         grown = flatten(value)

@@ -33,6 +33,10 @@ _FORWARD_METHOD = re.compile(
 _TRAINING_VERB = re.compile(
     r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
 )
+_LOGGING = re.compile(
+    r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
+    re.IGNORECASE,
+)
 _LETTER_MODULE_NAME = re.compile(r"^([DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
 _VERB = re.compile(
@@ -65,6 +69,11 @@ def looks_like_forward(method: str) -> bool:
 def looks_like_training(name: str) -> bool:
     """Whether a function out of sight is named like one that backpropagates what it is given."""
     return bool(_TRAINING_VERB.search(name))
+
+
+def looks_like_logging(path: str) -> bool:
+    """Whether a call is usually made to show or count something."""
+    return bool(_LOGGING.search(path))
 
 
 def looks_like_loss(name: str) -> bool:

@@ -80,6 +80,10 @@ BOOKKEEPING = frozenset(
     "initHidden reset_parameters update_learning_rate get_config tie_weights freeze unfreeze summary".split()
 )
 """Methods of modules that run nothing."""
+SEVERAL = frozenset("split chunk unbind tensor_split hsplit vsplit meshgrid broadcast_tensors where".split())
+"""Functions and methods that give several tensors."""
+REDUCTIONS = frozenset("mean sum prod var std norm".split())
+"""Methods that only tensors have, as results are used here."""
 COPIES = frozenset("tensor Tensor FloatTensor LongTensor DoubleTensor IntTensor from_numpy".split())
 """Constructors that copy numbers out of whatever they are given."""
 TORCH_GRAPH_FREE = frozenset(

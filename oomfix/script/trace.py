@@ -181,6 +181,8 @@ class Trace:
     """Calls of functions of interest by their qualified name, such as `torch.cuda.empty_cache`."""
     backpropagated: set[int] = field(default_factory=set)
     """Forwards and keeps that a backward went through."""
+    handed_on: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+    """What carries a graph and was handed to something out of sight, in program order."""
     freed: set[int] = field(default_factory=set)
     """Forwards that a backward went through without retaining the graph: their activations are gone."""
     carries: dict[int, tuple[ast.stmt, Loop]] = field(default_factory=dict)

@@ -130,7 +130,13 @@ class Training(Functions):
     def _through_loss(self, given: list[Value]) -> Value:
         content = combine(given)
         graph = content.graph if self.state.grad is not Graph.NO else Graph.NO
-        return Value(Kind.TENSOR, graph, content.origins if graph else NO_ORIGINS, carried_from=content.carried_from)
+        return Value(
+            Kind.TENSOR,
+            graph,
+            content.origins if graph else NO_ORIGINS,
+            is_tensor=True,
+            carried_from=content.carried_from,
+        )
 
     def _backward(self, node: ast.Call) -> Value:
         assert isinstance(node.func, ast.Attribute)
@@ -150,7 +156,7 @@ class Training(Functions):
         if path is not None and (binding := self.binding_of(root_node)) is not None:
             value = binding.value
             if value.kind in (Kind.UNKNOWN, Kind.TENSOR) and value.graph is not Graph.YES:
-                certain = Value(Kind.TENSOR, self.state.grad, value.origins)
+                certain = Value(Kind.TENSOR, self.state.grad, value.origins, is_tensor=True)
                 self.assign(root_node, certain, binding.statement, binding.loops)
         return NONE
 
@@ -367,4 +373,4 @@ def _with_structure(returned: Value, whole: Value) -> Value:
         return Value(Kind.SEQUENCE, items=tuple(_with_structure(item, whole) for item in returned.items))
     if returned.kind is Kind.NUMBER or (returned.kind is Kind.TENSOR and returned.graph is Graph.NO):
         return returned
-    return whole
+    return replace(whole, is_tensor=returned.is_tensor or returned.kind is Kind.TENSOR)

@@ -68,6 +68,8 @@ class Value:
     constant: Any = MISSING
     divisors: frozenset[str] = frozenset()
     """What it was divided by after it was made, as written: accumulation asks a loss for the window's size."""
+    is_tensor: bool = False
+    """Certainly one tensor, and no tuple, dict or output object that holds some."""
     scaled: bool = False
     """Went through `GradScaler.scale`."""
     alternatives: tuple[Value, ...] = ()
@@ -147,6 +149,7 @@ def join(first: Value, second: Value) -> Value:
         origins=one.origins | other.origins,
         ref=one.ref if one.ref == other.ref else (one.ref if same_kind and one.kind is Kind.MODULE else None),
         divisors=one.divisors | other.divisors,
+        is_tensor=one.is_tensor and other.is_tensor,
         scaled=one.scaled or other.scaled,
         carried_from=one.carried_from & other.carried_from,
     )
