@@ -20,7 +20,15 @@ _EXPECTED = 'expected {"version": 1, "findings": [...]} as `--write-baseline` wr
 
 
 class BaselineError(Exception):
-    """A baseline that cannot be read or written; the message is one plain line that names it."""
+    """A baseline that cannot be read or written; the message is one plain line that says why.
+
+    Attributes:
+        path: the baseline.
+    """
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class Baseline:
@@ -36,11 +44,11 @@ class Baseline:
             with open(path, encoding="utf-8") as file:
                 self._left = _counts(json.load(file))
         except OSError as error:
-            raise BaselineError(f"baseline {path}: {error.strerror}") from None
+            raise BaselineError(path, f"cannot read this baseline: {error.strerror}") from None
         except json.JSONDecodeError as error:
-            raise BaselineError(f"baseline {path}: line {error.lineno} is not JSON: {error.msg}") from None
+            raise BaselineError(path, f"not a baseline: line {error.lineno} is not JSON: {error.msg}") from None
         except (KeyError, TypeError, ValueError, RecursionError):
-            raise BaselineError(f"baseline {path}: not a baseline, {_EXPECTED}") from None
+            raise BaselineError(path, f"not a baseline, {_EXPECTED}") from None
 
     def new(self, path: str, findings: Iterable[Located]) -> list[Located]:
         """The findings of a file that are not known. Each known one is used up by what it matches."""
@@ -71,7 +79,7 @@ def write_baseline(path: str, findings: Iterable[tuple[str, Located]]) -> int:
         with open(path, "w", encoding="utf-8", newline="\n") as out:
             out.write(text)
     except OSError as error:
-        raise BaselineError(f"baseline {path}: {error.strerror}") from None
+        raise BaselineError(path, f"cannot write this baseline: {error.strerror}") from None
     return counts.total()
 
 

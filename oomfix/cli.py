@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -28,9 +29,16 @@ _INTERRUPTED = 130
 _SHOW_PROGRESS_AFTER_S = 1.0
 
 
-def _as_codes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+class _Failure(click.ClickException):
+    """Something outside the command line that ends the run: one line, without the usage of the command."""
+
+    exit_code = 2
+
+
+def _as_codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
+    given = [code for value in values for code in value.split(",")]
     try:
-        return None if value is None else check_codes(value.split(","), _codes())
+        return check_codes(given, _codes()) if values else None
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
@@ -73,10 +81,17 @@ def main() -> None:
 @click.option(
     "--select",
     metavar="CODES",
+    multiple=True,
     callback=_as_codes,
-    help="Report only these codes or prefixes, as OOM1,OOM401.",
+    help="Report only these codes or prefixes, as OOM1,OOM401; may be repeated.",
 )
-@click.option("--ignore", metavar="CODES", callback=_as_codes, help="Do not report these codes or prefixes.")
+@click.option(
+    "--ignore",
+    metavar="CODES",
+    multiple=True,
+    callback=_as_codes,
+    help="Do not report these codes or prefixes; may be repeated.",
+)
 @click.option("--fail-on", type=click.Choice(FAIL_ON), help="Exit 1 from this severity on.  [default: warning]")
 @click.option("--statistics", is_flag=True, help="Print how often each rule was reported, not the findings.")
 @click.option("--baseline", metavar="FILE", help="Report only findings that this file does not know.")
@@ -115,7 +130,7 @@ def audit(
     from oomfix.audit import Auditor
     from oomfix.baseline import BaselineError
     from oomfix.config import Configuration, Flags
-    from oomfix.pipeline import STDIN, Pipeline
+    from oomfix.pipeline import Pipeline
     from oomfix.rules import all_rules
 
     if statistics and form in ("sarif", "github"):
@@ -129,7 +144,7 @@ def audit(
         Configuration(flags, _codes(), use_baselines=not write_baseline),
         processes=jobs or _cores(),
         use_cache=not no_cache,
-        stdin=sys.stdin.buffer.read() if STDIN in paths else b"",
+        read_stdin=_read_stdin,
         stdin_name=stdin_filename,
         progress=progress.show,
     )
@@ -142,7 +157,7 @@ def audit(
         click.echo("interrupted", err=True)
         ctx.exit(_INTERRUPTED)
     except BaselineError as error:
-        raise click.UsageError(str(error)) from None
+        raise _Failure(f"{error.path}: {error}") from None
     if not write_baseline:
         _write(lambda stream: _render(report, form, statistics, stream))
     if form in ("rich", "concise"):
@@ -193,6 +208,12 @@ def presets() -> None:
     from oomfix.presets import table
 
     _write(lambda stream: _write_table(table(), stream))
+
+
+def _read_stdin() -> bytes:
+    if sys.stdin is None:
+        raise OSError(errno.EBADF, "it is closed")
+    return sys.stdin.buffer.read()
 
 
 def _pages() -> list[Page]:
@@ -254,7 +275,7 @@ def _write(render: Callable[[TextIO], object]) -> None:
     """Write to standard output what `render` writes; a reader that has seen enough (`| head`) is no error."""
     stream = sys.stdout
     if stream is None:
-        raise click.UsageError("standard output is closed")
+        raise _Failure("standard output: cannot write: it is closed")
     if hasattr(stream, "reconfigure"):
         # a line of source may hold what the terminal's encoding has not
         stream.reconfigure(errors="backslashreplace")
@@ -266,7 +287,7 @@ def _write(render: Callable[[TextIO], object]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        raise click.UsageError(f"standard output: cannot write: {error.strerror}") from None
+        raise _Failure(f"standard output: cannot write: {error.strerror}") from None
 
 
 def _write_markdown(text: str, stream: TextIO) -> None:

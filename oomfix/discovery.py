@@ -67,7 +67,7 @@ class Discovery:
         try:
             state = os.stat(path)
         except OSError as error:
-            self.problems.append((path, _why_not(path, error)))
+            self.problems.append((path or "''", _why_not(path, error)))
             return []
         if stat.S_ISDIR(state.st_mode):
             return self._walk(path, _patterns(root, exclude))
@@ -77,9 +77,10 @@ class Discovery:
         return [Found(path, state, named=True)] if self.is_new(state) else []
 
     def _walk(self, path: str, excludes: list[_Ignores]) -> list[Found]:
+        known_problems = len(self.problems)
         walk = _Walk(self, path, excludes)
         walk.run()
-        if not walk.found and not walk.repeated:
+        if not walk.found and not walk.repeated and len(self.problems) == known_problems:
             left_out = f" ({walk.left_out} left out as ignored, hidden or generated)" if walk.left_out else ""
             self.problems.append((path, f"no Python files or notebooks in this folder{left_out}"))
         return sorted(walk.found, key=lambda found: found.path.split(os.sep))

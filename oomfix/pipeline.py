@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from oomfix.audit import Auditor, Selection, TorchVersion
-from oomfix.baseline import Baseline
+from oomfix.baseline import Baseline, BaselineError
 from oomfix.cache import Cache, cache_folder, tool_version
 from oomfix.config import Configuration, Settings
 from oomfix.discovery import Discovery
@@ -26,7 +26,7 @@ class Pipeline:
         configuration: where the settings of each path come from.
         processes: at most so many processes.
         use_cache: whether to take results from the cache and keep new ones there.
-        stdin: the bytes that the path "-" stands for.
+        read_stdin: gives the bytes that the path "-" stands for; asked only then. May raise OSError.
         stdin_name: how standard input is named, and where its settings are looked for.
         progress: called with the number of files done and of all files.
 
@@ -41,7 +41,7 @@ class Pipeline:
         *,
         processes: int = 1,
         use_cache: bool = True,
-        stdin: bytes = b"",
+        read_stdin: Callable[[], bytes] = bytes,
         stdin_name: str = "<stdin>",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -50,17 +50,17 @@ class Pipeline:
         self._configuration = configuration
         self._processes = processes
         self._use_cache = use_cache
-        self._stdin = stdin
+        self._read_stdin = read_stdin
         self._stdin_name = stdin_name
         self._progress = progress
         self._caches: dict[tuple[str, TorchVersion | None], Cache] = {}
-        self._baselines: dict[str, Baseline] = {}
+        self._baselines: dict[str, Baseline | None] = {}
+        self._problems: list[tuple[str, str]] = []
 
     def audit(self, paths: Sequence[str]) -> Report:
         """The report on files, folders and standard input ("-"), in the order of the paths.
 
-        Raises:
-            BaselineError: a baseline is none, or cannot be read.
+        A baseline that cannot be read is one of its errors; findings are reported as if it knew none.
         """
         discovery = Discovery()
         settings_of: list[Settings] = []
@@ -71,8 +71,7 @@ class Pipeline:
                 files.append(self._audit_stdin())
                 continue
             settings = self._configuration.settings(path)
-            if settings.baseline is not None:
-                self._baseline(settings.baseline)  # told before the work, not after it
+            self._baseline(settings)  # a faulty one is told even if nothing is found
             for found in discovery.find(path, settings.root, settings.exclude):
                 jobs.append(Job(found, settings.target_torch, self._cache(settings)))
                 settings_of.append(settings)
@@ -81,28 +80,42 @@ class Pipeline:
             files.append(self._shown(job.found.path, settings, report))
         for cache in self._caches.values():
             cache.save()
-        problems = [*self._configuration.problems, *discovery.problems]
+        problems = [*self._configuration.problems, *self._problems, *discovery.problems]
         files += [AuditedFile(path, errors=(message,)) for path, message in problems]
         self.status = 2 if any(file.errors for file in files) else self.status
         return Report(files)
 
     def _audit_stdin(self) -> AuditedFile:
         settings = self._configuration.settings(os.curdir if self._stdin_name == "<stdin>" else self._stdin_name)
-        report = self._auditor.audit(self._stdin_name, self._stdin, settings.target_torch, parse_always=True)
+        self._baseline(settings)
+        try:
+            data = self._read_stdin()
+        except OSError as error:
+            return AuditedFile(self._stdin_name, errors=(f"cannot read standard input: {error.strerror}",))
+        report = self._auditor.audit(self._stdin_name, data, settings.target_torch, parse_always=True)
         return self._shown(self._stdin_name, settings, report)
 
     def _shown(self, path: str, settings: Settings, report: FileReport) -> AuditedFile:
         selection = Selection(settings.select, settings.ignore, tuple(self._configuration.codes))
         findings = selection.visible(report)
-        if settings.baseline is not None and findings:
-            findings = self._baseline(settings.baseline).new(path, findings)
+        baseline = self._baseline(settings)
+        if baseline is not None:
+            findings = baseline.new(path, findings)
         if any(_fails(finding, settings.fail_on) for finding in findings):
             self.status = 1
         return AuditedFile(path, findings, report.loops, report.errors)
 
-    def _baseline(self, path: str) -> Baseline:
+    def _baseline(self, settings: Settings) -> Baseline | None:
+        """The known findings; None where there are none, or they cannot be read, which is told once."""
+        path = settings.baseline
+        if path is None:
+            return None
         if path not in self._baselines:
-            self._baselines[path] = Baseline(path)
+            try:
+                self._baselines[path] = Baseline(path)
+            except BaselineError as error:
+                self._baselines[path] = None
+                self._problems.append((os.path.relpath(path), str(error)))
         return self._baselines[path]
 
     def _cache(self, settings: Settings) -> Cache | None:

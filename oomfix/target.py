@@ -17,19 +17,25 @@ _REQUIREMENT = re.compile(
 _BOUND = re.compile(r"""(?P<operator>[=~><!^]+)\s*["']?\s*v?(?P<major>\d+)(?:\.(?P<minor>\d+))?""")
 _LOWER = frozenset({"==", "=", "===", "~=", ">=", ">", "^", "~"})
 _LAST_OF_1 = (1, 13)
+# `2.3`, `1.13.1+cu117`, `2.13.0a0+git1234abc`, `2.6.0.dev20241112`, `2`
+_VERSION = re.compile(
+    r"""v? (?P<major>\d+) (?: \. (?P<minor>\d+) (?: \.\d+ )? )?
+        (?: [-_.]? (?: a | b | rc | post | dev ) \d* )* (?: \+ [\w.-]+ )?""",
+    re.VERBOSE,
+)
 _NAMES = re.compile(r"pyproject\.toml|setup\.cfg|Pipfile|[\w.-]*requirements?[\w.-]*\.(txt|in)|environment.*\.ya?ml")
 
 
 def parse_version(text: str) -> TorchVersion:
-    """Major and minor of a version such as "2.3" or "2.3.1".
+    """Major and minor of a version such as "2.3", "2" (2.0) or "2.3.1+cu121", as `torch.__version__` says it.
 
     Raises:
         ValueError: the text is no such version.
     """
-    match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?", text.strip())
+    match = _VERSION.fullmatch(text.strip())
     if not match:
         raise ValueError(f"{text!r}: expected a torch version such as 2.3")
-    return int(match[1]), int(match[2])
+    return int(match["major"]), int(match["minor"] or 0)
 
 
 def target_of(folder: str) -> TorchVersion | None:

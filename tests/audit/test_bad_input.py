@@ -21,6 +21,7 @@ LOAD = "import torch\nx = torch.load(p)\n"
     ("name", "content", "message"),
     [
         ("missing.py", None, "no such file or folder"),
+        ("", None, "no such file or folder"),
         ("binary.py", b"\x7fELF\x00\x01backward", "a binary file (it holds null bytes), expected Python"),
         ("two.py", b"import torch\nprint 'x'\n", "line 2: Missing parentheses in call to 'print' (Python 2?)"),
         ("latin.py", b"import torch\nx = 'caf\xe9'\n", "not UTF-8: byte 0xe9 in line 2"),
@@ -39,7 +40,7 @@ def test_one_bad_file_is_told_and_the_others_are_audited(oomfix, name: str, cont
     assert done.returncode == 2
     assert done.stdout.startswith("good.py:2:5 OOM205 ")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"{name}: ")
+    assert line.startswith(f"{name or repr(name)}: ")
     assert message in line
 
 
@@ -141,12 +142,31 @@ def test_a_reader_that_stops_early_is_no_error(oomfix):
 def test_an_output_that_cannot_be_written_is_told(oomfix):
     (oomfix.folder / "a.py").write_text(LOAD)
     env = {**os.environ, "OOMFIX_CACHE_DIR": str(oomfix.cache), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    for redirect, message in (("> /dev/full", "No space left on device"), (">&-", "standard output is closed")):
+    for redirect, message in (("> /dev/full", "No space left on device"), (">&-", "it is closed")):
         command = f"{sys.executable} -m oomfix audit a.py {redirect}"
         done = subprocess.run(["bash", "-c", command], cwd=oomfix.folder, env=env, capture_output=True, text=True)
         assert done.returncode == 2
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+        assert done.stderr == f"Error: standard output: cannot write: {message}\n"
+
+
+def test_a_closed_standard_input_is_told_and_the_files_are_audited(oomfix):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    env = {**os.environ, "OOMFIX_CACHE_DIR": str(oomfix.cache), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    command = f"{sys.executable} -m oomfix audit - a.py --format concise <&-"
+    done = subprocess.run(["bash", "-c", command], cwd=oomfix.folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout.startswith("a.py:2:5 OOM205 ")
+    assert done.stderr == "<stdin>: cannot read standard input: it is closed\n"
+
+
+def test_a_folder_that_cannot_be_read_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: str):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may read every folder
+    discovery = Discovery()
+    assert discovery.find(str(tmp_path), str(tmp_path)) == []
+    assert discovery.problems == [(str(tmp_path), "cannot read: Permission denied")]
 
 
 def test_a_terminal_without_the_letters_still_gets_a_report(oomfix):

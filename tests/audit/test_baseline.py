@@ -48,22 +48,40 @@ def test_the_baseline_of_the_project_is_used(oomfix):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "baseline known.json: No such file or directory"),
-        ("{", "baseline known.json: line 1 is not JSON"),
-        ("[]", "baseline known.json: not a baseline, expected"),
-        ('{"version": 2, "findings": []}', "baseline known.json: not a baseline, expected"),
-        ('{"version": 1, "findings": [{"path": "a.py"}]}', "baseline known.json: not a baseline, expected"),
-        (b"\xff", "baseline known.json: not a baseline, expected"),
+        (None, "cannot read this baseline: No such file or directory"),
+        ("{", "not a baseline: line 1 is not JSON"),
+        ("[]", "not a baseline, expected"),
+        ('{"version": 2, "findings": []}', "not a baseline, expected"),
+        ('{"version": 1, "findings": [{"path": "a.py"}]}', "not a baseline, expected"),
+        (b"\xff", "not a baseline, expected"),
     ],
 )
-def test_a_faulty_baseline_is_a_usage_error(oomfix, content, message: str):
+@pytest.mark.parametrize("named_by", ["flag", "pyproject"])
+def test_a_faulty_baseline_is_told_in_one_line_and_the_files_are_audited(oomfix, content, message: str, named_by: str):
     (oomfix.folder / "a.py").write_text(FIRST)
     if content is not None:
         (oomfix.folder / "known.json").write_bytes(content.encode() if isinstance(content, str) else content)
-    done = oomfix("audit", "a.py", "--baseline", "known.json")
+    if named_by == "pyproject":
+        (oomfix.folder / "pyproject.toml").write_text('[tool.oomfix]\nbaseline = "known.json"\n')
+    flags = ("--baseline", "known.json") if named_by == "flag" else ()
+    done = oomfix("audit", "a.py", "--format", "concise", *flags)
     assert done.returncode == 2
-    assert f"Error: {message}" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stdout.startswith("a.py:2:5 OOM205 ")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"known.json: {message}")
+
+
+def test_a_faulty_baseline_is_told_although_nothing_is_found(oomfix):
+    (oomfix.folder / "a.py").write_text("x = 1\n")
+    done = oomfix("audit", "a.py", "--baseline", "known.json")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_a_baseline_that_cannot_be_written_is_told_in_one_line(oomfix):
+    (oomfix.folder / "a.py").write_text(FIRST)
+    done = oomfix("audit", "a.py", "--write-baseline", "missing/known.json")
+    assert done.returncode == 2
+    assert done.stderr == "Error: missing/known.json: cannot write this baseline: No such file or directory\n"
 
 
 def test_writing_and_reading_one_at_once_is_refused(oomfix):

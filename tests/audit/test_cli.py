@@ -49,6 +49,8 @@ def test_select_and_ignore_take_codes_and_prefixes(oomfix):
     assert codes() == ["OOM205", "OOM401"]
     assert codes("--select", "OOM2") == ["OOM205"]
     assert codes("--select", "oom2,OOM401", "--ignore", "OOM205") == ["OOM401"]
+    assert codes("--ignore", "OOM205", "--ignore", "OOM4") == []
+    assert codes("--select", "OOM2", "--select", "OOM401") == ["OOM205", "OOM401"]
     (oomfix.folder / "pyproject.toml").write_text('[tool.oomfix]\nignore = ["OOM4"]\n')
     assert codes() == ["OOM205"]
 

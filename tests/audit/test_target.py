@@ -53,12 +53,27 @@ def test_the_nearest_folder_that_says_it_wins_up_to_the_repository(tmp_path: Pat
     assert target_of(str(inner)) == (1, 3)
 
 
-@pytest.mark.parametrize(("text", "version"), [("2.3", (2, 3)), ("1.13.1", (1, 13)), (" 2.10 ", (2, 10))])
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("2.3", (2, 3)),
+        ("1.13.1", (1, 13)),
+        (" 2.10 ", (2, 10)),
+        ("2", (2, 0)),
+        ("v2.1", (2, 1)),
+        ("1.13.1+cu117", (1, 13)),
+        ("2.13.0a0+git0dd5a3f", (2, 13)),
+        ("2.6.0.dev20241112+cu124", (2, 6)),
+        ("2.1.0a0+b5021ba", (2, 1)),
+        ("2.4.0rc2", (2, 4)),
+        ("1.9.0.post2", (1, 9)),
+    ],
+)
 def test_versions_are_read(text: str, version: tuple[int, int]):
     assert parse_version(text) == version
 
 
-@pytest.mark.parametrize("text", ["2", "two", "2.x", ">=2.3", "", "2.3.1.4"])
+@pytest.mark.parametrize("text", ["two", "2.x", ">=2.3", "", "2.3.1.4", "2.3+", "2.3 or later"])
 def test_what_is_no_version_is_refused_by_name(text: str):
     with pytest.raises(ValueError, match="expected a torch version such as"):
         parse_version(text)
