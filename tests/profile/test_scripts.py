@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +64,32 @@ SOURCES = {"crash": CRASH, "cpu_only": CPU_ONLY, "large": LARGE, "recovering": R
 BUDGETS_GIB = {"large": 5, "recovering": 2}
 
 
+# every run is a process of its own, forked from one that has torch imported: that takes longer than most runs
+FORK_SERVER = """
+import json, os, sys
+import torch._dynamo
+from oomfix.profile import run
+
+def start(name, arguments):
+    child = os.fork()
+    if child == 0:
+        log = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os._exit(run.main(arguments))
+    return child
+
+waiting, running, codes = list(json.loads(sys.argv[1]).items()), {}, {}
+while waiting or running:
+    while waiting and len(running) < 2:
+        name, arguments = waiting.pop(0)
+        running[start(name, arguments)] = name
+    child, status = os.wait()
+    codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
+print(json.dumps(codes))
+"""
+
+
 @dataclass
 class Run:
     code: int
@@ -84,17 +109,17 @@ def runs(tmp_path_factory):
             str(folder / f"{name}.py"),
         ]
 
-    def start(name: str) -> Run:
-        output = folder / f"{name}.json"
-        command = [sys.executable, "-W", "ignore", "-m", "oomfix.profile.run", "--output", str(output), *commands[name]]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-        found = json.loads(output.read_text()) if output.exists() else None
-        return Run(done.returncode, found, done.stderr)
+    jobs = {name: ["--output", str(folder / f"{name}.json"), *command] for name, command in commands.items()}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    starter = [sys.executable, "-W", "ignore", "-c", FORK_SERVER, json.dumps(jobs)]
+    codes = json.loads(subprocess.run(starter, cwd=folder, env=environment, stdout=subprocess.PIPE, timeout=280).stdout)
 
-    with ThreadPoolExecutor(2) as pool:
-        futures: dict[str, Future[Run]] = {name: pool.submit(start, name) for name in commands}
-        yield lambda name: futures[name].result()
+    def result(name: str) -> Run:
+        output = folder / f"{name}.json"
+        found = json.loads(output.read_text()) if output.exists() else None
+        return Run(codes[name], found, (folder / f"{name}.log").read_text())
+
+    return result
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "char_gpt", "word_lstm", "dcgan", "vae_and_siamese"])
