@@ -91,7 +91,12 @@ class InPlace:
         return None
 
     def _reset_ahead(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> ast.stmt | None:
-        """`optimizer.zero_grad()` ahead of the one backward of the file, in one block with it and the one step."""
+        """`optimizer.zero_grad()` ahead of the one backward of the file, in one block with it and the one step.
+
+        It stays where the optimizer comes from another file: a loop there may have left gradients behind.
+        """
+        if not _makes_optimizers(self._script):
+            return None
         if len(verdicts) != 1 or len(verdicts[0].steps) != 1 or len(verdicts[0].backwards) != 1:
             return None
         if len({id(event.node) for event in self._script.backwards}) != 1 or _gradients_read_elsewhere(self._script):
@@ -175,6 +180,22 @@ class InPlace:
                     if found is None or node.lineno < found.lineno:
                         found = node
         return found
+
+
+def _makes_optimizers(script: Script) -> bool:
+    """Whether optimizers are made in the file."""
+    return any(
+        isinstance(node, ast.Call)
+        and (last_name(node) == "configure_optimizers" or _is_optimizer_class(script, node.func))
+        for node in script.imports.nodes
+    )
+
+
+def _is_optimizer_class(script: Script, function: ast.expr) -> bool:
+    qualified = script.imports.qualified(function)
+    return any(".optim" in name or name.endswith(("AdamW", "Adafactor")) for name in qualified) and not any(
+        "lr_scheduler" in name for name in qualified
+    )
 
 
 def _resets(statement: ast.stmt, path: str | None) -> bool:

@@ -462,3 +462,12 @@ def test_a_function_called_before_the_name_is_bound_again_sees_this_batch():
             out = None
         """)
     assert "return loss, out\n" in text
+
+
+def test_gradients_of_an_optimizer_from_elsewhere_are_still_reset_first():
+    """A loop of another file may have left gradients behind; the first reset here drops them."""
+    loop = "def train(model, loader, optimizer):\n    for x, y in loader:\n        optimizer.zero_grad()\n"
+    loop += "        loss = model(x).sum()\n        loss.backward()\n        optimizer.step()\n"
+    assert "        optimizer.zero_grad()\n" in rewritten(f"import torch\n\n{loop}").text
+    made = "model = torch.nn.Linear(4, 2)\ntrain(model, [], torch.optim.SGD(model.parameters(), lr=0.1))\n"
+    assert "zero_grad" not in rewritten(f"import torch\n\n{loop}\n\n{made}").text
