@@ -22,7 +22,8 @@ class TensorRetention(Rule):
     Quiet when: what is kept is detached, a number or made without gradients; the list is stacked and backpropagated
     later (episodes, time steps); the meter is out of sight.
 
-    Fix: `losses.append(loss.detach())` (an edit is offered where the value is certainly one tensor); for predictions that are only needed on the host, `out.detach().cpu()`.
+    Fix: `losses.append(loss.detach())` (an edit is offered where the value is certainly one tensor); for predictions
+    that are only needed on the host, `out.detach().cpu()`.
     """
 
     code = "OOM102"

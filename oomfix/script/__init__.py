@@ -36,6 +36,7 @@ _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
 )
 _DIVIDING_GRADIENTS = (".grad.div_", ".grad.mul_", ".grad.data.div_", ".grad.data.mul_")
+_COMPUTING = frozenset("softmax log_softmax exp sigmoid tanh relu matmul mm bmm normalize sqrt pow mean sum".split())
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
 _STATE_NAME = re.compile(
@@ -263,7 +264,7 @@ class Script:
             return True
         if any(order > backward.order and origins & backward.origins for order, origins in self.trace.handed_on):
             return True
-        if loop is not None and _carries_over(loop):
+        if loop is not None and (_carries_over(loop) or self._uses_older_tensors(loop)):
             return True
         sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
         unseen = [other for other in self.trace.backwards if not (other.origins and backward.origins)]
@@ -276,6 +277,17 @@ class Script:
             for origin in backward.origins:
                 through.setdefault(origin, []).append(backward)
         return through
+
+    def _uses_older_tensors(self, loop: Loop) -> bool:
+        """Whether the loop reads something computed before it (`weights = alpha.softmax(0)`), graph and all."""
+        inside = range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
+        computed = {
+            path_of(target)
+            for node in self.imports.nodes
+            if isinstance(node, ast.Assign) and node.lineno not in inside and _computes(node.value)
+            for target in node.targets
+        }
+        return any(isinstance(node, ast.Name) and node.id in computed for node in ast.walk(loop))
 
     def _goes_through_again(self, other: Backward, backward: Backward) -> bool:
         """Whether a backward of the same round comes later and may go through the same graph."""
@@ -420,6 +432,14 @@ def _carries_over(loop: Loop) -> bool:
         isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.lineno < bound.get(node.id, 0)
         for node in ast.walk(loop)
     )
+
+
+def _computes(node: ast.expr) -> bool:
+    """Whether an expression is arithmetic on tensors, by the function it calls."""
+    if not isinstance(node, ast.Call):
+        return False
+    path = path_of(node.func) or ""
+    return path.startswith(("F.", "nn.functional.")) or path.rsplit(".", 1)[-1] in _COMPUTING
 
 
 def _resets(statement: ast.stmt, path: str) -> bool:

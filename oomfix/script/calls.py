@@ -161,7 +161,8 @@ class Calls(Containers):
             return replace(content, divisors=given[0].divisors | _divisors(last, given[1:]))
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
             return content if "checkpoint" in name else UNKNOWN
-        return replace(content, is_tensor=last not in torch_facts.SEVERAL)
+        several = last in torch_facts.SEVERAL or name.startswith("torch.distributions.")
+        return replace(content, is_tensor=not several)
 
     def _values_and_indices(self, content: Value, given: int) -> Value:
         if given < 2:
@@ -291,6 +292,9 @@ class Calls(Containers):
     ) -> Value:
         given = [*arguments, *keywords.values()]
         path = path_of(node.func)
+        if looks_like_training(name) and any(value.kind is Kind.CONTAINER and value.graph for value in given):
+            # `agent.update(log_probs, values)`: lists of graphs are terms of a loss out of sight.
+            self.trace.backpropagated |= combine(given).origins
         match receiver.kind:
             case Kind.MODULE:
                 return self._module_method(node, receiver, name, path, arguments, keywords)

@@ -96,9 +96,6 @@ class Containers(Training):
             self._put(node, node.func.value, receiver, given)
         else:
             content = combine(given)
-            if any(value.kind is Kind.CONTAINER and value.graph for value in given):
-                # `agent.update(log_probs, values)`: lists of graphs are terms of a loss out of sight.
-                self.trace.backpropagated |= content.origins
             for forward in self.trace.forwards_of(content.origins):
                 forward.escaped = True
         return NONE
