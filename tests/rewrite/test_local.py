@@ -37,8 +37,17 @@ def test_nothing_that_was_fixed_is_found_again():
 
 
 def test_a_silenced_finding_is_not_fixed():
-    text = 'import torch\nstate = torch.load("last.pt")  # oomfix: ignore[OOM205]\n'
+    text = """\
+import torch
+total = 0
+for x, y in loader:
+    loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+    total += loss  # oomfix: ignore[OOM101]
+"""
     assert fixed(text) == (text, [])
+    assert fixed(text.replace("  # oomfix: ignore[OOM101]", ""))[1] == ["OOM101"]
 
 
 def test_notes_are_left_unless_they_are_asked_for():
