@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oomfix.results import FileReport, Located, Silencer, locate
 from oomfix.rules.base import TRAINS, Finding, Rule
-from oomfix.source import Source, Unreadable, decode
+from oomfix.source import ForeignLanguage, Source, Unreadable, decode
 from oomfix.spelling import did_you_mean
 from oomfix.suppressions import Comment, Statements, UnusedSuppression, comments
 
@@ -47,6 +47,8 @@ class Auditor:
                     decode(data)
                 return FileReport(parsed=False)
             source = Source.from_bytes(path, data)
+        except ForeignLanguage as problem:
+            return FileReport(foreign=str(problem))
         except Unreadable as problem:
             return FileReport(errors=(str(problem),))
         return self._audit_source(source, data, target_torch)

@@ -163,7 +163,7 @@ def _plain(report: FileReport) -> list[Any] | None:
 def _report(plain: list[Any] | None, parsed: bool) -> FileReport | None:
     if plain is None:
         return None if parsed else FileReport(parsed=False)
-    findings, loops, errors, silencers, was_parsed = plain
+    findings, loops, errors, silencers, was_parsed, foreign = plain
     if parsed and not was_parsed:
         return None
     return FileReport(
@@ -172,6 +172,7 @@ def _report(plain: list[Any] | None, parsed: bool) -> FileReport | None:
         errors=tuple(errors),
         silencers=tuple(Silencer(tuple(codes), problem, _located(row)) for codes, problem, row in silencers),
         parsed=was_parsed,
+        foreign=foreign,
     )
 
 

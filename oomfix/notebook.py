@@ -7,7 +7,7 @@ import re
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-from oomfix.source import Unreadable, parse, split_lines
+from oomfix.source import ForeignLanguage, Unreadable, parse, split_lines
 
 # Cell magics whose cell is still Python run by this kernel; every other one hands its cell to something else.
 _PYTHON_CELL_MAGICS = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "lprun", "debug"})
@@ -29,10 +29,14 @@ class Cells(NamedTuple):
     Attributes:
         first_lines: the 1-based line of the text at which each code cell starts, ascending.
         numbers: the 1-based number of each of them among all cells of the notebook.
+        written: the lines of the text as the notebook has them, magics and indentation of whole cells included.
+        indents: how many characters of each of these lines the text leaves out.
     """
 
     first_lines: list[int]
     numbers: list[int]
+    written: list[str]
+    indents: list[int]
 
     def locate(self, line: int) -> tuple[int, int]:
         """The cell and the line in it, both 1-based, of a 1-based line of the joined text."""
@@ -52,28 +56,33 @@ def read_notebook(data: bytes) -> Notebook:
     """The code cells of a notebook (nbformat 3 or 4) joined into one text that parses.
 
     A magic (`%`, `!`, `?`) becomes `pass` on its line, a cell for another language (`%%bash`) blank lines, so
-    that lines stay what they are. A cell that still does not parse becomes blank too and is named in the
-    problems: Jupyter runs cell by cell, so one half-written cell does not spoil the others.
+    that lines stay what they are. A cell that is indented as a whole loses that indentation, as in IPython. A cell
+    that still does not parse becomes blank too and is named in the problems: Jupyter runs cell by cell, so one
+    half-written cell does not spoil the others.
 
     Raises:
-        Unreadable: the bytes are no notebook, or a notebook in another language than Python.
+        Unreadable: the bytes are no notebook.
+        ForeignLanguage: a notebook in another language than Python.
     """
-    first_lines: list[int] = []
-    numbers: list[int] = []
+    cells = Cells([], [], [], [])
     texts: list[str] = []
     problems: list[str] = []
     line = 1
     for number, cell in enumerate(_cells(_load(data)), start=1):
         if not isinstance(cell, dict) or cell.get("cell_type") != "code":
             continue
-        text, problem = _readable(_source(cell))
+        written = split_lines(_source(cell))
+        indents = _indents(written)
+        text, problem = _readable([line[indent:] for line, indent in zip(written, indents, strict=True)])
         if problem:
             problems.append(f"cell {number}: {problem}")
-        first_lines.append(line)
-        numbers.append(number)
+        cells.first_lines.append(line)
+        cells.numbers.append(number)
+        cells.written.extend(written)
+        cells.indents.extend(indents)
         texts.append(text)
-        line += len(split_lines(text))
-    return Notebook(Cells(first_lines, numbers), "\n".join(texts), tuple(problems))
+        line += len(written)
+    return Notebook(cells, "\n".join(texts), tuple(problems))
 
 
 def _load(data: bytes) -> dict[str, Any]:
@@ -87,12 +96,21 @@ def _load(data: bytes) -> dict[str, Any]:
         raise Unreadable("not a notebook: JSON nested too deeply") from None
     if not isinstance(notebook, dict) or not isinstance(_cells(notebook), list):
         raise Unreadable("not a notebook: JSON without a list of cells")
-    metadata = notebook.get("metadata")
-    info = metadata.get("language_info") if isinstance(metadata, dict) else None
-    language = info.get("name", "python") if isinstance(info, dict) else "python"
-    if str(language).lower() not in ("python", "ipython", "python3"):
-        raise Unreadable(f"a notebook in {language}, expected Python")
+    language = _language(notebook.get("metadata"))
+    if language.lower() not in ("python", "ipython", "python3"):
+        raise ForeignLanguage(f"a notebook in {language}, expected Python")
     return notebook
+
+
+def _language(metadata: object) -> str:
+    """What a notebook says it is written in; Python where it does not say."""
+    if not isinstance(metadata, dict):
+        return "Python"
+    for section, key in (("language_info", "name"), ("kernelspec", "language")):
+        stated = metadata.get(section)
+        if isinstance(stated, dict) and isinstance(stated.get(key), str):
+            return str(stated[key])
+    return "Python"
 
 
 def _cells(notebook: dict[str, Any]) -> Any:
@@ -111,9 +129,15 @@ def _source(cell: dict[str, Any]) -> str:
     return source.replace("\0", "") if isinstance(source, str) else ""
 
 
-def _readable(text: str) -> tuple[str, str | None]:
-    """The text of a cell made to parse, line for line; and what is wrong where that is not possible."""
-    lines = split_lines(text)
+def _indents(lines: list[str]) -> list[int]:
+    """How much of each line IPython cuts off: the indentation of the first line, from each that begins with it."""
+    first = next((line for line in lines if line.strip()), "")
+    indent = first[: len(first) - len(first.lstrip(" \t"))]
+    return [len(indent) if line.startswith(indent) else 0 for line in lines]
+
+
+def _readable(lines: list[str]) -> tuple[str, str | None]:
+    """The lines of a cell made to parse, line for line; and what is wrong where that is not possible."""
     first = next((index for index, line in enumerate(lines) if line.strip()), None)
     magic = _CELL_MAGIC.match(lines[first]) if first is not None else None
     if first is not None and magic:

@@ -77,7 +77,8 @@ class Pipeline:
                 settings_of.append(settings)
         reports = run(self._auditor, jobs, self._processes, self._progress)
         for job, settings, report in zip(jobs, settings_of, reports, strict=True):
-            files.append(self._shown(job.found.path, settings, report))
+            if job.found.named or report.foreign is None:
+                files.append(self._shown(job.found.path, settings, report))
         for cache in self._caches.values():
             cache.save()
         problems = [*self._configuration.problems, *self._problems, *discovery.problems]
@@ -103,7 +104,8 @@ class Pipeline:
             findings = baseline.new(path, findings)
         if any(_fails(finding, settings.fail_on) for finding in findings):
             self.status = 1
-        return AuditedFile(path, findings, report.loops, report.errors)
+        foreign = () if report.foreign is None else (report.foreign,)
+        return AuditedFile(path, findings, report.loops, (*report.errors, *foreign))
 
     def _baseline(self, settings: Settings) -> Baseline | None:
         """The known findings; None where there are none, or they cannot be read, which is told once."""

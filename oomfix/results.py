@@ -74,6 +74,7 @@ class FileReport(NamedTuple):
         errors: what could not be read, one plain line each.
         silencers: the file's `# oomfix:` comments.
         parsed: False where the file holds no word that any rule needs, and was not parsed.
+        foreign: what the file is if it is no Python, which is an error only where it was named.
     """
 
     findings: tuple[Located, ...] = ()
@@ -81,6 +82,7 @@ class FileReport(NamedTuple):
     errors: tuple[str, ...] = ()
     silencers: tuple[Silencer, ...] = ()
     parsed: bool = True
+    foreign: str | None = None
 
 
 def locate(source: Source, finding: Finding, silenced_by: tuple[int, ...] = ()) -> Located:
@@ -88,7 +90,7 @@ def locate(source: Source, finding: Finding, silenced_by: tuple[int, ...] = ()) 
     cell, line = source.locate(finding.line)
     above = min(CONTEXT_LINES, line - 1)
     context = [
-        source.lines[number - 1]
+        source.written(number)
         for number in range(finding.line - above, finding.line + CONTEXT_LINES + 1)
         if number <= len(source.lines) and source.locate(number)[0] == cell
     ]
@@ -99,9 +101,9 @@ def locate(source: Source, finding: Finding, silenced_by: tuple[int, ...] = ()) 
         message=finding.message,
         cell=cell,
         line=line,
-        column=finding.column,
+        column=source.written_column(finding.line, finding.column),
         end_line=source.locate(finding.end_line)[1],
-        end_column=finding.end_column,
+        end_column=source.written_column(finding.end_line, finding.end_column),
         fix=finding.fix,
         changes=tuple(_change(source, *edit) for edit in finding.edits),
         context_line=line - above,
@@ -114,7 +116,13 @@ def locate(source: Source, finding: Finding, silenced_by: tuple[int, ...] = ()) 
 def _change(source: Source, start: int, end: int, replacement: str) -> Change:
     line, column = source.position(start)
     end_line, end_column = source.position(end)
-    return Change(source.locate(line)[1], column, source.locate(end_line)[1], end_column, replacement)
+    return Change(
+        source.locate(line)[1],
+        source.written_column(line, column),
+        source.locate(end_line)[1],
+        source.written_column(end_line, end_column),
+        replacement,
+    )
 
 
 def _fixed_lines(source: Source, finding: Finding) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import ast
 import codecs
 import io
 import re
+import sys
 import tokenize
 import warnings
 from bisect import bisect_right
@@ -24,9 +25,20 @@ _PYTHON_2 = re.compile(
     r"""|<>|`|\b0\d+[lL]?\b|\b\d+[lL]\b|\b[uU][rR]['"]"""
 )
 
+# What came with a version, in the parser's message and the line below it; asked only of what an older one refused.
+_NEWER_SYNTAX = (
+    ((3, 11), re.compile(r"^\s*except\s*\*", re.MULTILINE)),
+    ((3, 12), re.compile(r"^f-string|^\s*((async\s+)?def|class)\s+\w+\s*\[|^\s*type\s+\w+.*=", re.MULTILINE)),
+    ((3, 14), re.compile(r"""\b(t|tr|rt)["']""", re.IGNORECASE)),
+)
+
 
 class Unreadable(Exception):
     """A file that cannot be audited; the message is one plain line that says why."""
+
+
+class ForeignLanguage(Unreadable):
+    """A notebook in another language than Python: passed over unless it is named."""
 
 
 class Decoded(NamedTuple):
@@ -75,6 +87,7 @@ class Source:
 
         Raises:
             Unreadable: the bytes are no text, or the text is not Python 3.
+            ForeignLanguage: a notebook in another language.
         """
         if path.endswith(".ipynb"):
             # imported here: most runs see no notebook
@@ -119,6 +132,14 @@ class Source:
     def locate(self, line: int) -> tuple[int | None, int]:
         """The cell and the line in it of a line of `text`, all 1-based; (None, line) in a Python file."""
         return (None, line) if self.cells is None else self.cells.locate(line)
+
+    def written(self, line: int) -> str:
+        """A line of `text`, 1-based, as its author wrote it: in a notebook, with its magic and all indentation."""
+        return self.lines[line - 1] if self.cells is None else self.cells.written[line - 1]
+
+    def written_column(self, line: int, column: int) -> int:
+        """Where a column of a line of `text` stands in that line as it was written."""
+        return column if self.cells is None else column + self.cells.indents[line - 1]
 
     def encode(self, text: str) -> bytes:
         """The bytes of the file with `text` in place of its own: same encoding, same byte order mark.
@@ -218,11 +239,15 @@ def _syntax_problem(error: SyntaxError, text: str) -> str:
         return f"cannot parse: {message}"
     lines = split_lines(text)
     line = lines[error.lineno - 1] if 0 < error.lineno <= len(lines) else ""
-    return f"cannot parse: line {error.lineno}: {message}{_guess(line)}"
+    return f"cannot parse: line {error.lineno}: {message}{_guess(line, message, sys.version_info[:2])}"
 
 
-def _guess(line: str) -> str:
-    """What a line that is not Python 3 seems to be, in brackets, or nothing."""
+def _guess(line: str, message: str, running: tuple[int, int]) -> str:
+    """What a line that the running Python refuses seems to be, in brackets, or nothing."""
     if line.lstrip().startswith(("!", "%")):
         return " (a command of IPython?)"
+    for version, syntax in _NEWER_SYNTAX:
+        if running < version and syntax.search(f"{message}\n{line}"):
+            newer, own = ".".join(map(str, version)), ".".join(map(str, running))
+            return f" (syntax of Python {newer}? oomfix runs on Python {own}, which is older)"
     return " (Python 2?)" if _PYTHON_2.search(line) else ""

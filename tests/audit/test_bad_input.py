@@ -44,6 +44,18 @@ def test_one_bad_file_is_told_and_the_others_are_audited(oomfix, name: str, cont
     assert message in line
 
 
+@pytest.mark.parametrize("metadata", [{"language_info": {"name": "R"}}, {"kernelspec": {"language": "julia"}}])
+def test_a_notebook_in_another_language_is_passed_over_unless_it_is_named(oomfix, notebook, metadata):
+    (oomfix.folder / "good.py").write_text(LOAD)
+    (oomfix.folder / "other.ipynb").write_bytes(notebook(("code", "x <- torch.load(p)"), **metadata))
+    language = next(iter(next(iter(metadata.values())).values()))
+    for _ in range(2):  # the second time from the cache
+        walked = oomfix("audit", ".", "--format", "concise")
+        assert (walked.returncode, walked.stderr, walked.stdout.count("\n")) == (1, "", 1)
+        named = oomfix("audit", "other.ipynb")
+        assert (named.returncode, named.stderr) == (2, f"other.ipynb: a notebook in {language}, expected Python\n")
+
+
 @pytest.mark.parametrize("name", ["empty.py", "blank.py", "comment.py"])
 def test_a_file_without_code_is_clean(oomfix, name: str):
     content = {"empty.py": b"", "blank.py": b"\xef\xbb\xbf\r\n\f\r\n", "comment.py": b"# torch.load(x)"}[name]

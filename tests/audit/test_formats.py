@@ -112,7 +112,7 @@ def test_sarif_fingerprints_stay_when_a_line_moves_and_differ_between_equal_line
 
 
 def test_sarif_fixes_make_the_fixed_text(oomfix):
-    text = "import torch\r\n\r\nx = 'é'; y = torch.load(  'é')\r\n"
+    text = "import torch\r\n\r\nx = 'é'; model.load_state_dict(torch.load(  'é'))\r\n"
     (oomfix.folder / "a.py").write_bytes(text.encode())
     log = json.loads(oomfix("audit", "a.py", "--format", "sarif").stdout)
     (result,) = log["runs"][0]["results"]
@@ -123,7 +123,7 @@ def test_sarif_fixes_make_the_fixed_text(oomfix):
     line = lines[2]
     start, end = region["startColumn"] - 1, region["endColumn"] - 1
     lines[2] = line[:start] + replacement["insertedContent"]["text"] + line[end:]
-    assert "\r\n".join(lines) == text.replace("'é')", "'é', map_location=\"cpu\")")
+    assert "\r\n".join(lines) == text.replace("'é'))", "'é', map_location=\"cpu\"))")
     region = result["locations"][0]["physicalLocation"]["region"]
     assert line[region["startColumn"] - 1 : region["endColumn"] - 1] == "torch.load(  'é')"
 
@@ -264,3 +264,17 @@ def test_loops_of_a_notebook_count_lines_within_their_cell(oomfix, notebook):
     (row,) = oomfix.json("a.ipynb")["loops"]
     assert (row["cell"], row["line"], row["end_line"], row["steps"]) == (2, 2, 5, [5])
     assert row["backwards"] == [{"cell": 1, "line": 2}]
+
+
+def test_the_frame_of_a_notebook_shows_the_lines_that_its_author_wrote(oomfix, notebook):
+    cell = "  %%time\n  !nvidia-smi\n  x = torch.load(p)\n  %cd foo\n"
+    (oomfix.folder / "a.ipynb").write_bytes(notebook(("code", "import torch"), ("code", cell)))
+    shown = oomfix("audit", "a.ipynb").stdout.splitlines()
+    assert shown[0].startswith("a.ipynb:cell 2:3:7  OOM205")
+    assert shown[1:6] == [
+        "    1 |   %%time",
+        "    2 |   !nvidia-smi",
+        "  > 3 |   x = torch.load(p)",
+        "      |       ^^^^^^^^^^^^^",
+        "    4 |   %cd foo",
+    ]

@@ -76,6 +76,28 @@ def test_a_cell_that_is_only_measured_is_read(magic: str):
     assert source.locate(source.tree.body[0].lineno) == (1, 3)
 
 
+@pytest.mark.parametrize("indent", ["    ", "\t", "  "])
+def test_a_cell_that_is_indented_as_a_whole_is_read_as_ipython_does(indent: str):
+    code = f"\n{indent}%matplotlib inline\n{indent}if a:\n{indent}{indent}loss = 3\n\n{indent}total = 4\n"
+    source = read(("code", "x = 1"), ("code", code))
+    assert source.problems == ()
+    total = source.tree.body[-1]
+    assert source.locate(total.lineno) == (2, 6)
+    assert source.written_column(total.lineno, total.col_offset + 1) == len(indent) + 1
+    assert source.written(total.lineno) == f"{indent}total = 4"
+
+
+def test_a_line_that_is_not_indented_as_the_first_is_an_error_as_in_ipython():
+    assert read(("code", "    x = 1\n  y = 2")).problems == ("cell 1: cannot parse: line 2: unexpected indent",)
+
+
+@pytest.mark.parametrize("code", ["%%bash\nls", "!pip install \\\n  torch\nx = 1", "%%time\nx = 1", "y = (\n"])
+def test_lines_are_kept_as_the_notebook_has_them(code: str):
+    source = read(("code", code), ("code", "z = 3"))
+    lines = [*code.split("\n"), "z = 3"]
+    assert [source.written(number) for number in range(1, len(source.lines) + 1)] == lines
+
+
 def test_a_broken_cell_is_told_and_the_others_are_read():
     source = read(("code", "x = 1"), ("code", "y = (\n"), ("code", "z = 3"))
     assert source.problems == ("cell 2: cannot parse: line 1: '(' was never closed",)
@@ -102,6 +124,7 @@ def test_nbformat_3_is_read_too():
         (b'{"cells": 3}', "not a notebook: JSON without a list of cells"),
         (b'{"worksheets": []}', "not a notebook: JSON without a list of cells"),
         (b'{"cells": [], "metadata": {"language_info": {"name": "R"}}}', "a notebook in R, expected Python"),
+        (b'{"cells": [], "metadata": {"kernelspec": {"language": "julia"}}}', "a notebook in julia, expected Python"),
         (b"[" * 100_000, "nested too deeply"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import sys
 import warnings
 
 import pytest
@@ -129,3 +130,34 @@ def test_an_empty_file_is_a_module_of_one_empty_line():
 def test_split_lines_keeps_every_character():
     text = "a\rb\r\nc\n\rd"
     assert split_lines(text) == ["a", "b", "c", "", "d"]
+
+
+@pytest.mark.parametrize(
+    ("code", "newer"),
+    [
+        ("def f[T](x): pass", (3, 12)),
+        ("async def f[T](x): pass", (3, 12)),
+        ("class A[T]: pass", (3, 12)),
+        ("type Batch = tuple[int, int]", (3, 12)),
+        ("""print(f"{d["a"]}")""", (3, 12)),
+        ("""print(t"{d}")""", (3, 14)),
+    ],
+)
+def test_syntax_of_a_newer_python_is_told_as_such(code: str, newer: tuple[int, int]):
+    data = f"x = 1\n{code}\n".encode()
+    if sys.version_info >= newer:
+        assert len(Source.from_bytes("a.py", data).tree.body) == 2
+        return
+    with pytest.raises(Unreadable) as caught:
+        Source.from_bytes("a.py", data)
+    assert str(caught.value).startswith("cannot parse: line 2: ")
+    running = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    told = f" (syntax of Python 3.{newer[1]}? oomfix runs on Python {running}, which is older)"
+    assert str(caught.value).endswith(told)
+
+
+@pytest.mark.parametrize("code", ["x = = 1", "def f(x: pass", "print 'x'", "raise E, 'x'", "type(x) = 3"])
+def test_other_errors_do_not_blame_the_interpreter(code: str):
+    with pytest.raises(Unreadable) as caught:
+        Source.from_bytes("a.py", code.encode())
+    assert "older" not in str(caught.value)
