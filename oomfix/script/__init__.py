@@ -220,7 +220,7 @@ class Script:
         outside = len(keep.site.loops) - len(keep.crossed)
         if any(run in self._training_runs for run in keep.site.runs[:outside]):
             return False
-        if any(_resets(statement, keep.target) for statement in keep.crossed[0].body):
+        if any(_resets(other, keep.target) for other in keep.crossed[0].body if other is not keep.statement):
             return False
         forwards = list(self.trace.forwards_of(keep.origins))
         if not forwards:

@@ -102,10 +102,10 @@ def is_literal_loop(node: ast.expr) -> list[Value] | None:
 def held_elsewhere(path: str | None) -> frozenset[str] | None:
     """What a context out of sight may do, by its name: `with amp_autocast():`, `with ctx:`; None for any other."""
     name = (path or "").rsplit(".", 1)[-1].lower()
-    if re.search(r"autocast|(^|_)amp(_|$)|precision", name):
-        return frozenset({"autocast:unknown"})
     if re.search(r"no_?grad|inference", name):
         return frozenset({"no_grad"})
+    if re.search(r"autocast|(^|_)amp(_|$)|precision", name):
+        return frozenset({"autocast:unknown"})
     if re.search(r"(^|_)(ctx|context|cm|guard|grad)(_|$)", name):
         return frozenset({"autocast:unknown", "no_grad", "null"})
     return None

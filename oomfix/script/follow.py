@@ -223,9 +223,11 @@ class Follower(Expressions):
             # A literal is a setting somebody will change: both branches of what it decides are followed.
             value = NUMBER
         path = path_of(target)
-        if path is not None and isinstance(value_node, ast.BinOp) and self._adds_to(value_node, path):
-            self._accumulate(target, path, value, statement, value_node)
-            return
+        sums = [value_node.body, value_node.orelse] if isinstance(value_node, ast.IfExp) else [value_node]
+        for node in sums:
+            if path is not None and isinstance(node, ast.BinOp) and self._adds_to(node, path):
+                self._accumulate(target, path, value, statement, node)
+                return
         if isinstance(target, ast.Subscript) and path is None:
             self._store_entry(target, value, value_node)
             return
@@ -235,8 +237,7 @@ class Follower(Expressions):
         self, target: ast.expr, path: str, value: Value, statement: ast.stmt, value_node: ast.BinOp
     ) -> None:
         """`total = total + loss`, `total = 0.9 * total + 0.1 * loss`."""
-        binding = self.binding_of(target)
-        loops = binding.loops if binding is not None else self._loops_of_root(target)
+        loops = self._age(target, self.binding_of(target))
         terms = [(term, self.evaluate(term)) for term in _terms(value_node) if not self._adds_to(term, path)]
         carrying = [(term, term_value) for term, term_value in terms if flatten(term_value).graph]
         kept: frozenset[int] = frozenset()
@@ -248,10 +249,24 @@ class Follower(Expressions):
         grown = flatten(value)
         self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, loops)
 
+    def _age(self, target: ast.expr, binding: Binding | None) -> tuple[Loop, ...]:
+        """The loops around the making of a target; one that the round before has left is as old as the loop."""
+        if binding is None:
+            return self._loops_of_root(target)
+        return binding.loops[:-1] if flatten(binding.value).carried_from else binding.loops
+
     def _adds_to(self, node: ast.expr, path: str) -> bool:
         """The value under a path goes into an expression by arithmetic."""
         if isinstance(node, ast.BinOp):
             return self._adds_to(node.left, path) or self._adds_to(node.right, path)
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "get"
+            and node.args
+        ):
+            key = node.args[0]  # `log.get("loss", 0) + loss`
+            return isinstance(key, ast.Constant) and path == f"{path_of(node.func.value)}[{key.value!r}]"
         return path_of(node) == path
 
     def _store_entry(self, target: ast.Subscript, value: Value, value_node: ast.expr) -> None:
@@ -275,7 +290,7 @@ class Follower(Expressions):
         binding = self.binding_of(node.target)
         path = path_of(node.target)
         known = binding is not None or isinstance(node.target, ast.Subscript) or path is None or "." in path
-        loops = binding.loops if binding is not None else self._loops_of_root(node.target)
+        loops = self._age(node.target, binding)
         if isinstance(node.op, ast.Div | ast.FloorDiv):
             content = flatten(old)
             value = replace(content, divisors=content.divisors | {ast.unparse(node.value)})
@@ -611,6 +626,8 @@ def _terms(node: ast.expr) -> list[ast.expr]:
     """The terms of a sum."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
         return _terms(node.left) + _terms(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+        return _terms(node.left)  # `(mean * n + loss) / (n + 1)`
     return [node]
 
 

@@ -202,3 +202,75 @@ def test_lightning_runs_its_own_evaluation(report):
                 return self.loss(self.net(batch))
     """
     assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        "with ctx:",
+        "with amp_no_grad():",
+        "with self.guard:",
+        "with off():",
+        "with ExitStack() as stack:",
+    ],
+)
+def test_a_context_that_is_made_elsewhere_is_not_judged(report, held):
+    code = f"""
+        import torch
+        from contextlib import ExitStack, contextmanager
+
+        @contextmanager
+        def off():
+            with torch.no_grad():
+                yield
+
+        class Trainer:
+            def validate(self, loader, ctx):
+                self.model.eval()
+                {held}
+                    {"stack.enter_context(torch.no_grad())" if "Stack" in held else "pass"}
+                    for x in loader:
+                        print(self.model(x))
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    "freezing",
+    ["net.requires_grad_(False)", "for p in net.parameters(): p.requires_grad = False"],
+)
+def test_a_frozen_network_records_nothing(report, freezing):
+    code = f"""
+        import torch
+        net = build()
+        {freezing}
+        net.eval()
+        features = []
+        for x in loader:
+            features.append(net(x))
+    """
+    assert report(code) == []
+
+
+def test_bookkeeping_methods_of_a_module_are_no_forwards(report):
+    code = """
+        from torch import nn
+
+        class Net(nn.Module):
+            def n_params(self):
+                return sum(p.numel() for p in self.parameters())
+
+            def load(self, path):
+                self.load_state_dict(read(path))
+
+            def evaluate(self, loader):
+                self.eval()
+                self.load("best")
+                print(self.n_params())
+
+        net = Net()
+        net.eval()
+        net.load("best")
+        print(net.n_params())
+    """
+    assert report(code) == []

@@ -437,3 +437,64 @@ def test_every_way_to_detach_a_state_is_seen(report, detaching):
             optimizer.step()
     """
     assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "mean = loss if mean is None else 0.9 * mean + 0.1 * loss",
+        "mean = (mean * 3 + loss) / 4",
+        "log['loss'] = log.get('loss', 0) + loss",
+    ],
+)
+def test_running_means_accumulate_too(report, statement):
+    code = f"""
+        mean, log = None, {{}}
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            {statement}
+    """
+    assert report(code) == [("OOM101", 6)]
+
+
+def test_a_mean_that_starts_in_a_branch_accumulates_in_the_other(report):
+    code = """
+        mean = None
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            if mean is None:
+                mean = loss
+            else:
+                mean = mean * 0.99 + loss * 0.01
+    """
+    assert report(code) == [("OOM101", 8)]
+
+
+def test_terms_handed_to_training_out_of_sight_are_not_kept_for_logs(report):
+    code = """
+        from agents import Agent
+        agent = Agent().to(device)
+        for episode in range(100):
+            log_probs = []
+            for t in range(200):
+                probs, value = agent.model(state)
+                log_probs.append(Categorical(probs).log_prob(action))
+            agent.update(log_probs)
+    """
+    assert report(code) == []
+
+
+def test_a_loop_in_a_match_is_followed(report):
+    code = """
+        match args.mode:
+            case "train":
+                total = 0
+                for x, y in loader:
+                    loss = criterion(model(x), y)
+                    loss.backward()
+                    total += loss
+    """
+    assert report(code) == [("OOM101", 7)]
