@@ -30,7 +30,7 @@ class BackwardInAutocast(Rule):
         inside = [
             backward
             for backward in script.backwards
-            if backward.site.autocast is not None and backward.framework is None and not backward.is_grad_call
+            if backward.site.autocast not in (None, "held") and backward.framework is None and not backward.is_grad_call
         ]
         for backward in script.distinct(inside):
             yield self.finding(

@@ -61,7 +61,7 @@ class Containers(Training):
         loops = binding.loops if binding is not None else self._loops_of_root(target)
         value = given[len(node.args) - 1]
         kept = self.keep(node, path_of(target) or ast.unparse(target), node.args[-1], value, "store", loops)
-        if (path_of(target) or "").startswith("self."):
+        if ast.unparse(target).startswith("self."):
             for forward in self.trace.forwards_of(content.origins):
                 forward.stored = True
         base = flatten(receiver)

@@ -105,7 +105,7 @@ def held_elsewhere(path: str | None) -> frozenset[str] | None:
     if re.search(r"no_?grad|inference", name):
         return frozenset({"no_grad"})
     if re.search(r"autocast|(^|_)amp(_|$)|precision", name):
-        return frozenset({"autocast:unknown"})
+        return frozenset({"autocast:held"})
     if re.search(r"(^|_)(ctx|context|cm|guard|grad)(_|$)", name):
-        return frozenset({"autocast:unknown", "no_grad", "null"})
+        return frozenset({"autocast:held", "no_grad", "null"})
     return None

@@ -56,7 +56,9 @@ class TrainingLoop:
     @property
     def autocast(self) -> str:
         """The dtype under which its forwards run: "none", "float16", "bfloat16", "unknown" or "framework"."""
-        kinds = {forward.site.autocast for forward in self.forwards} - {None}
+        kinds = {
+            "unknown" if forward.site.autocast == "held" else forward.site.autocast for forward in self.forwards
+        } - {None}
         if self.framework is not None:
             return "framework"
         return "none" if not kinds else (kinds.pop() or "unknown") if len(kinds) == 1 else "unknown"

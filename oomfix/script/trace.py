@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from oomfix.script.definitions import Function
 
 Loop = ast.For | ast.AsyncFor | ast.While
-Autocast = Literal["float16", "bfloat16", "unknown"]
+Autocast = Literal["float16", "bfloat16", "unknown", "held"]
+"""The dtype of autocast; "held" for a context made out of sight that is only named like autocast."""
 
 
 class Guard(NamedTuple):
