@@ -1,10 +1,11 @@
-"""Edits: replacing spans of a text, all of them or none."""
+"""Edits: replacing spans of a text, all of them or none; the edits of several findings merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from oomfix.rules.base import Edit
+from oomfix.rules.base import Edit, Finding
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
@@ -15,6 +16,8 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     Findings that only make sense together share their edits: the same object given again is one edit, and so is a
     replacement equal to another. Insertions that are merely equal are each made: two blocks nested in each other may
     both be indented.
+
+    `merge` gives the edits of findings that do not know of each other.
 
     Raises:
         ValueError: an edit lies outside the text, or two edits overlap.
@@ -34,3 +37,36 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
 def _once(edits: list[Edit]) -> Iterable[Edit]:
     """The edits without what is given twice."""
     return {id(edit) if edit.start == edit.end else edit: edit for edit in edits}.values()
+
+
+class Merged(NamedTuple):
+    """The findings that can be mended at once, and the edits that do it, for `apply_edits`."""
+
+    findings: list[Finding]
+    edits: list[Edit]
+
+
+def merge(findings: Iterable[Finding]) -> Merged:
+    """The local fixes of a text's findings as far as they can be made together, first come first served.
+
+    Findings with the same edits are mended by making them once: two forwards of one function need one
+    `@torch.no_grad()`. A finding whose edits overlap those before it is left out, and so is one that would insert the
+    same text at the same place as another fix: only the findings of the new text tell whether it is needed still.
+    """
+    merged = Merged([], [])
+    for finding in findings:
+        if any(finding.edits == other.edits for other in merged.findings):
+            merged.findings.append(finding)
+        elif not any(_collide(edit, other) for edit in finding.edits for other in merged.edits):
+            merged.edits.extend(finding.edits)
+            merged.findings.append(finding)
+    return merged
+
+
+def _collide(edit: Edit, other: Edit) -> bool:
+    """Whether two edits cannot be made together, or would do the same thing twice."""
+    if edit is other:
+        return False
+    if edit.start == edit.end and other.start == other.end:
+        return edit == other
+    return edit == other or (edit.start < other.end and other.start < edit.end)

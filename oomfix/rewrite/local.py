@@ -6,8 +6,8 @@ import ast
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from oomfix.rewrite.edits import apply_edits
-from oomfix.rules.base import Edit, Finding, Rule
+from oomfix.rewrite.edits import apply_edits, merge
+from oomfix.rules.base import Finding, Rule
 from oomfix.script import Script
 from oomfix.source import Source, Unreadable, parse
 from oomfix.suppressions import Statements, comments
@@ -61,7 +61,8 @@ def fix_locally(
             if finding.edits and wants(finding) and (finding.code, _line(current, finding)) not in refused
         ]
         findings = _of_first_stage(findings)
-        made, text = _compatible(current, findings)
+        made, edits = merge(findings)
+        text = apply_edits(current.text, edits)
         tree = _parsed(text)
         if tree is None:
             made, text, tree = _first_that_parses(current, made)
@@ -106,28 +107,6 @@ def findings_of(source: Source, rules: Sequence[Rule], target_torch: tuple[int, 
 
 def _line(source: Source, finding: Finding) -> str:
     return source.lines[finding.line - 1].strip()
-
-
-def _compatible(source: Source, findings: Sequence[Finding]) -> tuple[list[Finding], str]:
-    """The findings whose edits can be made at once, first come first served, and the text after them."""
-    made: list[Finding] = []
-    edits: list[Edit] = []
-    for finding in findings:
-        if any(finding.edits == other.edits for other in made):
-            made.append(finding)  # one edit mends both
-        elif not any(_collide(edit, other) for edit in finding.edits for other in edits):
-            edits += finding.edits
-            made.append(finding)
-    return made, apply_edits(source.text, edits)
-
-
-def _collide(edit: Edit, other: Edit) -> bool:
-    """Whether two edits cannot be made together, or would do the same thing twice."""
-    if edit is other:
-        return False
-    if edit.start == edit.end and other.start == other.end:
-        return edit == other
-    return edit == other or (edit.start < other.end and other.start < edit.end)
 
 
 def _parsed(text: str) -> ast.Module | None:

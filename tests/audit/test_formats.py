@@ -278,3 +278,59 @@ def test_the_frame_of_a_notebook_shows_the_lines_that_its_author_wrote(oomfix, n
         "      |       ^^^^^^^^^^^^^",
         "    4 |   %cd foo",
     ]
+
+
+SHARED_EDITS = """\
+import torch
+from torch.cuda.amp import GradScaler
+
+scaler = GradScaler()
+other = GradScaler()
+
+def validate(model, loader):
+    model.eval()
+    total, correct = 0, 0
+    for x, y in loader:
+        total += criterion(model(x), y).item()
+    for x, y in loader:
+        correct += criterion(model(x), y).item()
+    return total, correct
+"""
+AMP_FIXED = SHARED_EDITS.replace("torch.cuda.amp", "torch.amp").replace("GradScaler()", 'GradScaler("cuda")')
+EVALUATION_FIXED = SHARED_EDITS.replace("def validate", "@torch.no_grad()\ndef validate")
+
+
+def test_sarif_fixes_are_complete_each_alone_and_right_all_together_once_merged(oomfix):
+    (oomfix.folder / "a.py").write_text(SHARED_EDITS)
+    log = json.loads(oomfix("audit", "a.py", "--format", "sarif").stdout)
+    fixes = [
+        (result["ruleId"], _replacements(fix))
+        for result in log["runs"][0]["results"]
+        for fix in result.get("fixes", [])
+    ]
+    assert [code for code, _ in fixes] == ["OOM401", "OOM401", "OOM401", "OOM201", "OOM201"]
+    for code, replacements in fixes:
+        assert _replaced(SHARED_EDITS, replacements) == {"OOM401": AMP_FIXED, "OOM201": EVALUATION_FIXED}[code]
+    merged = list(dict.fromkeys(replacement for _, replacements in fixes for replacement in replacements))
+    both = AMP_FIXED.replace("def validate", "@torch.no_grad()\ndef validate")
+    assert _replaced(SHARED_EDITS, merged) == both
+
+
+def _replacements(fix: dict) -> list[tuple[int, int, int, int, str]]:
+    (change,) = fix["artifactChanges"]
+    return [
+        (
+            *(replacement["deletedRegion"][key] for key in ("startLine", "startColumn", "endLine", "endColumn")),
+            replacement["insertedContent"]["text"],
+        )
+        for replacement in change["replacements"]
+    ]
+
+
+def _replaced(text: str, replacements: list[tuple[int, int, int, int, str]]) -> str:
+    lines = text.splitlines(keepends=True)
+    for line, column, end_line, end_column, inserted in sorted(replacements, reverse=True):
+        assert line == end_line
+        old = lines[line - 1]
+        lines[line - 1] = old[: column - 1] + inserted + old[end_column - 1 :]
+    return "".join(lines)
