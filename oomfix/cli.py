@@ -55,6 +55,7 @@ class _Commands(click.Group):
 
     elsewhere: ClassVar[dict[str, str]] = {
         "apply": "oomfix.rewrite.command",
+        "diagnose": "oomfix.diagnose_command",
         "profile": "oomfix.profile.command",
     }
 
