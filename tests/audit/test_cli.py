@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from oomfix import __version__
+from oomfix.cli import main
 from oomfix.pages import markdown, pages
 from oomfix.rules import all_rules
 
+ROOT = Path(__file__).resolve().parents[2]
 LOAD = "import torch\nx = torch.load(p)\n"
 CLEAN = "import torch\nx = torch.load(p, map_location='cpu')\n"
 
@@ -171,6 +174,20 @@ def test_presets_shows_the_table(oomfix):
 
 def test_the_version_is_told(oomfix):
     assert oomfix("--version").stdout == f"oomfix, version {__version__}\n"
+
+
+def test_the_changelog_tells_of_every_command():
+    commands = main.list_commands(click.Context(main))
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [command for command in commands if f"`oomfix {command}`" not in text] == []
+
+
+def test_contributing_tells_the_style_commands_that_ci_runs():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    commands = [line.removesuffix(" || status=1") for line in ci.splitlines() if line.startswith("ruff ")]
+    assert commands
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert " && ".join(commands) in contributing
 
 
 def test_an_audit_imports_nothing_that_it_does_not_need(oomfix):
