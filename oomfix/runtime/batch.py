@@ -51,11 +51,24 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for samples `start` to `stop` (exclusive). Tensors are views, not copies."""
-        size = self.size
-        if start == 0 and stop == size:
+        if start == 0 and stop == self.size:
             return self.args, self.kwargs
-        args = tuple(_cut(node, size, start, stop) for node in self.args)
-        return args, {name: _cut(node, size, start, stop) for name, node in self.kwargs.items()}
+        return self._cut_by(lambda samples: samples[start:stop])
+
+    def chosen(self, rows: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for the samples `rows`, of which some may be named twice. Copies, not views."""
+
+        def take(samples: Any) -> Any:
+            if isinstance(samples, list | tuple):
+                return type(samples)(samples[row] for row in rows)
+            return samples[rows]
+
+        return self._cut_by(take)
+
+    def _cut_by(self, take: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        size = self.size
+        args = tuple(_cut(node, size, take) for node in self.args)
+        return args, {name: _cut(node, size, take) for name, node in self.kwargs.items()}
 
     def mapped(self, function: Callable[[Any], Any]) -> "Batch":
         """The batch with `function` applied to every leaf."""
@@ -105,15 +118,15 @@ def _votes(node: Any) -> Iterator[int]:
             yield from _votes(child)
 
 
-def _cut(node: Any, size: int, start: int, stop: int) -> Any:
+def _cut(node: Any, size: int, take: Callable[[Any], Any]) -> Any:
     if isinstance(node, torch.Tensor) or _is_array(node):
-        return node[start:stop] if node.ndim and node.shape[0] == size else node
+        return take(node) if node.ndim and node.shape[0] == size else node
     if isinstance(node, list | tuple) and len(node) == size and _is_samples(node):
-        return node[start:stop]
+        return take(node)
     inner = trees.children(node)
     if inner is None:
         return node
-    return trees.rebuilt(node, [_cut(child, size, start, stop) for _, child in inner])
+    return trees.rebuilt(node, [_cut(child, size, take) for _, child in inner])
 
 
 def _uncuttable(node: Any) -> str | None:

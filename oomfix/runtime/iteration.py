@@ -11,7 +11,7 @@ from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.known import Known
 from oomfix.runtime.normaliser import mean_nll_weights
-from oomfix.runtime.outputs import Weight
+from oomfix.runtime.outputs import NotZero, Weight
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.rollback import Border, GradientsAside, RandomState, reached_leaves
@@ -27,9 +27,9 @@ class CannotSplit(Exception):
         verdict: to be used from now on.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, undecided: bool = False) -> None:
         super().__init__(reason)
-        self.verdict = Verdict(None, reason)
+        self.verdict = Verdict(None, reason, undecided=undecided)
 
 
 class Iteration:
@@ -119,7 +119,11 @@ class Iteration:
                 collector.add(result, weight)
                 del result
                 statistics.after_first()
-        return collector.result()
+        try:
+            return collector.result()
+        except NotZero:
+            reason = "the rows checked left open how one of its results is put together"
+        raise CannotSplit(reason, undecided=True)
 
     def put_back(self) -> None:
         """Leave no trace of a run that failed."""

@@ -68,6 +68,14 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Zero:
+    """A number that was 0 on all rows seen, so a sum and a mean of it are told apart by neither: it has to stay 0."""
+
+    def collector(self, rows: int) -> Collector:
+        return _Zero()
+
+
+@dataclass(frozen=True)
 class Same:
     """Does not depend on the samples: a name, a temperature, None."""
 
@@ -91,6 +99,23 @@ class Inside:
 
     def collector(self, rows: int) -> Collector:
         return _Container([rule.collector(rows) for rule in self.rules])
+
+
+class NotZero(Exception):
+    """A value that was 0 so far is not: how it is put together is not known."""
+
+
+class _Zero:
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+
+    def add(self, value: Any, weight: Weight) -> None:
+        self._values.append(detached(value))
+
+    def result(self) -> Any:
+        if any(bool((torch.as_tensor(value) != 0).any()) for value in self._values):
+            raise NotZero
+        return self._values[0]
 
 
 class _First:
@@ -324,7 +349,9 @@ def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], coun
     if not fitting:
         return None
     means = [rule for rule in fitting if isinstance(rule, Mean)]
-    return Choice(fitting[0], undecided=bool(means) and len(means) < len(fitting))
+    if means and len(means) < len(fitting):
+        return Choice(Zero(), undecided=True)
+    return Choice(fitting[0])
 
 
 def close(a: Any, b: Any) -> bool:

@@ -13,6 +13,8 @@ from oomfix.runtime import trees
 _aten = torch.ops.aten
 _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 _MEAN = 1
+# operations that select among values, with the position of their dimension
+_SELECTIONS = {_aten.topk.default: 2, _aten.kthvalue.default: 2, _aten.sort.default: 1, _aten.sort.stable: 9}
 
 # Their schemas do not say that they write running statistics (arguments 3 and 4) when training (argument 5).
 _BATCH_NORMS = tuple(
@@ -94,6 +96,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         writes: what the run wrote into tensors that it did not make itself.
         nll_weights: the divisor of each NLL loss with a mean that it computed.
+        selected_among: how many values each topk, sort or kthvalue of floats selected among.
 
     Args:
         writes: shared by the runs of one check, so that all are undone together.
@@ -104,6 +107,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes = writes
         self.nll_weights: list[float] = []
+        self.selected_among: list[int] = []
         self._draws = draws
         self._own: set[int] = set()
 
@@ -119,6 +123,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in _written(func, args, kwargs):
                 if tensor.untyped_storage()._cdata not in self._own:
                     self.writes.about_to_write(tensor)
+        if kind.selects and args[0].is_floating_point() and args[0].dim():
+            dim = kwargs.get("dim", args[kind.selects] if len(args) > kind.selects else -1)
+            self.selected_among.append(args[0].shape[dim])
         result = func(*args, **kwargs)
         if kind.draws and self._draws is not None:
             result = self._draws.answer(result)
@@ -136,6 +143,7 @@ class _Kind:
     def __init__(self, func: Any) -> None:
         aliases = [result.alias_info for result in func._schema.returns]
         self.is_nll = func in _NLL
+        self.selects = _SELECTIONS.get(func, 0)
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.writes = func._schema.is_mutable or func in _BATCH_NORMS
         # lift_fresh calls its result a view, of a tensor that was made for it alone

@@ -18,6 +18,7 @@ from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_mem
 from oomfix.runtime.verify import check
 
 _log = logging.getLogger("oomfix")
+_QUARTERS = 4
 _MayBePrecision = (RuntimeError, TypeError, ValueError)
 
 
@@ -158,11 +159,14 @@ class Splitter:
 
     def _check(self, iteration: Iteration, parts: int) -> None:
         known, batch = iteration.known, iteration.batch
-        if batch.size < 2 or self.preset.split == "never" or not known.check_is_due():
+        alone = batch.size < 2 and not iteration.in_window
+        if alone or self.preset.split == "never" or not known.check_is_due():
             return
         trust = self.preset.split == "always"
-        most_rows = math.ceil(batch.size / parts)
-        verdict = check(iteration.forward, batch, known.modules(), most_rows, trust)
+        # a whole call of a window is checked too, to learn what its loss is a mean of
+        most_rows = math.ceil(batch.size / (parts if parts > 1 else _QUARTERS))
+        again = known.verdict is not None and known.verdict.rule is not None
+        verdict = check(iteration.forward, batch, known.modules(), most_rows, trust, again)
         known.checked(verdict)
         if trust and verdict.rule is not None and verdict.trusted:
             self._say(

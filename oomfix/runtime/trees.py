@@ -28,8 +28,14 @@ def rebuilt(node: Any, values: list[Any]) -> Any:
         try:
             # a shallow copy keeps what else the mapping carries (encodings of a tokenizer, default factories)
             result: Any = copy.copy(node)
+            before = [node[key] for key in keys]
             for key, value in zip(keys, values, strict=True):
                 result[key] = value
+            if any(node[key] is not value for key, value in zip(keys, before, strict=True)):
+                # a copy that shares its contents with the caller's mapping
+                for key, value in zip(keys, before, strict=True):
+                    result[key] = value
+                return dict(zip(keys, values, strict=True))
         except TypeError:
             return dict(zip(keys, values, strict=True))
         return result

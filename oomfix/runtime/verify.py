@@ -23,7 +23,10 @@ from oomfix.runtime.probe import Draws, Probe, Writes, counters_kept
 from oomfix.runtime.rollback import RandomState
 from oomfix.runtime.running_statistics import quiet
 
-_MOST_ROWS = 5
+_MOST_ROWS = 32  # as many as one micro-batch has, up to this
+_SMALL = 4096  # entries of a parameter whose gradient is compared
+_COMPARED = 6  # parameters whose gradients are compared
+_GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
 _FEWEST_ROWS = 3  # the least that make two unequal parts
 
 
@@ -41,7 +44,9 @@ class Verdict:
         sums: the loss is a sum over samples, not a mean.
         needs_gradients: the forward differentiates by itself (gradient penalties).
         trusted: no rule fits, but the user asked for splitting.
-        undecided: the rows left open whether a value is a count or a mean; to be looked at again soon.
+        undecided: the rows left a question open; to be looked at again soon.
+        held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
+        mode: whether targets were held out, and whether draws were replayed, in the comparison that decided.
     """
 
     rule: Rule | None
@@ -52,10 +57,17 @@ class Verdict:
     needs_gradients: bool = False
     trusted: bool = False
     undecided: bool = False
+    held: bool = False
+    mode: tuple[bool, bool] = (False, False)
 
 
 def check(
-    forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], most_rows: int, trust: bool = False
+    forward: Callable[..., Any],
+    batch: Batch,
+    modules: list[nn.Module],
+    most_rows: int,
+    trust: bool = False,
+    again: bool = False,
 ) -> Verdict:
     """Compare `forward` on a few rows of `batch` with `forward` on two unequal parts of them.
 
@@ -64,53 +76,86 @@ def check(
 
     Args:
         forward: returns the loss, or a container whose first value (or "loss") it is.
-        batch: at least two samples.
+        batch: the samples; of fewer than three, rows are repeated.
         modules: every module that the forward may run.
         most_rows: rows of one micro-batch, which bound what the check may hold in memory.
         trust: the user asked for splitting whatever the check says: values that no rule fits get the one that
             their shapes suggest.
+        again: an earlier check has compared full masks and gradients; leave that out.
 
-    Raises:
-        torch.OutOfMemoryError: not even these few rows fit.
+    Returns:
+        The verdict; an undecided one where not even three rows fit.
     """
-    most = min(batch.size, _MOST_ROWS, max(most_rows, _FEWEST_ROWS))
-    for rows in range(most, 1, -1):
+    most = max(min(most_rows, _MOST_ROWS), _FEWEST_ROWS)
+    for rows in dict.fromkeys((most, (most + 1) // 2, _FEWEST_ROWS)):
         try:
-            return _check_several(forward, batch, modules, rows, trust)
+            chosen = choose_rows(batch, max(rows, _FEWEST_ROWS))
+            verdict = _check_rows(forward, batch, modules, chosen, trust)
+            if verdict.rule is None or trust or again:
+                return verdict
+            return _look_closer(forward, batch, modules, chosen, verdict)
         except RuntimeError as error:
-            if not is_out_of_memory(error) or rows == 2:
+            if not is_out_of_memory(error):
                 raise
-        free_what_is_left()
-    return Verdict(None, "it is a single sample")
+        free_what_is_left(thorough=True)
+    return Verdict(None, "there is no memory to check it on three rows", undecided=True)
 
 
-def _check_several(
-    forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], rows: int, trust: bool
-) -> Verdict:
-    verdict = Verdict(None)
-    for start in _starts(batch.size, rows):
-        verdict = _check_rows(forward, batch, modules, start, rows, trust)
-        if not verdict.undecided:
+def choose_rows(batch: Batch, count: int) -> list[int]:
+    """`count` rows spread over `batch`, unlike each other where flags, labels and masks tell them apart.
+
+    A batch may be sorted, or its first rows complete while later ones are masked. Rows of a batch smaller than
+    `count` are named again, so that two unequal parts can be made of any batch.
+    """
+    size = batch.size
+    spread = [index * (size - 1) // max(count - 1, 1) for index in range(count)] if count < size else list(range(size))
+    if count < size:
+        unlike = list(dict.fromkeys(row for tensor in batch.tensors() for row in _extreme_rows(tensor, size)))
+        spread = list(dict.fromkeys([*unlike[: count - 2], *spread]))[:count]
+    # so that the two parts hold different numbers of what is masked
+    for tensor in batch.tensors():
+        counts = _entries(tensor, size).tolist()
+        if len(set(counts)) > 1:
+            spread.sort(key=counts.__getitem__, reverse=True)
+            # one of the fullest rows with the emptiest ones, the other full ones in the second part
+            second = count - (count // 2 + 1)
+            spread = [spread[0], *spread[1 + second :], *spread[1 : 1 + second]]
             break
-    return verdict
+    return [spread[index % len(spread)] for index in range(count)]
 
 
-def _starts(size: int, rows: int) -> Iterator[int]:
-    """First rows, last rows, rows in the middle: where one run of rows leaves a question open, another may not."""
-    yield from dict.fromkeys((0, size - rows, (size - rows) // 2))
+def _extreme_rows(tensor: torch.Tensor, size: int) -> list[int]:
+    """The rows with the fewest and the most entries that count; [] for plain inputs."""
+    counts = _entries(tensor, size)
+    return [int(counts.argmin()), int(counts.argmax())] if len(counts) else []
+
+
+def _entries(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """For each row, how many entries are neither 0 nor a negative label; empty for plain inputs."""
+    nothing = torch.empty(0)
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.dim() == 0 or tensor.shape[0] != size:
+        return nothing
+    entries = tensor.detach().reshape(size, -1) if tensor.numel() else tensor.reshape(size, 0)
+    if not tensor.numel() or entries.is_complex() or (entries.is_floating_point() and not _is_mask(entries)):
+        return nothing
+    return (entries > 0).sum(1)
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _check_rows(
-    forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], start: int, rows: int, trust: bool
+    forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], rows: list[int], trust: bool
 ) -> Verdict:
     verdict = Verdict(None)
-    comparison = _Comparison(forward, batch, modules, start, rows)
+    comparison = _Comparison(forward, batch, modules, rows)
     for needs_gradients in (False, True):
         failed = False
         for holds_out, replays in ((True, True), (True, False), (False, True), (False, False)):
             if (not replays and comparison.drew_nothing) or (not holds_out and comparison.held_nothing):
                 continue
-            comparison = _Comparison(forward, batch, modules, start, rows)
+            comparison = _Comparison(forward, batch, modules, rows)
             try:
                 verdict = comparison.verdict(needs_gradients, holds_out, replays, trust)
                 failed = False
@@ -118,9 +163,10 @@ def _check_rows(
                 if is_out_of_memory(error):
                     raise
                 said = str(error).strip().splitlines() or [""]
-                verdict = Verdict(None, f"it fails on {rows} rows of the batch ({type(error).__name__}: {said[0]})")
+                why = f"{type(error).__name__}: {said[0]}"
+                verdict = Verdict(None, f"it fails on {len(rows)} rows of the batch ({why})")
                 failed = True
-            if verdict.rule is not None or comparison.wrote:
+            if verdict.rule is not None or verdict.undecided or comparison.wrote:
                 return verdict
         # a forward that differentiates by itself fails without gradients; others have had their verdict
         if not failed:
@@ -128,18 +174,45 @@ def _check_rows(
     return verdict
 
 
+def _look_closer(
+    forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], rows: list[int], verdict: Verdict
+) -> Verdict:
+    """The verdict, unless masks that happen to be full, or gradients, show that samples depend on each other."""
+    holds_out, replays = verdict.mode
+    for masks, gradients in ((True, False), (False, True)):
+        comparison = _Comparison(forward, batch, modules, rows, masks, gradients)
+        try:
+            closer = comparison.verdict(verdict.needs_gradients or gradients, holds_out, replays, False)
+        except Exception as error:  # the forward is the user's, and may refuse other masks in any way
+            if is_out_of_memory(error):
+                raise
+            continue
+        if comparison.looked and closer.rule is None and not closer.undecided:
+            return closer
+    return verdict
+
+
 class _Comparison:
     """One run on all rows and one on each of two unequal parts."""
 
     def __init__(
-        self, forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], start: int, rows: int
+        self,
+        forward: Callable[..., Any],
+        batch: Batch,
+        modules: list[nn.Module],
+        chosen: list[int],
+        masks: bool = False,
+        gradients: bool = False,
     ) -> None:
         self._forward = forward
-        self._batch = batch
         self._modules = modules
-        self._start = start
-        self._rows = rows
-        self._cut = (rows + 1) // 2
+        self._chosen = chosen
+        self.looked = False
+        self._batch = self._with_other_masks(batch) if masks else batch
+        self._rows = len(chosen)
+        self._cut = self._rows // 2 + 1
+        self._gradients = gradients
+        self._selected: list[list[int]] = []
         self._writes = Writes()
         self._draws = Draws()
         self.wrote = ""
@@ -181,7 +254,21 @@ class _Comparison:
             for (begin, end), (_, weights) in zip(parts, results, strict=True)
         ]
         verdict = self._compare(whole, [result for result, _ in results], shares, trust)
-        return replace(verdict, nll_losses=len(nll_weights), needs_gradients=needs_gradients)
+        if verdict.rule is not None and not trust and self._selects_among_samples():
+            return Verdict(None, "it selects among the samples of a batch, which a few rows cannot show")
+        return replace(
+            verdict,
+            nll_losses=len(nll_weights),
+            needs_gradients=needs_gradients,
+            held=not self.held_nothing,
+            mode=(holds_out, replays),
+        )
+
+    def _selects_among_samples(self) -> bool:
+        """Whether a selection (topk and the like) was made among a number of entries that grows with the rows."""
+        whole, *parts = self._selected
+        sizes = zip(whole, *parts, strict=False)
+        return any(total != first or total != second for total, first, second in sizes)
 
     @contextmanager
     def _undisturbed(self, needs_gradients: bool) -> Iterator[None]:
@@ -200,14 +287,66 @@ class _Comparison:
             self.wrote = f"it changes {counters[0]}"
 
     def _run(self, begin: int, end: int, draws: Draws | None, holds_out: bool) -> tuple[Any, list[float]]:
-        args, kwargs = self._batch.rows(self._start + begin, self._start + end)
+        args, kwargs = self._batch.chosen(self._chosen[begin:end])
         probe = Probe(self._writes, draws)
         hold_out = _HoldOut(end - begin if holds_out else 0, spare=self._cut > 1)
         # the mode is passed by every function of torch, so only the run that needs it gets it
         with hold_out if holds_out else nullcontext(), probe:
             result = self._forward(*args, **kwargs)
+            if self._gradients:
+                result = self._gradient_of(result)
         self.held_nothing = self.held_nothing and not hold_out.held
+        self._selected.append(probe.selected_among)
         return outputs.detached(result), probe.nll_weights
+
+    def _with_other_masks(self, batch: Batch) -> Batch:
+        """The batch with half of the first row of each full (or empty) mask cleared (or filled)."""
+        first = self._chosen[0]
+
+        def other(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not len(_entries(leaf, batch.size)):
+                return leaf
+            rows = leaf.detach()[self._chosen]
+            # an index of 1 may be made 0; an index of 0 made 1 may be out of range
+            full, empty = bool((rows == 1).all()), rows.dtype == torch.bool and not bool(rows.any())
+            if not (full or empty):
+                return leaf
+            self.looked = True
+            changed = leaf.detach().clone()
+            row = changed[first].reshape(-1)
+            row[: max(row.numel() // 2, 1)] = 0 if full else 1
+            changed[first] = row.view(changed[first].shape)
+            return changed
+
+        return batch.mapped(other)
+
+    def _gradient_of(self, result: Any) -> Any:
+        """The loss and its gradients to a few small parameters, which show factors that have no gradient."""
+        loss = outputs.loss_in(result)
+        if loss is None or not loss.requires_grad or loss.numel() != 1:
+            return loss, []
+        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        small = [p for p in parameters if p.requires_grad and p.numel() <= _SMALL and p.dtype in _GRADIENT_TOLERANCE]
+        if not small:
+            return loss, []
+        gradients = torch.autograd.grad(loss, small[-_COMPARED:], allow_unused=True, materialize_grads=True)
+        return loss, list(gradients)
+
+    def _compare_gradients(self, whole: Any, parts: list[Any], shares: list[Weight]) -> Verdict:
+        loss, gradients = whole
+        choice = outputs.choose(loss, [part[0] for part in parts], shares) if gradients else None
+        if choice is None or choice.undecided:
+            return Verdict(None, "its gradients cannot be compared", undecided=True)
+        self.looked = True
+        for index, gradient in enumerate(gradients):
+            collector = choice.rule.collector(0)
+            for (_, of_part), share in zip(parts, shares, strict=True):
+                collector.add(of_part[index], share)
+            scale = max(float(of_part[index].abs().max()) for _, of_part in parts)
+            error = float((gradient - collector.result()).abs().max())
+            if error > _GRADIENT_TOLERANCE[gradient.dtype] * scale:
+                return Verdict(None, "samples depend on each other: a few rows give another gradient in two parts")
+        return Verdict(choice.rule)
 
     def _compare(self, whole: Any, parts: list[Any], shares: list[Weight], trust: bool) -> Verdict:
         loss = outputs.loss_in(whole)
@@ -216,6 +355,8 @@ class _Comparison:
         if loss is not None and not loss.isfinite().all():
             # other rows may show more
             return Verdict(None, "its loss is not a number on a few rows", undecided=True)
+        if self._gradients:
+            return self._compare_gradients(whole, parts, shares)
         choice = outputs.choose(whole, parts, shares)
         trusted = trust and (choice is None or bool(self.wrote))
         if choice is None and trust:
@@ -223,6 +364,10 @@ class _Comparison:
         if choice is None:
             return Verdict(None, "samples depend on each other: a few rows give something else in two parts")
         rule = None if loss is None else outputs.choose(loss, [outputs.loss_in(part) for part in parts], shares)
+        losses = [outputs.loss_in(part) for part in parts]
+        empty = rule is not None and rule.rule == Sum() and any(part is not None and not part.any() for part in losses)
+        if rule is not None and (rule.undecided or empty) and not trust:
+            return Verdict(None, "its loss is 0 on a few rows, which leaves open what it is a mean of", undecided=True)
         return Verdict(
             choice.rule,
             counts_targets=outputs.contains(choice.rule if rule is None else rule.rule, Mean("targets")),
