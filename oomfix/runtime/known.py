@@ -8,12 +8,15 @@ import torch
 from torch import nn
 
 from oomfix.runtime.accumulation import Divisor
+from oomfix.runtime.batch import Batch
 from oomfix.runtime.precision import ModelCalls, device_type_of
-from oomfix.runtime.referenced import code_of, named_modules, reachable_modules
+from oomfix.runtime.referenced import code_of, identity, reachable_modules
 from oomfix.runtime.rollback import Buffers
 from oomfix.runtime.running_statistics import iterates_power, uses_batch_statistics
 from oomfix.runtime.sizing import Sizing
 from oomfix.runtime.verify import Verdict
+
+_MOST_KNOWN = 256  # flags that change in every call shall not fill the memory
 
 
 class Known:
@@ -37,6 +40,8 @@ class Known:
         self.code = code_of(forward)
         self.name = getattr(forward, "__qualname__", type(forward).__name__)
         self._roots = [weakref.ref(root) for root in roots]
+        # a criterion may be made anew in each iteration
+        self._models = [weakref.ref(root) for root in roots if next(root.parameters(), None) is not None]
         self.calls = 0
         self.verdict: Verdict | None = None
         self.sizing = Sizing(first_parts)
@@ -53,7 +58,7 @@ class Known:
     @property
     def alive(self) -> bool:
         """Whether all its models still exist."""
-        return all(root() is not None for root in self._roots)
+        return all(root() is not None for root in self._models)
 
     def roots(self) -> list[nn.Module]:
         """The models themselves."""
@@ -142,14 +147,15 @@ class KnownForwards:
         self._first_parts = first_parts
         self._known: dict[tuple[Any, ...], Known] = {}
 
-    def about(self, forward: Callable[..., Any], trains: bool, prepared: Iterable[nn.Module]) -> Known:
-        """What is known about `forward`, which is nothing if it, or one of its models, is new."""
-        # by identity: the code of two forwards may be equal while their names stand for other things
-        key = (id(code_of(forward)), trains, *map(id, named_modules(forward)))
+    def about(self, forward: Callable[..., Any], trains: bool, batch: Batch, prepared: Iterable[nn.Module]) -> Known:
+        """What is known about `forward` with this batch: nothing if it, a model or a flag of it is new."""
+        key = (trains, identity(forward, batch.args, batch.kwargs))
         known = self._known.get(key)
         if known is None or not known.alive:
             self._known = {key: known for key, known in self._known.items() if known.alive}
-            roots = reachable_modules(forward) or list(prepared)
+            self._known = dict(list(self._known.items())[-_MOST_KNOWN:])
+            reachable = reachable_modules(forward, (batch.args, batch.kwargs))
+            roots = list(dict.fromkeys([*reachable, *prepared]))
             known = self._known[key] = Known(forward, roots, self._first_parts)
         return known
 

@@ -93,7 +93,7 @@ class MemoryManager:
         cut = Batch(batch, named, batch_size)
         if self.off:
             return self._as_written(forward, cut)
-        known = self._forwards.about(forward, True, self._prepared)
+        known = self._forwards.about(forward, True, cut, self._prepared)
         return self._splitter.run(Iteration(known, forward, cut, trains=True), self._window, self.scaler)
 
     def evaluate(
@@ -110,7 +110,7 @@ class MemoryManager:
         with torch.no_grad():
             if self.off:
                 return forward(*cut.args, **cut.kwargs)
-            known = self._forwards.about(forward, False, self._prepared)
+            known = self._forwards.about(forward, False, cut, self._prepared)
             return self._splitter.run(Iteration(known, forward, cut, trains=False), self._window, self.scaler)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:

@@ -4,6 +4,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 _DEPTH = 3  # a helper's helper, or the attribute of an object in a list
@@ -19,25 +20,64 @@ def code_of(forward: Callable[..., Any]) -> Any:
     return type(forward) if function is None else function.__code__
 
 
-def named_modules(forward: Callable[..., Any]) -> list[nn.Module]:
-    """Modules that `forward` refers to directly: by a name it uses, or as an attribute of its `self`.
+def identity(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells `forward`, called with these arguments, from other forwards: equal where what is known applies.
 
-    Cheap enough for every call, and another list as soon as a name stands for another model.
+    The code, the models, functions, criteria and flags that it is bound to (closure, defaults, arguments of a
+    partial), and the flags and models among its arguments. A function that a loop defines anew from the same
+    things stays the same.
     """
-    found: list[nn.Module] = []
+    found: list[Any] = [code_of(forward)]
     for name, value in _references(forward):
-        if isinstance(value, nn.Module):
-            found.append(value)
-        elif name == "self":
-            found += [item for item in getattr(value, "__dict__", {}).values() if isinstance(item, nn.Module)]
-    return found
+        found += _identities(name, value, 2)
+    arguments: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in arguments:
+        found += _identities(place, value, 1)
+    return tuple(found)
 
 
-def reachable_modules(forward: Callable[..., Any]) -> list[nn.Module]:
-    """Modules that `forward` can get at, helper functions, objects and containers looked into."""
+def _identities(name: Any, value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, nn.Module):
+        if next(value.parameters(), None) is None and next(value.children(), None) is None:
+            # a criterion may be made anew in each iteration
+            yield name, type(value), *_settings(value)
+        else:
+            yield name, id(value)
+    elif isinstance(value, bool | str | torch.dtype) or value is None:
+        yield name, value
+    elif isinstance(value, types.FunctionType | types.MethodType) or hasattr(value, "func"):
+        yield name, code_of(value)
+        if depth and not (getattr(value, "__module__", None) or "").startswith("torch"):
+            for inner, bound in _references(value):
+                yield from _identities((name, inner), bound, depth - 1)
+    elif isinstance(value, types.ModuleType | type):
+        return
+    elif isinstance(value, list | tuple | dict):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        if depth and len(value) <= 64:
+            for key, entry in entries:
+                # texts in a container are samples rather than flags
+                if isinstance(entry, nn.Module | bool | types.FunctionType) or isinstance(value, dict):
+                    yield from _identities((name, key), entry, depth - 1)
+    elif name == "self" or (depth and callable(value)):
+        for attribute, entry in getattr(value, "__dict__", {}).items():
+            if isinstance(entry, nn.Module | list | tuple | dict):
+                yield from _identities((name, attribute), entry, depth - 1)
+        if name != "self":
+            yield name, type(value), *_settings(value)
+
+
+def _settings(value: Any) -> Iterator[Any]:
+    return (pair for pair in vars(value).items() if isinstance(pair[1], bool | int | float | str | None))
+
+
+def reachable_modules(forward: Callable[..., Any], arguments: Any = ()) -> list[nn.Module]:
+    """Modules that `forward` can get at, or is given: helper functions, objects and containers looked into."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    layer: list[Any] = [forward]
+    layer: list[Any] = [forward, arguments]
     for _ in range(_DEPTH + 1):
         following: list[Any] = []
         for value in layer:
@@ -53,8 +93,17 @@ def reachable_modules(forward: Callable[..., Any]) -> list[nn.Module]:
 
 
 def _function_of(forward: Any) -> types.FunctionType | None:
-    while not isinstance(forward, types.FunctionType):
-        if isinstance(forward, types.MethodType):
+    seen: set[int] = set()
+    while id(forward) not in seen:
+        seen.add(id(forward))
+        # decorators and torch.compile put code of their own, shared by all they wrap, before the function
+        attributes = vars(forward) if isinstance(forward, types.FunctionType) else {}
+        inner = attributes.get("_torchdynamo_orig_callable") or attributes.get("__wrapped__")
+        if inner is not None:
+            forward = inner
+        elif isinstance(forward, types.FunctionType):
+            return forward
+        elif isinstance(forward, types.MethodType):
             forward = forward.__func__
         elif hasattr(forward, "func"):  # functools.partial
             forward = forward.func
@@ -65,7 +114,7 @@ def _function_of(forward: Any) -> types.FunctionType | None:
         else:
             call = type(forward).__dict__.get("__call__")
             return call if isinstance(call, types.FunctionType) else None
-    return forward
+    return None
 
 
 def _references(forward: Any) -> Iterator[tuple[str, Any]]:
@@ -88,11 +137,19 @@ def _references(forward: Any) -> Iterator[tuple[str, Any]]:
         except ValueError:
             continue  # a name that is not bound yet
     names = function.__globals__
-    for name in code.co_names:
+    for name in _names_in(code):
         if name in names:
             yield name, names[name]
     for default in function.__defaults__ or ():
         yield "default", default
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Global names and attributes in `code`, and in the lambdas and comprehensions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
 
 
 def _inside(value: Any) -> list[Any]:

@@ -1,5 +1,7 @@
 """Losses, windows and forwards that were once split or weighted wrongly without a word."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,3 +93,49 @@ def test_a_float_that_was_zero_on_the_rows_checked_is_not_averaged():
     expected = forward(x, target)[1]
     got = runtime.preset("16gb", micro_batches=16).forward_backward(forward, x, target)[1]
     assert float(got) == float(expected)
+
+
+def test_what_is_known_of_a_decorated_forward_is_not_used_for_another():
+    net, (x, y) = nn.Linear(4, 3).double(), inputs()
+    memory = runtime.preset("16gb", micro_batches=4)
+
+    @torch.enable_grad()
+    def independent(x, y):
+        return F.mse_loss(net(x), y)
+
+    @torch.enable_grad()
+    def coupled(x, y):
+        return F.cross_entropy(F.normalize(net(x)) @ F.normalize(y).T, torch.arange(len(x)))
+
+    for forward in (independent, independent, independent, coupled):
+        net.zero_grad()
+        forward(x, y).backward()
+        expected = net.weight.grad
+        net.zero_grad()
+        memory.forward_backward(forward, x, y)
+        assert torch.allclose(net.weight.grad, expected, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("bound", ["argument", "partial", "closure"])
+def test_a_flag_or_criterion_of_a_forward_is_part_of_what_is_known(bound):
+    net, (x, y) = nn.Linear(4, 3).double(), inputs()
+    memory = runtime.preset("16gb", micro_batches=4)
+
+    def loss(x, y, reduction):
+        return F.mse_loss(net(x), y, reduction=reduction)
+
+    def closing_over(criterion):
+        return lambda x, y: criterion(net(x), y)
+
+    for reduction in ("mean", "mean", "mean", "sum", "mean", "sum"):
+        net.zero_grad()
+        loss(x, y, reduction).backward()
+        expected = net.weight.grad
+        net.zero_grad()
+        if bound == "argument":
+            memory.forward_backward(loss, x, y, reduction)
+        elif bound == "partial":
+            memory.forward_backward(functools.partial(loss, reduction=reduction), x, y)
+        else:
+            memory.forward_backward(closing_over(nn.MSELoss(reduction=reduction)), x, y)
+        assert torch.allclose(net.weight.grad, expected, rtol=1e-10, atol=1e-14)
