@@ -68,6 +68,7 @@ def run(text: str, argv: Sequence[str] = (), *, preset: str = "", seed: int = 0)
     random.seed(seed)
     np.random.seed(seed)
     hook = register_optimizer_step_post_hook(note)
+    dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     output = io.StringIO()
     calls: list[int] = []
     original = Iteration.run
@@ -91,6 +92,9 @@ def run(text: str, argv: Sequence[str] = (), *, preset: str = "", seed: int = 0)
     finally:
         hook.remove()
         runtime.reset()
+        # What a script sets for its process must not reach the tests after it.
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(deterministic)
     return Run(output.getvalue(), weights, sum(parts > 1 for parts in calls))
 
 
