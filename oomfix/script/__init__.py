@@ -3,6 +3,11 @@
 `Script.read(source)` follows the file once, the way Python would run it: from the first line, into the functions it
 calls with the arguments it calls them with, and then into every function that nothing in the file calls. What is met on
 the way (a forward with gradients off, a loss that is kept) is written down as events; rules are questions about them.
+
+One class follows, built in layers that each know one thing more; a file stands for each: `core` (names, and where an
+event happens), `functions` (calls into the file), `training` (forwards, backwards, steps), `containers` (what is kept),
+`calls` (what is called), `expressions`, `statements`, `flow` (branches, contexts, loops) and `follow` (the whole file).
+`values` and `state` are what they pass on, `trace` is what comes out, `loops` and `evaluation` sort it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,316 @@
+"""Following compound statements: branches, contexts and loops, each way as often as it matters."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from oomfix.script.contexts import held_elsewhere, is_literal_loop
+from oomfix.script.definitions import Function
+from oomfix.script.hints import Hints
+from oomfix.script.names import path_of
+from oomfix.script.state import Frame, State
+from oomfix.script.statements import Statements
+from oomfix.script.trace import Guard, Loop, Trace
+from oomfix.script.values import (
+    NUMBER,
+    UNKNOWN,
+    Graph,
+    Kind,
+    Value,
+    constant,
+    flatten,
+)
+
+_MAX_WAYS = 30
+"""How often a statement is followed on average, before what is left is given up."""
+
+
+class Flow(Statements):
+    """Follows blocks of statements, and one method per kind of statement that has a body."""
+
+    def __init__(self, module_frame: Frame, trace: Trace, hints: Hints) -> None:
+        super().__init__(module_frame, trace, hints)
+        self.steps = 0
+        self._most_steps = _MAX_WAYS * (1000 + hints.statements)
+        self._carrying: dict[int, tuple[ast.stmt, Loop]] = {}
+        self._rounds: list[list[State]] = []
+
+    def _block(self, statements: list[ast.stmt]) -> None:
+        """Follow statements in order, until a way out of the block is taken for certain."""
+        depth = len(self.scopes)
+        for statement in statements:
+            if self.frame.state is None or self.steps > self._most_steps:
+                break
+            self.steps += 1
+            self.visited.add(id(statement))
+            self.statement = statement
+            method = _STATEMENTS.get(type(statement))
+            if method is not None:
+                method(self, statement)
+        del self.scopes[depth:]
+
+    def _if(self, node: ast.If) -> None:
+        truth = self.truth(self.evaluate(node.test))
+        if _is_main_check(node.test):
+            truth = True
+        if truth is not None:
+            self._block(node.body if truth else node.orelse)
+            return
+        before = self.state
+        narrowing = self._narrowed(node.test)
+        test = self._written_out(node.test)
+        self.frame.state = before.branch()
+        body_end = self._branch(Guard(node, test, True), node.body)
+        self.frame.state = before.branch()
+        if narrowing is not None:
+            self.assign(narrowing, NUMBER, None)
+        else_end = self._branch(Guard(node, test, False), node.orelse)
+        self.frame.state = before.after([body_end, else_end])
+        if self.frame.state is not None and (body_end is None) != (else_end is None):
+            self.scopes.append(Guard(node, test, body_end is not None))
+
+    def _match(self, node: ast.Match) -> None:
+        """Each case is a way of its own."""
+        self.evaluate(node.subject)
+        before = self.state
+        ends: list[State | None] = []
+        for case in node.cases:
+            self.frame.state = before.branch()
+            for pattern in ast.walk(case.pattern):
+                if isinstance(pattern, ast.MatchAs | ast.MatchStar) and pattern.name is not None:
+                    self.bind(pattern.name, UNKNOWN, self.loops, None)
+            if case.guard is not None:
+                self.evaluate(case.guard)
+            self.scopes.append(Guard(node, node.subject, True))
+            self._block(case.body)
+            self.scopes.pop()
+            ends.append(self.frame.state)
+        self.frame.state = before.after([*ends, before.branch()])
+
+    def _written_out(self, test: ast.expr) -> ast.expr:
+        """A decision kept in a variable (`update = (i + 1) % k == 0`), as it was written."""
+        binding = self.lookup(test.id) if isinstance(test, ast.Name) else None
+        statement = binding.statement if binding is not None else None
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Compare | ast.BoolOp):
+            return statement.value
+        return test
+
+    def _narrowed(self, test: ast.expr) -> ast.expr | None:
+        """`if x is not None:` leaves nothing in `x` on the other side."""
+        if (
+            isinstance(test, ast.Compare)
+            and isinstance(test.ops[0], ast.IsNot)
+            and isinstance(test.comparators[0], ast.Constant)
+            and test.comparators[0].value is None
+            and isinstance(test.left, ast.Name)
+            and (binding := self.lookup(test.left.id)) is not None
+            and binding.value.graph
+        ):
+            return test.left
+        return None
+
+    def _branch(self, guard: Guard, body: list[ast.stmt]) -> State | None:
+        self.scopes.append(guard)
+        self._block(body)
+        self.scopes.pop()
+        return self.frame.state
+
+    def _try(self, node: ast.Try) -> None:
+        before = self.state
+        self.frame.state = before.branch()
+        self._block(node.body)
+        if self.frame.state is not None:
+            self._block(node.orelse)
+        body_end = self.frame.state
+        handling = self.handling_exception
+        handler_ends: list[State | None] = []
+        for handler in node.handlers:
+            self.frame.state = before.branch()
+            self.handling_exception = True
+            if handler.name:
+                self.bind(handler.name, UNKNOWN, self.loops, None)
+            self._block(handler.body)
+            handler_ends.append(self.frame.state)
+        self.handling_exception = handling
+        # What the body did is what happens; a handler is the exception.
+        self.frame.state = before.after([body_end] if body_end is not None else handler_ends)
+        if node.finalbody:
+            coming_through = self.frame.state is not None
+            if not coming_through:
+                self.frame.state = before
+            self._block(node.finalbody)
+            if not coming_through:
+                self.frame.state = None
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> None:
+        grad, autocast, apex = self.state.grad, self.autocast, self.apex
+        for item in node.items:
+            value = self._context_of(item.context_expr, self.evaluate(item.context_expr))
+            if value.kind is Kind.CONTEXT:
+                self.enter_effects(value.ref)
+                if item.optional_vars is not None:
+                    entered = value.items[0] if value.items else UNKNOWN
+                    self.assign(item.optional_vars, entered, node)
+            elif item.optional_vars is not None:
+                self.assign(item.optional_vars, value, node)
+        self._block(node.body)
+        self.autocast, self.apex = autocast, apex
+        if self.frame.state is not None:
+            self.frame.state.grad = grad
+
+    def _context_of(self, node: ast.expr, value: Value) -> Value:
+        """A context manager that is made out of sight, or by a generator of the file."""
+        if value.kind is Kind.FUNCTION and isinstance(node, ast.Call):
+            return value
+        if value.kind is Kind.CONTEXT or value.graph:
+            return value
+        called = node.func if isinstance(node, ast.Call) else node
+        path = path_of(called)
+        binding = self.lookup(path) if path is not None else None
+        function = binding.value.ref[0] if binding is not None and binding.value.kind is Kind.FUNCTION else None
+        if isinstance(function, Function):
+            effects = self._effects_inside(function)
+            return Value(Kind.CONTEXT, ref=effects) if effects else value
+        held = held_elsewhere(path) if value.kind is Kind.UNKNOWN else None
+        return value if held is None else Value(Kind.CONTEXT, ref=held)
+
+    def _effects_inside(self, function: Function) -> frozenset[str]:
+        """What a generator made into a context manager puts around its `yield`."""
+        effects: frozenset[str] = frozenset()
+        for statement in ast.walk(function.node):
+            if isinstance(statement, ast.With) and any(isinstance(node, ast.Yield) for node in ast.walk(statement)):
+                for item in statement.items:
+                    value = self.evaluate(item.context_expr)
+                    if value.kind is Kind.CONTEXT:
+                        effects |= value.ref
+        return effects
+
+    def _for(self, node: ast.For | ast.AsyncFor) -> None:
+        literals = is_literal_loop(node.iter)
+        source = self.evaluate(node.iter)
+        if self.loops and self._is_over_parts(node.iter):
+            self.trace.loops_over_parts.add(node)
+        if literals is not None:
+            self._rounds_over(node, literals)
+        else:
+            element = self.element(source)
+            self._loop(node, lambda: self.assign(node.target, element, node))
+        if self.frame.state is not None:
+            self._block(node.orelse)
+
+    def _is_over_parts(self, iterable: ast.expr) -> bool:
+        """A display, or a list that this very iteration has made, also through `zip` and `enumerate`."""
+        if isinstance(iterable, ast.Tuple | ast.List):
+            return True
+        if isinstance(iterable, ast.Call) and path_of(iterable.func) in ("zip", "enumerate", "reversed"):
+            return bool(iterable.args) and all(self._is_over_parts(argument) for argument in iterable.args)
+        binding = self.lookup(iterable.id) if isinstance(iterable, ast.Name) else None
+        if binding is None or binding.loops != self.loops:
+            return False
+        return binding.value.kind in (Kind.SEQUENCE, Kind.CONTAINER) or bool(binding.value.graph)
+
+    def _while(self, node: ast.While) -> None:
+        self._loop(node, lambda: self.evaluate(node.test))
+        if self.frame.state is not None:
+            self._block(node.orelse)
+
+    def _rounds_over(self, node: ast.For | ast.AsyncFor, values: list[Value]) -> None:
+        """A loop over a few literals (`for phase in ["train", "val"]`) is followed once for each."""
+        way = self.way
+        for index, value in enumerate(values):
+            self.way = (*way, id(node), index)
+            literal = value.constant
+
+            def bind(literal: Any = literal) -> None:
+                self.assign(node.target, constant(literal), node)
+
+            self._round(node, bind)
+            if self.frame.state is None:
+                break
+        self.way = way
+
+    def _loop(self, node: Loop, start: Callable[[], object]) -> None:
+        """Follow a loop once, and a second time where a backward runs in it: what is carried over shows then."""
+        backwards, bound = len(self.trace.backwards), len(self.bound)
+        before = self.state
+        self._round(node, start)
+        trains = any(event.site.loop is node for event in self.trace.backwards[backwards:])
+        if trains and self.frame.state is not None:
+            self._mark_carried(node, self.bound[bound:])
+            outer, self.second_round = self.second_round, True
+            self._round(node, start)
+            self.second_round = outer
+        if self.frame.state is None:
+            self.frame.state = before
+
+    def _round(self, node: Loop, start: Callable[[], object]) -> None:
+        self.scopes.append(node)
+        self.loops = (*self.loops, node)
+        self.runs = (*self.runs, self.trace.number("run", id(node), self.way))
+        self._rounds.append([])
+        before = self.state
+        start()
+        self._block(node.body)
+        self.frame.state = before.after([self.frame.state, *self._rounds.pop()])
+        self.loops, self.runs = self.loops[:-1], self.runs[:-1]
+        self.scopes.pop()
+
+    def _mark_carried(self, node: Loop, bound: list[str | tuple[int, str]]) -> None:
+        """Everything the first round leaves with a graph is carried into the second."""
+        for key in dict.fromkeys(bound):
+            bindings: Any = self.state.names if isinstance(key, str) else self.state.attributes
+            binding = bindings.get(key)
+            if binding is None or binding.statement is None or not binding.loops or binding.loops[-1] is not node:
+                continue
+            if flatten(binding.value).graph is Graph.YES:
+                number = self.trace.number("carried", id(binding.statement))
+                self._carrying[number] = (binding.statement, node)
+                bindings[key] = binding._replace(value=_with_carried(binding.value, frozenset({number})))
+
+    def _leave_round(self, node: ast.stmt) -> None:
+        if self._rounds:
+            self._rounds[-1].append(self.state)
+        self.frame.state = None
+
+
+def _with_carried(value: Value, numbers: frozenset[int]) -> Value:
+    if value.items is not None:
+        return Value(value.kind, items=tuple(_with_carried(item, numbers) for item in value.items))
+    if value.graph is not Graph.YES:
+        return value
+    return Value(value.kind, value.graph, value.origins, ref=value.ref, divisors=value.divisors, carried_from=numbers)
+
+
+def _is_main_check(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+_STATEMENTS: dict[type, Callable[[Any, Any], None]] = {
+    ast.Expr: Flow._expression,
+    ast.Assign: Flow._assign,
+    ast.AnnAssign: Flow._annotated,
+    ast.AugAssign: Flow._augmented,
+    ast.Delete: Flow._delete,
+    ast.Return: Flow._return,
+    ast.Raise: Flow._raise,
+    ast.Break: Flow._leave_round,
+    ast.Continue: Flow._leave_round,
+    ast.Assert: Flow._assert,
+    ast.Import: Flow._import,
+    ast.ImportFrom: Flow._import,
+    ast.Global: Flow._global,
+    ast.Nonlocal: Flow._nonlocal,
+    ast.FunctionDef: Flow._define,
+    ast.AsyncFunctionDef: Flow._define,
+    ast.ClassDef: Flow._class,
+    ast.If: Flow._if,
+    ast.Match: Flow._match,
+    ast.Try: Flow._try,
+    ast.With: Flow._with,
+    ast.AsyncWith: Flow._with,
+    ast.For: Flow._for,
+    ast.AsyncFor: Flow._for,
+    ast.While: Flow._while,
+}

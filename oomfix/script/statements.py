@@ -1,0 +1,232 @@
+"""Following simple statements: what they bind, add up and define."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+from oomfix.script.definitions import Class, Function
+from oomfix.script.expressions import Expressions
+from oomfix.script.hints import Hints
+from oomfix.script.names import USUAL_NAMES, imported, path_of
+from oomfix.script.state import Binding, Frame
+from oomfix.script.trace import Loop, Trace
+from oomfix.script.values import (
+    NUMBER,
+    Kind,
+    Value,
+    combine,
+    flatten,
+)
+
+
+class Statements(Expressions):
+    """One method per kind of statement that has no body to follow."""
+
+    def __init__(self, module_frame: Frame, trace: Trace, hints: Hints) -> None:
+        super().__init__(module_frame, trace, hints)
+        self.functions: list[Function] = []
+        self._defined: dict[int, Function] = {}
+        self.visited: set[int] = set()
+
+    def _expression(self, node: ast.Expr) -> None:
+        self.evaluate(node.value)
+
+    def _assign(self, node: ast.Assign) -> None:
+        value = self.evaluate(node.value)
+        for target in node.targets:
+            self._store(target, value, node, node.value)
+
+    def _annotated(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._store(node.target, self.evaluate(node.value), node, node.value)
+
+    def _store(self, target: ast.expr, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
+        if isinstance(value_node, ast.Constant) and value.constant is not None:
+            # A literal is a setting somebody will change: both branches of what it decides are followed.
+            value = NUMBER
+        path = path_of(target)
+        sums = [value_node.body, value_node.orelse] if isinstance(value_node, ast.IfExp) else [value_node]
+        for node in sums:
+            if path is not None and isinstance(node, ast.BinOp) and self._adds_to(node, path):
+                self._accumulate(target, path, value, statement, node)
+                return
+        if isinstance(target, ast.Subscript) and path is None:
+            self._store_entry(target, value, value_node)
+            return
+        self.assign(target, value, statement)
+
+    def _accumulate(
+        self, target: ast.expr, path: str, value: Value, statement: ast.stmt, value_node: ast.BinOp
+    ) -> None:
+        """`total = total + loss`, `total = 0.9 * total + 0.1 * loss`."""
+        loops = self._age(target, self.binding_of(target))
+        terms = [(term, self.evaluate(term)) for term in _terms(value_node) if not self._adds_to(term, path)]
+        carrying = [(term, term_value) for term, term_value in terms if flatten(term_value).graph]
+        kept: frozenset[int] = frozenset()
+        if carrying:
+            term, term_value = carrying[0]
+            alone = len(carrying) == 1
+            manner = "store" if term_value.kind in (Kind.SEQUENCE, Kind.CONTAINER) else "add"
+            kept = self.keep(target, path, term, term_value, manner, loops, detachable=alone)
+        grown = flatten(value)
+        self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, loops)
+
+    def _age(self, target: ast.expr, binding: Binding | None) -> tuple[Loop, ...]:
+        """The loops around the making of a target; one that the round before has left is as old as the loop."""
+        if binding is None:
+            return self._loops_of_root(target)
+        return binding.loops[:-1] if flatten(binding.value).carried_from else binding.loops
+
+    def _adds_to(self, node: ast.expr, path: str) -> bool:
+        """The value under a path goes into an expression by arithmetic."""
+        if isinstance(node, ast.BinOp):
+            return self._adds_to(node.left, path) or self._adds_to(node.right, path)
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "get"
+            and node.args
+        ):
+            key = node.args[0]  # `log.get("loss", 0) + loss`
+            return isinstance(key, ast.Constant) and path == f"{path_of(node.func.value)}[{key.value!r}]"
+        return path_of(node) == path
+
+    def _store_entry(self, target: ast.Subscript, value: Value, value_node: ast.expr) -> None:
+        """`kept[i] = loss`, with an index that changes."""
+        base = self.evaluate(target.value)
+        self.evaluate(target.slice)
+        content = flatten(value)
+        if not content.graph or base.kind is not Kind.CONTAINER:
+            return
+        binding = self.binding_of(target.value)
+        loops = binding.loops if binding is not None else self._loops_of_root(target.value)
+        path = path_of(target.value)
+        kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
+        if path is not None:
+            grown = Value(Kind.CONTAINER, content.graph, base.origins | content.origins | kept)
+            self.assign(target.value, grown, binding.statement if binding else None, loops)
+
+    def _augmented(self, node: ast.AugAssign) -> None:
+        value = self.evaluate(node.value)
+        old = self.evaluate(node.target)
+        binding = self.binding_of(node.target)
+        path = path_of(node.target)
+        known = binding is not None or isinstance(node.target, ast.Subscript) or path is None or "." in path
+        loops = self._age(node.target, binding)
+        if isinstance(node.op, ast.Div | ast.FloorDiv):
+            content = flatten(old)
+            value = replace(content, divisors=content.divisors | {ast.unparse(node.value)})
+            self.assign(node.target, value, node, loops)
+            return
+        kept: frozenset[int] = frozenset()
+        entry_of_array = isinstance(node.target, ast.Subscript) and self._is_array(node.target)
+        if isinstance(node.op, ast.Add | ast.Sub) and known and not entry_of_array:
+            if value.kind in (Kind.SEQUENCE, Kind.CONTAINER):
+                kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, "store", loops)
+            else:
+                kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, "add", loops)
+        result = combine([old, value])
+        if old.kind is Kind.CONTAINER:
+            result = Value(Kind.CONTAINER, result.graph, result.origins)
+        if kept or result.graph:
+            result = Value(
+                result.kind,
+                result.graph,
+                result.origins | kept,
+                divisors=old.divisors | value.divisors,
+                carried_from=result.carried_from,
+            )
+        if path is not None:
+            self.assign(node.target, result, binding.statement if binding else node, loops)
+        elif isinstance(node.target, ast.Subscript) and result.graph:
+            self._grow_root(node.target, result)
+
+    def _is_array(self, target: ast.Subscript) -> bool:
+        """An entry of a NumPy array holds a number, whatever is added to it."""
+        root: ast.expr = target
+        while isinstance(root, ast.Subscript):
+            root = root.value
+        return self.evaluate(root).kind is Kind.NUMBER
+
+    def _delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            path = path_of(target)
+            if path is not None and self.frame.state is not None:
+                self.state.names.forget(path)
+
+    def _return(self, node: ast.Return) -> None:
+        value = Value(Kind.NUMBER, constant=None) if node.value is None else self.evaluate(node.value)
+        self.frame.returns.append(value)
+        self.frame.exits.append(self.state)
+        self.frame.state = None
+
+    def _raise(self, node: ast.Raise) -> None:
+        if node.exc is not None:
+            self.evaluate(node.exc)
+        self.frame.state = None
+
+    def _assert(self, node: ast.Assert) -> None:
+        self.evaluate(node.test)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        starred = node.names[0].name == "*"
+        for name, qualified in imported(node):
+            if starred and name in USUAL_NAMES and self.lookup(name) is not None:
+                continue
+            self.bind(name, Value(Kind.EXTERNAL, ref=_canonical(qualified)), (), node)
+
+    def _global(self, node: ast.Global) -> None:
+        self.frame.globals.update(node.names)
+
+    def _nonlocal(self, node: ast.Nonlocal) -> None:
+        self.frame.outer.update(node.names)
+
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.bind(node.name, Value(Kind.FUNCTION, ref=(self._function_from(node, None), None)), self.loops, node)
+
+    def _function_from(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: Class | None) -> Function:
+        existing = self._defined.get(id(node))
+        if existing is not None:
+            existing.closure = self.frame
+            return existing
+        effects = []
+        for decorator in node.decorator_list:
+            value = self.evaluate(decorator)
+            if value.kind is Kind.EXTERNAL and str(value.ref).rsplit(".", 1)[-1] in ("no_grad", "inference_mode"):
+                value = Value(Kind.CONTEXT, ref=frozenset({"no_grad"}))
+            if value.kind is Kind.CONTEXT:
+                effects.append(value)
+        function = Function(node, node.name, self.frame, owner, effects)
+        self.functions.append(function)
+        self._defined[id(node)] = function
+        return function
+
+    def _class(self, node: ast.ClassDef) -> None:
+        bases = [self.evaluate(base) for base in node.bases]
+        base_names = [
+            str(value.ref) if value.kind is Kind.EXTERNAL else (path_of(base) or "")
+            for base, value in zip(node.bases, bases, strict=True)
+        ]
+        cls = Class(node, node.name, bases, base_names)
+        for statement in node.body:
+            self.visited.add(id(statement))
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                cls.methods[statement.name] = self._function_from(statement, cls)
+            elif isinstance(statement, ast.Assign):
+                self.evaluate(statement.value)
+        self.bind(node.name, Value(Kind.CLASS, ref=cls), self.loops, node)
+
+
+def _terms(node: ast.expr) -> list[ast.expr]:
+    """The terms of a sum."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        return _terms(node.left) + _terms(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+        return _terms(node.left)  # `(mean * n + loss) / (n + 1)`
+    return [node]
+
+
+def _canonical(qualified: str) -> str:
+    """One name for what torch offers under several: `torch.cuda.amp.autocast_mode.autocast` and the like stay."""
+    return "torch.nn.functional" if qualified == "torch.functional" else qualified
