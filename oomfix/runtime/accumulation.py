@@ -5,9 +5,11 @@ expected to hold, judged by its first batch; where it held something else in the
 ragged batch, ignored targets), all gradients are corrected by one factor before the step.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import torch
 
 from oomfix.runtime.batch import Batch
 
@@ -43,6 +45,102 @@ class Divisor:
 
 
 @dataclass
+class Slot:
+    """The nth loss of every batch of a window; the only one where the loop has one loss per batch.
+
+    Attributes:
+        units: what the loss is a mean of, decided at its first call: "rows", "targets" or, for a sum, "calls".
+        divisor: what it is divided by.
+        calls: batches that had it.
+    """
+
+    units: str = ""
+    divisor: Divisor = field(default_factory=Divisor)
+    calls: int = 0
+
+
+class Totals:
+    """What the losses of one window hold, and the gradients they went into."""
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+        self._position = 0
+        self._next = 0
+        self._leaves: dict[int, tuple[torch.Tensor, set[int]]] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._corrected: set[int] = set()
+        self._foreign = False
+
+    def begin(self, position: int) -> Slot:
+        """The slot of the loss that comes next in the batch at `position`."""
+        if position != self._position:
+            self._position, self._next = position, 0
+        if self._next == len(self._slots):
+            self._slots.append(Slot())
+        slot = self._slots[self._next]
+        self._next += 1
+        slot.calls += 1
+        return slot
+
+    def withdraw(self, slot: Slot) -> None:
+        """The call that began with `slot` failed, and may be made again."""
+        slot.calls -= 1
+        self._next -= 1
+
+    def meets(self, leaves: Iterable[torch.Tensor], held: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Note the leaves of the present loss before its backward; `held` gives the gradient they held before."""
+        for leaf in leaves:
+            before = held(leaf)
+            if id(leaf) in self._leaves:
+                changed = before is not None and self._seen.get(id(leaf)) != (id(before), before._version)
+                self._foreign = self._foreign or changed
+            else:
+                self._foreign = self._foreign or (before is not None and bool(before.any()))
+                self._leaves[id(leaf)] = (leaf, set())
+            self._leaves[id(leaf)][1].add(self._next - 1)
+
+    def end(self, window: "Window") -> None:
+        """The present loss has run; corrects the gradients if it is the last of the window."""
+        if window.closed and self._next == len(self._slots):
+            self.correct([leaf for leaf, _ in self._leaves.values()], window)
+        for key, (leaf, _) in self._leaves.items():
+            if leaf.grad is not None:
+                self._seen[key] = (id(leaf.grad), leaf.grad._version)
+
+    def correct(self, leaves: Iterable[torch.Tensor], window: "Window") -> None:
+        """Multiply gradients by what they are off because the window held other amounts than expected, once.
+
+        Raises:
+            RuntimeError: the losses, or gradients of other origin, in one gradient are off by different factors.
+        """
+        by_factor: dict[float, list[torch.Tensor]] = {}
+        for leaf in leaves:
+            if id(leaf) not in self._leaves or id(leaf) in self._corrected or leaf.grad is None:
+                continue
+            self._corrected.add(id(leaf))
+            factors = [self._factor(self._slots[index], window) for index in self._leaves[id(leaf)][1]]
+            off = [factor for factor in factors if abs(factor - 1.0) > 1e-12]
+            if not off:
+                continue
+            if self._foreign or max(factors) - min(factors) > 1e-12 * max(factors):
+                raise RuntimeError(
+                    "accumulate: the batches of this window differ in size (or in targets that count), and its "
+                    "gradients come from several losses, or from a backward of your own, which cannot be weighed "
+                    "apart any more. Return the sum of these losses from one forward, use drop_last=True and "
+                    "batches of one size, or call zero_grad before the window begins."
+                )
+            by_factor.setdefault(factors[0], []).append(leaf.grad)
+        with torch.no_grad():
+            for factor, gradients in by_factor.items():
+                torch._foreach_mul_(gradients, factor)
+
+    def _factor(self, slot: Slot, window: "Window") -> float:
+        # a loss that has not had its turn at this position yet is judged by those before
+        behind = slot.calls / self._position if slot.calls < self._position else 1.0
+        return slot.divisor.correction() * behind
+
+
+@dataclass
 class Window:
     """The window that is open.
 
@@ -52,6 +150,7 @@ class Window:
         position: batches it has had, the present one included.
         closed: the present batch is its last.
         samples: in the present batch.
+        totals: what the losses of the window hold so far.
     """
 
     number: int = 0
@@ -59,6 +158,12 @@ class Window:
     position: int = 1
     closed: bool = True
     samples: int = 1
+    totals: "Totals" = field(default_factory=lambda: Totals())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "number":
+            self.totals = Totals()
 
 
 def windows(loader: Iterable[_T], length: int, window: Window) -> Iterator[_T]:
@@ -79,13 +184,24 @@ def windows(loader: Iterable[_T], length: int, window: Window) -> Iterator[_T]:
                 window.length = length if remaining is None else min(length, remaining)
             window.position = position + 1
             window.closed = window.position == length or remaining == 1
-            window.samples = Batch((batch,), {}).size
+            window.samples = _samples_in(batch)
             yield batch
     finally:
         # after a `break` too: what follows is a loop of its own
         window.number += 1
         window.length = window.position = window.samples = 1
         window.closed = True
+
+
+def _samples_in(batch: Any) -> int:
+    """Number of samples in what a loader gave: a list of equally long tensors is (input, target, ...)."""
+    if isinstance(batch, list) and batch and all(isinstance(part, torch.Tensor) and part.dim() for part in batch):
+        images = all(part.dim() == 3 and part.shape[0] in (1, 3, 4) for part in batch)
+        if len({len(part) for part in batch}) == 1 and not images:
+            return len(batch[0])
+    elif isinstance(batch, list) and any(isinstance(part, torch.Tensor) and part.dim() for part in batch):
+        return Batch(tuple(batch), {}).size
+    return Batch((batch,), {}).size
 
 
 def _with_remaining(loader: Iterable[_T]) -> Iterator[tuple[_T, int | None]]:

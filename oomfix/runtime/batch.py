@@ -23,6 +23,9 @@ class Batch:
         args: positional arguments of the forward.
         kwargs: its named arguments.
         size: number of samples; None infers it from the largest agreement of dimension 0.
+
+    Attributes:
+        whole: positions and names of arguments that are not cut though they are as long as the batch.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None = None) -> None:
@@ -31,6 +34,7 @@ class Batch:
         self.args = args
         self.kwargs = kwargs
         self._size = size
+        self.whole: frozenset[Any] = frozenset()
 
     @property
     def size(self) -> int:
@@ -67,13 +71,27 @@ class Batch:
 
     def _cut_by(self, take: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         size = self.size
-        args = tuple(_cut(node, size, take) for node in self.args)
-        return args, {name: _cut(node, size, take) for name, node in self.kwargs.items()}
+        whole = self.whole
+        args = tuple(node if place in whole else _cut(node, size, take) for place, node in enumerate(self.args))
+        named = self.kwargs.items()
+        return args, {name: node if name in whole else _cut(node, size, take) for name, node in named}
+
+    def layout(self) -> tuple[tuple[Any, bool], ...]:
+        """For each argument with tensors or lists in it, its position or name, and whether it is cut."""
+        size, found = self.size, []
+        places: list[tuple[Any, Any]] = [*enumerate(self.args), *self.kwargs.items()]
+        for place, node in places:
+            lengths = list(_votes(node))
+            if lengths:
+                found.append((place, place not in self.whole and size in lengths))
+        return tuple(found)
 
     def mapped(self, function: Callable[[Any], Any]) -> "Batch":
         """The batch with `function` applied to every leaf."""
         args = tuple(trees.map_leaves(function, node) for node in self.args)
-        return Batch(args, trees.map_leaves(function, self.kwargs), self._size)
+        mapped = Batch(args, trees.map_leaves(function, self.kwargs), self._size)
+        mapped.whole = self.whole
+        return mapped
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor among the arguments."""

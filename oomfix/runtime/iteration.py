@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from oomfix.runtime import outputs
-from oomfix.runtime.accumulation import Window
+from oomfix.runtime.accumulation import Slot, Window
 from oomfix.runtime.batch import Batch, balanced
-from oomfix.runtime.known import Known
+from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import NotZero, Weight
 from oomfix.runtime.precision import ModelCalls
@@ -27,9 +27,9 @@ class CannotSplit(Exception):
         verdict: to be used from now on.
     """
 
-    def __init__(self, reason: str, undecided: bool = False) -> None:
+    def __init__(self, reason: str, verdict: Verdict | None = None) -> None:
         super().__init__(reason)
-        self.verdict = Verdict(None, reason, undecided=undecided)
+        self.verdict = Verdict(None, reason) if verdict is None else verdict
 
 
 class Iteration:
@@ -54,7 +54,9 @@ class Iteration:
         self.trains = trains
         self.room: OptimizerRoom | None = None
         self._window = Window()
-        self._divisor_before = known.divisor
+        self._slot = Slot()
+        self._divisor_before = self._slot.divisor.copy()
+        self._parts = 1
         self.in_window = False
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
@@ -85,13 +87,11 @@ class Iteration:
 
     def join_window(self, window: Window) -> None:
         """Divide the loss by what the accumulation window holds, not by this batch alone."""
-        known = self.known
         self._window = window
         self.in_window = window.length > 1 and self.trains
-        if known.window != window.number or not self.in_window:
-            known.window = window.number
-            known.divisor = type(known.divisor)()
-        self._divisor_before = known.divisor.copy()
+        if self.in_window:
+            self._slot = window.totals.begin(window.position)
+        self._divisor_before = self._slot.divisor.copy()
 
     def run(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
         """Forward and backward of `parts` micro-batches; returns the result as of the whole batch, detached.
@@ -101,10 +101,14 @@ class Iteration:
         """
         if self.known.fp32:
             self._model_calls = None
+        self._parts = parts
         if parts == 1:
             return self._run_whole(scaler)
         verdict = self.known.verdict
         assert verdict is not None and verdict.rule is not None
+        self._slot.units = self._slot.units or _units(verdict)
+        if self._slot.units != _units(verdict):
+            raise CannotSplit("its window began when less was known of its loss", verdict)
         size = self.batch.size
         collector = verdict.rule.collector(size)
         shares = _Shares(verdict)
@@ -113,7 +117,7 @@ class Iteration:
                 result, weights = self._forward_rows(start, stop, verdict)
                 weight = shares.of(stop - start, weights)
                 if self.trains:
-                    share = self._share(weight, verdict)
+                    share = self._share(weight)
                     if share:
                         self._backward(self.loss_of(result), share, scaler)
                 collector.add(result, weight)
@@ -123,20 +127,23 @@ class Iteration:
             return collector.result()
         except NotZero:
             reason = "the rows checked left open how one of its results is put together"
-        raise CannotSplit(reason, undecided=True)
+        raise CannotSplit(reason, Verdict(None, reason, undecided=True))
 
     def put_back(self) -> None:
         """Leave no trace of a run that failed."""
         self._generators.restore()
         self.known.buffers.restore()
         self._gradients.drop()
-        self.known.divisor = self._divisor_before.copy()
+        self._slot.divisor = self._divisor_before.copy()
         if self.room is not None:
             self.room.release()
 
     def give_up(self) -> None:
         """Leave gradients as they were before the call; an error is on its way to the caller."""
         self._gradients.put_back()
+        if self.in_window:
+            self._slot.divisor = self._divisor_before.copy()
+            self._window.totals.withdraw(self._slot)
 
     def finish(self, parts: int) -> None:
         """Add the gradients to those that were there, and remember what was learned."""
@@ -147,11 +154,15 @@ class Iteration:
         if not self.trains:
             return
         if self.in_window:
-            # the gradients of the window's earlier calls were divided by the same
-            self._gradients.merge(known.divisor.correction() if self._window.closed else 1.0)
-        else:
-            self._gradients.scale(known.divisor.correction())
+            totals = self._window.totals
+            totals.meets(self._gradients.leaves, self._gradients.earlier)
+            totals.meets(self._border.leaves_behind(), lambda leaf: leaf.grad)
             self._gradients.merge()
+            self._border.flow_on()
+            totals.end(self._window)
+            return
+        self._gradients.scale(self._slot.divisor.correction())
+        self._gradients.merge()
         self._border.flow_on()
 
     @staticmethod
@@ -176,23 +187,27 @@ class Iteration:
             loss = self.loss_of(result)
             share = 1.0
             if self.in_window:
-                verdict = self.known.verdict or Verdict(None)
-                targets = self._targets_of_whole(loss, verdict)
-                weight = Weight(self.batch.size, self.batch.size if targets is None else targets)
-                counted = verdict if targets is None else Verdict(None, counts_targets=True)
-                share = self._share(weight, counted)
+                share = self._share(self._weight_of_whole(loss))
             if share:
                 self._backward(loss, share, scaler)
         return outputs.detached(result)
 
-    def _targets_of_whole(self, loss: torch.Tensor, verdict: Verdict) -> float | None:
-        """What the cross entropy of a whole batch divides by, if its mean is over targets."""
-        # a single sample cannot be checked; its loss is a mean over targets if it is a cross entropy itself
-        alone = self.batch.size == 1 and loss.grad_fn is not None and loss.grad_fn.name().startswith("NllLoss")
-        if not verdict.counts_targets and not alone:
-            return None
+    def _weight_of_whole(self, loss: torch.Tensor) -> Weight:
+        """What a whole batch weighs in its window; decides the units of the window at its first call."""
+        verdict, slot, size = self.known.verdict or Verdict(None, undecided=True), self._slot, self.batch.size
+        if not slot.units:
+            # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
+            alone = verdict.undecided and len(mean_nll_weights(loss, 2)) == 1
+            slot.units = "targets" if alone else _units(verdict)
+        if slot.units != "targets":
+            return Weight(size, size)
         weights = mean_nll_weights(loss, max(verdict.nll_losses, 1))
-        return weights[0] if weights else None
+        if not weights:
+            raise RuntimeError(
+                f"{self.known.name}: its loss was a mean over the targets of a cross entropy at the first call of this "
+                "accumulation window and holds no cross entropy now; use the same loss throughout a window"
+            )
+        return Weight(size, weights[0])
 
     def _forward_rows(self, start: int, stop: int, verdict: Verdict) -> tuple[Any, list[float]]:
         args, kwargs = self.batch.rows(start, stop)
@@ -217,24 +232,27 @@ class Iteration:
         self._in_forward = False
         return result
 
-    def _share(self, weight: Weight, verdict: Verdict) -> float:
+    def _share(self, weight: Weight) -> float:
         """The factor for the loss of a micro-batch; 0 where it has nothing to add."""
-        divisor, size = self.known.divisor, self.batch.size
+        divisor, size = self._slot.divisor, self.batch.size
         length = self._window.length if self.in_window else 1
-        if verdict.sums:
+        if self._slot.units == "calls":
             # every part of a sum counts in full; a window averages the sums of its calls
-            divisor.expected, divisor.total = length, self._window.position
+            divisor.expected, divisor.total = length, max(self._slot.calls, 1)
             return 1.0 / length
-        if not verdict.counts_targets:
+        if self._slot.units == "rows":
             return divisor.share(weight.rows, length * size)
         # the mean loss of no targets is NaN, and NaN times 0 is NaN
         return divisor.share(weight.targets, length * weight.targets * size / weight.rows) if weight.targets else 0.0
 
     def _backward(self, loss: torch.Tensor, share: float, scaler: torch.amp.GradScaler) -> None:
         known = self.known
-        if known.is_call_to_explore():
+        # what the loss reaches may change at any call; a whole call outside a window is put back as it failed
+        if self._parts > 1 or self.in_window or known.is_call_to_explore():
             leaves = reached_leaves(loss)
             self._gradients.cover(leaves)
+            if self._parts > 1 and any(has_hook(leaf) for leaf in leaves):
+                raise CannotSplit("a parameter has a hook, which would see gradients of parts")
             known.reaches([leaf for leaf in leaves if leaf.requires_grad])
         if self.room is not None:
             self.room.hold([leaf for leaf in self._gradients.leaves if isinstance(leaf, torch.nn.Parameter)])
@@ -245,6 +263,13 @@ class Iteration:
             # what was reached by this loss for the first time holds nothing but gradients of this call
             self._gradients.cover(reached_leaves(loss), touched=True)
             raise
+
+
+def _units(verdict: Verdict) -> str:
+    """What a loss is a mean of: "rows", "targets", or nothing, a sum ("calls")."""
+    if verdict.sums:
+        return "calls"
+    return "targets" if verdict.counts_targets else "rows"
 
 
 class _Shares:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomfix.runtime.accumulation import Divisor
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.precision import ModelCalls, device_type_of
 from oomfix.runtime.referenced import code_of, identity, reachable_modules
@@ -32,7 +31,6 @@ class Known:
         buffers: what is put back after a failure.
         fp32: autocast made it fail, or it differentiates by itself under fp16.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
-        divisor, window: of the accumulation window the last call belonged to.
     """
 
     def __init__(self, forward: Callable[..., Any], roots: list[nn.Module], first_parts: int) -> None:
@@ -50,9 +48,9 @@ class Known:
         self.model_calls: ModelCalls | None = None
         self.fp32 = False
         self.steps_seen = False
-        self.divisor = Divisor()
-        self.window = -1
         self._checked_at = 0
+        self._layout: tuple[tuple[Any, bool], ...] = ()
+        self._whole_places: frozenset[Any] = frozenset()
         self._first_version: int | None = None
 
     @property
@@ -74,6 +72,15 @@ class Known:
         first = [next(root.parameters(), None) for root in self.roots()]
         return device_type_of([*(parameter for parameter in first if parameter is not None), *batch])
 
+    def keep_whole(self, batch: Batch) -> None:
+        """Leave arguments of `batch` whole that have been whole before: a short batch may be as long as they are."""
+        batch.whole = self._whole_places
+        layout = batch.layout()
+        self._whole_places |= {place for place, cut in layout if not cut}
+        if self.verdict is not None and layout != self._layout:
+            self.verdict = None
+        self._layout = layout
+
     def check_is_due(self) -> bool:
         """Whether the next split needs a check first: never checked, left open, or a call that is a power of two.
 
@@ -84,8 +91,11 @@ class Known:
         return self._checked_at != self.calls and self.calls & (self.calls - 1) == 0
 
     def checked(self, verdict: Verdict) -> None:
-        """Remember the verdict of the check made at this call."""
-        self.verdict = verdict
+        """Remember the verdict of the check made at this call, unless an earlier one saw more."""
+        earlier = self.verdict
+        blind = verdict.undecided or (verdict.nll_losses > 0 and verdict.rule is not None and not verdict.held)
+        if earlier is None or not blind or not (earlier.held or (verdict.undecided and not earlier.undecided)):
+            self.verdict = verdict
         self._checked_at = self.calls
 
     def is_call_to_explore(self) -> bool:
@@ -120,9 +130,7 @@ class Known:
             if module._backward_hooks or module._backward_pre_hooks:
                 return f"{type(module).__name__} has a backward hook, which would see gradients of parts"
             for name, parameter in module._parameters.items():
-                if parameter is not None and (
-                    parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-                ):
+                if parameter is not None and has_hook(parameter):
                     return f"parameter {name!r} has a hook, which would see gradients of parts"
         return None
 
@@ -134,6 +142,11 @@ class Known:
         """Whether splitting changes what normalisation layers see."""
         modules = self.modules()
         return uses_batch_statistics(modules) or iterates_power(modules)
+
+
+def has_hook(leaf: torch.Tensor) -> bool:
+    """Whether something is called with each gradient of `leaf`."""
+    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
 class KnownForwards:

@@ -10,7 +10,7 @@ from torch import nn
 
 from oomfix.presets import Preset
 from oomfix.runtime import compat, precision
-from oomfix.runtime.accumulation import Divisor, Window, windows
+from oomfix.runtime.accumulation import Window, windows
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.checkpointing import enable_checkpointing
 from oomfix.runtime.iteration import Iteration
@@ -18,6 +18,7 @@ from oomfix.runtime.known import KnownForwards
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.outputs import detached
 from oomfix.runtime.report import Report
+from oomfix.runtime.rollback import reached_leaves
 from oomfix.runtime.splitter import Splitter
 from oomfix.runtime.stepping import Stepper, parameters_of
 
@@ -38,8 +39,6 @@ class MemoryManager:
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._forwards = KnownForwards(preset.first_micro_batches)
         self._window = Window()
-        self._backward_divisor = (-1, Divisor())
-        self._corrected: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._stepper: Stepper | None = None
         self._own_fp16 = False
         self._splitter = Splitter(preset, self._prepared)
@@ -120,9 +119,12 @@ class MemoryManager:
             DoesNotFitError: out of memory; the graph is gone by then, so there is no second try.
         """
         self._before_backward()
-        if self._window.length > 1:
-            loss = loss * self._share_of_window() if not self.off else loss / self._window.length
+        if self._window.length > 1 and self.off:
+            loss = loss / self._window.length
         try:
+            if self._window.length > 1 and not self.off:
+                self._backward_in_window(loss, options)
+                return
             self.stepper.scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -145,7 +147,7 @@ class MemoryManager:
             clip_norm: largest norm of its gradients; None takes the preset's, unless `unscale_` was called.
             zero_grad: False keeps the gradients.
         """
-        self._correct_backwards(optimizer)
+        self._correct(optimizer)
         self.stepper.step(optimizer, clip_norm, self.preset.clip_norm, list(schedulers))
         if zero_grad:
             optimizer.zero_grad()
@@ -164,7 +166,7 @@ class MemoryManager:
 
         The preset's `clip_norm` is left out of the next step: whoever unscales clips.
         """
-        self._correct_backwards(optimizer)
+        self._correct(optimizer)
         self.stepper.unscale(optimizer)
 
     def accumulate(self, loader: Iterable[_T], k: int) -> Iterator[_T]:
@@ -241,23 +243,17 @@ class MemoryManager:
         self.stepper.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return detached(result)
 
-    def _share_of_window(self) -> float:
-        number, divisor = self._backward_divisor
-        if number != self._window.number:
-            divisor = Divisor()
-            self._backward_divisor = (self._window.number, divisor)
-        samples = self._window.samples
-        return divisor.share(samples, samples * self._window.length)
+    def _backward_in_window(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
+        """Backward of a loss that stands for all samples of its batch, weighed in its window."""
+        window = self._window
+        slot = window.totals.begin(window.position)
+        slot.units = "rows"
+        share = slot.divisor.share(window.samples, window.samples * window.length)
+        window.totals.meets(reached_leaves(loss), lambda leaf: leaf.grad)
+        self.stepper.scaler.scale(loss * share).backward(**options)  # type: ignore[no-untyped-call]
+        window.totals.end(window)
 
-    def _correct_backwards(self, optimizer: Any) -> None:
-        """Gradients of `backward` in a window that held less than expected, corrected once per optimizer."""
-        number, divisor = self._backward_divisor
-        if number != self._window.number or self._corrected.get(optimizer) == number or self.off:
-            return
-        self._corrected[optimizer] = number
-        factor = divisor.correction()
-        if factor != 1.0:
-            with torch.no_grad():
-                for parameter in parameters_of(optimizer):
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+    def _correct(self, optimizer: Any) -> None:
+        """Correct the gradients of a window that held less than expected, where that is not done yet."""
+        if self._window.closed and not self.off:
+            self._window.totals.correct(parameters_of(optimizer), self._window)

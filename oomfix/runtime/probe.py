@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomfix.runtime import trees
+from oomfix.runtime.recomputation import Attributes
 
 _aten = torch.ops.aten
 _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
@@ -187,14 +188,11 @@ def _copied(leaf: Any) -> Any:
 
 @contextmanager
 def counters_kept(modules: list[nn.Module]) -> Iterator[list[str]]:
-    """Put back numbers that modules keep about their own runs; yields a list of the names that had changed."""
-    before = [{k: v for k, v in vars(m).items() if isinstance(v, int | float)} for m in modules]
+    """Put back attributes of modules (counters, hidden states); yields a list of the names that had changed."""
+    before = [(module, Attributes([module])) for module in modules]
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for module, numbers in zip(modules, before, strict=True):
-            for name, value in numbers.items():
-                if vars(module).get(name) != value:
-                    changed.append(f"{type(module).__name__}.{name}")
-                    setattr(module, name, value)
+        for module, attributes in before:
+            changed += (f"{type(module).__name__}.{name}" for name in sorted(attributes.restore()))

@@ -10,7 +10,7 @@ import copy
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +87,7 @@ def undone(module: nn.Module) -> Iterator[Changes]:
     Written parameters stay written. Yields `Changes`, filled in when the context is left.
     """
     changes = Changes()
-    attributes, draws = _Attributes(module), _draws()
+    attributes, draws = Attributes(module.modules()), _draws()
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in _buffers_besides_statistics(module)]
     try:
         with torch.random.fork_rng(_cuda_devices(module)), _statistics_kept(module):
@@ -113,7 +113,7 @@ def recomputation_contexts(
 
 @contextmanager
 def _without_trace(block: nn.Module, conduct: Conduct, draws_of_forward: "_Draws | None") -> Iterator[None]:
-    attributes = _Attributes(block) if conduct.assigns_attributes else None
+    attributes = Attributes(block.modules()) if conduct.assigns_attributes else None
     draws = _draws() if draws_of_forward else None
     if draws_of_forward:
         _set_draws(draws_of_forward)
@@ -166,13 +166,11 @@ def _versions(tensors: list[Any]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-class _Attributes:
-    """The attributes of a block's modules at one moment, with what their containers held."""
+class Attributes:
+    """The attributes of some modules at one moment, with what their containers held."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self._saved = [
-            (vars(module), dict(vars(module)), _contents(vars(module))) for module in block.modules()
-        ]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._saved = [(vars(module), dict(vars(module)), _contents(vars(module))) for module in modules]
 
     def restore(self) -> set[str]:
         """Put everything back; the names of the attributes that had changed."""

@@ -137,6 +137,10 @@ class GradientsAside:
         """Every leaf covered so far."""
         return (leaf for leaf, _ in self._earlier.values())
 
+    def earlier(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that `leaf` held before the call."""
+        return self._earlier[id(leaf)][1]
+
     def cover(self, leaves: Iterable[torch.Tensor], touched: bool = False) -> None:
         """Take the gradients of `leaves` off.
 
@@ -167,8 +171,8 @@ class GradientsAside:
             return
         _scale([leaf.grad for leaf, _ in self._earlier.values() if leaf.grad is not None], factor)
 
-    def merge(self, factor: float = 1.0) -> None:
-        """Add the earlier gradients to those of this call, then multiply their sum by `factor`."""
+    def merge(self) -> None:
+        """Add the earlier gradients to those of this call."""
         totals, additions = [], []
         for leaf, earlier in self._earlier.values():
             if earlier is None:
@@ -180,7 +184,6 @@ class GradientsAside:
         if totals:
             with torch.no_grad():
                 torch._foreach_add_(totals, additions)
-        self.scale(factor)
 
 
 def _scale(gradients: list[torch.Tensor], factor: float) -> None:
@@ -225,6 +228,10 @@ class Border:
         if not self._inputs:
             return batch
         return batch.mapped(lambda leaf: self._inputs[id(leaf)][1] if id(leaf) in self._inputs else leaf)
+
+    def leaves_behind(self) -> list[torch.Tensor]:
+        """What the graphs behind the inputs accumulate into."""
+        return [leaf for tensor, _ in self._inputs.values() for leaf in reached_leaves(tensor)]
 
     def flow_on(self) -> None:
         """Pass the gradients of the leaves on into the graph behind the inputs, once."""

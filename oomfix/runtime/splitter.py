@@ -64,7 +64,7 @@ class Splitter:
                     result = iteration.run(parts, scaler)
                     break
                 except CannotSplit as error:
-                    known.checked(error.verdict)
+                    known.verdict, why = error.verdict, str(error)
                 except _MayBePrecision as error:
                     out_of_memory = is_out_of_memory(error)
                     if not out_of_memory and not iteration.failed_in_half():
@@ -72,7 +72,7 @@ class Splitter:
                     said = str(error).splitlines()[0] if str(error) else type(error).__name__
                 iteration.put_back()
                 if said is None:
-                    parts = self._whole(known, self._reason(iteration))
+                    parts = self._whole(known, self._reason(iteration) or why)
                 elif out_of_memory:
                     failures += 1
                     free_what_is_left(thorough=failures > 2)
@@ -143,6 +143,7 @@ class Splitter:
     def _allowed(self, iteration: Iteration, parts: int) -> int:
         """`parts`, or 1 where the batch may not be split."""
         known = iteration.known
+        known.keep_whole(iteration.batch)
         reason = self._reason(iteration)
         if reason is None:
             self._check(iteration, parts)
@@ -159,6 +160,7 @@ class Splitter:
 
     def _check(self, iteration: Iteration, parts: int) -> None:
         known, batch = iteration.known, iteration.batch
+        known.keep_whole(batch)
         alone = batch.size < 2 and not iteration.in_window
         if alone or self.preset.split == "never" or not known.check_is_due():
             return

@@ -84,21 +84,26 @@ def check(
         again: an earlier check has compared full masks and gradients; leave that out.
 
     Returns:
-        The verdict; an undecided one where not even three rows fit.
+        The verdict; an undecided one where not even two rows fit.
     """
     most = max(min(most_rows, _MOST_ROWS), _FEWEST_ROWS)
-    for rows in dict.fromkeys((most, (most + 1) // 2, _FEWEST_ROWS)):
+    for rows in sorted({most, max((most + 1) // 2, _FEWEST_ROWS), _FEWEST_ROWS, 2}, reverse=True):
         try:
-            chosen = choose_rows(batch, max(rows, _FEWEST_ROWS))
+            chosen = choose_rows(batch, rows)
             verdict = _check_rows(forward, batch, modules, chosen, trust)
             if verdict.rule is None or trust or again:
                 return verdict
-            return _look_closer(forward, batch, modules, chosen, verdict)
+            try:
+                return _look_closer(forward, batch, modules, chosen, verdict)
+            except RuntimeError as error:
+                if rows > 2 or not is_out_of_memory(error):
+                    raise
+                return verdict
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         free_what_is_left(thorough=True)
-    return Verdict(None, "there is no memory to check it on three rows", undecided=True)
+    return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
 
 
 def choose_rows(batch: Batch, count: int) -> list[int]:
@@ -210,7 +215,7 @@ class _Comparison:
         self.looked = False
         self._batch = self._with_other_masks(batch) if masks else batch
         self._rows = len(chosen)
-        self._cut = self._rows // 2 + 1
+        self._cut = min(self._rows // 2 + 1, self._rows - 1)
         self._gradients = gradients
         self._selected: list[list[int]] = []
         self._writes = Writes()

@@ -139,3 +139,142 @@ def test_a_flag_or_criterion_of_a_forward_is_part_of_what_is_known(bound):
         else:
             memory.forward_backward(closing_over(nn.MSELoss(reduction=reduction)), x, y)
         assert torch.allclose(net.weight.grad, expected, rtol=1e-10, atol=1e-14)
+
+
+def window_gradient(batches, parameters, losses):
+    """The gradient that one window over `batches` leaves behind; `losses(memory, *batch)` runs backward."""
+    memory = runtime.preset("16gb")
+    for batch in memory.accumulate(batches, len(batches)):
+        losses(memory, *batch)
+    return [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (8, 8, 8, 2), (1, 1, 1, 1), (6, 6, 6, 6)])
+@pytest.mark.parametrize("extra", [0.0, 0.01])
+def test_windows_of_ignored_targets_divide_by_all_targets(sizes, extra):
+    net = nn.Linear(4, 5).double()
+    batches = [(torch.randn(size, 6, 4).double(), torch.randint(0, 5, (size, 6))) for size in sizes]
+    for index, (_, y) in enumerate(batches):
+        y[0, : index + 1] = -100
+    if sizes[0] == 6:
+        batches[1][1][:] = -100
+
+    def forward(x, y):
+        return F.cross_entropy(net(x).flatten(0, 1), y.flatten()) + extra * net.weight.pow(2).sum()
+
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    expected = torch.autograd.grad(forward(x, y), [*net.parameters()])
+    if sizes[0] == 6 and extra:
+        pytest.skip("a batch without targets has a NaN loss of its own")
+    got = window_gradient(batches, [*net.parameters()], lambda memory, x, y: memory.forward_backward(forward, x, y))
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
+
+
+RAGGED = [(torch.randn(n, 4).double(), torch.randn(n, 3).double()) for n in (4, 4, 2)]
+
+
+@pytest.mark.parametrize("second", ["forward", "same forward", "backward"])
+def test_two_losses_per_batch_of_a_ragged_window_are_both_weighed(second):
+    net = nn.Linear(4, 3).double()
+
+    def first(x, y):
+        return F.mse_loss(net(x), y)
+
+    def other(x, y):
+        return first(x, -y) if second == "same forward" else F.l1_loss(net(x), y)
+
+    def losses(memory, x, y):
+        memory.forward_backward(first, x, y)
+        if second == "backward":
+            memory.backward(other(x, y))
+        elif second == "same forward":
+            memory.forward_backward(first, x, -y)
+        else:
+            memory.forward_backward(other, x, y)
+
+    expected = torch.autograd.grad(sum((first(*b) + other(*b)) * len(b[0]) / 10 for b in RAGGED), [net.weight])
+    (got,) = window_gradient(RAGGED, [net.weight], losses)
+    assert torch.allclose(got, expected[0], rtol=1e-12)
+
+
+def test_a_backward_of_ones_own_in_a_ragged_window_is_refused():
+    net = nn.Linear(4, 3).double()
+
+    def losses(memory, x, y):
+        memory.forward_backward(lambda x, y: F.mse_loss(net(x), y), x, y)
+        net.weight.pow(2).sum().backward()
+
+    with pytest.raises(RuntimeError, match="Return the sum of these losses from one forward"):
+        window_gradient(RAGGED, [net.weight], losses)
+
+
+def test_a_graph_behind_the_inputs_of_a_ragged_window_is_corrected():
+    encoder, net = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+    loss = sum(F.mse_loss(net(encoder(x)), y) * len(x) / 10 for x, y in RAGGED)
+    (expected,) = torch.autograd.grad(loss, [encoder.weight])
+    (got,) = window_gradient(
+        RAGGED,
+        [encoder.weight],
+        lambda memory, x, y: memory.forward_backward(lambda x, y: F.mse_loss(net(x), y), encoder(x), y),
+    )
+    assert torch.allclose(got, expected, rtol=1e-12)
+
+
+def test_backward_in_a_window_counts_samples_of_a_collated_list():
+    net, x, y = nn.Linear(4, 3).double(), torch.randn(5, 4).double(), torch.randn(5, 3).double()
+    (expected,) = torch.autograd.grad(F.mse_loss(net(x), y), [net.weight])
+    batches = [[x[:4], y[:4]], [x[4:], y[4:]]]
+    (got,) = window_gradient(batches, [net.weight], lambda memory, x, y: memory.backward(F.mse_loss(net(x), y)))
+    assert torch.allclose(got, expected, rtol=1e-12)
+
+
+def test_parameters_unfrozen_between_checks_get_the_right_gradient():
+    first, second = nn.Linear(4, 8).double(), nn.Linear(8, 5).double()
+    parameters = [*first.parameters(), *second.parameters()]
+    memory = runtime.preset("16gb", micro_batches=4)
+    for call in range(1, 8):
+        first.requires_grad_(call >= 5)
+        x, y = torch.randn(16, 4).double(), torch.randint(0, 5, (16,))
+        y[[2, 3, 9]] = -100
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        expected = torch.autograd.grad(F.cross_entropy(second(first(x).relu()), y), trained)
+        memory.forward_backward(lambda x, y: F.cross_entropy(second(first(x).relu()), y), x, y)
+        for parameter, gradient in zip(trained, expected, strict=True):
+            assert torch.allclose(parameter.grad, gradient, rtol=1e-10, atol=1e-14)
+            parameter.grad = None
+
+
+def test_a_hook_on_a_parameter_outside_all_modules_forces_whole_batches():
+    w, (x, y) = nn.Parameter(torch.randn(4, 3).double()), inputs()
+    w.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    assert max(gradient_errors(lambda x, y: F.mse_loss(x @ w, y), [w], (x, y))) < 1e-12
+
+
+def test_an_argument_that_was_whole_stays_whole_beside_a_batch_as_long():
+    net, x, centres = nn.Linear(4, 3).double(), inputs()[0], torch.randn(8, 3).double()
+
+    def forward(x, centres):
+        return torch.cdist(net(x), centres).min(1).values.mean()
+
+    batches = [(x, centres), (x, centres), (x[:8], centres)]
+    assert max(gradient_errors(forward, [*net.parameters()], *batches)) < 1e-12
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.hidden = nn.GRUCell(4, 3), torch.zeros(8, 3)
+
+    def forward(self, x):
+        before = self.hidden if len(self.hidden) == len(x) else x.new_zeros(len(x), 3)
+        self.hidden = self.cell(x, before.detach())
+        return self.hidden
+
+
+def test_state_in_an_attribute_is_noticed(caplog):
+    model, memory = Recurrent(), runtime.preset("16gb", micro_batches=4)
+    for _ in range(3):
+        memory.forward_backward(lambda x: model(x).pow(2).mean(), torch.randn(8, 4))
+    assert "keeps state" in caplog.text
+    assert model.hidden.shape == (8, 3)
