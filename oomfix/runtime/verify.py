@@ -171,7 +171,7 @@ def _check_rows(
                 why = f"{type(error).__name__}: {said[0]}"
                 verdict = Verdict(None, f"it fails on {len(rows)} rows of the batch ({why})")
                 failed = True
-            if verdict.rule is not None or verdict.undecided or comparison.wrote:
+            if verdict.rule is not None or verdict.undecided or (comparison.wrote and not failed):
                 return verdict
         # a forward that differentiates by itself fails without gradients; others have had their verdict
         if not failed:
@@ -185,7 +185,9 @@ def _look_closer(
     """The verdict, unless masks that happen to be full, or gradients, show that samples depend on each other."""
     holds_out, replays = verdict.mode
     for masks, gradients in ((True, False), (False, True)):
-        comparison = _Comparison(forward, batch, modules, rows, masks, gradients)
+        # a graph needs more memory than the run of a check without one
+        chosen = choose_rows(batch, min(len(rows), max(_FEWEST_ROWS, len(rows) // 2))) if gradients else rows
+        comparison = _Comparison(forward, batch, modules, chosen, masks, gradients)
         try:
             closer = comparison.verdict(verdict.needs_gradients or gradients, holds_out, replays, False)
         except Exception as error:  # the forward is the user's, and may refuse other masks in any way
@@ -251,7 +253,8 @@ class _Comparison:
             self.drew_nothing = not self._draws.recorded and not generators.moved_outside_torch()
             generators.restore()
         if self.wrote and not trust:
-            return Verdict(None, f"it keeps state of its own between calls: {self.wrote}")
+            reason = f"it keeps state of its own between calls: {self.wrote}"
+            return Verdict(None, reason, needs_gradients=needs_gradients)
         shares = [
             # unless targets were held out, both kinds of mean fit and the one over samples is the safer one:
             # it is used only as long as every sample counts the same
