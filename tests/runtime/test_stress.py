@@ -134,7 +134,8 @@ def assert_bitwise(run, expected):
 @stress
 def test_running_out_at_a_random_allocation_leaves_no_trace(training, data):
     interrupted = Run(training, refused=data.draw(st.integers(1, Run(training).allocations)))
-    assert interrupted.parts[0] == 2
+    # 1: the rows leave open what the loss is a mean of (all labels ignored, say), so that the batch stays whole
+    assert interrupted.parts[0] in (1, 2)
     assert_bitwise(interrupted, Run(training, parts=interrupted.parts))
 
 
