@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-Precision = Literal["auto", "bf16", "fp16", "fp32"]
+Precision = Literal["auto", "no-fp16", "bf16", "fp16", "fp32"]
 Split = Literal["verified", "always", "never"]
 Checkpointing = Literal["off", "if-needed", "on"]
 
@@ -30,7 +30,7 @@ MEMORY_FRACTION = 0.95
 ENVIRONMENT_VARIABLE = "OOMFIX_PRESET"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": ("auto", "bf16", "fp16", "fp32"),
+    "precision": ("auto", "no-fp16", "bf16", "fp16", "fp32"),
     "split": ("verified", "always", "never"),
     "checkpointing": ("off", "if-needed", "on"),
 }
@@ -54,7 +54,8 @@ class Preset:
         budget_gib: memory that tensors may take (GiB); None: what the card reports as free.
         micro_batches: into how many parts a batch is split; "auto": the fewest that fit.
         first_micro_batches: the first guess of "auto" where the whole batch does not fit.
-        precision: "auto" is bf16 where the device has it, else fp16 with loss scaling, fp32 on the CPU.
+        precision: "auto" is bf16 where the device has it, else fp16 with loss scaling, fp32 on the CPU; "no-fp16" is
+            fp32 instead of fp16, for scripts that read or change gradients where a loss scale would be seen.
         split: "verified" splits a batch only where the loss is seen to allow it; "always" trusts the user.
         checkpointing: activation checkpointing never, when splitting is not enough, or from the start.
         clip_norm: largest gradient norm, where the script does not clip by itself; None: no clipping.

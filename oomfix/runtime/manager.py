@@ -15,6 +15,7 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.checkpointing import enable_checkpointing
 from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import KnownForwards
+from oomfix.runtime.model_call import PreciseCalls
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.outputs import detached
 from oomfix.runtime.report import Report
@@ -42,6 +43,7 @@ class MemoryManager:
         self._stepper: Stepper | None = None
         self._own_fp16 = False
         self._splitter = Splitter(preset, self._prepared)
+        self._calls = PreciseCalls(preset.precision)
         self._steps = 0
 
     @property
@@ -111,6 +113,14 @@ class MemoryManager:
                 return forward(*cut.args, **cut.kwargs)
             known = self._forwards.about(forward, False, cut, self._prepared)
             return self._splitter.run(Iteration(known, forward, cut, trains=False), self._window, self.scaler)
+
+    def forward(self, model: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """`model(*args, **named)` under the preset's precision, for loops that cannot be split.
+
+        Returns:
+            What the model returned, floating tensors of half precision as fp32: losses stay outside of autocast.
+        """
+        return model(*args, **named) if self.off else self._calls.run(model, args, named)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward(**options)`, scaled as precision and accumulation ask, for loops that cannot be split.

@@ -21,12 +21,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 def dtype_for(precision: Precision, device_type: str) -> torch.dtype | None:
-    """The autocast dtype, None for fp32. "auto" is bf16 where the device has it, else fp16, fp32 on the CPU."""
-    if precision != "auto":
+    """The autocast dtype, None for fp32.
+
+    "auto" is bf16 where the device has it, else fp16; "no-fp16" is fp32 there. Both are fp32 on the CPU.
+    """
+    if precision not in ("auto", "no-fp16"):
         return _DTYPES[precision]
     if device_type not in ("cuda", "xpu"):
         return None
-    return torch.bfloat16 if compat.has_bf16(device_type) else torch.float16
+    if compat.has_bf16(device_type):
+        return torch.bfloat16
+    return torch.float16 if precision == "auto" else None
 
 
 def device_type_of(things: Iterable[torch.Tensor]) -> str:

@@ -1,0 +1,76 @@
+"""`memory.forward`: one call of a model under the preset's precision, for loops that cannot be split."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from oomfix import runtime
+from oomfix.runtime.precision import dtype_for
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Recording(nn.Module):
+    """Notes the dtype it computes in; refuses half precision where `strict`."""
+
+    def __init__(self, strict=False):
+        super().__init__()
+        self.inner, self.strict, self.seen = nn.Linear(6, 4), strict, []
+
+    def forward(self, x, scale=1):
+        out = self.inner(nn.functional.dropout(x)) * scale
+        self.seen.append(out.dtype)
+        if self.strict and out.dtype != torch.float32:
+            raise RuntimeError("expected scalar type Float\nbut found BFloat16")
+        return out, {"twice": out * 2}
+
+
+def test_a_model_runs_in_half_and_returns_single():
+    model = Recording()
+    memory = runtime.preset("16gb", precision="bf16")
+    out, others = memory.forward(model, X, scale=2)
+    assert model.seen == [torch.bfloat16]
+    assert out.dtype == others["twice"].dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    memory.backward(nn.functional.binary_cross_entropy(out.sigmoid(), torch.ones(8, 4)))
+    assert model.inner.weight.grad.dtype == torch.float32
+
+
+def test_off_is_the_call_itself_to_the_bit(monkeypatch):
+    monkeypatch.setenv("OOMFIX_PRESET", "off")
+    model = Recording()
+    memory = runtime.preset("16gb", precision="bf16")
+    torch.manual_seed(0)
+    expected = model(X)[0]
+    torch.manual_seed(0)
+    assert torch.equal(memory.forward(model, X)[0], expected)
+    assert model.seen == [torch.float32] * 2
+
+
+def test_a_model_that_fails_under_autocast_runs_in_fp32_as_if_nothing_had_happened(caplog):
+    model = Recording(strict=True)
+    torch.manual_seed(0)
+    expected = [model(X)[0], model(X)[0]]
+    model.seen.clear()
+    memory = runtime.preset("16gb", precision="bf16")
+    torch.manual_seed(0)
+    with caplog.at_level(logging.WARNING, "oomfix"):
+        assert all(torch.equal(memory.forward(model, X)[0], one) for one in expected)
+    assert model.seen == [torch.bfloat16, torch.float32, torch.float32]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Recording: runs in fp32, because under autocast: expected scalar type Float"
+    ]
+
+
+def test_an_error_that_fp32_does_not_mend_is_the_callers():
+    memory = runtime.preset("16gb", precision="bf16")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        memory.forward(nn.Linear(3, 2), X)
+
+
+@pytest.mark.parametrize(("device_type", "expected"), [("cuda", None), ("cpu", None), ("xpu", torch.bfloat16)])
+def test_no_fp16_is_bf16_where_the_device_has_it_and_fp32_where_not(device_type, expected):
+    assert dtype_for("no-fp16", device_type) == expected
+    assert not runtime.preset("16gb", precision="no-fp16").scaler.is_enabled()
