@@ -14,9 +14,10 @@ import runpy
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.nn import Module
@@ -28,6 +29,7 @@ from oomfix.profile.cards import find_card
 from oomfix.profile.host import lighten_host
 from oomfix.profile.optimizers import Optimizers
 from oomfix.profile.overheads import CONTEXT_BYTES
+from oomfix.profile.overlay import overlay
 from oomfix.profile.patches import Patches
 from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
@@ -50,7 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         with redirect_stdout(sys.stderr):
-            result = run(options.script, options.args, options.gpu, options.steps, options.budget_bytes)
+            result = run(
+                options.script, options.args, options.gpu, options.steps, options.budget_bytes, options.rewritten
+            )
     except CannotSimulate as error:
         print(f"{options.script}: cannot be simulated: {error}", file=sys.stderr)
         return CANNOT_SIMULATE
@@ -58,7 +62,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if result["error"] and not result["out_of_memory"] else 0
 
 
-def run(script: str, args: list[str], gpu: str = "a100", steps: int = 2, budget_bytes: int | None = None) -> Any:
+def run(
+    script: str,
+    args: list[str],
+    gpu: str = "a100",
+    steps: int = 2,
+    budget_bytes: int | None = None,
+    rewritten: Mapping[str, bytes] = MappingProxyType({}),
+) -> Any:
     """Simulate a script and return its estimate in types that `json` writes.
 
     Args:
@@ -67,6 +78,7 @@ def run(script: str, args: list[str], gpu: str = "a100", steps: int = 2, budget_
         gpu: the card, a name from `oomfix.profile.cards`.
         steps: after how many steps of each of its optimizers it is stopped.
         budget_bytes: what the allocator may reserve; beyond it operations raise `torch.OutOfMemoryError`.
+        rewritten: real path of a Python file -> what is run in place of what it holds.
 
     Returns:
         The fields of `Estimate`, with "script", "stopped" (whether the steps were reached), "out_of_memory" (the
@@ -81,6 +93,7 @@ def run(script: str, args: list[str], gpu: str = "a100", steps: int = 2, budget_
     stopped = False
     with simulated.running(optimizers.moved) as trace:
         lighten_host(simulated.patches, trace)
+        overlay(simulated.patches, rewritten)
         _believe_splits(simulated.patches, trace)
         stop = register_optimizer_step_post_hook(lambda *_: _stop_after(steps, trace))
         try:
@@ -158,10 +171,18 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu", default="a100")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--budget", dest="budget_bytes", type=budget, help="a preset such as 16gb, or GiB")
+    parser.add_argument(
+        "--rewritten", type=_contents, default={}, metavar="FILE", help="JSON: file -> the file to run in its place"
+    )
     parser.add_argument("--output", required=True, help="the JSON file to write")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     return parser.parse_args(arguments)
+
+
+def _contents(path: str) -> dict[str, bytes]:
+    names = json.loads(Path(path).read_text(encoding="utf-8"))
+    return {os.path.realpath(name): Path(instead).read_bytes() for name, instead in names.items()}
 
 
 def budget(text: str) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from oomfix.profile.command import lines, profile
+from oomfix.profile.command import profile
 from oomfix.profile.refusals import CannotSimulate
 from oomfix.profile.run import run as simulate
+from oomfix.profile.text import lines
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -1,0 +1,30 @@
+"""Runs of `oomfix.profile.run`, each in a process of its own. Imports no torch."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run_script(script: str, args: list[str], options: list[str]) -> tuple[dict[str, Any] | None, int]:
+    """What `oomfix.profile.run` finds in a process of its own, and its exit code; None where it found nothing.
+
+    What the script writes is shown, on standard error, only where it failed.
+    """
+    # the card is simulated even where there is a real one
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "estimate.json")
+        command = [sys.executable, "-m", "oomfix.profile.run", "--output", str(output), *options, script, *args]
+        finished = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if finished.returncode:
+            sys.stderr.write(finished.stderr.decode(errors="replace"))
+        if not output.exists():
+            return None, finished.returncode
+        return json.loads(output.read_text(encoding="utf-8")), finished.returncode
