@@ -340,6 +340,10 @@ class Training(Functions):
     def _memory_method(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         if name in ("forward_backward", "evaluate") and arguments and arguments[0].kind is Kind.FUNCTION:
             return self._memory_forward(node, name, arguments, keywords)
+        if name == "forward" and arguments:
+            return self._memory_call(node, arguments, keywords)
+        if name == "evaluate":
+            return PLAIN_TENSOR
         if name == "prepare" and arguments:
             return arguments[0]
         if name == "accumulate" and arguments:
@@ -347,6 +351,19 @@ class Training(Functions):
         if name == "autocast":
             return Value(Kind.CONTEXT, ref=frozenset({"autocast:unknown"}))
         return UNKNOWN
+
+    def _memory_call(self, node: ast.Call, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        """`memory.forward(model, x)`: the model's own call, in the preset's precision."""
+        autocast, self.autocast = self.autocast, "unknown"
+        path, called = path_of(node.args[0]), arguments[0]
+        if called.kind is Kind.FUNCTION:
+            result = self._function(node, called, arguments[1:], keywords)
+        else:
+            module = called if called.kind in (Kind.MODULE, Kind.INSTANCE) else Value(Kind.MODULE, ref=path)
+            method = self._own(called, "forward")
+            result = self.forward(node, module, path, arguments[1:], keywords, method=method)
+        self.autocast = autocast
+        return result
 
     def _memory_forward(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         autocast, grad = self.autocast, self.state.grad

@@ -1,0 +1,55 @@
+"""What the manager's calls mean to the audit."""
+
+from __future__ import annotations
+
+TOP = """
+import torch
+from torch import nn
+from oomfix import runtime
+
+memory = runtime.preset("16gb")
+model, frozen = nn.Linear(4, 2).cuda(), nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def test_a_forward_through_the_manager_is_one_of_the_loop_in_its_precision(read, report):
+    code = TOP + (
+        "for x, y in loader:\n"
+        "    loss = criterion(memory.forward(model, x), y)\n"
+        "    memory.backward(loss)\n"
+        "    memory.step(optimizer)\n"
+    )
+    (loop,) = read(code).loops
+    assert (loop.to_json()["forwards"], loop.to_json()["amp"]) == ([9], "framework")
+    assert report(code) == []
+
+
+def test_what_a_forward_through_the_manager_gives_carries_a_graph(report):
+    code = TOP + (
+        "kept = []\n"
+        "for x, y in loader:\n"
+        "    out = memory.forward(model, x)\n"
+        "    memory.backward(criterion(out, y))\n"
+        "    memory.step(optimizer)\n"
+        "    kept.append(out)\n"
+    )
+    assert [finding for finding, _ in report(code)] == ["OOM102"]
+
+
+def test_evaluation_through_the_manager_records_no_graph(report):
+    code = TOP + ("kept = []\nfor x, y in loader:\n    model.eval()\n    kept.append(memory.evaluate(model, x))\n")
+    assert report(code) == []
+
+
+def test_batches_accumulated_by_the_manager_are_divided_and_stepped(report):
+    code = TOP + (
+        "for i, (x, y) in enumerate(memory.accumulate(loader, 4)):\n"
+        "    def forward(x, y):\n"
+        "        return criterion(model(x), y)\n"
+        "\n"
+        "    memory.forward_backward(forward, x, y)\n"
+        "    if memory.window_closed:\n"
+        "        memory.step(optimizer)\n"
+    )
+    assert report(code) == []
