@@ -43,10 +43,11 @@ from typing import Any
 
 from oomfix import presets
 from oomfix.runtime.manager import MemoryManager
+from oomfix.runtime.offloading import offload_activations
 from oomfix.runtime.oom import DoesNotFitError
 from oomfix.runtime.report import Report
 
-__all__ = ["DoesNotFitError", "MemoryManager", "Report", "preset", "reset"]
+__all__ = ["DoesNotFitError", "MemoryManager", "Report", "offload_activations", "preset", "reset"]
 
 _manager: MemoryManager | None = None
 
