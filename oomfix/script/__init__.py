@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
 
 _CUDA = re.compile(r"cuda|\bgpu|accelerat|fabric", re.IGNORECASE)
-_DEVICE = re.compile(r"\.to\(|device", re.IGNORECASE)
+_DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
 _OTHER_DEVICE = re.compile(r"^\s*\w*device\w*\s*=\s*(torch\.device\()?[\"'](cpu|mps)[\"']|torch_xla", re.MULTILINE)
 _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"

@@ -19,6 +19,7 @@ from oomfix.script.hints import (
 from oomfix.script.names import path_of
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
+    FRESH_TENSOR,
     NONE,
     NUMBER,
     PLAIN_TENSOR,
@@ -149,6 +150,8 @@ class Calls(Containers):
         return Value(Kind.MODULE) if given and given[0].kind is Kind.UNKNOWN else (given[0] if given else UNKNOWN)
 
     def _torch_function(self, name: str, last: str, given: list[Value], keywords: dict[str, Value]) -> Value:
+        if last in torch_facts.FRESH:
+            return PLAIN_TENSOR if _has_integers(given) else FRESH_TENSOR
         if last in torch_facts.INTEGER_RESULTS or last in torch_facts.LEAVING_THE_GRAPH or last in torch_facts.COPIES:
             return PLAIN_TENSOR
         content = combine(given)
@@ -374,6 +377,8 @@ class Calls(Containers):
     def _tensor_method(self, name: str, receiver: Value, given: list[Value]) -> Value:
         if name in torch_facts.INTEGER_RESULTS or name in torch_facts.LEAVING_THE_GRAPH:
             return PLAIN_TENSOR
+        if name == "to" and _has_integers(given):
+            return PLAIN_TENSOR
         content = combine([receiver, *given])
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(given))
@@ -415,3 +420,8 @@ def _divisors(name: str, given: list[Value]) -> frozenset[str]:
     if name in ("mul", "mul_", "multiply") and given:
         return given[0].divisors
     return frozenset()
+
+
+def _has_integers(given: list[Value]) -> bool:
+    """Whether one of the arguments is a dtype of integers."""
+    return any(value.kind is Kind.EXTERNAL and value.ref in torch_facts.INTEGER_DTYPES for value in given)

@@ -202,6 +202,10 @@ class Expressions(Calls):
         if Kind.CONTEXT in (body.kind, orelse.kind):
             body = body if body.kind is Kind.CONTEXT else NULL
             orelse = orelse if orelse.kind is Kind.CONTEXT else NULL
+        for side, other in ((body, node.orelse), (orelse, node.body)):
+            if side.graph and isinstance(other, ast.Constant):
+                # `loss if loss > 0 else None`: the graph is there whenever anything is
+                return replace(side, is_tensor=False)
         return join(body, orelse)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:

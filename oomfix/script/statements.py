@@ -46,10 +46,14 @@ class Statements(Expressions):
             # A literal is a setting somebody will change: both branches of what it decides are followed.
             value = NUMBER
         path = path_of(target)
+        if path is not None and (added := _added_to_copy(value_node, path)):
+            self._accumulate(target, path, value, statement, added)
+            return
         sums = [value_node.body, value_node.orelse] if isinstance(value_node, ast.IfExp) else [value_node]
         for node in sums:
             if path is not None and isinstance(node, ast.BinOp) and self._adds_to(node, path):
-                self._accumulate(target, path, value, statement, node)
+                terms = [term for term in _terms(node) if not self._adds_to(term, path)]
+                self._accumulate(target, path, value, statement, terms)
                 return
         if isinstance(target, ast.Subscript) and path is None:
             self._store_entry(target, value, value_node)
@@ -57,17 +61,18 @@ class Statements(Expressions):
         self.assign(target, value, statement)
 
     def _accumulate(
-        self, target: ast.expr, path: str, value: Value, statement: ast.stmt, value_node: ast.BinOp
+        self, target: ast.expr, path: str, value: Value, statement: ast.stmt, added: list[ast.expr]
     ) -> None:
-        """`total = total + loss`, `total = 0.9 * total + 0.1 * loss`."""
+        """`total = total + loss`, `total = 0.9 * total + 0.1 * loss`, `kept = [*kept, loss]`."""
         loops = self._age(target, self.binding_of(target))
-        terms = [(term, self.evaluate(term)) for term in _terms(value_node) if not self._adds_to(term, path)]
-        carrying = [(term, term_value) for term, term_value in terms if flatten(term_value).graph]
+        values = [(node, self.evaluate(node)) for node in added]
+        carrying = [(node, node_value) for node, node_value in values if flatten(node_value).graph]
         kept: frozenset[int] = frozenset()
         if carrying:
             term, term_value = carrying[0]
             alone = len(carrying) == 1
-            manner = "store" if term_value.kind in (Kind.SEQUENCE, Kind.CONTAINER) else "add"
+            holders = (Kind.SEQUENCE, Kind.CONTAINER)
+            manner = "store" if term_value.kind in holders or value.kind in holders else "add"
             kept = self.keep(target, path, term, term_value, manner, loops, detachable=alone)
         grown = flatten(value)
         self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, loops)
@@ -93,18 +98,19 @@ class Statements(Expressions):
         return path_of(node) == path
 
     def _store_entry(self, target: ast.Subscript, value: Value, value_node: ast.expr) -> None:
-        """`kept[i] = loss`, with an index that changes."""
+        """`kept[i] = loss`, with an index that changes, also of a tensor that was made for it."""
         base = self.evaluate(target.value)
         self.evaluate(target.slice)
         content = flatten(value)
-        if not content.graph or base.kind is not Kind.CONTAINER:
+        fresh = base.kind is Kind.TENSOR and base.is_tensor
+        if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
             return
         binding = self.binding_of(target.value)
         loops = binding.loops if binding is not None else self._loops_of_root(target.value)
         path = path_of(target.value)
         kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
         if path is not None:
-            grown = Value(Kind.CONTAINER, content.graph, base.origins | content.origins | kept)
+            grown = Value(base.kind, content.graph, base.origins | content.origins | kept, is_tensor=fresh)
             self.assign(target.value, grown, binding.statement if binding else None, loops)
 
     def _augmented(self, node: ast.AugAssign) -> None:
@@ -225,6 +231,19 @@ def _terms(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
         return _terms(node.left)  # `(mean * n + loss) / (n + 1)`
     return [node]
+
+
+def _added_to_copy(node: ast.expr, path: str) -> list[ast.expr]:
+    """What `[*kept, loss]` or `{**kept, key: loss}` adds to what is kept under a path; empty for anything else."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        spread = [element for element in node.elts if isinstance(element, ast.Starred)]
+        copied = any(path_of(element.value) == path for element in spread)
+        return [element for element in node.elts if element not in spread] if copied else []
+    if isinstance(node, ast.Dict):
+        pairs = list(zip(node.keys, node.values, strict=True))
+        copied = any(key is None and path_of(value) == path for key, value in pairs)
+        return [value for key, value in pairs if key is not None] if copied else []
+    return []
 
 
 def _canonical(qualified: str) -> str:

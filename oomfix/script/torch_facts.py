@@ -20,6 +20,14 @@ LEAVING_THE_GRAPH = frozenset(
 )
 """Methods and functions whose result holds no graph: values copied out, or fresh tensors."""
 
+INTEGER_DTYPES = frozenset(
+    f"torch.{dtype}" for dtype in "int8 uint8 int16 short int32 int int64 long bool uint16 uint32 uint64".split()
+)
+"""Tensors of these carry no graph."""
+
+FRESH = frozenset("zeros ones empty rand randn".split())
+"""Constructors of a tensor of floats, into which a value may be written in place, graph and all."""
+
 PLAIN_ATTRIBUTES = frozenset(
     "shape device dtype ndim requires_grad is_leaf is_cuda data grad grad_fn layout itemsize nbytes".split()
 )

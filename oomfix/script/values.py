@@ -88,6 +88,8 @@ UNKNOWN = Value()
 NUMBER = Value(Kind.NUMBER)
 NONE = Value(Kind.NUMBER, constant=None)
 PLAIN_TENSOR = Value(Kind.TENSOR)
+FRESH_TENSOR = Value(Kind.TENSOR, is_tensor=True)
+"""A tensor of floats that holds no graph yet; a value written into it in place brings its own along."""
 
 
 def constant(value: Any) -> Value:

@@ -1,0 +1,101 @@
+"""What outlives an iteration with its graph, in the many ways in which things are put away."""
+
+from __future__ import annotations
+
+import pytest
+
+LOOP = """
+    import numpy as np
+    import torch
+    kept, log, total = [], {{}}, torch.zeros(100)
+    array, counts = np.zeros(100), torch.zeros(100, dtype=torch.long)
+    for i, (x, y) in enumerate(loader):
+        out = model(x)
+        loss = criterion(out, y)
+        loss.backward()
+        optimizer.step()
+        {statement}
+"""
+
+
+def kept(found):
+    """What is found about graphs, without what is said of the forward."""
+    return [(code, line) for code, line in found if code.startswith("OOM1")]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "kept.insert(0, loss)",
+        "kept.append(loss)",
+        "kept.extend([loss, out])",
+        "kept.extend([part for part in out])",
+        "kept.extend(out)",
+        "kept = [*kept, loss]",
+        "kept = [loss, *kept]",
+        "kept = (*kept, loss)",
+        "log = {**log, i: loss}",
+        "log[i] = loss",
+        "log.setdefault('loss', []).append(loss)",
+        "log.update({i: loss})",
+        "total[i] = loss",
+        "total[2 * i : 2 * i + 2] = out.mean(1)",
+        "if i % 10 == 0: kept.append(loss)",
+        "kept.append(loss if loss > 0 else None)",
+        "kept.append(0.0 if y is None else loss)",
+        "kept[i:] = [loss]",
+        "kept.append(out.max(1)[0])",
+        "kept.append(out.max(1))",
+        "kept.append(out.to(torch.float64))",
+        "kept.append(out.to('cpu', torch.float16))",
+    ],
+)
+def test_a_kept_graph_is_found_however_it_is_put_away(report, statement):
+    assert kept(report(LOOP.format(statement=statement))) == [("OOM102", 10)]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "kept.insert(0, loss.detach())",
+        "kept = [*kept, loss.item()]",
+        "log = {**log, i: float(loss)}",
+        "total[i] = loss.item()",
+        "total.data[i] = loss",
+        "total.detach()[i] = loss",
+        "array[i] = loss",
+        "counts[i] = loss",
+        "kept.append(loss.item() if loss > 0 else None)",
+        "kept.append(loss if isinstance(loss, float) else loss.item())",
+        "kept.append(loss.item() if torch.is_tensor(loss) else loss)",
+        "kept.append(out.to(torch.int64))",
+        "kept.append(out.to('cpu', torch.uint8))",
+        "kept.append(out.to(dtype=torch.long))",
+        "kept.append(out.type(torch.LongTensor))",
+        "kept.append(out.round().int())",
+        "kept.append(out > 0)",
+        "kept.append(out.gt(0).float())",
+        "kept.append((out > 0) & (y > 0))",
+        "kept.append(~(out > 0))",
+    ],
+)
+def test_what_is_put_away_without_a_graph_is_not(report, statement):
+    assert kept(report(LOOP.format(statement=statement))) == []
+
+
+@pytest.mark.parametrize(
+    "statement", ["losses = [*losses, loss]", "losses.insert(0, loss)", "losses[i] = loss", "losses = (*losses, loss)"]
+)
+def test_what_is_backpropagated_together_later_is_a_term_and_not_kept(report, statement):
+    code = f"""
+        import torch
+        for x in loader:
+            losses = {"torch.zeros(4)" if "[i]" in statement else "[]"}
+            for i, part in enumerate(x.chunk(4)):
+                loss = model(part).mean()
+                {statement}
+            total = {"losses.sum()" if "[i]" in statement else "torch.stack(losses).sum()"}
+            total.backward()
+            optimizer.step()
+    """
+    assert kept(report(code)) == []
