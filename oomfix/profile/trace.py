@@ -70,6 +70,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         storages: every storage so far; `events` holds their indices in order, i at birth and ~i at death.
         phases: (position in `events`, phase) at every change.
+        reserved: (position in `events`, bytes that the allocator has reserved) at every change.
         peak_event: the position in `events` right after the peak was reached.
         steps: (position in `events`, bytes live, number of the optimizer) after every optimizer step.
         running: how many operations are under way, above 0 inside an operation's own code.
@@ -89,6 +90,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: list[Storage] = []
         self.events: list[int] = []
         self.phases: list[tuple[int, str]] = [(0, "setup")]
+        self.reserved: list[tuple[int, int]] = [(0, 0)]
         self.peak_event = 0
         self.peak_phase = "setup"
         self.running = 0
@@ -248,6 +250,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage.line = user_line(sys._getframe(2))
         self.storages.append(storage)
         self.events.append(len(self.storages) - 1)
+        if self.allocator.reserved_bytes != self.reserved[-1][1]:
+            self.reserved.append((len(self.events), self.allocator.reserved_bytes))
         if self.allocator.peak_allocated_bytes > self._peak_bytes:
             self._peak_bytes = self.allocator.peak_allocated_bytes
             self.peak_event, self.peak_phase = len(self.events), storage.phase

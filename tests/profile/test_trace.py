@@ -74,7 +74,7 @@ def test_what_a_backward_finds_is_an_activation_and_what_it_does_not_a_temporary
         loss = (model(torch.ones(1024, 256)) + 1).sum()
         loss.backward()
     found = report(trace, find_card("t4"), TRANSFORMER)
-    at_sum = max(found.timeline, key=lambda point: sum(point[1].values()))[1]
+    at_sum = max((moment.breakdown for moment in found.timeline), key=lambda parts: sum(parts.values()))
     # kept: input, the sigmoid's output, the loss and its gradient; not kept: what was added to the output
     assert at_sum["activations"] == 2 * MIB + 2 * 512 and at_sum["temporaries"] >= MIB
 
