@@ -17,7 +17,7 @@ from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.rollback import Border, GradientsAside, RandomState, reached_leaves
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
-from oomfix.runtime.verify import Verdict
+from oomfix.runtime.verdict import Verdict
 
 
 class CannotSplit(Exception):
@@ -106,8 +106,8 @@ class Iteration:
             return self._run_whole(scaler)
         verdict = self.known.verdict
         assert verdict is not None and verdict.rule is not None
-        self._slot.units = self._slot.units or _units(verdict)
-        if self._slot.units != _units(verdict):
+        self._slot.units = self._slot.units or verdict.units
+        if self._slot.units != verdict.units:
             raise CannotSplit("its window began when less was known of its loss", verdict)
         size = self.batch.size
         collector = verdict.rule.collector(size)
@@ -198,7 +198,7 @@ class Iteration:
         if not slot.units:
             # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
             alone = verdict.undecided and len(mean_nll_weights(loss, 2)) == 1
-            slot.units = "targets" if alone else _units(verdict)
+            slot.units = "targets" if alone else verdict.units
         if slot.units != "targets":
             return Weight(size, size)
         weights = mean_nll_weights(loss, max(verdict.nll_losses, 1))
@@ -265,13 +265,6 @@ class Iteration:
             raise
 
 
-def _units(verdict: Verdict) -> str:
-    """What a loss is a mean of: "rows", "targets", or nothing, a sum ("calls")."""
-    if verdict.sums:
-        return "calls"
-    return "targets" if verdict.counts_targets else "rows"
-
-
 class _Shares:
     """The shares of micro-batches, as long as one share is right for all losses in each.
 
@@ -293,9 +286,9 @@ class _Shares:
             return Weight(rows, rows)
         if not targets:
             raise CannotSplit("its cross entropy is in compiled code, where what it divides by cannot be read")
-        if not self._verdict.sums:
+        if self._verdict.units != "calls":
             # all in proportion to the first cross entropy, or to the samples
-            base = targets[0] if self._verdict.counts_targets else rows
+            base = targets[0] if self._verdict.units == "targets" else rows
             if self._first is None and base:
                 self._first = [target / base for target in targets]
             if any(abs(t - first * base) > 1e-6 * base for t, first in zip(targets, self._first or (), strict=False)):

@@ -13,7 +13,7 @@ from oomfix.runtime.referenced import code_of, identity, reachable_modules
 from oomfix.runtime.rollback import Buffers
 from oomfix.runtime.running_statistics import iterates_power, uses_batch_statistics
 from oomfix.runtime.sizing import Sizing
-from oomfix.runtime.verify import Verdict
+from oomfix.runtime.verdict import Verdict
 
 _MOST_KNOWN = 256  # flags that change in every call shall not fill the memory
 
@@ -49,6 +49,8 @@ class Known:
         self.fp32 = False
         self.steps_seen = False
         self._checked_at = 0
+        self._check_again_at = 0
+        self._left_open = 0
         self._layout: tuple[tuple[Any, bool], ...] = ()
         self._whole_places: frozenset[Any] = frozenset()
         self._first_version: int | None = None
@@ -82,21 +84,41 @@ class Known:
         self._layout = layout
 
     def check_is_due(self) -> bool:
-        """Whether the next split needs a check first: never checked, left open, or a call that is a power of two.
+        """Whether the next split needs a check first: never checked, or its turn has come again.
 
-        Auxiliary terms ramp up and hard-example mining kicks in later than at the first call.
+        Auxiliary terms ramp up and hard-example mining kicks in later than at the first call, so a forward is
+        checked again at calls 2, 4, 8 and so on.
         """
-        if self.verdict is None or self.verdict.undecided:
-            return self._checked_at != self.calls
-        return self._checked_at != self.calls and self.calls & (self.calls - 1) == 0
+        return self._checked_at != self.calls and (self.verdict is None or self.calls >= self._check_again_at)
+
+    def look_again(self) -> None:
+        """Let an undecided verdict be looked into at this call, due or not, unless it was."""
+        if self.verdict is not None and self.verdict.undecided and self._checked_at != self.calls:
+            self.verdict = None
+
+    def found_out(self, verdict: Verdict) -> None:
+        """Remember what the micro-batches of this call showed."""
+        self.verdict = verdict
+        if verdict.undecided:
+            self._look_again_soon()
 
     def checked(self, verdict: Verdict) -> None:
         """Remember the verdict of the check made at this call, unless an earlier one saw more."""
         earlier = self.verdict
+        self._checked_at = self.calls
+        self._check_again_at = 1 << self.calls.bit_length()
+        if verdict.undecided:
+            self._look_again_soon()
+        elif earlier is not None and earlier.rule is None and earlier.reason == verdict.reason:
+            self._check_again_at *= 2
         blind = verdict.undecided or (verdict.nll_losses > 0 and verdict.rule is not None and not verdict.held)
         if earlier is None or not blind or not (earlier.held or (verdict.undecided and not earlier.undecided)):
             self.verdict = verdict
-        self._checked_at = self.calls
+
+    def _look_again_soon(self) -> None:
+        # other rows may show more; where they never do, looking costs less and less
+        self._left_open += 1
+        self._check_again_at = self.calls + (1 << max(0, self._left_open - 4))
 
     def is_call_to_explore(self) -> bool:
         """Whether to walk the loss's graph for leaves: at the first call and those that are powers of two."""

@@ -226,15 +226,7 @@ class _Container:
         return trees.rebuilt(self._like, [collector.result() for collector in self._collectors])
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The rule for a result, and whether the rows it was chosen on left two rules open (a count of 0)."""
-
-    rule: Rule
-    undecided: bool = False
-
-
-def choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Choice | None:
+def choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule | None:
     """The rule under which `parts` give `whole`, or None if there is none.
 
     Args:
@@ -249,14 +241,13 @@ def choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Choic
         return _choose_value(whole, parts, weights)
     if any(len(part or ()) != len(inner) for part in cut):
         return None
-    choices = []
+    rules = []
     for index, (_, child) in enumerate(inner):
-        choice = choose(child, [(part or [])[index][1] for part in cut], weights)
-        if choice is None:
+        rule = choose(child, [(part or [])[index][1] for part in cut], weights)
+        if rule is None:
             return None
-        choices.append(choice)
-    rule = Inside(tuple(choice.rule for choice in choices))
-    return Choice(rule, any(choice.undecided for choice in choices))
+        rules.append(rule)
+    return Inside(tuple(rules))
 
 
 def contains(rule: Rule, wanted: Rule) -> bool:
@@ -303,21 +294,20 @@ def _is_list_of_samples(whole: list[Any], parts: Sequence[Any]) -> bool:
     return len(lengths) == len(parts) and sum(lengths) == len(whole) and len(whole) not in lengths
 
 
-def _choose_value(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Choice | None:
+def _choose_value(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule | None:
     if isinstance(whole, list):
         joined = [value for part in parts for value in part]
-        return Choice(Extend()) if len(joined) == len(whole) and _equal(whole, joined) else None
+        return Extend() if len(joined) == len(whole) and _equal(whole, joined) else None
     if isinstance(whole, torch.Tensor):
         return _choose_tensor(whole, parts, weights)
     if isinstance(whole, bool) or not isinstance(whole, int | float):
-        same = all(type(part) is type(whole) and part == whole for part in parts)
-        return Choice(Same()) if same else None
+        return Same() if all(type(part) is type(whole) and part == whole for part in parts) else None
     if not all(isinstance(part, int | float) for part in parts):
         return None
     return _choose_scalar(whole, list(parts), weights, isinstance(whole, int))
 
 
-def _choose_tensor(whole: torch.Tensor, parts: Sequence[Any], weights: Sequence[Weight]) -> Choice | None:
+def _choose_tensor(whole: torch.Tensor, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule | None:
     if not all(isinstance(part, torch.Tensor) and part.dim() == whole.dim() for part in parts):
         return None
     if all(part.shape == whole.shape for part in parts):
@@ -327,10 +317,10 @@ def _choose_tensor(whole: torch.Tensor, parts: Sequence[Any], weights: Sequence[
         return None
     if any(_growing_dim(whole, part) != dim for part in parts):
         return None
-    return Choice(Concatenate(dim)) if close(whole, torch.cat(list(parts), dim)) else None
+    return Concatenate(dim) if close(whole, torch.cat(list(parts), dim)) else None
 
 
-def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], counts: bool) -> Choice | None:
+def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], counts: bool) -> Rule | None:
     """A value that has the same shape for any number of rows: mean, sum, or independent of them."""
     fitting: list[Rule] = []
     by_targets = any(weight.targets != weight.rows for weight in weights)
@@ -345,13 +335,10 @@ def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], coun
             fitting.append(rule)
     if counts and all(_equal(whole, part) for part in parts):
         # 0 on all rows: a count that found nothing so far; any other constant is no count
-        return Choice(Sum(), undecided=True) if fitting else Choice(Same())
-    if not fitting:
-        return None
-    means = [rule for rule in fitting if isinstance(rule, Mean)]
-    if means and len(means) < len(fitting):
-        return Choice(Zero(), undecided=True)
-    return Choice(fitting[0])
+        return Sum() if fitting else Same()
+    if Sum() in fitting and len(fitting) > 1:
+        return Zero()
+    return fitting[0] if fitting else None
 
 
 def close(a: Any, b: Any) -> bool:

@@ -14,8 +14,10 @@ from oomfix.runtime.recomputation import Attributes
 _aten = torch.ops.aten
 _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 _MEAN = 1
-# operations that select among values, with the position of their dimension
+# operations that select among the values of a dimension, with the position of that argument
 _SELECTIONS = {_aten.topk.default: 2, _aten.kthvalue.default: 2, _aten.sort.default: 1, _aten.sort.stable: 9}
+# operations that draw indices below a bound, with the position of the bound
+_INDEX_DRAWS = {_aten.randperm.default: 0, _aten.randint.default: 0, _aten.randint.low: 1}
 
 # Their schemas do not say that they write running statistics (arguments 3 and 4) when training (argument 5).
 _BATCH_NORMS = tuple(
@@ -97,7 +99,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         writes: what the run wrote into tensors that it did not make itself.
         nll_weights: the divisor of each NLL loss with a mean that it computed.
-        selected_among: how many values each topk, sort or kthvalue of floats selected among.
+        selected_among: how many values each topk, sort or kthvalue of floats selected among, and the bound of each
+            draw of indices.
 
     Args:
         writes: shared by the runs of one check, so that all are undone together.
@@ -127,6 +130,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.selects and args[0].is_floating_point() and args[0].dim():
             dim = kwargs.get("dim", args[kind.selects] if len(args) > kind.selects else -1)
             self.selected_among.append(args[0].shape[dim])
+        elif kind.bound is not None:
+            self.selected_among.append(args[kind.bound])
         result = func(*args, **kwargs)
         if kind.draws and self._draws is not None:
             result = self._draws.answer(result)
@@ -145,6 +150,7 @@ class _Kind:
         aliases = [result.alias_info for result in func._schema.returns]
         self.is_nll = func in _NLL
         self.selects = _SELECTIONS.get(func, 0)
+        self.bound = _INDEX_DRAWS.get(func)
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.writes = func._schema.is_mutable or func in _BATCH_NORMS
         # lift_fresh calls its result a view, of a tensor that was made for it alone

@@ -64,7 +64,8 @@ class Splitter:
                     result = iteration.run(parts, scaler)
                     break
                 except CannotSplit as error:
-                    known.verdict, why = error.verdict, str(error)
+                    known.found_out(error.verdict)
+                    why = str(error)
                 except _MayBePrecision as error:
                     out_of_memory = is_out_of_memory(error)
                     if not out_of_memory and not iteration.failed_in_half():
@@ -117,6 +118,7 @@ class Splitter:
         """The number of micro-batches to go on with after an out-of-memory error in `parts`."""
         self.retries += 1
         known = iteration.known
+        known.look_again()
         reason = self._reason(iteration)
         following = None
         if reason is None:
@@ -239,4 +241,3 @@ class Splitter:
         if once not in self._said:
             self._said.add(once)
             _log.warning(message)
-

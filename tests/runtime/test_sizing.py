@@ -116,16 +116,16 @@ def test_a_fixed_number_is_kept_and_still_recovers():
     model, sizes = nn.Linear(6, 4), []
 
     def forward(x):
-        if torch.is_grad_enabled():
+        if x._base is batch:  # a check runs on copies of rows
             sizes.append(len(x))
             if len(x) > 3:
                 raise OutOfMemoryError("CUDA out of memory")
         return model(x).pow(2).mean()
 
+    batch = torch.randn(12, 6)
     memory = runtime.preset("16gb", micro_batches=2)
-    memory.forward_backward(forward, torch.randn(12, 6))
-    assert 12 not in sizes
-    assert sizes[-4:] == [3, 3, 3, 3]
+    memory.forward_backward(forward, batch)
+    assert sizes == [6, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(("free_gib", "expected_gib"), [(20.0, 13.4), (5.0, 0.95 * 6.0)])

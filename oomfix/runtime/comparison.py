@@ -1,0 +1,212 @@
+"""A forward run on a few rows together and on two unequal parts of them, with everything undone that it did."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from oomfix.runtime import compat, outputs
+from oomfix.runtime.batch import Batch
+from oomfix.runtime.oom import is_out_of_memory
+from oomfix.runtime.outputs import Weight
+from oomfix.runtime.probe import Draws, Probe, Writes, counters_kept
+from oomfix.runtime.rollback import RandomState
+from oomfix.runtime.running_statistics import quiet
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How the runs of one comparison are made.
+
+    Attributes:
+        graph: with gradients on.
+        holds_out: cross entropies ignore some targets of the first row. Without it a mean over targets looks
+            like one over samples on rows that have no ignored target, and the difference would only show in a
+            later batch.
+        replays: the parts draw the rows of what the whole drew. If not, they go on drawing, which is the same
+            for a forward that draws sample by sample in a loop.
+    """
+
+    graph: bool = False
+    holds_out: bool = True
+    replays: bool = True
+
+
+@dataclass
+class Evidence:
+    """What the runs of one comparison showed.
+
+    Attributes:
+        whole: the result on all rows, detached.
+        parts: the results on the two parts.
+        shares: what each part weighs.
+        failure: why the forward failed, if it did; there are no results then.
+        wrote: what it changes that outlives it, as a sentence.
+        nll_losses: cross entropies with a mean.
+        drew: random numbers were drawn.
+        held: targets were held out.
+        selects: a selection (topk, a random permutation) was made among as many entries as there are rows.
+    """
+
+    whole: Any = None
+    parts: list[Any] = field(default_factory=list)
+    shares: list[Weight] = field(default_factory=list)
+    failure: str = ""
+    wrote: str = ""
+    nll_losses: int = 0
+    drew: bool = False
+    held: bool = False
+    selects: bool = False
+
+
+def compare(
+    forward: Callable[..., Any],
+    batch: Batch,
+    modules: list[nn.Module],
+    rows: list[int],
+    how: Runs,
+    see: Callable[[Any], Any] = lambda result: result,
+) -> Evidence:
+    """Run `forward` on `rows` of `batch`, and on two unequal parts of them.
+
+    Random number generators, modes, what the forward wrote into tensors that existed before, and attributes of
+    modules are put back; no gradient is accumulated. Autocast is off, BatchNorm and Dropout are in eval mode.
+
+    Args:
+        see: what to keep of each result, called before the run ends.
+
+    Raises:
+        RuntimeError: the device ran out of memory.
+    """
+    return _Comparison(forward, batch, rows, how, see).evidence(modules)
+
+
+class _Comparison:
+    def __init__(
+        self, forward: Callable[..., Any], batch: Batch, rows: list[int], how: Runs, see: Callable[[Any], Any]
+    ) -> None:
+        self._forward = forward
+        self._batch = batch
+        self._rows = rows
+        self._how = how
+        self._see = see
+        self._writes = Writes()
+        self._draws = Draws()
+        self._held_out = HeldOut()
+
+    def evidence(self, modules: list[nn.Module]) -> Evidence:
+        found = Evidence()
+        generators = RandomState()
+        try:
+            with self._undisturbed(modules, found):
+                self._compare(found, generators)
+        except Exception as error:  # the forward is the user's, and may fail on a few rows in any way
+            if is_out_of_memory(error):
+                raise
+            said = str(error).strip().splitlines() or [""]
+            found.failure = f"{type(error).__name__}: {said[0]}"
+        finally:
+            found.drew = bool(self._draws.recorded) or generators.moved_outside_torch()
+            generators.restore()
+        found.held = self._held_out.something
+        return found
+
+    def _compare(self, found: Evidence, generators: RandomState) -> None:
+        count = len(self._rows)
+        cut = min(count // 2 + 1, count - 1)
+        found.whole, nll_weights, selected = self._run(0, count)
+        found.nll_losses = len(nll_weights)
+        for begin, end in ((0, cut), (cut, count)):
+            if self._how.replays or begin == 0:
+                generators.restore()
+            if self._how.replays:
+                self._draws.replay(begin, count)
+            result, weights, among = self._run(begin, end)
+            found.parts.append(result)
+            found.shares.append(Weight(end - begin, weights[0] if weights else end - begin))
+            # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
+            found.selects |= any(total != part for total, part in zip(selected, among, strict=False))
+
+    def _run(self, begin: int, end: int) -> tuple[Any, list[float], list[int]]:
+        args, kwargs = self._batch.chosen(self._rows[begin:end])
+        probe = Probe(self._writes, self._draws if self._how.replays else None)
+        # the mode is passed by every function of torch, so only the runs that need it get it
+        holding = self._how.holds_out and begin == 0
+        with self._held_out.in_run(end) if holding else nullcontext(), probe:
+            result = self._see(self._forward(*args, **kwargs))
+        return outputs.detached(result), probe.nll_weights, probe.selected_among
+
+    @contextmanager
+    def _undisturbed(self, modules: list[nn.Module], found: Evidence) -> Iterator[None]:
+        with ExitStack() as stack:
+            counters = stack.enter_context(counters_kept(modules))
+            stack.enter_context(quiet(modules))
+            stack.enter_context(compat.force_eager())
+            stack.enter_context(torch.set_grad_enabled(self._how.graph))
+            try:
+                yield
+            finally:
+                if self._writes:
+                    found.wrote = "it writes parameters, buffers or other tensors that outlive it"
+                    self._writes.undo()
+                stack.close()
+                if counters:
+                    found.wrote = f"it changes {counters[0]}"
+
+
+class HeldOut:
+    """Which cross entropies of a run had targets held out, so that its first part holds out the same.
+
+    Half of the targets of the first row are ignored, or the row if it has one target, except where the whole
+    would have no target left.
+    """
+
+    def __init__(self) -> None:
+        self._decisions: list[bool] = []
+
+    @property
+    def something(self) -> bool:
+        """Whether any cross entropy had targets held out."""
+        return any(self._decisions)
+
+    def in_run(self, rows: int) -> "_Holding":
+        """Context around a run on the first `rows` rows; the first such run decides."""
+        return _Holding(rows, self._decisions, decided=bool(self._decisions))
+
+
+class _Holding(TorchFunctionMode):
+    def __init__(self, rows: int, decisions: list[bool], decided: bool) -> None:
+        super().__init__()
+        self._rows = rows
+        self._decisions = decisions
+        self._decided = iter(list(decisions)) if decided else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (F.cross_entropy, F.nll_loss):
+            ignored = kwargs.get("ignore_index", -100)
+            if "target" in kwargs:
+                kwargs["target"] = self._without_some(kwargs["target"], ignored)
+            else:
+                args = (args[0], self._without_some(args[1], ignored), *args[2:])
+        return func(*args, **kwargs)
+
+    def _without_some(self, target: torch.Tensor, ignored: int) -> torch.Tensor:
+        held = self._hold(target, ignored) if self._decided is None or next(self._decided, False) else None
+        if self._decided is None:
+            self._decisions.append(held is not None)
+        return target if held is None else held
+
+    def _hold(self, target: torch.Tensor, ignored: int) -> torch.Tensor | None:
+        if target.is_floating_point() or not target.dim() or target.shape[0] % self._rows:
+            return None
+        by_row = target.clone().view(self._rows, -1)
+        by_row[0, : max(by_row.shape[1] // 2, 1)] = ignored
+        if self._decided is None and bool((by_row == ignored).all()):
+            return None
+        return by_row.view(target.shape)

@@ -1,0 +1,32 @@
+"""What a check found out about a forward."""
+
+from dataclasses import dataclass
+
+from oomfix.runtime.outputs import Rule
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """May the batches of a forward be split, and how are the results put together?
+
+    Attributes:
+        rule: how the results of micro-batches give the result of the batch; None: it runs whole.
+        reason: why it runs whole, as the end of a sentence.
+        undecided: the rows left open whether it may be split; others may show more.
+        units: what the loss is a mean of: "rows" (samples), "targets" (what its cross entropies divide by), or
+            nothing, a sum ("calls"). In an evaluation without a loss: what some result is a mean of.
+        nll_losses: cross entropies with a mean that the forward computes. If `units` is not "targets" although
+            there are some, what they divide by must be the same for every sample.
+        held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
+        needs_gradients: the forward differentiates by itself (gradient penalties).
+        trusted: no rule fits, but the user asked for splitting.
+    """
+
+    rule: Rule | None
+    reason: str = ""
+    undecided: bool = False
+    units: str = "rows"
+    nll_losses: int = 0
+    held: bool = False
+    needs_gradients: bool = False
+    trusted: bool = False
