@@ -280,10 +280,11 @@ class Calls(Containers):
         if positions is None or self.state.grad is Graph.NO:
             return None
         graph = self.state.grad
+        origins = content.origins or self.unseen_forward(path or "")
         if None in positions:
-            return Value(Kind.TENSOR, graph, content.origins, is_tensor=True, carried_from=content.carried_from)
+            return Value(Kind.TENSOR, graph, origins, is_tensor=True, carried_from=content.carried_from)
         size = max(position for position in positions if position is not None) + 1
-        certain = Value(Kind.TENSOR, graph, content.origins, is_tensor=True)
+        certain = Value(Kind.TENSOR, graph, origins, is_tensor=True)
         other = Value(Kind.TENSOR, Graph.MAYBE, content.origins)
         statement = self.statement
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):

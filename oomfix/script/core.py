@@ -155,12 +155,18 @@ class Core(ABC):
         return Value(
             Kind.TENSOR,
             Graph.YES,
-            value.origins,
+            value.origins or self.unseen_forward(path),
             is_tensor=True,
             divisors=value.divisors,
             scaled=value.scaled,
             carried_from=value.carried_from,
         )
+
+    def unseen_forward(self, path: str) -> frozenset[int]:
+        """The origin of a graph that was made out of sight, by the path of what holds or makes it."""
+        number = self.trace.number("unseen", path, self.way)
+        self.trace.unseen.add(number)
+        return frozenset({number})
 
     def _unpack(
         self, targets: list[ast.expr], value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]

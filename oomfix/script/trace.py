@@ -184,6 +184,8 @@ class Trace:
     """Forwards and keeps that a backward went through."""
     handed_on: list[tuple[int, frozenset[int]]] = field(default_factory=list)
     """What carries a graph and was handed to something out of sight, in program order."""
+    unseen: set[int] = field(default_factory=set)
+    """Origins that stand for a forward out of sight: a backward runs on the name that holds its result."""
     freed: set[int] = field(default_factory=set)
     """Forwards that a backward went through without retaining the graph: their activations are gone."""
     carries: dict[int, tuple[ast.stmt, Loop]] = field(default_factory=dict)
@@ -199,7 +201,7 @@ class Trace:
 
     def frees(self, keep: Keep) -> bool:
         """Whether a backward frees the activations of what is kept, so that only graph nodes stay alive."""
-        forwards = [origin for origin in keep.origins if origin in self.forwards]
+        forwards = [origin for origin in keep.origins if origin in self.forwards or origin in self.unseen]
         return bool(forwards) and all(origin in self.freed for origin in forwards)
 
     def next_order(self) -> int:

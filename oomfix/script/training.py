@@ -203,7 +203,7 @@ class Training(Functions):
                 node=node,
                 site=self.site(),
                 order=self.trace.next_order(),
-                origins=root.origins,
+                origins=root.origins - self.trace.unseen,
                 divisors=root.divisors,
                 scaled=root.scaled,
                 retains=retains,
@@ -225,7 +225,7 @@ class Training(Functions):
             node=node,
             site=self.site(),
             order=self.trace.next_order(),
-            origins=root.origins,
+            origins=root.origins - self.trace.unseen,
             divisors=root.divisors,
             scaled=root.scaled,
             retains=False,
@@ -235,12 +235,14 @@ class Training(Functions):
             is_grad_call=name.endswith(".grad"),
         )
         self.trace.backwards.append(event)
+        keeps_graph = any(keywords.get(name, NUMBER).constant is True for name in ("create_graph", "retain_graph"))
+        if not keeps_graph:
+            self.trace.freed |= root.origins
         if not event.is_grad_call:
             self.trace.backpropagated |= root.origins
             self.state.gradients = frozenset({"plain"})
             return NONE
-        creates = keywords.get("create_graph", NUMBER).constant is True
-        if creates:
+        if keywords.get("create_graph", NUMBER).constant is True:
             return root
         # A gradient taken without a graph of its own has served its purpose: the forward was differentiated.
         self.trace.backpropagated |= root.origins
