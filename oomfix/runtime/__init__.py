@@ -42,12 +42,14 @@ import os
 from typing import Any
 
 from oomfix import presets
+from oomfix.runtime.backward_steps import optimizer_in_backward
+from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
 from oomfix.runtime.manager import MemoryManager
 from oomfix.runtime.offloading import offload_activations
 from oomfix.runtime.oom import DoesNotFitError
 from oomfix.runtime.report import Report
 
-__all__ = ["DoesNotFitError", "MemoryManager", "Report", "offload_activations", "preset", "reset"]
+__all__ = ["DoesNotFitError", "MemoryManager", "Report", "chunked_cross_entropy", "linear_cross_entropy", "offload_activations", "optimizer_in_backward", "preset", "reset"]
 
 _manager: MemoryManager | None = None
 

@@ -43,3 +43,11 @@ def has_bf16(device_type: str) -> bool:
     if device_type != "cuda":
         return device_type in ("cpu", "xpu")
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def active_autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in on `device_type` right now, or None where it is off."""
+    if hasattr(torch, "get_autocast_dtype"):
+        return autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    is_enabled = torch.is_autocast_cpu_enabled if device_type == "cpu" else torch.is_autocast_enabled
+    return autocast_dtype(device_type) if is_enabled() else None  # type: ignore[no-untyped-call]

@@ -1,0 +1,95 @@
+"""The optimizer's step inside backward: each parameter is updated, and its gradient freed, when that is complete."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
+    """Step each parameter as soon as its gradient is complete, and free the gradient.
+
+    Gradients then never exist all at once. Put it around the one backward that completes the gradients: with
+    accumulation around the last of a window. There is no `step` and no `zero_grad` to call afterwards::
+
+        for number, (x, y) in enumerate(micro_batches, start=1):
+            loss = criterion(model(x), y) / len(micro_batches)
+            with runtime.optimizer_in_backward(optimizer) if number == len(micro_batches) else nullcontext():
+                loss.backward()
+
+    Parameters that hold a gradient of an earlier backward and got none in this one are stepped at the end. State,
+    `state_dict` and learning rate schedulers of the optimizers are as with `optimizer.step()`, and so, bitwise,
+    are the updates.
+
+    What it saves shrinks with accumulation: the gradients of a window exist before its last backward begins, and
+    what is left is that the peak of that backward is not on top of them. For batches that
+    `memory.forward_backward` splits, call `memory.step` instead; inside the context it runs batches whole.
+
+    Not to be had with it: clipping by the norm of all gradients, and a GradScaler (fp16).
+
+    Args:
+        optimizers: every optimizer whose parameters are to be stepped.
+
+    Raises:
+        TypeError: not a torch optimizer, or one that needs all its gradients at once (LBFGS).
+        RuntimeError: a parameter gets a second gradient after its step (two backwards in one context, or a retry
+            after out of memory), or the optimizer keeps counts per group, which stepping parameters one at a time
+            would change. Parameters stepped before the error stay stepped: go back to a checkpoint.
+
+    Figures: bench/results/techniques-cpu.md. Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language
+    Models with Limited Resources"; torch's hooks behind gradient accumulation.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                f"optimizers: got {type(optimizer).__name__}, expected torch optimizers that update each parameter "
+                "by its own gradient"
+            )
+    stepped: set[torch.Tensor] = set()
+    places = {
+        parameter: (optimizer, index)
+        for optimizer in optimizers
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+
+    def step(parameter: torch.Tensor) -> None:
+        if parameter in stepped:
+            raise RuntimeError(
+                "optimizer_in_backward: a parameter got a gradient after it was stepped; one context is for one "
+                "backward. Some parameters hold this step already: load a checkpoint, or start again."
+            )
+        stepped.add(parameter)
+        _step_alone(*places[parameter], parameter)
+        parameter.grad = None
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(step) for parameter in places if parameter.requires_grad
+    ]
+    try:
+        yield
+        for parameter in places:
+            if parameter.grad is not None:
+                step(parameter)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _step_alone(optimizer: torch.optim.Optimizer, index: int, parameter: torch.Tensor) -> None:
+    """One step of `optimizer` in which `parameter`, of the group at `index`, is all there is."""
+    groups = optimizer.param_groups
+    alone: dict[str, Any] = {**groups[index], "params": [parameter]}
+    optimizer.param_groups = [alone]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+    changed = [key for key, value in alone.items() if key != "params" and value is not groups[index].get(key)]
+    if changed:
+        raise RuntimeError(
+            f"optimizer_in_backward: {type(optimizer).__name__} changes {', '.join(changed)} of its parameter groups "
+            "in every step, so it cannot step parameters one at a time"
+        )

@@ -1,0 +1,298 @@
+"""Cross entropy over many classes without the copies: a few rows of logits at a time."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from oomfix.runtime import compat
+
+Reduction = Literal["mean", "sum", "none"]
+
+_CHUNK_BYTES = 64 * 2**20
+_COUNTED, _IGNORED = 0, -100
+
+
+def chunked_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """`functional.cross_entropy` that keeps one number per row for backward instead of all log-probabilities.
+
+    Logits of half precision are taken to fp32 a few rows at a time, never as a whole.
+
+    Args:
+        logits: [..., classes], any floating type.
+        target: [...], class numbers (int64).
+        weight: [classes], a weight for each class.
+        reduction: "mean" divides by the weights of the targets that count; "sum"; "none" gives a loss per target.
+        ignore_index: the target that does not count.
+        label_smoothing: share of the target that is spread over all classes, 0 to 1.
+        rows: logits are looked at so many rows at a time; None: as many as are 64 MiB in fp32.
+
+    Returns:
+        The loss, fp32 (float64 for float64 logits); shape [] or that of `target`.
+
+    Raises:
+        ValueError: shapes, types or numbers that do not go together.
+
+    Values and gradients differ from torch's by rounding. The mean without class weights is reduced by torch's own
+    NLL loss, where `memory.forward_backward` reads what it divides by. Second derivatives are not to be had.
+    Figures: bench/results/techniques-cpu.md.
+    """
+    _check(logits, target, weight, reduction, label_smoothing, rows)
+    classes = logits.shape[-1]
+    spec = _Spec(classes, weight, ignore_index, label_smoothing, rows or _rows_for(classes))
+    losses = _FromLogits.apply(logits.reshape(-1, classes), target.reshape(-1), spec)  # type: ignore[no-untyped-call]
+    return _reduced(losses, target, spec, reduction)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    rows: int | None = None,
+) -> torch.Tensor:
+    """Cross entropy of `linear(hidden, linear_weight, linear_bias)` that never holds all logits.
+
+    Logits exist for a few rows at a time, and once more in backward: a third more arithmetic in this layer.
+    Under autocast the products are computed in its type, the softmax in fp32.
+
+    Args:
+        hidden: [..., features], what would have gone into the last layer.
+        linear_weight: [classes, features], the weight of the last layer.
+        target: [...], class numbers (int64).
+        linear_bias: [classes].
+        weight, reduction, ignore_index, label_smoothing, rows: as for `chunked_cross_entropy`.
+
+    Returns:
+        The loss, fp32 (float64 for float64 inputs); shape [] or that of `target`.
+
+    Raises:
+        ValueError: shapes, types or numbers that do not go together.
+
+    torch 2.13 has `functional.linear_cross_entropy` with `options=`. It holds a gradient of the weight from forward
+    on, ignores `options` with label smoothing, does not follow autocast, and hides from `memory.forward_backward`
+    what it divides by; figures of both: bench/results/techniques-cpu.md.
+
+    Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", without its kernels.
+    """
+    features = hidden.shape[-1] if hidden.dim() else 0
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != features:
+        raise ValueError(
+            f"linear_weight: got shape {tuple(linear_weight.shape)}, expected [classes, {features}], the last "
+            f"dimension of hidden"
+        )
+    classes = linear_weight.shape[0]
+    if linear_bias is not None and linear_bias.shape != (classes,):
+        raise ValueError(f"linear_bias: got shape {tuple(linear_bias.shape)}, expected [{classes}]")
+    _check(hidden, target, weight, reduction, label_smoothing, rows, classes)
+    spec = _Spec(classes, weight, ignore_index, label_smoothing, rows or _rows_for(classes))
+    losses = _FromHidden.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, features), linear_weight, linear_bias, target.reshape(-1), spec
+    )
+    return _reduced(losses, target, spec, reduction)
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What kind of cross entropy it is, and its arithmetic on a chunk of rows.
+
+    Attributes:
+        rows: how many rows a chunk has.
+    """
+
+    classes: int
+    weight: torch.Tensor | None
+    ignore_index: int
+    smoothing: float
+    rows: int
+
+    def losses(self, logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [rows], 0 where ignored, and log-sum-exps [rows] of fp32 logits [rows, classes]."""
+        normaliser = logits.logsumexp(1)
+        counts = target != self.ignore_index
+        label = target.where(counts, 0)
+        losses = normaliser - logits.gather(1, label.unsqueeze(1)).squeeze(1)
+        if self.weight is not None:
+            losses = losses * self.weight[label]
+        if self.smoothing:
+            if self.weight is None:
+                spread = normaliser - logits.mean(1)
+            else:
+                spread = (normaliser * self.weight.sum() - logits @ self.weight.to(logits.dtype)) / self.classes
+            losses = (1 - self.smoothing) * losses + self.smoothing * spread
+        return losses.where(counts, 0), normaliser
+
+    def gradient_(
+        self, logits: torch.Tensor, target: torch.Tensor, normaliser: torch.Tensor, upstream: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradient of fp32 logits [rows, classes], written over them; `upstream` [rows] is that of the losses."""
+        counts = target != self.ignore_index
+        label = target.where(counts, 0)
+        upstream = upstream.where(counts, 0)
+        of_label = (1 - self.smoothing) * upstream
+        of_spread = self.smoothing / self.classes * upstream
+        if self.weight is not None:
+            of_label = of_label * self.weight[label]
+            total = of_label + of_spread * self.weight.sum()
+        else:
+            total = upstream
+        gradient = logits.sub_(normaliser.unsqueeze(1)).exp_().mul_(total.unsqueeze(1))
+        if self.smoothing:
+            if self.weight is None:
+                gradient.sub_(of_spread.unsqueeze(1))
+            else:
+                gradient.addr_(of_spread, self.weight.to(gradient.dtype), alpha=-1)
+        return gradient.scatter_add_(1, label.unsqueeze(1), -of_label.unsqueeze(1))
+
+
+class _FromLogits(torch.autograd.Function):
+    """(logits [rows, classes], target [rows], spec) -> losses [rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, spec: _Spec) -> torch.Tensor:
+        parts = [
+            spec.losses(chunk.to(_precise(logits)), labels)
+            for chunk, labels in zip(logits.split(spec.rows), target.split(spec.rows), strict=True)
+        ]
+        losses, normaliser = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(logits, target, normaliser)
+        ctx.spec = spec
+        return losses
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        logits, target, normaliser = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        everything = (gradient, logits, target, normaliser, upstream)
+        for into, chunk, *rest in zip(*(tensor.split(ctx.spec.rows) for tensor in everything), strict=True):
+            # a copy, which the gradient is written over
+            into.copy_(ctx.spec.gradient_(chunk.to(_precise(logits), copy=True), *rest))
+        return gradient, None, None
+
+
+class _FromHidden(torch.autograd.Function):
+    """(hidden [rows, features], weight [classes, features], bias, target [rows], spec) -> losses [rows]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        spec: _Spec,
+    ) -> torch.Tensor:
+        ctx.dtype = compat.active_autocast_dtype(hidden.device.type) or hidden.dtype
+        precise = _precise(hidden)
+        layer = weight.to(ctx.dtype)
+        parts = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk, labels in zip(hidden.split(spec.rows), target.split(spec.rows), strict=True):
+                parts.append(spec.losses(_logits(chunk.to(ctx.dtype), layer, bias, precise), labels))
+        losses, normaliser = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, target, normaliser)
+        ctx.spec = spec
+        return losses
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, bias, target, normaliser = ctx.saved_tensors
+        precise, dtype = _precise(hidden), ctx.dtype
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, precise)) if wanted else None
+            for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
+        layer = weight.to(dtype)
+        for start in range(0, len(hidden), ctx.spec.rows):
+            rows = slice(start, start + ctx.spec.rows)
+            chunk = hidden[rows].to(dtype)
+            logits = _logits(chunk, layer, bias, precise)
+            gradient = ctx.spec.gradient_(logits, target[rows], normaliser[rows], upstream[rows])
+            if of_bias is not None:
+                of_bias += gradient.sum(0)
+            gradient = gradient.to(dtype)
+            if of_hidden is not None:
+                of_hidden[rows] = gradient @ layer
+            if of_weight is None:
+                continue
+            if of_weight.dtype == dtype:
+                of_weight.addmm_(gradient.T, chunk)
+            else:
+                of_weight += gradient.T @ chunk
+        wanted = zip((of_hidden, of_weight, of_bias), (hidden, weight, bias), strict=True)
+        return *(None if g is None else g.to(tensor.dtype) for g, tensor in wanted), None, None
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precise: torch.dtype
+) -> torch.Tensor:
+    logits = (hidden @ weight.T).to(precise)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _reduced(losses: torch.Tensor, target: torch.Tensor, spec: _Spec, reduction: Reduction) -> torch.Tensor:
+    if reduction == "none":
+        return losses.reshape(target.shape)
+    if reduction == "sum":
+        return losses.sum()
+    target = target.reshape(-1)
+    counts = target != spec.ignore_index
+    if spec.weight is not None:
+        return losses.sum() / spec.weight[target.where(counts, 0)].where(counts, 0).sum()
+    # a single class whose log-probability is minus the loss: the mean is over the targets that count
+    single = torch.full_like(target, _COUNTED).where(counts, _IGNORED)
+    return functional.nll_loss(-losses.unsqueeze(1), single, ignore_index=_IGNORED)
+
+
+def _precise(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _rows_for(classes: int) -> int:
+    return max(1, _CHUNK_BYTES // (4 * classes))
+
+
+def _check(
+    values: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: str,
+    smoothing: float,
+    rows: int | None,
+    classes: int | None = None,
+) -> None:
+    if not values.is_floating_point() or values.dim() < 1:
+        raise ValueError(f"input: got {values.dtype} of shape {tuple(values.shape)}, expected floats [..., n]")
+    if target.dtype != torch.int64 or target.shape != values.shape[:-1]:
+        raise ValueError(
+            f"target: got {target.dtype} of shape {tuple(target.shape)}, expected class numbers (int64) of shape "
+            f"{tuple(values.shape[:-1])}"
+        )
+    classes = values.shape[-1] if classes is None else classes
+    if weight is not None and weight.shape != (classes,):
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected [{classes}], one per class")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: got {reduction!r}, expected 'mean', 'sum' or 'none'")
+    if not 0 <= smoothing <= 1 or math.isnan(smoothing):
+        raise ValueError(f"label_smoothing: got {smoothing!r}, expected a share from 0 to 1")
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise ValueError(f"rows: got {rows!r}, expected a whole number of at least 1, or None")
