@@ -30,7 +30,7 @@ class LossAccumulation(Rule):
     code = "OOM101"
     name = "loss-accumulation"
     severity = Severity.ERROR
-    needs = (*TRAINS, b".eval(")
+    needs = (*TRAINS, b".eval(", b"def training_step(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():

@@ -29,7 +29,7 @@ class TensorRetention(Rule):
     code = "OOM102"
     name = "tensor-retention"
     severity = Severity.ERROR
-    needs = (*TRAINS, b".eval(")
+    needs = (*TRAINS, b".eval(", b"def training_step(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():
@@ -149,6 +149,27 @@ class Attention(nn.Module):
 
 for x, y in loader:
     criterion(model(x), y).backward()
+""",
+        ),
+        Invalid(
+            """
+from lightning import LightningModule
+
+class Classifier(LightningModule):
+    def training_step(self, batch, index):
+        loss = self.criterion(self.net(batch["x"]), batch["y"])
+        self.losses.append(loss)
+        return loss
+""",
+            (7,),
+            """
+from lightning import LightningModule
+
+class Classifier(LightningModule):
+    def training_step(self, batch, index):
+        loss = self.criterion(self.net(batch["x"]), batch["y"])
+        self.losses.append(loss.detach())
+        return loss
 """,
         ),
     ]

@@ -123,7 +123,7 @@ class Script:
 
     @cached_property
     def _training_runs(self) -> set[int]:
-        return {run for loop in self.loops for run in loop.runs}
+        return {run for loop in self.loops for run in loop.runs} | set(self.trace.framework_loops.values())
 
     @cached_property
     def evaluation_forwards(self) -> list[Forward]:

@@ -403,6 +403,7 @@ class Calls(Containers):
 
 
 _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] = {
+    "manual_backward": Calls._manual_backward,
     "zero_grad": Calls._zero_grad,
     "step": Calls._step,
     "unscale_": Calls._unscale,

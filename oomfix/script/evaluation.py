@@ -101,7 +101,12 @@ def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
     here = forward.node.lineno
     for loop in forward.site.loops:
         encloses = loop.lineno <= here <= (loop.end_lineno or loop.lineno)
-        if not encloses or not _within(loop, forward.site.function) or script.trains_in(loop):
+        if (
+            loop in script.trace.framework_loops
+            or not encloses
+            or not _within(loop, forward.site.function)
+            or script.trains_in(loop)
+        ):
             continue
         if not _may_train_out_of_sight(script, loop):
             return wrap(script.source, [loop], "with torch.no_grad():")

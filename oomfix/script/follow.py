@@ -68,12 +68,43 @@ class Follower(Flow):
     def _enter_unreached(self, function: Function) -> None:
         owner = function.owner
         if owner is not None and owner.is_lightning:
+            if function.name == "training_step":
+                self._enter_step(function, owner)
             return
         inside = owner is not None and owner.is_module and self._belongs_to_forward(function, owner)
         if inside and function.name != "forward":
             return
         receiver = None if owner is None or function.is_static else self._instance_for(owner)
-        arguments = {}
+        outer, self.way = self.way, ("entry", id(function.node))
+        if inside:
+            self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
+        returned = self.run(self._frame_of_unseen_call(function, receiver), function, None)
+        self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
+        for origin in flatten(returned).origins:
+            if origin in self.trace.forwards:
+                self.trace.forwards[origin].escaped = True
+            elif origin in self.trace.keeps:
+                self.trace.keeps[origin].returned = True
+
+    def _enter_step(self, function: Function, owner: Class) -> None:
+        """Lightning calls the step for every batch and runs the backward of what it returns."""
+        node = function.node
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        batch = ast.Name("batch", ast.Store())
+        loop = ast.For(batch, ast.Name("batches", ast.Load()), node.body, [], lineno=node.lineno)
+        loop.end_lineno = node.end_lineno
+        module = self._instance_for(owner)
+        outer, self.way = self.way, ("entry", id(node))
+        run = self.trace.number("run", id(loop), self.way)
+        self.trace.framework_loops[loop] = run
+        self.loops, self.runs, self.scopes = (loop,), (run,), [loop]
+        returned = self.run(self._frame_of_unseen_call(function, module), function, None)
+        self.loops, self.runs, self.scopes, self.way = (), (), [], outer
+        self.trace.backpropagated |= flatten(returned).origins
+        self.trace.freed |= flatten(returned).origins
+
+    def _frame_of_unseen_call(self, function: Function, receiver: Value | None) -> Frame:
+        """The frame of a call that is made out of sight, with arguments nobody knows."""
         frame = Frame(
             function=function,
             state=self.state.entering(Names()),
@@ -81,6 +112,7 @@ class Follower(Flow):
             caller=None,
             instance=self.instance_of(receiver) if receiver is not None else None,
         )
+        arguments = {}
         parameters = function.node.args
         for index, parameter in enumerate([*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs]):
             value = receiver if index == 0 and receiver is not None else UNKNOWN
@@ -92,16 +124,7 @@ class Follower(Flow):
         frame.state.names = Names(own=arguments)
         frame.state.grad = Graph.YES
         frame.state.evaluating = Layer()
-        outer, self.way = self.way, ("entry", id(function.node))
-        if inside:
-            self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
-        returned = self.run(frame, function, None)
-        self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
-        for origin in flatten(returned).origins:
-            if origin in self.trace.forwards:
-                self.trace.forwards[origin].escaped = True
-            elif origin in self.trace.keeps:
-                self.trace.keeps[origin].returned = True
+        return frame
 
     def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""

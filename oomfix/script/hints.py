@@ -156,7 +156,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         return
     receiver = path_of(node.func.value)
     method = node.func.attr
-    if method == "backward":
+    if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
     elif receiver is not None and method in _MODULE_METHODS:

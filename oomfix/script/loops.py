@@ -101,6 +101,8 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
         if backward.is_grad_call or not backward.site.loops:
             continue
         node = _batch_loop(backward, trace)
+        if node in trace.framework_loops:
+            continue
         loop = loops.setdefault(node, TrainingLoop(node))
         loop.backwards.append(backward)
         loop.runs.add(backward.site.runs[backward.site.loops.index(node)])

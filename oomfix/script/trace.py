@@ -191,6 +191,8 @@ class Trace:
     carries: dict[int, tuple[ast.stmt, Loop]] = field(default_factory=dict)
     """Assignments whose value, graph and all, is fed into a forward of the next iteration of the loop."""
     module_attributes: dict[ast.expr, ModuleAttribute] = field(default_factory=dict)
+    framework_loops: dict[Loop, int] = field(default_factory=dict)
+    """Loops that a framework runs around a step of the file, with their run; they stand in no file."""
     loops_over_parts: set[Loop] = field(default_factory=set)
     """Loops over what the iteration around them has made: losses, scales, crops."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)

@@ -160,6 +160,13 @@ class Training(Functions):
                 self.assign(root_node, certain, binding.statement, binding.loops)
         return NONE
 
+    def _manual_backward(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        """Lightning's `self.manual_backward(loss)`."""
+        if not node.args:
+            return None
+        self._record_backward(node, node.args[0], flatten(self.evaluate(node.args[0])), "lightning")
+        return NONE
+
     def _is_backward_out_of_sight(self, path: str | None, arguments: list[Value], keywords: dict[str, Value]) -> bool:
         """`loss_scaler(loss, optimizer, ...)`: a scaler that is handed a loss and an optimizer runs both."""
         if path is None or not looks_like_scaler(path) or len(arguments) < 2:

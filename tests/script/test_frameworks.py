@@ -16,7 +16,12 @@ def findings_of(script):
 @pytest.mark.parametrize(
     ("made", "loss", "backward", "severity"),
     [
-        ("engine, opt, loader, _ = deepspeed.initialize(model=net)", "engine(batch)", "engine.backward(loss)", "warning"),
+        (
+            "engine, opt, loader, _ = deepspeed.initialize(model=net)",
+            "engine(batch)",
+            "engine.backward(loss)",
+            "warning",
+        ),
         ("engine = deepspeed.initialize(model=net)[0]", "engine(batch)", "engine.backward(loss)", "warning"),
         ("accelerator = Accelerator()", "compute(batch)", "accelerator.backward(loss)", "warning"),
         ("fabric = Fabric()", "compute(batch)", "fabric.backward(loss)", "warning"),
@@ -53,3 +58,93 @@ def test_two_losses_made_out_of_sight_may_share_a_graph(report):
             optimizer.step()
     """
     assert report(code) == []
+
+
+LIGHTNING = """
+    import torch
+    import pytorch_lightning as pl
+
+    class Classifier(pl.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+            self.total = 0
+            self.outputs = []
+
+        def shared_step(self, batch):
+            x, y = batch
+            out = self.net(x)
+            return out, self.criterion(out, y)
+
+        def {step}(self, batch, index):
+            out, loss = self.shared_step(batch)
+            self.log("loss", loss)
+            {statement}
+            return {returned}
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [
+        ("self.total += loss", "OOM101"),
+        ("self.total = self.total + loss", "OOM101"),
+        ("self.outputs.append(loss)", "OOM102"),
+        ("self.outputs.append({'loss': loss, 'out': out.detach()})", "OOM102"),
+        ("self.unseen_list.append(out)", "OOM102"),
+    ],
+)
+@pytest.mark.parametrize("returned", ["loss", "{'loss': loss}"])
+def test_a_training_step_is_the_body_of_lightnings_loop(read, statement, code, returned):
+    script = read(LIGHTNING.format(step="training_step", statement=statement, returned=returned))
+    assert findings_of(script) == [(code, 19, "warning")]
+
+
+def test_what_a_training_step_does_not_return_keeps_its_activations(read):
+    code = LIGHTNING.format(step="training_step", statement="self.total += self.net(batch).sum()", returned="loss")
+    assert findings_of(read(code)) == [("OOM101", 19, "error")]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "self.total += loss.item()",
+        "self.total = loss",
+        "self.outputs.append(loss.detach())",
+        "self.accuracy.update(out, batch[1])",
+        "self.accuracy(out, batch[1])",
+        "self.outputs = [loss]",
+        "losses = []; losses.append(loss)",
+        "teacher = self.teacher(batch[0])",
+        "with torch.no_grad(): self.outputs.append(self.ema(batch[0]))",
+        "losses = [self.criterion(head(out), batch[1]) for head in self.heads]; loss = sum(losses)",
+    ],
+)
+def test_a_training_step_that_keeps_nothing_is_silent(read, statement):
+    assert findings_of(read(LIGHTNING.format(step="training_step", statement=statement, returned="loss"))) == []
+
+
+@pytest.mark.parametrize("step", ["validation_step", "test_step", "predict_step"])
+def test_lightning_evaluates_without_gradients(read, step):
+    script = read(LIGHTNING.format(step=step, statement="self.outputs.append(loss)", returned="loss"))
+    assert findings_of(script) == []
+
+
+def test_a_backward_by_hand_counts_in_lightning_and_its_step_is_no_loop_of_the_file(read):
+    script = read("""
+        from lightning import LightningModule
+
+        class Gan(LightningModule):
+            def training_step(self, batch, index):
+                d_opt, g_opt = self.optimizers()
+                loss = self.critic(batch).mean()
+                self.manual_backward(loss)
+                d_opt.step()
+                self.d_losses.append(loss)
+                loss = self.critic(self.generator(batch)).mean()
+                loss.backward()
+                g_opt.step()
+                self.g_losses.append(loss)
+    """)
+    assert findings_of(script) == [("OOM102", 9, "warning"), ("OOM102", 13, "warning")]
+    assert script.loops == []
