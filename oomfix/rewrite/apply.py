@@ -61,15 +61,17 @@ class LoopOutcome(NamedTuple):
     """What became of a training loop.
 
     Attributes:
-        line, end_line: as in the file before.
+        line, end_line: as in the file before; in a notebook, as in the cell.
         rewrite: the form.
         reason: why not more, None where nothing stood in the way.
+        cell: the 1-based number of its cell in a notebook, else None.
     """
 
     line: int
     end_line: int
     rewrite: Form
     reason: str | None
+    cell: int | None = None
 
 
 class Applied(NamedTuple):

@@ -7,13 +7,23 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oomfix.config import Configuration, Flags
-from oomfix.discovery import Discovery
+from oomfix.discovery import Discovery, Found
 from oomfix.rewrite.apply import Applied, LoopOutcome, Options, apply_to
+from oomfix.rewrite.cells import NotebookText
 from oomfix.rewrite.local import Fixed
-from oomfix.rewrite.writing import CannotWrite, write_python
+from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
+from oomfix.rewrite.writing import CannotWrite, write_source
 from oomfix.rules.base import Rule
 from oomfix.script import Script
-from oomfix.source import Source, Unreadable
+from oomfix.source import ForeignLanguage, Source, Unreadable
+
+
+class Change(NamedTuple):
+    """A text that was rewritten: a whole file, or (`cell`: its 1-based number) the source of a notebook's cell."""
+
+    before: str
+    after: str
+    cell: int | None = None
 
 
 class FileOutcome(NamedTuple):
@@ -21,25 +31,26 @@ class FileOutcome(NamedTuple):
 
     Attributes:
         path: as it was given or found.
-        before, after: its text; the same where nothing changed.
+        changes: what is another text; none where nothing changed.
+        content: what the file is to hold, as bytes; None where nothing changed.
         loops: its training loops.
         fixed: the local fixes made.
-        errors: why it was left as it was, one plain line each.
-        backup: where its old content is kept.
+        errors: why it, or a cell of it, was left as it was, one plain line each.
+        notes: what else the user should know of it, one plain line each.
     """
 
     path: str
-    before: str = ""
-    after: str = ""
+    changes: tuple[Change, ...] = ()
+    content: bytes | None = None
     loops: tuple[LoopOutcome, ...] = ()
     fixed: tuple[Fixed, ...] = ()
     errors: tuple[str, ...] = ()
-    backup: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def changed(self) -> bool:
-        """Whether the rewritten text is another one."""
-        return self.before != self.after
+        """Whether the rewritten file is another one."""
+        return self.content is not None
 
 
 class Rewriter:
@@ -65,7 +76,7 @@ class Rewriter:
         return self._options.preset
 
     def rewrite(self, paths: Sequence[str], *, only_training: bool = False) -> list[FileOutcome]:
-        """Rewrite every Python file under the paths; a file that fails is left as it is, and the others go on.
+        """Rewrite every Python file and notebook under the paths; one that fails stays, and the others go on.
 
         Args:
             only_training: pass over files without a training loop.
@@ -74,51 +85,72 @@ class Rewriter:
         outcomes = []
         for path in dict.fromkeys(paths):
             settings = self._configuration.settings(path)
+            options = self._options._replace(target_torch=settings.target_torch)
             for found in discovery.find(path, settings.root, settings.exclude):
-                if found.path.endswith(".ipynb") and not found.named:
-                    continue
-                options = self._options._replace(target_torch=settings.target_torch)
-                outcome = self._rewrite(found.path, options)
-                if not only_training or outcome.loops:
+                outcome = self._rewrite(found, options)
+                if outcome is not None and (not only_training or outcome.loops):
                     outcomes.append(outcome)
         problems = [*self._configuration.problems, *discovery.problems]
         return outcomes + [FileOutcome(path, errors=(message,)) for path, message in problems]
 
     def training_files(self, folder: str) -> list[str]:
-        """The files under a folder that hold a training loop, by name."""
+        """The Python files under a folder that hold a training loop, by name."""
         settings = self._configuration.settings(folder)
         found = Discovery().find(folder, settings.root, settings.exclude)
         return [file.path for file in found if file.path.endswith(".py") and _trains(file.path)]
 
-    def _rewrite(self, path: str, options: Options) -> FileOutcome:
-        if path.endswith(".ipynb"):
-            return FileOutcome(path, errors=("notebooks are not rewritten; export it (jupyter nbconvert --to script)",))
+    def _rewrite(self, found: Found, options: Options) -> FileOutcome | None:
+        """What became of a file; None for a notebook in another language that nobody named."""
+        path = found.path
         try:
             data = _read(path)
-            source = Source.from_bytes(path, data)
-            applied = apply_to(source, self._rules, options)
-            return self._written(path, data, source, applied)
-        except Unreadable as problem:
+            rewrite = _notebook if path.endswith(".ipynb") else _python
+            outcome = rewrite(path, data, self._rules, options)
+            return self._written(data, outcome) if self.writes and outcome.content is not None else outcome
+        except ForeignLanguage as problem:
+            return FileOutcome(path, errors=(str(problem),)) if found.named else None
+        except (Unreadable, CannotRestore, CannotWrite, UnicodeEncodeError) as problem:
             return FileOutcome(path, errors=(str(problem),))
         except OSError as error:
             return FileOutcome(path, errors=(f"cannot read: {error.strerror}",))
         except RecursionError:
             return FileOutcome(path, errors=("cannot analyse: nested too deeply",))
 
-    def _written(self, path: str, data: bytes, source: Source, applied: Applied) -> FileOutcome:
-        outcome = FileOutcome(path, source.text, applied.text, applied.loops, applied.fixed)
-        if not outcome.changed:
-            return outcome
-        if source.encode(source.text) != data:
-            message = f"its {source.encoding} text does not come back byte for byte; save it as UTF-8"
-            return FileOutcome(path, source.text, source.text, errors=(message,))
-        try:
-            new = source.encode(applied.text)
-            if not self.writes:
-                return outcome
-            return outcome._replace(backup=write_python(path, new, backup=self._backup).backup)
-        except (CannotWrite, UnicodeEncodeError) as error:
-            return FileOutcome(path, source.text, source.text, errors=(str(error),))
+    def _written(self, data: bytes, outcome: FileOutcome) -> FileOutcome:
+        assert outcome.content is not None
+        written = write_source(outcome.path, outcome.content, expected=data, backup=self._backup)
+        return outcome._replace(notes=(*outcome.notes, *written.notes))
+
+
+def _python(path: str, data: bytes, rules: Sequence[Rule], options: Options) -> FileOutcome:
+    source = Source.from_bytes(path, data)
+    applied = apply_to(source, rules, options)
+    if applied.text == source.text:
+        return _outcome(path, applied)
+    if source.encode(source.text) != data:
+        raise Unreadable(f"its {source.encoding} text does not come back byte for byte; save it as UTF-8")
+    changes = (Change(source.text, applied.text),)
+    return _outcome(path, applied)._replace(changes=changes, content=source.encode(applied.text))
+
+
+def _notebook(path: str, data: bytes, rules: Sequence[Rule], options: Options) -> FileOutcome:
+    notebook = NotebookText(path, data)
+    applied = apply_to(notebook.source, rules, options)
+    outcome = _outcome(path, applied)
+    loops = []
+    for loop in applied.loops:
+        cell, line = notebook.locate(loop.line)
+        loops.append(loop._replace(cell=cell, line=line, end_line=notebook.locate(loop.end_line)[1]))
+    outcome = outcome._replace(loops=tuple(loops), errors=notebook.problems)
+    if not (changed := notebook.changes(applied.text)):
+        return outcome
+    content = replace_sources(data, {change.number: change.after for change in changed})
+    changes = tuple(Change(change.before, change.after, change.number) for change in changed)
+    return outcome._replace(changes=changes, content=content)
+
+
+def _outcome(path: str, applied: Applied) -> FileOutcome:
+    return FileOutcome(path, loops=applied.loops, fixed=applied.fixed)
 
 
 def _trains(path: str) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
-from oomfix.rewrite.files import FileOutcome
+from oomfix.report import printable
+from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.loops import Form
 
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _FORMS: dict[Form, str] = {"micro-batched": "micro-batched", "in-place": "in place", "none": "left alone"}
 
 
@@ -34,22 +37,33 @@ def as_text(outcomes: Sequence[FileOutcome], *, written: bool) -> str:
 def diffs(outcomes: Sequence[FileOutcome], *, colour: bool) -> str:
     """Unified diffs of all files that change."""
     return "".join(
-        _coloured(line) if colour else line for outcome in outcomes if outcome.changed for line in _diff(outcome)
+        _coloured(line) if colour else line
+        for outcome in outcomes
+        for change in outcome.changes
+        for line in _diff(printable(outcome.path), change)
     )
 
 
 def as_json(outcomes: Sequence[FileOutcome]) -> str:
-    """Files with their edits, loops and errors; lines are those of the files before, 1-based, `end_line` included."""
+    """Files with their edits, loops and errors; lines are those of the files before, 1-based, `end_line` included.
+
+    In a notebook, loops and edits have a "cell", its 1-based number, and lines count within it.
+    """
     report = {
         "version": 1,
         "files": [
-            {"path": outcome.path, "changed": outcome.changed, "edits": list(_edits(outcome))}
+            {
+                "path": outcome.path,
+                "changed": outcome.changed,
+                "edits": [edit for change in outcome.changes for edit in _edits(change)],
+            }
             for outcome in outcomes
-            if not outcome.errors
+            if outcome.changed or not outcome.errors
         ],
         "loops": [
             {
                 "path": outcome.path,
+                **({} if loop.cell is None else {"cell": loop.cell}),
                 "line": loop.line,
                 "end_line": loop.end_line,
                 "rewrite": loop.rewrite,
@@ -64,22 +78,25 @@ def as_json(outcomes: Sequence[FileOutcome]) -> str:
 
 
 def _lines(outcome: FileOutcome) -> Iterator[str]:
+    path = printable(outcome.path)
     for loop in outcome.loops:
         because = f": {loop.reason}" if loop.reason else ""
-        yield f"{outcome.path}:{loop.line}  {_FORMS[loop.rewrite]}{because}"
+        cell = "" if loop.cell is None else f"cell {loop.cell}:"
+        yield f"{path}:{cell}{loop.line}  {_FORMS[loop.rewrite]}{because}"
     for code, count in sorted(Counter(fix.code for fix in outcome.fixed).items()):
-        yield f"{outcome.path}  {code} fixed" + (f" {count} times" if count > 1 else "")
-    if outcome.backup is not None:
-        yield f"{outcome.path}  old content kept in {outcome.backup}"
+        yield f"{path}  {code} fixed" + (f" {count} times" if count > 1 else "")
+    for note in outcome.notes:
+        yield f"{path}  {note}"
 
 
 def _many(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
-def _diff(outcome: FileOutcome) -> Iterator[str]:
-    before, after = outcome.before.splitlines(keepends=True), outcome.after.splitlines(keepends=True)
-    for line in difflib.unified_diff(before, after, f"a/{outcome.path}", f"b/{outcome.path}"):
+def _diff(path: str, change: Change) -> Iterator[str]:
+    name = path if change.cell is None else f"{path}, cell {change.cell}"
+    before, after = _LINE.findall(change.before), _LINE.findall(change.after)
+    for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
@@ -90,10 +107,11 @@ def _coloured(line: str) -> str:
     return click.style(line, fg=colours[line[0]]) if line[:1] in colours else line
 
 
-def _edits(outcome: FileOutcome) -> Iterator[dict[str, Any]]:
+def _edits(change: Change) -> Iterator[dict[str, Any]]:
     """Runs of lines that are replaced; an insertion has an `end_line` before its `line`."""
-    before, after = outcome.before.splitlines(keepends=True), outcome.after.splitlines(keepends=True)
+    before, after = _LINE.findall(change.before), _LINE.findall(change.after)
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for tag, start, stop, new_start, new_stop in matcher.get_opcodes():
         if tag != "equal":
-            yield {"line": start + 1, "end_line": stop, "replacement": "".join(after[new_start:new_stop])}
+            edit = {"line": start + 1, "end_line": stop, "replacement": "".join(after[new_start:new_stop])}
+            yield edit if change.cell is None else {"cell": change.cell, **edit}

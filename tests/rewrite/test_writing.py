@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oomfix.rewrite import writing
-from oomfix.rewrite.writing import CannotWrite, write_python
+from oomfix.rewrite.writing import CannotWrite, write_source
 
 OLD, NEW = b"x = 1\n", b"x = 2\r\n"
 
@@ -27,21 +27,21 @@ def files(folder: Path) -> list[str]:
 
 
 def test_content_is_replaced_byte_for_byte_and_nothing_is_left_beside_it(script):
-    write_python(str(script), NEW)
+    write_source(str(script), NEW)
     assert script.read_bytes() == NEW
     assert files(script.parent) == ["train.py"]
 
 
 def test_mode_stays(script):
     script.chmod(0o751)
-    write_python(str(script), NEW)
+    write_source(str(script), NEW)
     assert script.stat().st_mode & 0o7777 == 0o751
 
 
 def test_a_link_stays_a_link_and_its_target_is_written(script, tmp_path):
     link = tmp_path / "link.py"
     link.symlink_to("train.py")
-    written = write_python(str(link), NEW)
+    written = write_source(str(link), NEW)
     assert link.is_symlink()
     assert script.read_bytes() == NEW
     assert written.path == str(script.resolve())
@@ -50,15 +50,15 @@ def test_a_link_stays_a_link_and_its_target_is_written(script, tmp_path):
 def test_a_read_only_file_is_refused_and_stays(script):
     script.chmod(0o444)
     with pytest.raises(CannotWrite, match=r"train\.py: read-only"):
-        write_python(str(script), NEW)
+        write_source(str(script), NEW)
     assert script.read_bytes() == OLD
 
 
 def test_what_does_not_compile_is_never_written(script):
     with pytest.raises(CannotWrite, match="would not compile"):
-        write_python(str(script), b"return = 1\n")
+        write_source(str(script), b"return = 1\n")
     with pytest.raises(CannotWrite, match="would not compile"):
-        write_python(str(script), b"return 1\n")  # parses, and still is no module
+        write_source(str(script), b"return 1\n")  # parses, and still is no module
     assert script.read_bytes() == OLD
 
 
@@ -69,19 +69,19 @@ def test_a_full_disk_leaves_the_old_content_and_no_other_file(script, monkeypatc
 
     monkeypatch.setattr(writing.os, call, full)
     with pytest.raises(CannotWrite, match="No space left on device"):
-        write_python(str(script), NEW)
+        write_source(str(script), NEW)
     assert script.read_bytes() == OLD
     assert files(script.parent) == ["train.py"]
 
 
 def test_a_missing_file_is_an_error_in_words(tmp_path):
     with pytest.raises(CannotWrite, match="cannot write"):
-        write_python(str(tmp_path / "gone.py"), NEW)
+        write_source(str(tmp_path / "gone.py"), NEW)
 
 
 def test_backups_hold_what_was_there_and_never_replace_each_other(script):
-    assert write_python(str(script), NEW, backup=True).backup == f"{script}.orig"
-    assert write_python(str(script), b"x = 3\n", backup=True).backup == f"{script}.orig.1"
+    assert write_source(str(script), NEW, backup=True).backup == f"{script}.orig"
+    assert write_source(str(script), b"x = 3\n", backup=True).backup == f"{script}.orig.1"
     assert (script.parent / "train.py.orig").read_bytes() == OLD
     assert (script.parent / "train.py.orig.1").read_bytes() == NEW
 
@@ -102,7 +102,7 @@ def count(event, _):
 
 data = b"y = 0\\n" * 50000
 sys.addaudithook(count)
-writing.write_python(path, data)
+writing.write_source(path, data)
 """
 
 
