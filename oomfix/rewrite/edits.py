@@ -39,6 +39,25 @@ def _once(edits: list[Edit]) -> Iterable[Edit]:
     return {id(edit) if edit.start == edit.end else edit: edit for edit in edits}.values()
 
 
+def line_before(text: str, edits: Iterable[Edit], line: int) -> int:
+    """The line (1-based) of a text that became line `line` after the edits.
+
+    What an edit put there has no line of its own, and gets that of the place where it was put.
+    """
+    edits = list(edits)
+    lines = apply_edits(text, edits).split("\n")
+    offset = sum(len(before) + 1 for before in lines[: line - 1])
+    grown = 0
+    for edit in sorted(_once(edits), key=lambda edit: (edit.start, edit.end)):
+        start = edit.start + grown
+        if offset < start:
+            break
+        if offset < start + len(edit.replacement):
+            return text.count("\n", 0, edit.start) + 1
+        grown += len(edit.replacement) - (edit.end - edit.start)
+    return text.count("\n", 0, offset - grown) + 1
+
+
 class Merged(NamedTuple):
     """The findings that can be mended at once, and the edits that do it, for `apply_edits`."""
 

@@ -10,7 +10,8 @@ from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import is_zero_grad, last_name, leaves
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import nodes_of_scope
-from oomfix.rewrite.loops import Verdict, reads_gradients
+from oomfix.rewrite.loops import Scaling, Verdict
+from oomfix.rewrite.scale import reads_gradients
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, remove_statement
 from oomfix.script.names import path_of
@@ -26,34 +27,43 @@ class InPlace:
         layout: what its text looks like.
         amp: what it does about precision.
         name: the manager.
+        scaling: who scales losses.
     """
 
-    def __init__(self, script: Script, blocks: Blocks, layout: Layout, amp: Amp, name: str) -> None:
+    def __init__(
+        self, script: Script, blocks: Blocks, layout: Layout, amp: Amp, name: str, scaling: Scaling = "ours"
+    ) -> None:
         self._script = script
         self._source = script.source
         self._blocks = blocks
         self._layout = layout
         self._amp = amp
         self._name = name
+        self._scaling = scaling
 
     def edits(self, verdicts: list[Verdict]) -> list[Edit]:
         """Every edit of the loops that are not left alone."""
         rewritten = [verdict for verdict in verdicts if verdict.form != "none"]
+        if not rewritten:
+            return []
         backwards = {id(event.node): event for verdict in rewritten for event in verdict.backwards}
         liftable = {id(call) for verdict in rewritten for call in verdict.liftable}
         steps = {id(step.node): step for verdict in rewritten for step in verdict.steps}
-        edits = self._amp.edits(self._name, list(backwards.values()), list(steps.values())) if rewritten else []
-        for event in backwards.values():
-            edits.append(self._backward(event, id(event.node) in liftable))
+        edits = [self._backward(event, id(event.node) in liftable) for event in backwards.values()]
+        if self._scaling == "script's":
+            return edits
+        edits += self._amp.edits(self._name, list(backwards.values()), list(steps.values()))
         removed: set[int] = set()
         for step in steps.values():
             edits += self._step(step, verdicts, removed)
-        for verdict in rewritten:
+        for verdict in rewritten if self._scaling == "ours" else ():
             edits += self._unscaled(verdict)
         return list(dict.fromkeys(edits))
 
     def _backward(self, event: Backward, lifted: bool) -> Edit:
-        root = self._source.segment(self._amp.root_of(event.node))
+        assert isinstance(event.node.func, ast.Attribute)
+        own = self._scaling == "script's"
+        root = self._source.segment(event.node.func.value if own else self._amp.root_of(event.node))
         given = [] if lifted else [f"gradient={self._source.segment(argument)}" for argument in event.node.args]
         for keyword in () if lifted else event.node.keywords:
             given.append(f"{keyword.arg}={self._source.segment(keyword.value)}")
@@ -98,6 +108,8 @@ class InPlace:
         if not _makes_optimizers(self._script):
             return None
         if len(verdicts) != 1 or len(verdicts[0].steps) != 1 or len(verdicts[0].backwards) != 1:
+            return None
+        if verdicts[0].kept_steps:
             return None
         if len({id(event.node) for event in self._script.backwards}) != 1 or _gradients_read_elsewhere(self._script):
             return None

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oomfix.rewrite import effects
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.names import path_of
 from oomfix.script.trace import Backward, Step
 
 Form = Literal["micro-batched", "in-place", "none"]
+Scaling = Literal["ours", "none", "script's"]
+"""Who scales losses in a file: the manager, nobody (no fp16), or the script itself, precision and all."""
 
 _FRAMEWORKS = {
     "accelerate": "Accelerate runs the backward and does its own accumulation and precision",
@@ -25,7 +26,6 @@ _FRAMEWORKS = {
     "apex": "apex does the mixed precision; move it to torch.amp first",
     "oomfix": "it already trains through oomfix.runtime",
 }
-_TWO_STEPS = frozenset({"first_step", "second_step", "ascent_step", "descent_step"})
 
 
 @dataclass
@@ -38,7 +38,10 @@ class Verdict:
         reason: why not more; None for a loop that is micro-batched.
         backwards: the calls that run its backwards, one per place in the file.
         liftable: those whose slice may be tried as a function.
-        steps: the calls that step its optimizers, with the optimizer's path.
+        steps: the calls that step its optimizers and that the manager can make.
+        kept_steps: those that stay as they are.
+        sees_scale: why its gradients must not be scaled by the manager, or None.
+        scaled: whether the script scales its loss.
         notes: what else the summary has to say.
     """
 
@@ -48,7 +51,14 @@ class Verdict:
     backwards: list[Backward] = field(default_factory=list)
     liftable: list[ast.Call] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    kept_steps: list[Step] = field(default_factory=list)
+    sees_scale: str | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the script itself scales its loss."""
+        return any(event.scaled for event in self.backwards)
 
     def leave(self, reason: str) -> None:
         """Leave the loop alone."""
@@ -68,12 +78,12 @@ class Judge:
         self._script = script
         self._blocks = blocks
         self._amp = amp
+        self._watch = ScaleWatch(script, blocks)
 
     def verdicts(self) -> list[Verdict]:
         """One verdict per training loop, by line."""
         verdicts = [self._judge(loop) for loop in self._script.loops]
-        self._leave_scaled_together(verdicts)
-        self._leave_shared(verdicts)
+        self.leave_shared(verdicts)
         return verdicts
 
     def _judge(self, loop: TrainingLoop) -> Verdict:
@@ -100,16 +110,32 @@ class Judge:
                 return reason
         if not verdict.steps:
             verdict.steps = list(self._steps_by_name(verdict))
+        if not verdict.steps and not self._updates_out_of_sight(verdict):
+            return "no optimizer step and no update of parameters is in sight"
+        verdict.sees_scale = self._hand_over_steps(verdict) or self._watch.why_seen(verdict)
+        if verdict.scaled and verdict.sees_scale is None:
+            verdict.sees_scale = self._amp.why_left_alone(verdict.backwards)
+        return None
+
+    def _hand_over_steps(self, verdict: Verdict) -> str | None:
+        """Keep those steps that the manager can make; returns why another one cannot be."""
         if not verdict.steps:
-            return "no optimizer step is in sight, which would have to undo the loss scale"
-        for step in verdict.steps:
-            if (reason := self._why_step_stays(step)) is not None:
-                return reason
-        return (
-            self._why_body_stays(verdict)
-            or self._why_clipping_stays(verdict)
-            or self._amp.why_left_alone(verdict.backwards)
-        )
+            return "the step is out of sight"
+        reasons = {id(step): self._why_step_stays(step) for step in verdict.steps}
+        verdict.kept_steps = [step for step in verdict.steps if reasons[id(step)] is not None]
+        verdict.steps = [step for step in verdict.steps if reasons[id(step)] is None]
+        return reasons[id(verdict.kept_steps[0])] if verdict.kept_steps else None
+
+    def _updates_out_of_sight(self, verdict: Verdict) -> bool:
+        """Whether something may step: `optimizer.step_and_update_lr()`, `w -= lr * w.grad`."""
+        for scope in bodies(verdict, self._blocks):
+            if updates_by_hand(scope):
+                return True
+            for node in ast.walk(scope):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    if "step" in node.func.attr and "optim" in ast.unparse(node.func.value).lower():
+                        return True
+        return False
 
     def _why_backward_stays(self, event: Backward) -> str | None:
         node = event.node
@@ -119,19 +145,17 @@ class Judge:
         qualified = self._script.imports.qualified(node.func)
         if qualified & {"torch.autograd.backward"}:
             return f"`torch.autograd.backward` in line {line} may differentiate several tensors"
-        if any(not isinstance(parent, ast.Expr) for parent in [next(self._blocks.ancestors(node))]):
-            return f"the backward in line {line} is part of an expression"
         if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
             return f"the backward in line {line} has arguments that cannot be followed"
         root = self._amp.root_of(node)
         if (node.args or not event.origins) and (self._is_engine(root) or not self._is_loss(root)):
-            return f"`{ast.unparse(node.func)}` in line {line} may be a method of another file's object"
+            return f"`{ast.unparse(node.func)}` in line {line} is a method of another file's object"
         return None
 
     def _steps_by_name(self, verdict: Verdict) -> Iterator[Step]:
         """Steps of optimizers that come out of a container, such as `kwargs["optimizer"].step()`."""
         event = verdict.backwards[0]
-        for body in self._bodies(verdict):
+        for body in bodies(verdict, self._blocks):
             for node in ast.walk(body):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
                     receiver = ast.unparse(node.func.value)
@@ -173,113 +197,7 @@ class Judge:
             return f"the step in line {line} takes a closure or a loss, and may run forward and backward again"
         return None
 
-    def _why_body_stays(self, verdict: Verdict) -> str | None:
-        for scope in self._bodies(verdict):
-            for node in ast.walk(scope):
-                if isinstance(node, ast.Call):
-                    name = last_name(node)
-                    if name in _TWO_STEPS:
-                        return f"`{name}` in line {node.lineno} steps twice per batch (SAM)"
-                    if name in ("register_hook", "register_full_backward_hook"):
-                        return f"a hook made in line {node.lineno} would see scaled gradients"
-                if isinstance(node, ast.stmt) and self._reads_between(node, verdict):
-                    return f"line {node.lineno} clips or reads gradients between two backwards of one step"
-                if isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
-                    if "autograd" in (path_of(node) or "") or self._is_function(node) or self._of_parameters(node):
-                        continue
-                    return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
-        return None
-
-    def _why_clipping_stays(self, verdict: Verdict) -> str | None:
-        """Gradients are unscaled once per step: what looks at them has to be followed by the step at once."""
-        for scope in self._bodies(verdict):
-            for node in ast.walk(scope):
-                if not isinstance(node, ast.Expr | ast.Assign) or not _clips_or_reads(node):
-                    continue
-                scope_of = self._blocks.scope_of
-                steps = [step for step in verdict.steps if scope_of(step.node) is scope_of(node)]
-                if steps and not any(self._follows(step, node, verdict) for step in steps):
-                    return f"line {node.lineno} clips or reads gradients also where no step follows"
-        return None
-
-    def _follows(self, step: Step, reader: ast.stmt, verdict: Verdict) -> bool:
-        """Whether a step runs whenever a statement does: no `if` skips it, no loop of backwards ends before it."""
-        for loop in self._blocks.ancestors(reader):
-            if loop is self._blocks.scope_of(reader):
-                break
-            if isinstance(loop, ast.For | ast.While):
-                inside = {id(child) for child in ast.walk(loop)}
-                if id(step.node) not in inside and any(id(event.node) in inside for event in verdict.backwards):
-                    return False
-        around = {id(condition) for condition in self._blocks.conditions_of(reader)}
-        for condition in self._blocks.conditions_of(step.node):
-            inside = {id(child) for child in ast.walk(condition)}
-            with_backward = any(id(event.node) in inside for event in verdict.backwards)
-            elsewhere = any(id(other.node) in inside for other in verdict.steps if other is not step)
-            if id(condition) not in around and not with_backward and not elsewhere:
-                return False
-        return True
-
-    def _reads_between(self, statement: ast.stmt, verdict: Verdict) -> bool:
-        """Whether gradients are looked at while some of them are still to come: they can be unscaled only once."""
-        if isinstance(statement, ast.For | ast.While):
-            if statement is verdict.loop.node:
-                return False
-            inside = {id(node) for node in ast.walk(statement)}
-            backwards = any(id(event.node) in inside for event in verdict.backwards)
-            steps = any(id(step.node) in inside for step in verdict.steps)
-            return backwards and not steps and any(_clips_or_reads(child) for child in statement.body)
-        if not isinstance(statement, ast.Expr | ast.Assign) or not _clips_or_reads(statement):
-            return False
-        scope = self._blocks.scope_of(statement)
-        later = [e.node.lineno for e in verdict.backwards if self._blocks.scope_of(e.node) is scope]
-        later = [line for line in later if line > statement.lineno]
-        earlier = any(e.node.lineno < statement.lineno for e in verdict.backwards)
-        steps_between = any(statement.lineno < s.node.lineno < min(later, default=0) for s in verdict.steps)
-        apart = any(
-            self._blocks.exclude_each_other(statement, e.node) for e in verdict.backwards if e.node.lineno in later
-        )
-        return bool(later) and earlier and not steps_between and not apart
-
-    def _is_function(self, node: ast.Attribute) -> bool:
-        """`torch.autograd.grad(...)` under an alias: called, not read."""
-        parent = next(self._blocks.ancestors(node))
-        return isinstance(parent, ast.Call) and parent.func is node
-
-    def _of_parameters(self, node: ast.Attribute) -> bool:
-        """Whether a gradient is read of each of a model's parameters, in a loop or comprehension."""
-        base = node.value
-        while isinstance(base, ast.Attribute | ast.Subscript):
-            base = base.value
-        if not isinstance(base, ast.Name):
-            return False
-        for parent in self._blocks.ancestors(node):
-            generators = getattr(parent, "generators", [parent] if isinstance(parent, ast.For) else [])
-            for generator in generators:
-                names = {name.id for name in ast.walk(generator.target) if isinstance(name, ast.Name)}
-                if base.id in names and "param" in ast.unparse(generator.iter).lower():
-                    return True
-        return False
-
-    def _bodies(self, verdict: Verdict) -> Iterator[ast.AST]:
-        """The loop, and the functions of the file that its backwards and steps are in."""
-        yield verdict.loop.node
-        seen: set[int] = set()
-        for event in (*verdict.backwards, *verdict.steps):
-            scope = self._blocks.scope_of(event.node)
-            inside = any(parent is verdict.loop.node for parent in self._blocks.ancestors(event.node))
-            if scope is not None and isinstance(scope, FunctionNode) and not inside and id(scope) not in seen:
-                seen.add(id(scope))
-                yield scope
-
-    def _leave_scaled_together(self, verdicts: list[Verdict]) -> None:
-        """A loss scaler belongs to all loops of a file or to none: the script's own cannot follow ours."""
-        own = [v for v in verdicts if v.form == "none" and any(event.scaled for event in v.backwards)]
-        for verdict in verdicts:
-            if own and verdict.form != "none" and any(event.scaled for event in verdict.backwards):
-                verdict.leave(f"its loss scaler is also that of the loop in line {own[0].loop.line}, which stays")
-
-    def _leave_shared(self, verdicts: list[Verdict]) -> None:
+    def leave_shared(self, verdicts: list[Verdict]) -> None:
         """A helper that serves several loops is rewritten for all of them or for none."""
         changed = True
         while changed:
@@ -304,6 +222,8 @@ class Judge:
                     return f"it has {len(backwards)} backwards (lines {_lines(backwards)})"
         for event in backwards:
             line = event.node.lineno
+            if not isinstance(next(self._blocks.ancestors(event.node)), ast.Expr):
+                return f"the backward in line {line} is part of an expression"
             if any(other.carried for other in verdict.loop.backwards if other.node is event.node):
                 return f"what the backward in line {line} goes through is carried over from the iteration before"
             if self._retains(event):
@@ -351,16 +271,15 @@ def _makes_an_object(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Call) and last_name(value)[:1].isupper()
 
 
-def _clips_or_reads(statement: ast.stmt) -> bool:
-    unscales = any(last_name(call) == "unscale_" for call in effects.calls_in(statement))
-    return unscales or (reads_gradients(statement) and not effects.is_zero_grad(statement))
+def scaling_of(verdicts: Iterable[Verdict]) -> Scaling:
+    """Who is to scale losses in a file with these loops.
 
-
-def reads_gradients(node: ast.AST) -> bool:
-    """Whether a node clips or reads gradients."""
-    for child in ast.walk(node):
-        if isinstance(child, ast.Call) and last_name(child).startswith(("clip_grad", "clip_gradient", "clip_coef")):
-            return True
-        if isinstance(child, ast.Attribute) and child.attr == "grad" and isinstance(child.ctx, ast.Load):
-            return True
-    return False
+    One manager serves the whole file: where one loop must not be scaled, none is. A script that scales by itself and
+    is not understood keeps its precision, and only its batches are split.
+    """
+    verdicts = list(verdicts)
+    rewritten = [verdict for verdict in verdicts if verdict.form != "none"]
+    stays = any(verdict.form == "none" and verdict.scaled for verdict in verdicts)
+    if any(verdict.scaled for verdict in rewritten) and (stays or any(verdict.sees_scale for verdict in rewritten)):
+        return "script's"
+    return "none" if any(verdict.sees_scale for verdict in rewritten) else "ours"

@@ -317,16 +317,7 @@ def test_a_helper_that_counts_is_not_run_in_parts():
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("loss = model(x).sum()\n    loss.backward()\n    optimizer.step(closure)", "takes a closure or a loss"),
-        ("model(x).sum().backward()", "no optimizer step is in sight"),
-        (
-            "model(x).sum().backward()\n    optimizer.first_step()\n    optimizer.step()",
-            "steps twice per batch (SAM)",
-        ),
-        (
-            "x.requires_grad_()\n    model(x).sum().backward()\n    optimizer.step()\n    print(x.grad)",
-            "reads `x.grad`",
-        ),
+        ("model(x).sum().backward()", "no optimizer step and no update of parameters is in sight"),
         (
             "loss = model(x).sum()\n    accelerator.backward(loss)\n    optimizer.step()",
             "Accelerate runs the backward",
@@ -341,9 +332,96 @@ def test_loops_that_others_control_are_left_alone_to_the_byte_with_the_reason(bo
     assert reason in (result.loops[0].reason or "")
 
 
-def test_clipping_where_no_step_follows_leaves_the_loop_alone():
-    """The loss scale can be taken out of gradients once per step: clipping each part of a window cannot be kept."""
-    _, forms = apply("""\
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("loss = model(x).sum()\n    loss.backward()\n    optimizer.step(closure)", "takes a closure or a loss"),
+        ("model(x).sum().backward()\n    optimizer.first_step()\n    optimizer.step()", "steps twice per batch (SAM)"),
+        (
+            "x.requires_grad_()\n    model(x).sum().backward()\n    optimizer.step()\n    print(x.grad)",
+            "reads `x.grad`",
+        ),
+        (
+            "model(x).sum().backward()\n    print(model.weight.grad.norm())\n    optimizer.step()",
+            "reads `model.weight.g",
+        ),
+        ("model(x).sum().backward()\n    optimizer.step_and_update_lr()", "the step is out of sight"),
+        ("model(x).sum().backward()\n    norm = optimizer.step()", "what the step in line 11 returns is used"),
+        ("model(x).sum().backward()\n    model.weight.data -= 0.1 * model.weight.grad", "the step is out of sight"),
+    ],
+)
+def test_gradients_that_the_script_looks_at_are_never_scaled(body, reason):
+    """In fp16 a loss is scaled by 65536, which only the manager's own step can take out again."""
+    result = rewritten(f"{TOP}for x, y in loader:\n    optimizer.zero_grad()\n    {body}\n")
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+    (note,) = result.loops[0].notes
+    assert note.startswith("losses are not scaled, so no fp16: ") and reason in note
+    assert 'runtime.preset("16gb", precision="no-fp16")' in result.text
+    assert "unscale_" not in result.text
+
+
+def test_gradients_that_another_function_reads_are_never_scaled():
+    plot = "def plot(model):\n    print([p.grad.abs().mean() for p in model.parameters()])\n\n"
+    loop = "for x, y in loader:\n    optimizer.zero_grad()\n    model(x).sum().backward()\n    optimizer.step()\n"
+    assert 'precision="no-fp16"' in rewritten(f"{TOP}{plot}{loop}    plot(model)\n").text
+    zeroed = plot.replace("print([p.grad.abs().mean() for p in model.parameters()])", "model.weight.grad.zero_()")
+    assert "no-fp16" not in rewritten(f"{TOP}{zeroed}{loop}").text
+
+
+OWN_SCALER = """\
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda"):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if i % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    print(loss.item(), norm)
+"""
+
+
+def test_a_loss_scaler_that_cannot_be_handed_over_stays_and_the_batch_is_split():
+    result = rewritten(TOP + OWN_SCALER)
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+    assert result.loops[0].notes == (
+        "its own precision and loss scaler stay: line 13 clips or reads gradients also where no step follows",
+    )
+    assert 'runtime.preset("16gb", precision="fp32")' in result.text
+    assert result.text.endswith(
+        """\
+
+    def forward(x, y):
+        with torch.autocast("cuda"):
+            loss = F.cross_entropy(model(x), y)
+        return scaler.scale(loss), loss
+
+    _, loss = memory.forward_backward(forward, x, y)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if i % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    print(loss.item(), norm)
+""".removeprefix("\n")
+    )
+
+
+def test_a_loop_with_its_own_loss_scaler_that_cannot_be_split_is_left_alone():
+    text = TOP + OWN_SCALER.replace("loss = F", "self.out = model(x)\n        loss = F")
+    result = rewritten(text)
+    assert result.text == text
+    assert [loop.rewrite for loop in result.loops] == ["none"]
+    assert (result.loops[0].reason or "").endswith(
+        "where no step follows; and line 10 changes self, which was made outside of the slice"
+    )
+
+
+def test_clipping_where_no_step_follows_is_kept_in_a_loop_without_loss_scaling():
+    """The loss scale can be taken out of gradients once per step: clipping each part of a window needs none at all."""
+    text, forms = apply("""\
         for i, (x, y) in enumerate(loader):
             loss = F.cross_entropy(model(x), y)
             loss.backward()
@@ -352,8 +430,8 @@ def test_clipping_where_no_step_follows_leaves_the_loop_alone():
                 optimizer.step()
                 optimizer.zero_grad()
         """)
-    assert forms[0][0] == "none"
-    assert "also where no step follows" in (forms[0][1] or "")
+    assert forms == [("micro-batched", None)]
+    assert 'precision="no-fp16"' in text
 
 
 def test_a_step_keeps_gradients_that_the_script_never_resets():
@@ -430,8 +508,8 @@ def test_an_optimizer_out_of_a_container_is_stepped():
         """)
 
 
-def test_gradients_clipped_in_a_window_that_steps_behind_its_loop_leave_it_alone():
-    _, forms = apply("""\
+def test_gradients_clipped_in_a_window_that_steps_behind_its_loop_are_not_scaled():
+    text, forms = apply("""\
         for epoch in range(3):
             for i in range(4):
                 x, y = next(batches)
@@ -441,8 +519,8 @@ def test_gradients_clipped_in_a_window_that_steps_behind_its_loop_leave_it_alone
             optimizer.step()
             optimizer.zero_grad()
         """)
-    assert forms[0][0] == "none"
-    assert "also where no step follows" in (forms[0][1] or "")
+    assert forms == [("micro-batched", None)]
+    assert 'precision="no-fp16"' in text
 
 
 def test_a_function_called_before_the_name_is_bound_again_sees_this_batch():

@@ -1,0 +1,194 @@
+"""Where a loss scale would be seen: what reads, clips or changes gradients before they can be unscaled."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from oomfix.rewrite import effects
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.liveness import FunctionNode
+from oomfix.script import Script
+from oomfix.script.names import path_of
+from oomfix.script.trace import Step
+
+if TYPE_CHECKING:
+    from oomfix.rewrite.loops import Verdict
+
+_CLIPPING = ("clip_grad", "clip_gradient", "clip_coef")
+_TWO_STEPS = frozenset({"first_step", "second_step", "ascent_step", "descent_step"})
+_BLIND_TO_SCALE = frozenset({"zero_", "detach_", "requires_grad_"})
+
+
+class ScaleWatch:
+    """Says why the gradients of a loop must not be scaled.
+
+    The manager unscales once per step, right before it: whoever looks at gradients at other times would see them
+    65536 times too large in fp16.
+
+    Args:
+        script: the script.
+        blocks: where its nodes stand.
+    """
+
+    def __init__(self, script: Script, blocks: Blocks) -> None:
+        self._script = script
+        self._blocks = blocks
+
+    def why_seen(self, verdict: Verdict) -> str | None:
+        """What would see scaled gradients, or None; `verdict.steps` are those the manager makes."""
+        return (
+            self._why_body_sees(verdict) or self._why_clipping_sees(verdict) or self._why_another_function_sees(verdict)
+        )
+
+    def _why_body_sees(self, verdict: Verdict) -> str | None:
+        for scope in bodies(verdict, self._blocks):
+            for node in ast.walk(scope):
+                if isinstance(node, ast.Call):
+                    name = last_name(node)
+                    if name in _TWO_STEPS:
+                        return f"`{name}` in line {node.lineno} steps twice per batch (SAM)"
+                    if name in ("register_hook", "register_full_backward_hook"):
+                        return f"a hook made in line {node.lineno} would see scaled gradients"
+                if isinstance(node, ast.stmt) and self._reads_between(node, verdict):
+                    return f"line {node.lineno} clips or reads gradients between two backwards of one step"
+                if self._reads_one(node) and not self._of_parameters(node):
+                    assert isinstance(node, ast.expr)
+                    return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
+        return None
+
+    def _why_another_function_sees(self, verdict: Verdict) -> str | None:
+        if any(event.scaled for event in verdict.backwards):
+            return None
+        seen = {id(node) for scope in bodies(verdict, self._blocks) for node in ast.walk(scope)}
+        for node in self._script.imports.nodes:
+            if id(node) not in seen and self._reads_one(node) and not self._clips(node):
+                assert isinstance(node, ast.expr)
+                return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
+        return None
+
+    def _clips(self, node: ast.AST) -> bool:
+        """Whether a node stands in a function that clips, before whose calls gradients are unscaled."""
+        scope = self._blocks.scope_of(node)
+        return isinstance(scope, FunctionNode) and scope.name.startswith(_CLIPPING)
+
+    def _reads_one(self, node: ast.AST) -> bool:
+        """Whether a node reads the numbers of a gradient, other than to set them to zero."""
+        if not isinstance(node, ast.Attribute) or node.attr != "grad" or not isinstance(node.ctx, ast.Load):
+            return False
+        if "autograd" in (path_of(node) or ""):
+            return False
+        parent = next(self._blocks.ancestors(node))
+        if isinstance(parent, ast.Attribute) and parent.attr == "data":
+            parent = next(self._blocks.ancestors(parent))
+        if isinstance(parent, ast.Call):
+            return parent.func is not node  # `torch.autograd.grad(...)` under an alias is called, not read
+        if isinstance(parent, ast.Attribute):
+            return parent.attr not in _BLIND_TO_SCALE
+        return not isinstance(parent, ast.Compare | ast.BoolOp | ast.If)
+
+    def _why_clipping_sees(self, verdict: Verdict) -> str | None:
+        """What looks at gradients has to be followed by the step at once."""
+        for scope in bodies(verdict, self._blocks):
+            for node in ast.walk(scope):
+                if not isinstance(node, ast.Expr | ast.Assign) or not _clips_or_reads(node):
+                    continue
+                scope_of = self._blocks.scope_of
+                steps = [step for step in verdict.steps if scope_of(step.node) is scope_of(node)]
+                if steps and not any(self._follows(step, node, verdict) for step in steps):
+                    return f"line {node.lineno} clips or reads gradients also where no step follows"
+        return None
+
+    def _follows(self, step: Step, reader: ast.stmt, verdict: Verdict) -> bool:
+        """Whether a step runs whenever a statement does: no `if` skips it, no loop of backwards ends before it."""
+        for loop in self._blocks.ancestors(reader):
+            if loop is self._blocks.scope_of(reader):
+                break
+            if isinstance(loop, ast.For | ast.While):
+                inside = {id(child) for child in ast.walk(loop)}
+                if id(step.node) not in inside and any(id(event.node) in inside for event in verdict.backwards):
+                    return False
+        around = {id(condition) for condition in self._blocks.conditions_of(reader)}
+        for condition in self._blocks.conditions_of(step.node):
+            inside = {id(child) for child in ast.walk(condition)}
+            with_backward = any(id(event.node) in inside for event in verdict.backwards)
+            elsewhere = any(id(other.node) in inside for other in verdict.steps if other is not step)
+            if id(condition) not in around and not with_backward and not elsewhere:
+                return False
+        return True
+
+    def _reads_between(self, statement: ast.stmt, verdict: Verdict) -> bool:
+        """Whether gradients are looked at while some of them are still to come: they can be unscaled only once."""
+        if isinstance(statement, ast.For | ast.While):
+            if statement is verdict.loop.node:
+                return False
+            inside = {id(node) for node in ast.walk(statement)}
+            backwards = any(id(event.node) in inside for event in verdict.backwards)
+            steps = any(id(step.node) in inside for step in verdict.steps)
+            return backwards and not steps and any(_clips_or_reads(child) for child in statement.body)
+        if not isinstance(statement, ast.Expr | ast.Assign) or not _clips_or_reads(statement):
+            return False
+        scope = self._blocks.scope_of(statement)
+        later = [e.node.lineno for e in verdict.backwards if self._blocks.scope_of(e.node) is scope]
+        later = [line for line in later if line > statement.lineno]
+        earlier = any(e.node.lineno < statement.lineno for e in verdict.backwards)
+        steps_between = any(statement.lineno < s.node.lineno < min(later, default=0) for s in verdict.steps)
+        apart = any(
+            self._blocks.exclude_each_other(statement, e.node) for e in verdict.backwards if e.node.lineno in later
+        )
+        return bool(later) and earlier and not steps_between and not apart
+
+    def _of_parameters(self, node: ast.AST) -> bool:
+        """Whether a gradient is read of each of a model's parameters, in a loop or comprehension."""
+        base = node
+        while isinstance(base, ast.Attribute | ast.Subscript):
+            base = base.value
+        if not isinstance(base, ast.Name):
+            return False
+        for parent in self._blocks.ancestors(node):
+            generators = getattr(parent, "generators", [parent] if isinstance(parent, ast.For) else [])
+            for generator in generators:
+                names = {name.id for name in ast.walk(generator.target) if isinstance(name, ast.Name)}
+                if base.id in names and "param" in ast.unparse(generator.iter).lower():
+                    return True
+        return False
+
+
+def bodies(verdict: Verdict, blocks: Blocks) -> Iterator[ast.AST]:
+    """The loop, and the functions of the file that its backwards and steps are in."""
+    yield verdict.loop.node
+    seen: set[int] = set()
+    for event in (*verdict.backwards, *verdict.steps):
+        scope = blocks.scope_of(event.node)
+        inside = any(parent is verdict.loop.node for parent in blocks.ancestors(event.node))
+        if scope is not None and isinstance(scope, FunctionNode) and not inside and id(scope) not in seen:
+            seen.add(id(scope))
+            yield scope
+
+
+def _clips_or_reads(statement: ast.stmt) -> bool:
+    unscales = any(last_name(call) == "unscale_" for call in effects.calls_in(statement))
+    return unscales or (reads_gradients(statement) and not effects.is_zero_grad(statement))
+
+
+def reads_gradients(node: ast.AST) -> bool:
+    """Whether a node clips or reads gradients."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.Call) and last_name(child).startswith(_CLIPPING):
+            return True
+        if isinstance(child, ast.Attribute) and child.attr == "grad" and isinstance(child.ctx, ast.Load):
+            return True
+    return False
+
+
+def updates_by_hand(node: ast.AST) -> bool:
+    """Whether a node changes parameters by their gradients itself: `w -= lr * w.grad`, `p.data.add_(p.grad, ...)`."""
+    for child in ast.walk(node):
+        if isinstance(child, ast.AugAssign) and reads_gradients(child.value):
+            return True
+        if isinstance(child, ast.Call) and last_name(child).endswith("_") and not last_name(child).startswith("clip"):
+            if any(reads_gradients(given) for given in (*child.args, *(keyword.value for keyword in child.keywords))):
+                return True
+    return False
