@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oomfix.audit import TorchVersion
 from oomfix.spelling import did_you_mean
 from oomfix.target import parse_version, target_of
+
+if TYPE_CHECKING:
+    from oomfix.own_presets import Chosen
 
 FAIL_ON = ("error", "warning", "note", "never")
 
@@ -25,6 +29,7 @@ class Settings(NamedTuple):
         fail_on: the least severity that makes the exit status 1, or "never".
         target_torch: the oldest torch that the scripts must run on; None: unknown.
         baseline: the file of known findings, or None.
+        presets: presets of its own by name, for `oomfix apply`.
     """
 
     root: str
@@ -34,6 +39,7 @@ class Settings(NamedTuple):
     fail_on: str = "warning"
     target_torch: TorchVersion | None = None
     baseline: str | None = None
+    presets: Mapping[str, Chosen] = MappingProxyType({})
 
 
 class Flags(NamedTuple):
@@ -124,10 +130,8 @@ class Configuration:
         path = os.path.join(folder, "pyproject.toml")
         checked: dict[str, Any] = {}
         for key, value in table.items():
-            if key == "presets":  # read by `apply`
-                continue
             if key not in _KEYS:
-                hint = did_you_mean(key, [*_KEYS, "presets"])
+                hint = did_you_mean(key, _KEYS)
                 self._problem(path, f"[tool.oomfix]: unknown key {key!r}{hint}")
                 continue
             name = key.replace("-", "_")
@@ -175,6 +179,13 @@ def _fail_on(value: object) -> str:
     return str(value)
 
 
+def _presets(value: object) -> dict[str, Chosen]:
+    # imported here: few projects have presets of their own
+    from oomfix.own_presets import read_presets
+
+    return read_presets(value)
+
+
 _KEYS: dict[str, Callable[[object, Sequence[str]], object]] = {
     "select": lambda value, codes: check_codes(_texts(value), codes),
     "ignore": lambda value, codes: check_codes(_texts(value), codes),
@@ -182,6 +193,7 @@ _KEYS: dict[str, Callable[[object, Sequence[str]], object]] = {
     "fail-on": lambda value, codes: _fail_on(value),
     "target-torch": lambda value, codes: parse_version(_text(value)),
     "baseline": lambda value, codes: _text(value),
+    "presets": lambda value, codes: _presets(value),
 }
 
 

@@ -55,7 +55,6 @@ def apply(
     after a question. Exits 0 when done, 1 when --check would change something, 2 when a file could not be read or
     written.
     """
-    from oomfix import presets
     from oomfix.rewrite import summary
     from oomfix.rewrite.apply import Options
     from oomfix.rewrite.files import Rewriter
@@ -66,15 +65,16 @@ def apply(
         overrides["micro_batches"] = micro_batches
     if clip_norm is not None:
         overrides["clip_norm"] = clip_norm
-    try:
-        presets.get(preset, **overrides)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
     rules = all_rules()
     by_runtime = [rule.code for rule in rules if rule.fixed_by_runtime]
     runtime = not no_runtime and (not only or any(code.startswith(only) for code in by_runtime))
     options = Options(preset, overrides, runtime, only, ignore)
     rewriter = Rewriter(rules, options, backup=backup, writes=not (diff or check))
+    try:
+        for path in paths or ["."]:
+            rewriter.chosen(path)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     outcomes = _outcomes(ctx, rewriter, paths)
     if form == "json":
         click.echo(summary.as_json(outcomes), nl=False)

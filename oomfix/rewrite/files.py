@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from oomfix.config import Configuration, Flags
 from oomfix.discovery import Discovery, Found
+from oomfix.own_presets import Chosen, choose
 from oomfix.rewrite.apply import Applied, LoopOutcome, Options, apply_to
 from oomfix.rewrite.cells import NotebookText
 from oomfix.rewrite.local import Fixed
@@ -58,7 +59,7 @@ class Rewriter:
 
     Args:
         rules: whose local fixes to make.
-        options: what to do.
+        options: what to do; the preset may be one of a file's own pyproject.toml.
         backup: keep old files.
         writes: False only says what would be done.
     """
@@ -72,20 +73,39 @@ class Rewriter:
 
     @property
     def preset(self) -> str:
-        """The preset that files are rewritten for."""
+        """The name of the preset that files are rewritten for."""
         return self._options.preset
+
+    def chosen(self, path: str) -> Chosen:
+        """The preset that is written into a file, with the fields that are changed.
+
+        Raises:
+            ValueError: neither oomfix nor the file's pyproject.toml has a preset of this name, or a field is wrong.
+        """
+        settings = self._configuration.settings(path)
+        try:
+            return choose(self._options.preset, settings.presets, self._options.overrides)
+        except ValueError as error:
+            # what is wrong in a pyproject.toml may be why the name is not known
+            problems = "".join(f"; {path}: {message}" for path, message in self._configuration.problems)
+            raise ValueError(f"{error}{problems}") from None
 
     def rewrite(self, paths: Sequence[str], *, only_training: bool = False) -> list[FileOutcome]:
         """Rewrite every Python file and notebook under the paths; one that fails stays, and the others go on.
 
         Args:
             only_training: pass over files without a training loop.
+
+        Raises:
+            ValueError: a path's project has no preset of the wanted name.
         """
         discovery = Discovery()
         outcomes = []
-        for path in dict.fromkeys(paths):
+        # all of them before the first file is written
+        chosen = {path: self.chosen(path) for path in paths}
+        for path, (base, overrides) in chosen.items():
             settings = self._configuration.settings(path)
-            options = self._options._replace(target_torch=settings.target_torch)
+            options = self._options._replace(preset=base, overrides=overrides, target_torch=settings.target_torch)
             for found in discovery.find(path, settings.root, settings.exclude):
                 outcome = self._rewrite(found, options)
                 if outcome is not None and (not only_training or outcome.loops):
