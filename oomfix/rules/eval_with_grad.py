@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.evaluation import no_grad_edits
-from oomfix.script.values import Graph
 
 
 class EvalWithGrad(Rule):
@@ -33,11 +32,7 @@ class EvalWithGrad(Rule):
     def check(self, script: Script) -> Iterator[Finding]:
         if script.is_test_module:
             return
-        recorded = [
-            forward
-            for forward in script.evaluation_forwards
-            if forward.site.grad is Graph.YES and not forward.graphless
-        ]
+        recorded = [forward for forward in script.evaluation_forwards if forward.records_graph]
         for forward in script.distinct(recorded):
             yield self.finding(
                 script.place(forward.node),

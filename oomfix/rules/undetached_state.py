@@ -13,24 +13,28 @@ class UndetachedState(Rule):
 
     Why: the state links each iteration's graph to the one before, so nothing of any earlier iteration can be freed.
     The backward of the next iteration either fails ("Trying to backward through the graph a second time") or, with
-    `retain_graph=True`, goes back through all of them: memory and time grow with every batch.
+    `retain_graph=True`, goes back through all of them: memory and time grow with every batch. Where nothing is
+    backpropagated, as in a loop that generates a text, the graph grows with every step until the loop ends (a warning).
 
     Quiet when: the state is detached (also by a helper such as `repackage_hidden`, also every k-th iteration), set
-    anew in each iteration, or made without gradients.
+    anew in each iteration, or made without gradients; the iterations are the time steps of one loss.
 
-    Fix: detach it where it is handed on, tuples item by item: `hidden = tuple(h.detach() for h in hidden)`.
+    Fix: detach it where it is handed on, tuples item by item: `hidden = tuple(h.detach() for h in hidden)`; in a loop
+    without a backward, `with torch.no_grad():` around it.
     """
 
     code = "OOM104"
     name = "undetached-state"
     severity = Severity.ERROR
-    needs = TRAINS
+    needs = (*TRAINS, b".eval(")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        for statement, name in script.carried_states():
+        for statement, name, trains in script.carried_states():
             yield self.finding(
                 script.place(statement),
-                f"`{name}` is carried into the next iteration's forward with its graph: detach it",
+                f"`{name}` is carried into the next iteration's forward with its graph: "
+                + ("detach it" if trains else "nothing is backpropagated here, turn gradients off"),
+                severity=Severity.ERROR if trains else Severity.WARNING,
             )
 
     INVALID = [
@@ -45,6 +49,19 @@ for x, y in loader:
     optimizer.step()
 """,
             (4,),
+        ),
+        Invalid(
+            """
+def generate(model, token, length):
+    model.eval()
+    hidden, text = None, []
+    for _ in range(length):
+        out, hidden = model(token, hidden)
+        token = out.argmax(-1)
+        text.append(token.item())
+    return text
+""",
+            (6,),
         ),
     ]
     VALID = [

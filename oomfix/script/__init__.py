@@ -45,7 +45,8 @@ _COMPUTING = frozenset("softmax log_softmax exp sigmoid tanh relu matmul mm bmm 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
 _STATE_NAME = re.compile(
-    r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory)(_|\d|$)", re.IGNORECASE
+    r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory|mems?|past\w*|cache)(_|\d|$)",
+    re.IGNORECASE,
 )
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
@@ -58,6 +59,15 @@ class Place(NamedTuple):
     column: int
     end_line: int
     end_column: int
+
+
+class CarriedState(NamedTuple):
+    """A recurrent state that is carried into the next iteration with its graph."""
+
+    statement: ast.stmt
+    name: str
+    trains: bool
+    """A backward runs in each iteration."""
 
 
 @dataclass
@@ -248,16 +258,24 @@ class Script:
             for node in self.imports.nodes
         )
 
-    def carried_states(self) -> Iterator[tuple[ast.stmt, str]]:
-        """Assignments whose value goes, graph and all, into a forward of the next iteration, with the name carried."""
+    def carried_states(self) -> Iterator[CarriedState]:
+        """States that go, graph and all, into a forward of the next iteration.
+
+        The loop calls backward in each iteration, or the forward is of an evaluation and nothing is backpropagated.
+        """
         retaining = {event.site.loop for event in self.trace.backwards if event.retains}
-        for statement, loop in self.trace.carries.values():
-            if not isinstance(statement, ast.Assign):
+        training = {event.site.loop for event in self.trace.backwards}
+        evaluating = {forward.origin for forward in self.evaluation_forwards if forward.records_graph}
+        for statement, loop, origin in self.trace.carries.values():
+            trains = loop in training
+            if not isinstance(statement, ast.Assign) or not (trains or origin in evaluating):
+                continue
+            if _is_layer_of(loop, self.trace.forwards[origin].path):
                 continue
             names = [path_of(name) or "" for target in statement.targets for name in _flat(target)]
             states = [name for name in names if _STATE_NAME.search(name.rsplit(".", 1)[-1])]
             if states or loop in retaining:
-                yield statement, (states or names)[-1]
+                yield CarriedState(statement, (states or names)[-1], trains)
 
     def is_needed_later(self, backward: Backward) -> bool:
         """Whether a later backward (or an unseen one) may go through the graph of this one again."""
@@ -447,6 +465,13 @@ def _computes(node: ast.expr) -> bool:
     return path.startswith(("F.", "nn.functional.")) or path.rsplit(".", 1)[-1] in _COMPUTING
 
 
+def _is_layer_of(loop: Loop, path: str | None) -> bool:
+    """`for layer in layers: h = layer(h)`: what is handed on is an activation, not a state."""
+    if path is None or isinstance(loop, ast.While):
+        return False
+    return path in {path_of(target) for target in _flat(loop.target)}
+
+
 def _resets(statement: ast.stmt, path: str) -> bool:
     """Whether a statement sets a path anew, and not from what it held."""
     if not isinstance(statement, ast.Assign) or path not in map(path_of, statement.targets):
@@ -458,5 +483,7 @@ def _flat(target: ast.expr) -> Iterator[ast.expr]:
     if isinstance(target, ast.Tuple | ast.List):
         for element in target.elts:
             yield from _flat(element)
+    elif isinstance(target, ast.Starred):
+        yield target.value
     else:
         yield target

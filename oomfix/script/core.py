@@ -14,6 +14,9 @@ from oomfix.script.state import Binding, Frame, State
 from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, ModuleAttribute, Site, Trace
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, flatten
 
+Path = str | tuple[int, str]
+"""What is bound: a name or access path, or an attribute of an object by the object's number."""
+
 
 class Core(ABC):
     """Names and events of the frame that is being followed."""
@@ -23,7 +26,7 @@ class Core(ABC):
         self.frame = module_frame
         self.trace = trace
         self.hints = hints
-        self.bound: list[str | tuple[int, str]] = []
+        self.bound: list[Path] = []
         """Everything that was bound, in order: a loop asks what its round has bound."""
         self.scopes: list[Loop | Guard] = []
         self.loops: tuple[Loop, ...] = ()

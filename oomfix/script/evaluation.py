@@ -52,9 +52,10 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]
 
 def _is_given_evaluation_data(forward: Forward) -> bool:
     """`model(val_x)`: the names of what goes in say it."""
-    given = [*forward.node.args, *(keyword.value for keyword in forward.node.keywords)]
     return any(
-        isinstance(name, ast.Name) and _EVALUATION_DATA.search(name.id) for value in given for name in ast.walk(value)
+        isinstance(name, ast.Name) and _EVALUATION_DATA.search(name.id)
+        for value in forward.given
+        for name in ast.walk(value)
     )
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from oomfix.script.contexts import held_elsewhere, is_literal_loop
+from oomfix.script.core import Path
 from oomfix.script.definitions import Function
 from oomfix.script.hints import Hints
 from oomfix.script.names import path_of
-from oomfix.script.state import Frame, State
+from oomfix.script.state import Binding, Frame, State
 from oomfix.script.statements import Statements
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
@@ -232,12 +233,12 @@ class Flow(Statements):
         self.way = way
 
     def _loop(self, node: Loop, start: Callable[[], object]) -> None:
-        """Follow a loop once, and a second time where a backward runs in it: what is carried over shows then."""
+        """Follow a loop once, and again where it trains or feeds itself: what is carried over shows then."""
         backwards, bound = len(self.trace.backwards), len(self.bound)
         before = self.state
         self._round(node, start)
         trains = any(event.site.loop is node for event in self.trace.backwards[backwards:])
-        if trains and self.frame.state is not None:
+        if self.frame.state is not None and (trains or self._feeds_itself(node, self.bound[bound:])):
             self._mark_carried(node, self.bound[bound:])
             outer, self.second_round = self.second_round, True
             self._round(node, start)
@@ -257,22 +258,46 @@ class Flow(Statements):
         self.loops, self.runs = self.loops[:-1], self.runs[:-1]
         self.scopes.pop()
 
-    def _mark_carried(self, node: Loop, bound: list[str | tuple[int, str]]) -> None:
+    def _feeds_itself(self, node: Loop, bound: list[Path]) -> bool:
+        """What a forward gives in one round is an argument of that forward in the next."""
+        return any(
+            forward.site.loop is node and any(_reads(argument, key) for argument in forward.given)
+            for key, binding in self._left_by_round(node, bound)
+            for forward in self.trace.forwards_of(flatten(binding.value).origins)
+        )
+
+    def _mark_carried(self, node: Loop, bound: list[Path]) -> None:
         """Everything the first round leaves with a graph is carried into the second."""
+        for key, binding in self._left_by_round(node, bound):
+            number = self.trace.number("carried", id(binding.statement))
+            assert binding.statement is not None
+            self._carrying[number] = (binding.statement, node)
+            bindings: Any = self.state.names if isinstance(key, str) else self.state.attributes
+            bindings[key] = binding._replace(value=_with_carried(binding.value, frozenset({number})))
+
+    def _left_by_round(self, node: Loop, bound: list[Path]) -> list[tuple[Path, Binding]]:
+        """What a round has bound to something with a graph."""
+        left = []
         for key in dict.fromkeys(bound):
             bindings: Any = self.state.names if isinstance(key, str) else self.state.attributes
             binding = bindings.get(key)
             if binding is None or binding.statement is None or not binding.loops or binding.loops[-1] is not node:
                 continue
             if flatten(binding.value).graph is Graph.YES:
-                number = self.trace.number("carried", id(binding.statement))
-                self._carrying[number] = (binding.statement, node)
-                bindings[key] = binding._replace(value=_with_carried(binding.value, frozenset({number})))
+                left.append((key, binding))
+        return left
 
     def _leave_round(self, node: ast.stmt) -> None:
         if self._rounds:
             self._rounds[-1].append(self.state)
         self.frame.state = None
+
+
+def _reads(node: ast.expr, key: Path) -> bool:
+    """Whether an expression reads a path, or an attribute of that name."""
+    if isinstance(key, tuple):
+        return any(isinstance(part, ast.Attribute) and part.attr == key[1] for part in ast.walk(node))
+    return any(isinstance(part, ast.expr) and path_of(part) == key for part in ast.walk(node))
 
 
 def _with_carried(value: Value, numbers: frozenset[int]) -> Value:

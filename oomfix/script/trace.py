@@ -92,6 +92,8 @@ class Forward(Event):
 
     origin: int
     path: str | None
+    given: tuple[ast.expr, ...]
+    """What is passed to it."""
     evaluating: bool
     """The module was switched to `eval()` before."""
     carried: frozenset[int]
@@ -106,6 +108,11 @@ class Forward(Event):
     """Its graph is stored on an object, from where another method may backpropagate it."""
     escaped: bool = False
     """Its result went where it cannot be followed."""
+
+    @property
+    def records_graph(self) -> bool:
+        """Whether autograd saves its activations, for certain."""
+        return self.site.grad is Graph.YES and not self.graphless
 
 
 @dataclass(slots=True)
@@ -169,6 +176,15 @@ class ModuleAttribute:
     value: ast.expr
 
 
+class Carry(NamedTuple):
+    """An assignment whose value goes, graph and all, into a forward of the next iteration of a loop."""
+
+    statement: ast.stmt
+    loop: Loop
+    forward: int
+    """The origin of that forward."""
+
+
 @dataclass
 class Trace:
     """Everything that happened, over all ways through the script."""
@@ -188,8 +204,8 @@ class Trace:
     """Origins that stand for a forward out of sight: a backward runs on the name that holds its result."""
     freed: set[int] = field(default_factory=set)
     """Forwards that a backward went through without retaining the graph: their activations are gone."""
-    carries: dict[int, tuple[ast.stmt, Loop]] = field(default_factory=dict)
-    """Assignments whose value, graph and all, is fed into a forward of the next iteration of the loop."""
+    carries: dict[int, Carry] = field(default_factory=dict)
+    """By the number that the carried value has in `Value.carried_from`."""
     module_attributes: dict[ast.expr, ModuleAttribute] = field(default_factory=dict)
     framework_loops: dict[Loop, int] = field(default_factory=dict)
     """Loops that a framework runs around a step of the file, with their run; they stand in no file."""

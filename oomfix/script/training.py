@@ -10,7 +10,7 @@ from oomfix.script.definitions import Function, Instance
 from oomfix.script.functions import Functions
 from oomfix.script.hints import looks_like_optimizer, looks_like_scaler
 from oomfix.script.names import path_of
-from oomfix.script.trace import Backward, Forward, Loop, Site, Step
+from oomfix.script.trace import Backward, Carry, Forward, Loop, Site, Step
 from oomfix.script.values import (
     NO_ORIGINS,
     NONE,
@@ -52,13 +52,14 @@ class Training(Functions):
             order=self.trace.next_order(),
             origin=origin,
             path=path,
+            given=(*node.args, *(keyword.value for keyword in node.keywords)),
             evaluating=bool(self.state.evaluating.get(self._identity(module, path))),
             carried=content.carried_from,
             direct=direct,
             discarded=grad is Graph.YES and self._is_discarded(node),
         )
         for number in content.carried_from:
-            self.trace.carries.setdefault(number, self._carrying[number])
+            self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))
         if grad is Graph.NO or (path in self.hints.frozen and not content.graph and self._stays_frozen(path)):
             self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR

@@ -1,0 +1,132 @@
+"""Recurrent and memory states that are carried from one iteration into the next."""
+
+from __future__ import annotations
+
+import pytest
+
+TRAINING = """
+    import torch
+
+    def update(loss, optimizer):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def train(model, loader, criterion, optimizer):
+        {start}
+        for x, y in loader:
+            {forward}
+            loss = criterion(out, y)
+            update(loss, optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "forward"),
+    [
+        ("hidden = model.init_hidden(20)", "out, hidden = model(x, hidden)"),
+        ("state = None", "out, state = model(x, state)"),
+        ("h = c = None", "out, (h, c) = model(x, (h, c))"),
+        ("mems = ()", "out, *mems = model(x, *mems)"),
+        ("past = None", "out, past = model(x, past_key_values=past)"),
+        ("cache = None", "result = model(x, cache=cache); out = result[0]; cache = result[1]"),
+        ("memory = torch.zeros(1, 8)", "out, memory = model(x, memory * 0.9)"),
+    ],
+)
+def test_a_state_with_its_graph_is_found_with_the_backward_in_a_helper(report, start, forward):
+    found = report(TRAINING.format(start=start, forward=forward))
+    assert [line for code, line in found if code == "OOM104"] == [11]
+
+
+@pytest.mark.parametrize(
+    ("start", "forward"),
+    [
+        ("hidden = model.init_hidden(20)", "out, hidden = model(x, hidden.detach())"),
+        ("hidden = None", "out, hidden = model(x, hidden); hidden = hidden.detach()"),
+        ("mems = ()", "out, *mems = model(x, *mems); mems = [m.detach() for m in mems]"),
+        ("past = None", "out, past = model(x, None)"),
+    ],
+)
+def test_a_state_without_its_graph_is_not(report, start, forward):
+    found = report(TRAINING.format(start=start, forward=forward))
+    assert [line for code, line in found if code == "OOM104"] == []
+
+
+EVALUATION = """
+    import torch
+
+    def generate(model, source):
+        hidden, outputs = None, []
+        {before}
+        for x in source:
+            out, hidden = model(x, hidden)
+            {after}
+        return outputs
+
+    def train(model, loader):
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = criterion(model(x)[0], y)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("after", ["outputs.append(out.argmax().item())", "print(out.max())"])
+def test_a_state_that_is_carried_where_nothing_is_backpropagated_is_found(report, after):
+    assert report(EVALUATION.format(before="model.eval()", after=after)) == [("OOM104", 7), ("OOM201", 7)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("torch.set_grad_enabled(False)", "outputs.append(out.argmax().item())"),
+        ("model.eval()", "hidden = hidden.detach()"),
+        ("model.eval()", "hidden = None"),
+    ],
+)
+def test_a_state_without_a_graph_to_carry_is_not(report, before, after):
+    assert "OOM104" not in dict(report(EVALUATION.format(before=before, after=after)))
+
+
+def test_the_activations_of_one_layer_after_the_other_are_no_state(report):
+    code = """
+        def predict(layers, h):
+            layers.eval()
+            for layer in layers:
+                h = layer(h)
+            print(h.argmax())
+    """
+    assert "OOM104" not in dict(report(code))
+
+
+def test_time_steps_that_are_backpropagated_together_are_one_iteration(report):
+    code = """
+        import torch
+
+        def encode(encoder, source):
+            hidden = encoder.init_hidden()
+            for x in source:
+                out, hidden = encoder(x, hidden)
+            return out
+
+        def rollout(policy, env, hidden=None):
+            terms = []
+            for t in range(100):
+                action, hidden = policy(env.state, hidden)
+                terms.append(action)
+            return terms
+
+        for source, y in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = criterion(encode(encoder, source), y)
+            loss.backward()
+            optimizer.step()
+            hidden = None
+            for x in source:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    out, hidden = decoder(x, hidden)
+                    loss = criterion(out, y)
+            loss.backward()
+    """
+    assert report(code) == []
