@@ -47,9 +47,29 @@ from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_ent
 from oomfix.runtime.manager import MemoryManager
 from oomfix.runtime.offloading import offload_activations
 from oomfix.runtime.oom import DoesNotFitError
+from oomfix.runtime.optimizer_choice import adamw_8bit, use_lean_step
 from oomfix.runtime.report import Report
+from oomfix.runtime.stages import Freed, Stage, free, stage
+from oomfix.runtime.unfreezing import ProgressiveUnfreezing
 
-__all__ = ["DoesNotFitError", "MemoryManager", "Report", "chunked_cross_entropy", "linear_cross_entropy", "offload_activations", "optimizer_in_backward", "preset", "reset"]
+__all__ = [
+    "DoesNotFitError",
+    "Freed",
+    "MemoryManager",
+    "ProgressiveUnfreezing",
+    "Report",
+    "Stage",
+    "adamw_8bit",
+    "chunked_cross_entropy",
+    "free",
+    "linear_cross_entropy",
+    "offload_activations",
+    "optimizer_in_backward",
+    "preset",
+    "reset",
+    "stage",
+    "use_lean_step",
+]
 
 _manager: MemoryManager | None = None
 

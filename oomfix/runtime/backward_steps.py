@@ -65,9 +65,7 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
         _step_alone(*places[parameter], parameter)
         parameter.grad = None
 
-    handles = [
-        parameter.register_post_accumulate_grad_hook(step) for parameter in places if parameter.requires_grad
-    ]
+    handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in places if parameter.requires_grad]
     try:
         yield
         for parameter in places:

@@ -1,6 +1,7 @@
 """Cross entropy over many classes without the copies: a few rows of logits at a time."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -168,8 +169,7 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, spec: _Spec) -> torch.Tensor:
         parts = [
-            spec.losses(chunk.to(_precise(logits)), labels)
-            for chunk, labels in zip(logits.split(spec.rows), target.split(spec.rows), strict=True)
+            spec.losses(chunk.to(_precise(logits)), labels) for chunk, labels in _chunks(spec.rows, logits, target)
         ]
         losses, normaliser = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(logits, target, normaliser)
@@ -181,8 +181,7 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
         logits, target, normaliser = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        everything = (gradient, logits, target, normaliser, upstream)
-        for into, chunk, *rest in zip(*(tensor.split(ctx.spec.rows) for tensor in everything), strict=True):
+        for into, chunk, *rest in _chunks(ctx.spec.rows, gradient, logits, target, normaliser, upstream):
             # a copy, which the gradient is written over
             into.copy_(ctx.spec.gradient_(chunk.to(_precise(logits), copy=True), *rest))
         return gradient, None, None
@@ -205,7 +204,7 @@ class _FromHidden(torch.autograd.Function):
         layer = weight.to(ctx.dtype)
         parts = []
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk, labels in zip(hidden.split(spec.rows), target.split(spec.rows), strict=True):
+            for chunk, labels in _chunks(spec.rows, hidden, target):
                 parts.append(spec.losses(_logits(chunk.to(ctx.dtype), layer, bias, precise), labels))
         losses, normaliser = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, target, normaliser)
@@ -222,16 +221,15 @@ class _FromHidden(torch.autograd.Function):
             for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         )
         layer = weight.to(dtype)
-        for start in range(0, len(hidden), ctx.spec.rows):
-            rows = slice(start, start + ctx.spec.rows)
-            chunk = hidden[rows].to(dtype)
-            logits = _logits(chunk, layer, bias, precise)
-            gradient = ctx.spec.gradient_(logits, target[rows], normaliser[rows], upstream[rows])
+        into = hidden if of_hidden is None else of_hidden
+        for chunk, part, *rest in _chunks(ctx.spec.rows, hidden, into, target, normaliser, upstream):
+            chunk = chunk.to(dtype)
+            gradient = ctx.spec.gradient_(_logits(chunk, layer, bias, precise), *rest)
             if of_bias is not None:
                 of_bias += gradient.sum(0)
             gradient = gradient.to(dtype)
             if of_hidden is not None:
-                of_hidden[rows] = gradient @ layer
+                part.copy_(gradient @ layer)
             if of_weight is None:
                 continue
             if of_weight.dtype == dtype:
@@ -240,6 +238,12 @@ class _FromHidden(torch.autograd.Function):
                 of_weight += gradient.T @ chunk
         wanted = zip((of_hidden, of_weight, of_bias), (hidden, weight, bias), strict=True)
         return *(None if g is None else g.to(tensor.dtype) for g, tensor in wanted), None, None
+
+
+def _chunks(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same `rows` rows of each tensor, one chunk after the other; an empty batch is one empty chunk."""
+    for start in range(0, max(len(tensors[0]), 1), rows):
+        yield tuple(tensor[start : start + rows] for tensor in tensors)
 
 
 def _logits(

@@ -97,7 +97,9 @@ class _Host:
         host = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda)
         if not on_cuda:
             return _Parked(host.copy_(tensor), tensor.device, None)
-        stream = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[tensor.device]
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             host.copy_(tensor, non_blocking=True)

@@ -63,9 +63,7 @@ def test_from_hidden_it_is_the_layer_and_torchs_cross_entropy(kind, rows):
     options = settings(kind, torch.float64)
     leaves = (hidden, layer.weight, layer.bias)
     expected = functional.cross_entropy(layer(hidden), target, **options)
-    found = runtime.linear_cross_entropy(
-        hidden, layer.weight, target, linear_bias=layer.bias, rows=rows, **options
-    )
+    found = runtime.linear_cross_entropy(hidden, layer.weight, target, linear_bias=layer.bias, rows=rows, **options)
     assert found.shape == expected.shape
     assert_close([found], [expected], 1e-14)
     assert_close(gradients(found, *leaves), gradients(expected, *leaves), 1e-13)
@@ -198,3 +196,10 @@ def test_a_head_of_another_width_is_refused():
         runtime.linear_cross_entropy(hidden, torch.zeros(13, 9), target)
     with pytest.raises(ValueError, match="linear_bias: got shape"):
         runtime.linear_cross_entropy(hidden, torch.zeros(13, 8), target, linear_bias=torch.zeros(8))
+
+
+def test_an_empty_batch_is_torchs_too():
+    layer, hidden = nn.Linear(8, 13), torch.randn(0, 8, requires_grad=True)
+    target = torch.zeros(0, dtype=torch.int64)
+    assert runtime.linear_cross_entropy(hidden, layer.weight, target).isnan()
+    assert runtime.chunked_cross_entropy(layer(hidden), target, reduction="sum") == 0
