@@ -52,12 +52,27 @@ class Layout:
         if own is None:
             return None
         index = block.index(statement)
-        above = (block[index - 1].end_lineno or 0) if index else header
+        above = self._last_line(block[index - 1]) if index else header
         first = number = own.first
         while number - 1 > above and self.source.lines[number - 2].lstrip()[:1] in ("#", ""):
             number -= 1
             first = number if self.source.lines[number - 1].strip() else first
-        return Lines(first, own.last)
+        return Lines(first, self._last_line(statement))
+
+    def _last_line(self, statement: ast.stmt) -> int:
+        """A statement's last line, with the comments behind it that are indented like its block."""
+        last = number = statement.end_lineno or statement.lineno
+        if not isinstance(statement, ast.With | ast.AsyncWith | ast.For | ast.AsyncFor | ast.While | ast.If | ast.Try):
+            return last
+        margin = self.margin(statement)
+        while number < len(self.source.lines):
+            line = self.source.lines[number]
+            indented = line.startswith(margin) and line[len(margin) : len(margin) + 1] in (" ", "\t")
+            if line.strip() and not (indented and line.lstrip().startswith("#")):
+                break
+            number += 1
+            last = number if line.strip() else last
+        return last
 
     def moved(self, lines: Lines, before: str, after: str) -> list[str]:
         """The lines with the margin `after` instead of `before`, without line ends; insides of strings stay."""

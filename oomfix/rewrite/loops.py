@@ -224,13 +224,19 @@ class Judge:
             line = event.node.lineno
             if not isinstance(next(self._blocks.ancestors(event.node)), ast.Expr):
                 return f"the backward in line {line} is part of an expression"
-            if any(other.carried for other in verdict.loop.backwards if other.node is event.node):
+            if any(self._carries_over(other, verdict) for other in verdict.loop.backwards if other.node is event.node):
                 return f"what the backward in line {line} goes through is carried over from the iteration before"
             if self._retains(event):
                 return f"the backward in line {line} keeps its graph for another one, or starts from a gradient"
             if (reason := self._why_statement_stays(event, verdict)) is not None:
                 return reason
         return None
+
+    def _carries_over(self, event: Backward, verdict: Verdict) -> bool:
+        """Whether something of the iteration before is differentiated; what goes round within one is its own."""
+        carries = self._script.trace.carries
+        outer = {id(verdict.loop.node), *(id(loop) for loop in self._blocks.ancestors(verdict.loop.node))}
+        return any(number not in carries or id(carries[number][1]) in outer for number in event.carried)
 
     def _retains(self, event: Backward) -> bool:
         """Whether a backward has options: a kept graph that is needed, a gradient to start from."""

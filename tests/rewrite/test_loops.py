@@ -547,3 +547,38 @@ def test_gradients_of_an_optimizer_from_elsewhere_are_still_reset_first():
     assert "        optimizer.zero_grad()\n" in rewritten(f"import torch\n\n{loop}").text
     made = "model = torch.nn.Linear(4, 2)\ntrain(model, [], torch.optim.SGD(model.parameters(), lr=0.1))\n"
     assert "zero_grad" not in rewritten(f"import torch\n\n{loop}\n\n{made}").text
+
+
+def test_comments_at_the_end_of_a_block_stay_in_it():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                out = model(x)
+                # out = model(x, y)
+
+                # not yet
+            # the loss
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert (
+        "            out = model(x)\n            # out = model(x, y)\n\n            # not yet\n"
+        "        # the loss\n        loss = F"
+    ) in text
+
+
+def test_what_goes_round_within_an_iteration_is_no_state_of_the_one_before():
+    _, forms = apply("""\
+        for x, y in loader:
+            hidden = init()
+            optimizer.zero_grad()
+            loss = 0
+            for step in range(3):
+                out, hidden = model(x[step], hidden)
+                loss += F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("micro-batched", None)]
