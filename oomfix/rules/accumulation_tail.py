@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.loops import is_counted_per_epoch
 
 
 class AccumulationTail(Rule):
@@ -32,7 +31,7 @@ class AccumulationTail(Rule):
             window = loop.window
             if window is None or window.decision is None or loop.accumulates_by_itself:
                 continue
-            if not loop.later_steps and is_counted_per_epoch(loop) and not window.fires_on_last_batch:
+            if script.loses_tail(loop):
                 yield self.finding(
                     script.header(window.decision),
                     f"the last window of fewer than `{window.size}` batches is never stepped",

@@ -28,6 +28,7 @@ from oomfix.script.loops import TrainingLoop, find_training_loops
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope, collect
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
+from oomfix.script.windows import loses_tail
 
 if TYPE_CHECKING:
     from oomfix.source import Source
@@ -139,6 +140,10 @@ class Script:
     def evaluation_forwards(self) -> list[Forward]:
         """Every forward of an evaluation pass, with gradients on or off, on each way that leads to it."""
         return find_evaluation_forwards(self.trace, self._training_runs)
+
+    def loses_tail(self, loop: TrainingLoop) -> bool:
+        """Whether the last incomplete accumulation window of an epoch is never stepped."""
+        return loses_tail(loop, self._nodes)
 
     @property
     def backwards(self) -> list[Backward]:

@@ -115,7 +115,7 @@ def test_a_counter_kept_by_hand_is_a_window(report):
                 optimizer.zero_grad()
                 seen = 0
     """
-    assert report(code) == [("OOM301", 3)]
+    assert report(code) == [("OOM301", 3), ("OOM302", 5)]
 
 
 def test_apex_does_the_precision_and_not_the_accumulation(report):
@@ -205,3 +205,139 @@ def test_clipping_in_a_helper_after_its_unscale_is_clean(report):
             scaler.step(optimizer)
     """
     assert report(code) == []
+
+
+COUNTED = """
+    class Trainer:
+        def run(self, model, loader, optimizer, k, epochs):
+            {before_epochs}
+            for epoch in range(epochs):
+                {before_batches}
+                for x, y in loader:
+                    (criterion(model(x), y) / k).backward()
+                    seen += 1
+                    {decision}
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        {after_step}
+                {after_batches}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before_epochs", "before_batches", "decision", "after_step", "after_batches", "tail_is_lost"),
+    [
+        ("pass", "seen = 0", "if seen == k:", "seen = 0", "pass", True),
+        ("pass", "seen = 0", "if seen >= k:", "seen = 0", "pass", True),
+        ("pass", "seen, total = 0, 0.0", "if seen % k == 0:", "pass", "pass", True),
+        ("seen = 0", "pass", "if seen == k:", "seen = 0", "pass", False),
+        ("seen = 0", "pass", "if seen % k == 0:", "pass", "pass", False),
+        ("seen = 0", "self.seen = 0", "if seen % k == 0:", "pass", "pass", False),
+        ("pass", "seen = 0", "if seen == k:", "seen = 0", "if seen: optimizer.step()", False),
+        ("pass", "seen = 0", "if seen == k or seen == len(loader):", "seen = 0", "pass", False),
+    ],
+)
+def test_a_counter_of_the_epoch_loses_the_tail_and_one_of_the_run_does_not(
+    report, before_epochs, before_batches, decision, after_step, after_batches, tail_is_lost
+):
+    found = report(
+        COUNTED.format(
+            before_epochs=before_epochs,
+            before_batches=before_batches,
+            decision=decision,
+            after_step=after_step,
+            after_batches=after_batches,
+        )
+    )
+    assert [line for code, line in found if code == "OOM302"] == ([9] if tail_is_lost else [])
+
+
+def test_a_counter_made_in_the_function_that_runs_the_epoch_is_of_the_epoch(report):
+    code = """
+        def train_epoch(model, loader, optimizer, k):
+            seen = 0
+            for x, y in loader:
+                (criterion(model(x), y) / k).backward()
+                seen += 1
+                if seen == k:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen = 0
+    """
+    assert report(code) == [("OOM302", 6)]
+
+
+def test_a_counter_that_is_handed_in_or_kept_elsewhere_is_not_judged(report):
+    code = """
+        def train_epoch(model, loader, optimizer, k, seen):
+            for x, y in loader:
+                (criterion(model(x), y) / k).backward()
+                seen += 1
+                if seen % k == 0:
+                    optimizer.step()
+            return seen
+
+        def train_epoch_with_global(model, loader, optimizer, k):
+            global step
+            for x, y in loader:
+                (criterion(model(x), y) / k).backward()
+                step += 1
+                if step % k == 0:
+                    optimizer.step()
+
+        def train_epoch_with_attribute(self, loader, k):
+            for x, y in loader:
+                (criterion(self.model(x), y) / k).backward()
+                self.steps += 1
+                if self.steps % k == 0:
+                    self.optimizer.step()
+    """
+    assert report(code) == []
+
+
+WHOLE_WINDOWS = """
+    import itertools
+
+    def train(model, loader, optimizer, k):
+        whole = len(loader) // k * k
+        {check}
+        for i, (x, y) in enumerate({batches}):
+            {guard}
+            (criterion(model(x), y) / k).backward()
+            if (i + 1) % k == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("batches", "guard", "tail_is_lost"),
+    [
+        ("loader", "assert len(loader) % k == 0", False),
+        ("loader", "pass", True),
+        ("loader", "if i >= whole: break", False),
+        ("loader", "if i >= len(loader) // k * k: break", False),
+        ("loader", "if i == len(loader) - len(loader) % k: break", False),
+        ("loader", "if i >= whole: continue", False),
+        ("itertools.islice(loader, whole)", "pass", False),
+        ("itertools.islice(loader, len(loader) // k * k)", "pass", False),
+        ("loader", "if i >= max_steps: break", True),
+        ("loader", "if i >= len(loader) // 2: break", True),
+    ],
+)
+def test_an_epoch_that_ends_with_a_whole_window_has_no_tail(report, batches, guard, tail_is_lost):
+    check, guard = (guard, "pass") if guard.startswith("assert") else ("pass", guard)
+    found = report(WHOLE_WINDOWS.format(batches=batches, guard=guard, check=check))
+    assert found == ([("OOM302", 9)] if tail_is_lost else [])
+
+
+def test_a_window_by_divmod_is_named_by_its_size(read):
+    code = """
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / k).backward()
+            if divmod(i + 1, k)[1] == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    (loop,) = read(code).loops
+    assert loop.window.size == "k"

@@ -1,0 +1,242 @@
+"""Accumulation windows: what a step waits for, whether the loss is divided, whether the tail is stepped."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oomfix.script.names import path_of
+from oomfix.script.nodes import Scope
+from oomfix.script.trace import Backward, Guard, Loop, Step
+
+if TYPE_CHECKING:
+    from oomfix.script.loops import TrainingLoop
+
+_WINDOW_NAME = re.compile(r"accum|micro|grad_?steps|iter_?size|update_(freq|every)|virtual|subdivision", re.IGNORECASE)
+_SKIPPING = (ast.Break, ast.Continue)
+
+
+@dataclass
+class Window:
+    """Gradient accumulation: a step every `size` iterations.
+
+    `test` is what the step waits for, `decision` the `if` that asks it; None when the window is an inner loop.
+    """
+
+    size: str
+    test: ast.expr
+    decision: ast.If | None
+    fires_on_last_batch: bool = False
+    """An alternative in the decision lets the step through at the end of the epoch."""
+
+
+def find_window(loop: TrainingLoop) -> Window | None:
+    """The accumulation window: every step waits for a test that some backward does not wait for."""
+    if loop.steps:
+        guards = [_window_guard(step, loop) for step in loop.steps]
+        first = guards[0]
+        if first is None or any(guard is None for guard in guards):
+            return None
+        waiting = {id(guard.statement) for guard in guards if guard is not None}
+        if _window_size(first.test) == "1":
+            return None
+        free = [backward for backward in loop.backwards if not waits(backward, loop.node, waiting)]
+        if not free or not isinstance(first.statement, ast.If):
+            return None
+        return Window(_window_size(first.test), first.test, first.statement, _fires_on_last_batch(first))
+    if loop.later_steps and isinstance(loop.node, ast.For) and _counts_a_window(loop.node):
+        iterable = loop.node.iter
+        size = iterable.args[-1] if isinstance(iterable, ast.Call) and iterable.args else iterable
+        return Window(ast.unparse(size), size, None)
+    return None
+
+
+def waits(backward: Backward, loop: Loop, decisions: set[int]) -> bool:
+    """Whether a backward waits for one of these decisions (by `id`) within its loop."""
+    return any(id(guard.statement) in decisions for guard in backward.site.guards_within(loop))
+
+
+def _window_guard(step: Step, loop: TrainingLoop) -> Guard | None:
+    for guard in step.site.guards_within(loop.node):
+        if is_window_test(guard.test) or _is_hand_counted(guard, loop.node):
+            return guard
+    return None
+
+
+def _is_hand_counted(guard: Guard, loop: Loop) -> bool:
+    """`seen += 1`, and `if seen == k:` a step and `seen = 0`."""
+    if not isinstance(guard.test, ast.Compare) or not isinstance(guard.test.ops[0], ast.Eq | ast.GtE):
+        return False
+    counter = path_of(guard.test.left)
+    if counter is None or not isinstance(guard.statement, ast.If):
+        return False
+    counted = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in ast.walk(loop))
+    reset = any(
+        isinstance(node, ast.Assign) and counter in map(path_of, node.targets) for node in ast.walk(guard.statement)
+    )
+    return counted and reset
+
+
+def is_window_test(test: ast.expr) -> bool:
+    """`(i + 1) % k == 0` and its kin: true once every few iterations."""
+    for node in ast.walk(test):
+        if _remainder(node) is not None:
+            return True
+        if isinstance(node, ast.Name | ast.Attribute) and _WINDOW_NAME.search(path_of(node) or ""):
+            return isinstance(test, ast.Compare | ast.BoolOp)
+    return False
+
+
+def _remainder(node: ast.AST) -> ast.expr | None:
+    """The divisor of `i % k` or `divmod(i, k)`; None for anything else."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        return node.right
+    if isinstance(node, ast.Call) and path_of(node.func) == "divmod" and len(node.args) == 2:
+        return node.args[1]
+    return None
+
+
+def _window_size(test: ast.expr) -> str:
+    for node in ast.walk(test):
+        if (size := _remainder(node)) is not None:
+            return ast.unparse(size)
+    return ast.unparse(test.comparators[0] if isinstance(test, ast.Compare) else test)
+
+
+def _counts_a_window(node: ast.For) -> bool:
+    iterable = node.iter
+    if (
+        isinstance(iterable, ast.Call)
+        and path_of(iterable.func) in ("range", "trange", "tqdm.trange")
+        and iterable.args
+    ):
+        names = " ".join(_names(iterable))
+        fetches = any(isinstance(child, ast.Call) and path_of(child.func) == "next" for child in ast.walk(node))
+        return bool(_WINDOW_NAME.search(names)) or fetches
+    return False
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            yield child.id
+        elif isinstance(child, ast.Attribute):
+            yield child.attr
+
+
+def _fires_on_last_batch(guard: Guard) -> bool:
+    """`... or (i + 1) == len(loader)`; in a guard that continues, `... and (i + 1) != len(loader)`."""
+    alternative = ast.Or if guard.value else ast.And
+    return any(isinstance(node, ast.BoolOp) and isinstance(node.op, alternative) for node in ast.walk(guard.test))
+
+
+def loses_tail(loop: TrainingLoop, nodes: list[tuple[ast.AST, Scope]]) -> bool:
+    """Whether the last incomplete window of an epoch is never stepped.
+
+    `nodes` are all nodes of the file, each with the function it is in.
+    """
+    window = loop.window
+    if window is None or window.decision is None or window.fires_on_last_batch or loop.later_steps:
+        return False
+    if isinstance(loop.node, ast.While) or _ends_with_a_whole_window(loop.node, nodes):
+        return False
+    counters = set(_names(window.test))
+    return bool(counters & set(_names(loop.node.target))) or any(
+        _starts_with_the_epoch(counter, loop.node, nodes) for counter in counters
+    )
+
+
+def _starts_with_the_epoch(counter: str, loop: ast.For | ast.AsyncFor, nodes: list[tuple[ast.AST, Scope]]) -> bool:
+    """A counter kept by hand that is set to a number right where the loop starts, and only within one run of it."""
+    function = next(scope for node, scope in nodes if node is loop)
+    own = [node for node, scope in nodes if scope is function]
+    counts = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in ast.walk(loop))
+    shared = any(isinstance(node, ast.Global | ast.Nonlocal) and counter in node.names for node in own)
+    leaves = any(isinstance(node, ast.If) and _breaks(node) and counter in _names(node.test) for node in ast.walk(loop))
+    if not counts or shared or leaves:
+        return False
+    around = [node for node in own if isinstance(node, Loop) and _encloses(node, loop)]
+    starts = [node for node in own if isinstance(node, ast.Assign) and _sets_to_number(node, counter)]
+    starts = [node for node in starts if node.lineno < loop.lineno]
+    return bool(starts) and any(all(_encloses(outer, start) for outer in around) for start in starts)
+
+
+def _sets_to_number(statement: ast.Assign, name: str) -> bool:
+    """`seen = 0`, also beside other targets."""
+    for target in statement.targets:
+        if isinstance(target, ast.Name) and target.id == name:
+            return isinstance(statement.value, ast.Constant)
+        if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
+            pairs = zip(target.elts, statement.value.elts, strict=False)
+            if any(path_of(one) == name and isinstance(value, ast.Constant) for one, value in pairs):
+                return True
+    return False
+
+
+def _ends_with_a_whole_window(loop: ast.For | ast.AsyncFor, nodes: list[tuple[ast.AST, Scope]]) -> bool:
+    """`if i >= len(loader) // k * k: break`, a loop over so many batches, or `assert len(loader) % k == 0`."""
+    values = {
+        target.id: node.value
+        for node, _ in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    if any(isinstance(node, ast.Assert) and _says_no_remainder(node.test) for node, _ in nodes):
+        return True
+    limits: list[ast.expr] = [loop.iter]
+    limits += [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and isinstance(node.body[0], _SKIPPING)]
+    return any(_is_multiple(part, values) for limit in limits for part in ast.walk(limit) if isinstance(part, ast.expr))
+
+
+def _says_no_remainder(test: ast.expr) -> bool:
+    """`len(loader) % k == 0`."""
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], ast.Eq)
+        and _remainder(test.left) is not None
+        and "len" in _names(test.left)
+    )
+
+
+def _is_multiple(node: ast.expr, values: dict[str, ast.expr]) -> bool:
+    """`n // k * k`, `n - n % k`, or a name of such a number."""
+    if isinstance(node, ast.Name):
+        value = values.get(node.id)
+        return isinstance(value, ast.BinOp) and _is_multiple(value, values)
+    if not isinstance(node, ast.BinOp):
+        return False
+    if isinstance(node.op, ast.Sub):
+        return isinstance(node.right, ast.BinOp) and isinstance(node.right.op, ast.Mod)
+    sides = [values.get(side.id, side) if isinstance(side, ast.Name) else side for side in (node.left, node.right)]
+    return isinstance(node.op, ast.Mult) and any(
+        isinstance(side, ast.BinOp) and isinstance(side.op, ast.FloorDiv) for side in sides
+    )
+
+
+def _breaks(statement: ast.If) -> bool:
+    return any(isinstance(node, ast.Break) for node in ast.walk(statement))
+
+
+def _encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
+    """Whether one statement of a function stands within another."""
+    return outer is not inner and outer.lineno <= inner.lineno and (inner.end_lineno or 0) <= (outer.end_lineno or 0)
+
+
+def is_divided(backward: Backward, window: Window) -> bool:
+    """Whether the loss was divided by what may be the window's size.
+
+    A literal counts when it is the size, or when the size is a name and the literal is too large for the mean of a few
+    loss terms.
+    """
+    if backward.node.args and backward.framework is None and not backward.scaled:
+        return True  # `loss.backward(torch.tensor(1 / k))`
+    for divisor in backward.divisors:
+        if not divisor.replace(".", "", 1).isdigit() or divisor == window.size:
+            return True
+        if not window.size.isdigit() and float(divisor) >= 4:
+            return True
+    return False
