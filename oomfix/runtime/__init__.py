@@ -43,7 +43,9 @@ from typing import Any
 
 from oomfix import presets
 from oomfix.runtime.backward_steps import optimizer_in_backward
+from oomfix.runtime.contrastive import contrastive_loss, encode_in_chunks
 from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
+from oomfix.runtime.detaching import detach_
 from oomfix.runtime.manager import MemoryManager
 from oomfix.runtime.offloading import offload_activations
 from oomfix.runtime.oom import DoesNotFitError
@@ -61,6 +63,9 @@ __all__ = [
     "Stage",
     "adamw_8bit",
     "chunked_cross_entropy",
+    "contrastive_loss",
+    "detach_",
+    "encode_in_chunks",
     "free",
     "linear_cross_entropy",
     "offload_activations",
