@@ -55,6 +55,7 @@ class Lift:
         loss_is_read: whether the loss is read later.
         deletes: names to take out of a `del`, since they no longer exist where it stands.
         own: names bound only on some ways through the slice, and read on the same ones.
+        all_names_are_read: something reads names of the scope that it does not write down.
         rescaled: `loss = loss / k` at the end of the slice, done again behind what reads the loss before it.
     """
 
@@ -70,3 +71,4 @@ class Lift:
     deletes: dict[ast.Delete, set[str]] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
     rescaled: list[ast.stmt] = field(default_factory=list)
+    all_names_are_read: bool = False

@@ -17,6 +17,7 @@ from oomfix.rewrite.slices import Slicer
 from oomfix.rules.base import Edit
 from oomfix.script import Script
 from oomfix.script.names import path_of
+from oomfix.script.trace import Forward
 
 _LONGEST_LINE = 79
 
@@ -59,12 +60,17 @@ class _Lifter:
     def __init__(self, script: Script, manager: str) -> None:
         source = script.source
         self._blocks = Blocks(source.tree)
-        forwards = {id(forward.node) for forward in script.trace.forwards.values()}
+        forwards = {id(forward.node) for forward in script.trace.forwards.values() if not self._only_resets(forward)}
         self._forwards = _RunsForward(source.tree, forwards)
         self._slicer = Slicer(source.tree, Helpers(source.tree), self._forwards)
         longest = max(map(len, source.lines), default=0)
         function = Names(source.tree).free("forward", "forward_batch")
         self._lifting = Lifting(Layout(source), manager, function, min(max(longest, _LONGEST_LINE), 120))
+
+    def _only_resets(self, forward: Forward) -> bool:
+        """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""
+        alone = isinstance(next(self._blocks.ancestors(forward.node)), ast.Expr)
+        return alone and not forward.node.args and not forward.node.keywords
 
     def edits(self, call: ast.Call) -> list[Edit]:
         """The edits that lift the slice of one backward.

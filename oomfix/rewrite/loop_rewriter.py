@@ -15,6 +15,7 @@ from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
 from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, prepare_edits, unused_amp_imports
+from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rules.base import Edit
 from oomfix.script import Script
 from oomfix.source import Source, parse
@@ -77,12 +78,18 @@ class LoopRewriter:
             used = _first_use(self._source, self._blocks, edits)
             overrides = {**_PRECISION[scaling], **self._overrides}
             edits += header_edits(self._layout, self._names, manager, self._preset, overrides, used)
-        rewritten = _changed(self._source, apply_edits(self._source.text, edits))
-        lifted = lift_backwards(Script.read(rewritten, self._script.target_torch), self._order(), manager)
+        stages = _Stages(self._source)
+        stages.edit(edits)
+        order = self._order()
+        while (merged := merge_branches(stages.source, manager)).edits:
+            stages.edit(merged.edits)
+            order = [place for number, place in enumerate(order) if number not in merged.gone]
+        lifted = lift_backwards(Script.read(stages.source, self._script.target_torch), order, manager)
         for verdict in self.verdicts:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
-                verdict.reason = _with_lines_before(verdict.reason, self._source.text, edits)
-        return _changed(rewritten, apply_edits(rewritten.text, lifted))
+                verdict.reason = stages.with_lines_before(verdict.reason)
+        stages.edit(lifted)
+        return stages.source
 
     def _order(self) -> list[tuple[Verdict, bool]]:
         """For each `memory.backward` that is written, in the order of the text: its loop, and whether to lift it."""
@@ -110,17 +117,38 @@ class LoopRewriter:
                 verdict.notes.append(f"{_SAID[scaling]}: {verdict.sees_scale}")
 
 
+class _Stages:
+    """A source on its way through several rounds of edits.
+
+    Attributes:
+        source: as it is now.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._rounds: list[tuple[str, list[Edit]]] = []
+
+    def edit(self, edits: list[Edit]) -> None:
+        """Make one round of edits."""
+        self._rounds.append((self.source.text, edits))
+        self.source = _changed(self.source, apply_edits(self.source.text, edits))
+
+    def with_lines_before(self, reason: str) -> str:
+        """A reason with the lines of the script as it was, not as it is now."""
+        return re.sub(r"\bline (\d+)", lambda found: f"line {self._line_before(int(found[1]))}", reason)
+
+    def _line_before(self, line: int) -> int:
+        for text, edits in reversed(self._rounds):
+            line = line_before(text, edits, line)
+        return line
+
+
 def _why_nothing_is_gained(verdict: Verdict) -> str | None:
     """Why a loop that keeps its own precision is left alone: its batch cannot be split either."""
     if verdict.form == "micro-batched":
         return None
     own = "its loss scaler is also that of another loop" if verdict.scaled else "another loop scales its own loss"
     return f"{verdict.sees_scale or own}; and {verdict.reason}"
-
-
-def _with_lines_before(reason: str, text: str, edits: list[Edit]) -> str:
-    """A reason with the lines of the script as it was, not as it is half way."""
-    return re.sub(r"\bline (\d+)", lambda found: f"line {line_before(text, edits, int(found[1]))}", reason)
 
 
 def _models(verdicts: list[Verdict]) -> set[str]:

@@ -52,6 +52,8 @@ class Signature:
             lift.after.pop()
         live = self._liveness.before(lift.after, live) if lift.after else live
         bound = _in_order(lift.lifted)
+        if lift.all_names_are_read:
+            live |= set(bound)
         live |= self._find_deletes(lift, set(bound) - live)
         certain = definitely_bound(lift.lifted)
         others = self._liveness.always | _read_outside(lift)

@@ -44,6 +44,7 @@ class Slicer:
         self._helpers = helpers
         self._runs_forward = runs_forward
         self._signatures: dict[int, Signature] = {}
+        self._own_names = {name for statement in tree.body for name in names_bound(statement)}
 
     def lift(self, site: Site) -> Lift:
         """The slice of a backward as a function.
@@ -51,7 +52,6 @@ class Slicer:
         Raises:
             CannotLift: moving it might change what the script does; says what stands in the way.
         """
-        _refuse_frame_readers(site.scope)
         end = site.block.index(site.end)
         chosen = self._chosen(site, end)
         if chosen is None:
@@ -68,6 +68,7 @@ class Slicer:
         lifted = [site.block[index] for index in chosen]
         loss = site.root.id if isinstance(site.root, ast.Name) else None
         lift = Lift(site, lifted, loss=loss, rescaled=list(rescaled))
+        lift.all_names_are_read = self._check_frame_readers(lift)
         for statement in lifted:
             self._check_lifted(statement, lift)
         self._check_changes(lift)
@@ -147,6 +148,18 @@ class Slicer:
             raise CannotLift(f"line {line} writes {sorted(shared)[0]}, which belongs to a scope around it")
         if (found := self._helpers.lasting_effect(statement)) is not None:
             raise CannotLift(f"{found}, and would do so for every part of a batch")
+
+    def _check_frame_readers(self, lift: Lift) -> bool:
+        """Whether the scope reads names that it does not write down: `locals()["loss"]`."""
+        inside = {id(node) for statement in lift.lifted for node in ast.walk(statement)}
+        found = False
+        for node in nodes_of_scope_body(lift.site.scope):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in self._own_names:
+                if node.func.id in ("locals", "vars", "exec", "eval") and not (node.func.id == "vars" and node.args):
+                    if id(node) in inside:
+                        raise CannotLift(f"`{node.func.id}()` in line {node.lineno} may read any local name")
+                    found = True
+        return found
 
     def _check_changes(self, lift: Lift) -> None:
         """Objects may be changed only where the slice itself made them."""
@@ -258,14 +271,12 @@ def _without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], li
     return replace(site, root=root), chosen[:-1], [last]
 
 
-def _refuse_frame_readers(scope: Scope) -> None:
-    for node in nodes_of_scope_body(scope):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in ("locals", "vars", "exec", "eval") and not (node.func.id == "vars" and node.args):
-                raise CannotLift(f"`{node.func.id}()` in line {node.lineno} may read any local name")
-
-
 def _only_switches(statement: ast.stmt) -> bool:
+    """`model.train()`, `model = model.train()`."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call):
+        function = statement.value.func
+        same = isinstance(function, ast.Attribute) and path_of(function.value) == path_of(statement.targets[0])
+        return same and path_of(statement.targets[0]) is not None and effects.switches_mode(statement)
     return isinstance(statement, ast.Expr) and effects.switches_mode(statement)
 
 

@@ -279,6 +279,7 @@ def test_two_backwards_stay_in_place_and_keep_their_gradient_resets():
         ("out = model(x)\n    reset_grad()\n    loss = out.sum()", "may reset gradients"),
         ("out = model(x)\n    noise = torch.rand(1)\n    loss = out.sum() * torch.rand(1)", "draws random numbers"),
         ("loss = model(x).sum() + len(locals())", "`locals()` in line"),
+        ("loss = model(x).sum() * eval('weight')", "`eval()` in line"),
         ("out = model(x)\n    loss = super().criterion(out, y)", "`super()` in line"),
     ],
 )
@@ -582,3 +583,104 @@ def test_what_goes_round_within_an_iteration_is_no_state_of_the_one_before():
             optimizer.step()
         """)
     assert forms == [("micro-batched", None)]
+
+
+BRANCHES = """\
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    if args.amp:
+        with torch.autocast("cuda"):
+            loss = F.cross_entropy(model(x), y)
+    else:
+        loss = F.cross_entropy(model(x), y)
+    if args.amp:
+        # scaled
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    print(loss.item())
+"""
+
+
+def test_branches_that_are_the_same_without_their_own_scaler_become_one_and_the_batch_is_split():
+    text, forms = apply(BRANCHES)
+    assert forms == [("micro-batched", None)]
+    assert text.endswith(
+        """\
+            else:
+                loss = F.cross_entropy(model(x), y)
+            return loss
+
+        # scaled
+        loss = memory.forward_backward(forward, x, y)
+        memory.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        memory.step(optimizer)
+        print(loss.item())
+""".replace("\n    ", "\n").removeprefix("    ")
+    )
+
+
+def test_branches_that_differ_or_are_chosen_by_a_call_stay():
+    _, forms = apply(
+        BRANCHES.replace("model.parameters(), 1.0)\n    optim", "model.parameters(), 2.0)\n    optim", 1).replace(
+            "    else:\n        loss.b", "    else:\n        print()\n        loss.b"
+        )
+    )
+    assert forms[0][0] == "in-place"
+    text, forms = apply(BRANCHES.replace("if args.amp:\n        #", "if flip():\n        #"))
+    assert forms[0][0] == "in-place"
+    assert "if flip():" in text
+
+
+def test_every_name_is_an_output_where_the_script_reads_names_that_it_does_not_write_down():
+    text, forms = apply("""\
+        def train():
+            for x, y in loader:
+                optimizer.zero_grad()
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+                loss.backward()
+                optimizer.step()
+            return locals()["out"]
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "return loss, out\n" in text
+
+
+def test_a_function_of_the_file_called_eval_is_no_builtin():
+    text, forms = apply("""\
+        def eval(model):
+            pass
+
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        eval(model)
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "return loss\n" in text
+
+
+def test_resets_of_the_model_and_switches_stay_ahead_of_the_slice():
+    text, forms = apply("""\
+        for x, y in loader:
+            model = model.train()
+            optimizer.zero_grad()
+            model.init_hidden()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "    model = model.train()\n    model.init_hidden()\n\n    def forward(x, y):\n" in text
