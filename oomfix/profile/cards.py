@@ -62,3 +62,8 @@ def find_card(name: str) -> Card:
     close = get_close_matches(key, CARDS, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"gpu: got {name!r}, expected one of {', '.join(CARDS)}{hint}")
+
+
+def key_of(card: Card) -> str:
+    """The name that `--gpu` takes for one of `CARDS`."""
+    return next(key for key, known in CARDS.items() if known == card)

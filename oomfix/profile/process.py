@@ -5,22 +5,28 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def run_script(script: str, args: list[str], options: list[str]) -> tuple[dict[str, Any] | None, int]:
+def run_script(
+    script: str, args: list[str], options: list[str], rewritten: Mapping[str, bytes] = MappingProxyType({})
+) -> tuple[dict[str, Any] | None, int]:
     """What `oomfix.profile.run` finds in a process of its own, and its exit code; None where it found nothing.
 
-    What the script writes is shown, on standard error, only where it failed.
+    What the script writes is shown, on standard error, only where it failed. `rewritten` says for Python files what is
+    run in place of what they hold.
     """
     # the card is simulated even where there is a real one
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "estimate.json")
+        options = [*options, *_rewritten(rewritten, folder)]
         command = [sys.executable, "-m", "oomfix.profile.run", "--output", str(output), *options, script, *args]
         finished = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if finished.returncode:
@@ -28,3 +34,16 @@ def run_script(script: str, args: list[str], options: list[str]) -> tuple[dict[s
         if not output.exists():
             return None, finished.returncode
         return json.loads(output.read_text(encoding="utf-8")), finished.returncode
+
+
+def _rewritten(contents: Mapping[str, bytes], folder: str) -> list[str]:
+    """The option for rewritten files, whose contents are put into a folder."""
+    if not contents:
+        return []
+    instead = {}
+    for number, (path, content) in enumerate(contents.items()):
+        instead[path] = str(Path(folder, f"{number}.py"))
+        Path(instead[path]).write_bytes(content)
+    index = Path(folder, "rewritten.json")
+    index.write_text(json.dumps(instead), encoding="utf-8")
+    return ["--rewritten", str(index)]

@@ -60,21 +60,26 @@ def as_json(outcomes: Sequence[FileOutcome]) -> str:
             for outcome in outcomes
             if outcome.changed or not outcome.errors
         ],
-        "loops": [
-            {
-                "path": outcome.path,
-                **({} if loop.cell is None else {"cell": loop.cell}),
-                "line": loop.line,
-                "end_line": loop.end_line,
-                "rewrite": loop.rewrite,
-                "reason": loop.reason,
-            }
-            for outcome in outcomes
-            for loop in outcome.loops
-        ],
+        "loops": loops_as_json(outcomes),
         "errors": [{"path": outcome.path, "message": error} for outcome in outcomes for error in outcome.errors],
     }
     return json.dumps(report, indent=2) + "\n"
+
+
+def loops_as_json(outcomes: Sequence[FileOutcome]) -> list[dict[str, Any]]:
+    """Every training loop: where it is, its form after the rewrite, and why not more."""
+    return [
+        {
+            "path": outcome.path,
+            **({} if loop.cell is None else {"cell": loop.cell}),
+            "line": loop.line,
+            "end_line": loop.end_line,
+            "rewrite": loop.rewrite,
+            "reason": loop.reason,
+        }
+        for outcome in outcomes
+        for loop in outcome.loops
+    ]
 
 
 def _lines(outcome: FileOutcome) -> Iterator[str]:
@@ -94,7 +99,7 @@ def _many(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def _diff(path: str, change: Change) -> Iterator[str]:
-    name = path if change.cell is None else f"{path}, cell {change.cell}"
+    name = path.lstrip("/") if change.cell is None else f"{path.lstrip('/')}, cell {change.cell}"
     before, after = _LINE.findall(change.before), _LINE.findall(change.after)
     for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

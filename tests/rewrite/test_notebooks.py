@@ -199,7 +199,7 @@ def test_diff_and_json_name_the_cell(tmp_path):
     path.write_text(json.dumps({"cells": with_sources(lines, {})}))
     before = path.read_bytes()
     diff = apply_to(path, "--diff").output
-    assert f"--- a/{path}, cell 5\n+++ b/{path}, cell 5\n@@ -1,6 +1,8 @@\n" in diff
+    assert f"--- a{path}, cell 5\n+++ b{path}, cell 5\n@@ -1,6 +1,8 @@\n" in diff
     assert "+    memory.step(optimizer)\n" in diff
     assert " magic " not in diff
     report = json.loads(apply_to(path, "--check", "--format", "json").output)

@@ -1,0 +1,95 @@
+"""What `profile` and `apply --prove` run: scripts as they would be rewritten for a preset, with nothing written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from oomfix.presets import CUDA_CONTEXT_GIB, Preset
+from oomfix.profile.cards import key_of
+from oomfix.rewrite import summary
+from oomfix.rewrite.apply import Options
+from oomfix.rewrite.files import FileOutcome, Rewriter
+from oomfix.rules import all_rules
+
+
+class CannotRewrite(Exception):
+    """A script that cannot be read or rewritten; the message is one plain line that says why."""
+
+
+class WhatIf(NamedTuple):
+    """A script as it would be rewritten.
+
+    Attributes:
+        name: the preset's name, as it was given.
+        preset: the preset.
+        outcome: what would become of the script.
+    """
+
+    name: str
+    preset: Preset
+    outcome: FileOutcome
+
+    @property
+    def options(self) -> list[str]:
+        """The options of `oomfix.profile.run` for the card and the budget of the preset."""
+        return [*card_options(self.preset), *budget_options(self.preset)]
+
+    @property
+    def contents(self) -> dict[str, bytes]:
+        """What `oomfix.profile.process.run_script` is to run in place of files."""
+        return contents_of([self.outcome])
+
+    def as_text(self) -> str:
+        """What would be done to the script: a line for each loop, and the totals."""
+        return summary.as_text([self.outcome], written=False) + "\n"
+
+    def verdict(self, found: dict[str, Any]) -> str:
+        """Whether a run within the preset's budget, as `oomfix.profile.run` found it, came to its end."""
+        if self.preset.budget_gib is None:
+            return ""
+        verb = "runs out of" if found["out_of_memory"] else "gets by with"
+        return f"  {verb} the {self.preset.budget_gib:.1f} GiB of {self.name}\n"
+
+    def as_json(self) -> dict[str, Any]:
+        """The preset's name and what would be done to the script's loops."""
+        return {"preset": self.name, "loops": summary.loops_as_json([self.outcome])}
+
+
+def rewrite_for(script: str, preset: str) -> WhatIf:
+    """A script as `oomfix apply --preset PRESET SCRIPT` would rewrite it.
+
+    Raises:
+        ValueError: no preset has this name.
+        CannotRewrite: the script cannot be read or parsed.
+    """
+    rewriter = Rewriter(all_rules(), Options(preset), writes=False)
+    chosen = rewriter.chosen(script).preset
+    outcomes = rewriter.rewrite([script])
+    if errors := [f"{outcome.path}: {error}" for outcome in outcomes for error in outcome.errors]:
+        raise CannotRewrite("\n".join(errors))
+    return WhatIf(preset, chosen, outcomes[0])
+
+
+def contents_of(outcomes: Sequence[FileOutcome]) -> dict[str, bytes]:
+    """By real path, what rewritten files are to hold."""
+    return {os.path.realpath(found.path): found.content for found in outcomes if found.content is not None}
+
+
+def card_options(preset: Preset) -> list[str]:
+    """The options of `oomfix.profile.run` for the card of a preset; none where the preset has no card."""
+    return [] if preset.card is None else ["--gpu", key_of(preset.card)]
+
+
+def budget_options(preset: Preset, margin: float = 0.0) -> list[str]:
+    """The options of `oomfix.profile.run` for the budget of a preset; none where the preset has no budget.
+
+    Args:
+        preset: the preset.
+        margin: by what share a measured peak may exceed an estimate; the budget is that much smaller.
+    """
+    if preset.budget_gib is None:
+        return []
+    # the option takes the memory of a card, part of which the CUDA context fills
+    return ["--budget", repr(preset.budget_gib / (1 + margin) + CUDA_CONTEXT_GIB)]
