@@ -113,6 +113,8 @@ class Totals:
         Raises:
             RuntimeError: the losses, or gradients of other origin, in one gradient are off by different factors.
         """
+        if not self._leaves:
+            return
         by_factor: dict[float, list[torch.Tensor]] = {}
         for leaf in leaves:
             if id(leaf) not in self._leaves or id(leaf) in self._corrected or leaf.grad is None:

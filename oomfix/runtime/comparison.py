@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.probe import Draws, Probe, Writes, counters_kept
-from oomfix.runtime.rollback import RandomState
 from oomfix.runtime.running_statistics import quiet
 
 

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from oomfix.runtime import outputs
-from oomfix.runtime.accumulation import Slot, Window
+from oomfix.runtime.accumulation import Divisor, Slot, Window
 from oomfix.runtime.batch import Batch, balanced
+from oomfix.runtime.gradients import Border, GradientsAside, reached_leaves
+from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import NotZero, Weight
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
-from oomfix.runtime.rollback import Border, GradientsAside, RandomState, reached_leaves
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
@@ -49,30 +50,35 @@ class Iteration:
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
         self.known = known
         self.forward = forward
-        self._border = Border(batch.tensors() if trains else ())
+        self._tensors = list(batch.tensors())
+        self._border = Border(self._tensors if trains else ())
         self.batch = self._border.inside(batch)
         self.trains = trains
         self.room: OptimizerRoom | None = None
         self._window = Window()
         self._slot = Slot()
-        self._divisor_before = self._slot.divisor.copy()
+        self._divisor_before = Divisor()
         self._parts = 1
         self.in_window = False
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
-        self._generators = RandomState()
+        self._generators: RandomState | None = None
         self._in_forward = False
-        if trains:
-            self._gradients.cover(known.reached())
-            self._gradients.cover(t for t in self.batch.tensors() if t.requires_grad and t.is_leaf)
 
     def remember(self) -> None:
-        """Keep what the run may change besides gradients. May run out of memory, and be called again."""
-        self.known.buffers.keep()
+        """Keep what the run may change. May run out of memory, and be called again."""
+        known = self.known
+        explore = known.is_call_to_explore()
+        self._generators = RandomState(explore or known.draws_outside_torch, known.generators)
+        known.state.keep(explore)
+        if self.trains:
+            self._gradients.cover(known.reached())
+            self._gradients.cover(known.holding_gradients())
+            self._gradients.cover(t for t in self.batch.tensors() if t.requires_grad and t.is_leaf)
 
     def device_type(self) -> str:
         """Where it runs."""
-        return self.known.device_type(self.batch.tensors())
+        return self.known.device_type(self._tensors)
 
     def use_half(self, device_type: str, dtype: torch.dtype) -> None:
         """Run the calls of models under autocast."""
@@ -91,7 +97,7 @@ class Iteration:
         self.in_window = window.length > 1 and self.trains
         if self.in_window:
             self._slot = window.totals.begin(window.position)
-        self._divisor_before = self._slot.divisor.copy()
+            self._divisor_before = self._slot.divisor.copy()
 
     def run(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
         """Forward and backward of `parts` micro-batches; returns the result as of the whole batch, detached.
@@ -129,14 +135,16 @@ class Iteration:
             reason = "the rows checked left open how one of its results is put together"
         raise CannotSplit(reason, Verdict(None, reason, undecided=True))
 
-    def put_back(self) -> None:
-        """Leave no trace of a run that failed."""
+    def put_back(self) -> list[str]:
+        """Leave no trace of a run that failed; returns the names of tensors whose old contents are not known."""
+        assert self._generators is not None
         self._generators.restore()
-        self.known.buffers.restore()
+        lost = self.known.state.restore()
         self._gradients.drop()
         self._slot.divisor = self._divisor_before.copy()
         if self.room is not None:
             self.room.release()
+        return lost
 
     def give_up(self) -> None:
         """Leave gradients as they were before the call; an error is on its way to the caller."""
@@ -148,7 +156,9 @@ class Iteration:
     def finish(self, parts: int) -> None:
         """Add the gradients to those that were there, and remember what was learned."""
         known = self.known
-        known.buffers.ran()
+        known.state.ran()
+        if self._generators is not None and self._generators.moved_outside_torch():
+            known.draws_outside_torch = True
         if known.sizing.splits or parts > 1:
             known.sizing.fitted(self.batch.size, parts)
         if not self.trains:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.kept_state import KeptState
 from oomfix.runtime.precision import ModelCalls, device_type_of
-from oomfix.runtime.referenced import code_of, identity, reachable_modules
-from oomfix.runtime.rollback import Buffers
+from oomfix.runtime.referenced import code_of, generators_in, identity, reachable_modules
 from oomfix.runtime.running_statistics import iterates_power, uses_batch_statistics
 from oomfix.runtime.sizing import Sizing
 from oomfix.runtime.verdict import Verdict
@@ -28,7 +28,9 @@ class Known:
         calls: how many have begun, this one included.
         verdict: the last check's, None before the first.
         sizing: the micro-batches that fit.
-        buffers: what is put back after a failure.
+        state: what is put back after a failure.
+        generators: random number generators of the program's own that it may draw from.
+        draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
         fp32: autocast made it fail, or it differentiates by itself under fp16.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
     """
@@ -43,8 +45,12 @@ class Known:
         self.calls = 0
         self.verdict: Verdict | None = None
         self.sizing = Sizing(first_parts)
-        self.buffers = Buffers(self.modules())
+        self.state = KeptState(self.modules())
+        self.generators = generators_in(forward, self.modules())
+        self.draws_outside_torch = False
         self._leaves: list[weakref.ref[torch.Tensor]] = []
+        self._others: list[weakref.ref[torch.Tensor]] = []
+        self._device_type = ""
         self.model_calls: ModelCalls | None = None
         self.fp32 = False
         self.steps_seen = False
@@ -70,9 +76,12 @@ class Known:
         return list(found.values())
 
     def device_type(self, batch: Iterable[torch.Tensor]) -> str:
-        """Where the forward runs: where its models are, or else its batch."""
+        """Where the forward runs: where its models are, or else its batch. Looked up at calls to explore."""
+        if self._device_type and not self.is_call_to_explore():
+            return self._device_type
         first = [next(root.parameters(), None) for root in self.roots()]
-        return device_type_of([*(parameter for parameter in first if parameter is not None), *batch])
+        self._device_type = device_type_of([*(parameter for parameter in first if parameter is not None), *batch])
+        return self._device_type
 
     def keep_whole(self, batch: Batch) -> None:
         """Leave arguments of `batch` whole that have been whole before: a short batch may be as long as they are."""
@@ -128,11 +137,18 @@ class Known:
         """The tensors that its loss has been seen to reach, and that still exist."""
         return (leaf for place in self._leaves if (leaf := place()) is not None)
 
+    def holding_gradients(self) -> Iterator[torch.Tensor]:
+        """Parameters that its loss has not been seen to reach, but might this time, and that hold a gradient."""
+        return (leaf for place in self._others if (leaf := place()) is not None and leaf.grad is not None)
+
     def reaches(self, leaves: list[torch.Tensor]) -> None:
         """Remember what the loss reaches."""
         known = {id(leaf) for leaf in self.reached()}
         self._leaves = [place for place in self._leaves if place() is not None]
         self._leaves += [weakref.ref(leaf) for leaf in leaves if id(leaf) not in known]
+        known |= {id(leaf) for leaf in leaves}
+        others = [p for module in self.modules() for p in module._parameters.values() if p is not None]
+        self._others = [weakref.ref(parameter) for parameter in others if id(parameter) not in known]
         if self._first_version is None and leaves:
             self._first_version = leaves[0]._version
 

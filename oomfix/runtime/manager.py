@@ -19,7 +19,7 @@ from oomfix.runtime.model_call import PreciseCalls
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.outputs import detached
 from oomfix.runtime.report import Report
-from oomfix.runtime.rollback import reached_leaves
+from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.splitter import Splitter
 from oomfix.runtime.stepping import Stepper, parameters_of
 

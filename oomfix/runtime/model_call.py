@@ -11,7 +11,7 @@ from torch import nn
 from oomfix.presets import Precision
 from oomfix.runtime import precision, trees
 from oomfix.runtime.oom import is_out_of_memory
-from oomfix.runtime.rollback import RandomState
+from oomfix.runtime.kept_state import RandomState
 
 _log = logging.getLogger("oomfix")
 

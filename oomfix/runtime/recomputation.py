@@ -172,6 +172,15 @@ class Attributes:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved = [(vars(module), dict(vars(module)), _contents(vars(module))) for module in modules]
 
+    def changed(self) -> set[str]:
+        """The names of the attributes that have changed."""
+        names: set[str] = set()
+        for attributes, before, contents in self._saved:
+            names |= attributes.keys() ^ before.keys()
+            names |= {name for name, value in before.items() if name in attributes and attributes[name] is not value}
+            names |= {name for name, content in contents.items() if not _same_content(before[name], content)}
+        return names
+
     def restore(self) -> set[str]:
         """Put everything back; the names of the attributes that had changed."""
         changed = set()

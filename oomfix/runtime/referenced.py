@@ -1,11 +1,16 @@
 """Which models a forward runs: found by reading what its code refers to, without running it."""
 
+import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
+
+from oomfix.runtime.kept_state import is_generator
+from oomfix.runtime.trees import tensors
 
 _DEPTH = 3  # a helper's helper, or the attribute of an object in a list
 
@@ -25,52 +30,104 @@ def identity(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
     The code, the models, functions, criteria and flags that it is bound to (closure, defaults, arguments of a
     partial), and the flags and models among its arguments. A function that a loop defines anew from the same
-    things stays the same.
+    things stays the same. This is called for every batch, so it is written for speed.
     """
     found: list[Any] = [code_of(forward)]
     for name, value in _references(forward):
-        found += _identities(name, value, 2)
-    arguments: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in arguments:
-        found += _identities(place, value, 1)
+        _identify(name, value, 2, found)
+    for place, argument in enumerate(args):
+        if type(argument) is not torch.Tensor:
+            _identify(place, argument, 1, found)
+    for argument_name, argument in kwargs.items():
+        _identify(argument_name, argument, 1, found)
     return tuple(found)
 
 
-def _identities(name: Any, value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
+class _Kind(Enum):
+    """What tells two values of a type apart."""
+
+    NOTHING = auto()
+    FLAG = auto()
+    MODULE = auto()
+    FUNCTION = auto()
+    CONTAINER = auto()
+    CALLABLE = auto()
+    OBJECT = auto()
+
+
+_kinds: dict[type, _Kind] = {}
+
+
+def _kind_of(type_: type) -> _Kind:
+    kind = _kinds.get(type_)
+    if kind is None:
+        kind = _kinds[type_] = _judge_type(type_)
+    return kind
+
+
+def _judge_type(type_: type) -> _Kind:
+    if issubclass(type_, torch.Tensor | types.ModuleType | type | int | float) and type_ is not bool:
+        return _Kind.NOTHING
+    if issubclass(type_, bool | str | torch.dtype | types.NoneType):
+        return _Kind.FLAG
+    if issubclass(type_, nn.Module):
+        return _Kind.MODULE
+    if issubclass(type_, types.FunctionType | types.MethodType | functools.partial):
+        return _Kind.FUNCTION
+    if issubclass(type_, list | tuple | dict):
+        return _Kind.CONTAINER
+    callable_ = any("__call__" in base.__dict__ for base in type_.__mro__)
+    return _Kind.CALLABLE if callable_ else _Kind.OBJECT
+
+
+def _identify(name: Any, value: Any, depth: int, found: list[Any]) -> None:
+    """Append to `found` what tells `value` from others under the same name."""
+    kind = _kind_of(type(value))
+    if kind is _Kind.NOTHING:
         return
-    if isinstance(value, nn.Module):
-        if next(value.parameters(), None) is None and next(value.children(), None) is None:
-            # a criterion may be made anew in each iteration
-            yield name, type(value), *_settings(value)
+    if kind is _Kind.FLAG:
+        found.append((name, value))
+    elif kind is _Kind.MODULE:
+        if value._parameters or value._modules:
+            found.append((name, id(value)))
         else:
-            yield name, id(value)
-    elif isinstance(value, bool | str | torch.dtype) or value is None:
-        yield name, value
-    elif isinstance(value, types.FunctionType | types.MethodType) or hasattr(value, "func"):
-        yield name, code_of(value)
+            # a criterion may be made anew in each iteration
+            found.append((name, type(value), *_settings(value)))
+    elif kind is _Kind.FUNCTION:
+        found.append((name, code_of(value)))
         if depth and not (getattr(value, "__module__", None) or "").startswith("torch"):
             for inner, bound in _references(value):
-                yield from _identities((name, inner), bound, depth - 1)
-    elif isinstance(value, types.ModuleType | type):
-        return
-    elif isinstance(value, list | tuple | dict):
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
+                _identify((name, inner), bound, depth - 1, found)
+    elif kind is _Kind.CONTAINER:
         if depth and len(value) <= 64:
-            for key, entry in entries:
+            of_names = isinstance(value, dict)
+            for key, entry in value.items() if of_names else enumerate(value):
                 # texts in a container are samples rather than flags
-                if isinstance(entry, nn.Module | bool | types.FunctionType) or isinstance(value, dict):
-                    yield from _identities((name, key), entry, depth - 1)
-    elif name == "self" or (depth and callable(value)):
+                if of_names or isinstance(entry, nn.Module | bool | types.FunctionType):
+                    _identify((name, key), entry, depth - 1, found)
+    elif name == "self" or (depth and kind is _Kind.CALLABLE):
         for attribute, entry in getattr(value, "__dict__", {}).items():
             if isinstance(entry, nn.Module | list | tuple | dict):
-                yield from _identities((name, attribute), entry, depth - 1)
+                _identify((name, attribute), entry, depth - 1, found)
         if name != "self":
-            yield name, type(value), *_settings(value)
+            found.append((name, type(value), *_settings(value)))
 
 
 def _settings(value: Any) -> Iterator[Any]:
-    return (pair for pair in vars(value).items() if isinstance(pair[1], bool | int | float | str | None))
+    attributes = getattr(value, "__dict__", {})
+    return (pair for pair in attributes.items() if isinstance(pair[1], bool | int | float | str | None))
+
+
+def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> list[Any]:
+    """Random number generators of the program's own that `forward` refers to, or its modules hold."""
+    values = [value for _, value in _references(forward)]
+    values += [value for module in modules for value in vars(module).values()]
+    return list({id(value): value for value in values if is_generator(value)}.values())
+
+
+def graph_in(forward: Callable[..., Any]) -> str | None:
+    """The name of a tensor made outside of `forward` that it refers to and that has a graph, if there is one."""
+    return next((name for name, value in _references(forward) for leaf in tensors(value) if leaf.grad_fn), None)
 
 
 def reachable_modules(forward: Callable[..., Any], arguments: Any = ()) -> list[nn.Module]:
@@ -154,7 +211,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _inside(value: Any) -> list[Any]:
     """What to look at next: a helper of this program, or an object that holds models."""
-    if isinstance(value, types.FunctionType | types.MethodType) or hasattr(value, "func"):
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         module = getattr(value, "__module__", None) or ""
         return [] if module.split(".")[0] == "torch" else [found for _, found in _references(value)]
     if isinstance(value, dict):

@@ -89,4 +89,4 @@ def _is_mask(tensor: torch.Tensor, rows: int) -> bool:
 
 
 def _chunks(tensor: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
-    return iter(tensor.detach().split(rows))
+    return iter(torch.split(tensor.detach(), rows))

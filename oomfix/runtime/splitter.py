@@ -71,7 +71,7 @@ class Splitter:
                     if not out_of_memory and not iteration.failed_in_half():
                         raise
                     said = str(error).splitlines()[0] if str(error) else type(error).__name__
-                iteration.put_back()
+                self._put_back(iteration)
                 if said is None:
                     parts = self._whole(known, self._reason(iteration) or why)
                 elif out_of_memory:
@@ -101,6 +101,16 @@ class Splitter:
                 raise
         free_what_is_left(thorough=True)
         iteration.remember()
+
+    def _put_back(self, iteration: Iteration) -> None:
+        lost = iteration.put_back()
+        if lost:
+            name = iteration.known.name
+            self._say(
+                f"{name}: it writes {', '.join(lost[:3])} itself, which was not foreseen at this call: what it wrote "
+                "before it ran out of memory stays, and is written again. From now on it is put back.",
+                f"lost {name}",
+            )
 
     def _first_parts(self, iteration: Iteration) -> int:
         known, wanted = iteration.known, self.preset.micro_batches

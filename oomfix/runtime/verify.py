@@ -7,7 +7,7 @@ results of the parts must give the result of the whole, under one of the rules i
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ _FEWEST_ROWS = 3  # the least that make two unequal parts
 _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 6  # parameters whose gradients are compared
 _GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
+
+
+_T = TypeVar("_T")
 
 
 def check(
@@ -74,7 +77,7 @@ def check(
     return verdict
 
 
-def _with_rows_that_fit(counts: list[int], run: Callable[[int], Any]) -> Any:
+def _with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:
     """What `run` returns for the most rows that memory allows; None if it allows none."""
     for count in sorted({count for count in counts if count >= 2}, reverse=True):
         try:
@@ -142,7 +145,7 @@ class _Check:
         if not small:
             return loss, []
         gradients = torch.autograd.grad(loss, small[-_COMPARED:], allow_unused=True, materialize_grads=True)
-        return loss, list(gradients)
+        return loss, [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:

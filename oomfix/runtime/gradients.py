@@ -1,0 +1,128 @@
+"""Gradients of a call, apart from those that were there before it, so that a failed call leaves no trace."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from oomfix.runtime.batch import Batch
+
+
+class GradientsAside:
+    """Gradients of one call, apart from those that were there before it.
+
+    A leaf that is covered has its gradient taken off, so that a backward which fails half way leaves nothing in
+    it; `merge` adds both in the end, `put_back` forgets the call's.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def leaves(self) -> Iterator[torch.Tensor]:
+        """Every leaf covered so far."""
+        return (leaf for leaf, _ in self._earlier.values())
+
+    def earlier(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that `leaf` held before the call."""
+        return self._earlier[id(leaf)][1]
+
+    def cover(self, leaves: Iterable[torch.Tensor], touched: bool = False) -> None:
+        """Take the gradients of `leaves` off.
+
+        Args:
+            leaves: tensors that backward accumulates into; those covered already are left alone.
+            touched: a backward has run since, so what they hold now belongs to this call.
+        """
+        covered = self._earlier
+        for leaf in leaves:
+            if id(leaf) in covered:
+                continue
+            earlier = leaf.grad
+            if earlier is not None:
+                leaf.grad = None
+                if not touched:
+                    self._held.append((leaf, earlier))
+            covered[id(leaf)] = (leaf, None if touched else earlier)
+
+    def drop(self) -> None:
+        """Forget what this call has accumulated so far."""
+        for leaf, _ in self._earlier.values():
+            leaf.grad = None
+
+    def put_back(self) -> None:
+        """Leave the gradients as they were before the call."""
+        for leaf, earlier in self._earlier.values():
+            leaf.grad = earlier
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of this call."""
+        if factor == 1.0:
+            return
+        _scale([leaf.grad for leaf, _ in self._earlier.values() if leaf.grad is not None], factor)
+
+    def merge(self) -> None:
+        """Add the earlier gradients to those of this call."""
+        totals, additions = [], []
+        for leaf, earlier in self._held:
+            if leaf.grad is not None:
+                totals.append(earlier)
+                additions.append(leaf.grad)
+            leaf.grad = earlier
+        if totals:
+            with torch.no_grad():
+                torch._foreach_add_(totals, additions)
+
+
+def _scale(gradients: list[torch.Tensor], factor: float) -> None:
+    if gradients:
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+
+
+def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Every tensor that the backward of `loss` accumulates a gradient into: its AccumulateGrad nodes' variables.
+
+    The graph's shape outlives a backward that failed, so this works before and after.
+    """
+    leaves: list[torch.Tensor] = []
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    stack, seen = [loss.grad_fn], {loss.grad_fn}
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            stack.append(node)
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, torch.Tensor):
+                leaves.append(variable)
+    return leaves
+
+
+class Border:
+    """Inputs that have a graph of their own, behind which a forward shall not run backward piece by piece.
+
+    Args:
+        tensors: everything that is passed to the forward.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._inputs = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in tensors if tensor.grad_fn}
+
+    def inside(self, batch: Batch) -> Batch:
+        """The batch with leaves in place of those inputs."""
+        if not self._inputs:
+            return batch
+        return batch.mapped(lambda leaf: self._inputs[id(leaf)][1] if id(leaf) in self._inputs else leaf)
+
+    def leaves_behind(self) -> list[torch.Tensor]:
+        """What the graphs behind the inputs accumulate into."""
+        return [leaf for tensor, _ in self._inputs.values() for leaf in reached_leaves(tensor)]
+
+    def flow_on(self) -> None:
+        """Pass the gradients of the leaves on into the graph behind the inputs, once."""
+        pairs = [(tensor, leaf.grad) for tensor, leaf in self._inputs.values() if leaf.grad is not None]
+        if pairs:
+            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
