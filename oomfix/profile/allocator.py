@@ -122,7 +122,7 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, size: int, small: bool) -> Block | None:
-        segment = _segment_bytes(size)
+        segment = segment_bytes(size)
         if not self._may_reserve(segment):
             return None
         block = Block(self._next_address, segment, small)
@@ -218,7 +218,8 @@ def rounded(nbytes: int) -> int:
     return max(ROUNDING_BYTES, -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES)
 
 
-def _segment_bytes(size: int) -> int:
+def segment_bytes(size: int) -> int:
+    """What is asked of the driver for a block of `size` bytes, without expandable segments."""
     if size <= _SMALL_REQUEST:
         return _SMALL_SEGMENT
     if size < _LARGE_REQUEST:

@@ -1,6 +1,5 @@
-"""Host-side work that a simulated run can do without: workers, files, initial values of large weights."""
+"""Host-side work that a simulated run can do without: files, compilers, initial values of large weights."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch.distributed
 from torch import nn
 from torch.nn import init
 from torch.nn import parallel as data_parallel
-from torch.utils import data
 
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
@@ -21,10 +19,9 @@ _LARGE_BYTES = 2**20
 def lighten_host(patches: Patches, trace: CardTrace) -> None:
     """Leave out what costs time or host memory and makes no difference to the card.
 
-    Data loaders work in this process, without pinned memory. Checkpoints are not written. `torch.compile` returns its
+    Checkpoints are not written. `torch.compile` returns its
     argument. Initialisers skip weights of 1 MiB and more: on the host, untouched memory costs nothing.
     """
-    _loaders_in_this_process(patches)
     _skip_initialisers(patches)
     _no_compiler(patches, trace)
     _wrappers(patches, trace)
@@ -38,21 +35,6 @@ def lighten_host(patches: Patches, trace: CardTrace) -> None:
     patches.set(torch, save=not_saved)
     patches.set(torch.distributed, init_process_group=several_processes)
     patches.set(torch.Tensor, pin_memory=lambda tensor, *args: tensor)
-
-
-def _loaders_in_this_process(patches: Patches) -> None:
-    loader_init = data.DataLoader.__init__
-    signature = inspect.signature(loader_init)
-    alone = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "timeout": 0}
-
-    def init_alone(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs)
-        given.arguments.update(alone)
-        for name in ("prefetch_factor", "multiprocessing_context"):
-            given.arguments.pop(name, None)
-        loader_init(*given.args, **given.kwargs)
-
-    patches.set(data.DataLoader, __init__=init_alone)
 
 
 def _skip_initialisers(patches: Patches) -> None:

@@ -96,7 +96,7 @@ class Ledger:
     def steps(self) -> list[Step]:
         result = []
         totals = self._totals()
-        start = 0
+        start = self._trace.start_event
         for position, live, optimizer in self._trace.steps:
             if optimizer == self._last_optimizer:
                 result.append(Step(max(totals[start:position], default=live), live))
@@ -106,16 +106,17 @@ class Ledger:
     def timeline(self) -> list[Moment]:
         """The fullest moment of each of evenly spread stretches of the run."""
         events, totals = self._trace.events, self._totals()
-        stride = max(1, len(events) // _MOST_MOMENTS)
+        first, end = self._trace.start_event, self._trace.end_event
+        end = len(events) if end is None else end
+        stride = max(1, (end - first) // _MOST_MOMENTS)
         fullest = {
-            max(range(start, min(start + stride, len(events))), key=totals.__getitem__)
-            for start in range(0, len(events), stride)
+            max(range(start, min(start + stride, end)), key=totals.__getitem__) for start in range(first, end, stride)
         }
         # the end shows what stays, or what was there when memory ran out
-        fullest |= {len(events) - 1} if events else set()
+        fullest |= {end - 1} if end > first else set()
         now = dict.fromkeys(CATEGORIES, 0)
         moments = []
-        for position, event in enumerate(events):
+        for position, event in enumerate(events[:end]):
             index = event if event >= 0 else ~event
             nbytes = self._trace.storages[index].nbytes
             now[self._categories[index]] += nbytes if event >= 0 else -nbytes

@@ -1,6 +1,7 @@
 """Optimizers that were built before their model moved to the card."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ class Optimizers:
 
     On a real card `model.cuda()` keeps parameter objects; in the simulation modules get new ones. An optimizer built
     before is handed the new ones here, so that the order in a script makes no difference.
+
+    Attributes:
+        built: called whenever the script has built one.
     """
 
     def __init__(self, patches: Patches) -> None:
+        self.built: Callable[[], object] = lambda: None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         init = torch.optim.Optimizer.__init__
 
         def init_and_remember(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
+            self.built()
 
         patches.set(torch.optim.Optimizer, __init__=init_and_remember)
 

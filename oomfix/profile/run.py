@@ -13,7 +13,6 @@ import os
 import runpy
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -27,24 +26,22 @@ from oomfix.presets import PRESETS
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.cards import find_card
 from oomfix.profile.host import lighten_host
+from oomfix.profile.loaders import Loaders
 from oomfix.profile.optimizers import Optimizers
 from oomfix.profile.overheads import CONTEXT_BYTES
 from oomfix.profile.overlay import overlay
 from oomfix.profile.patches import Patches
+from oomfix.profile.progress import EnoughSteps, Progress
 from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.tracker import OutOfMemoryError
 from oomfix.runtime import splitter
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.verify import Verdict, check
+from oomfix.runtime.verdict import Verdict
+from oomfix.runtime.verify import check
 
 _GIB = 2**30
-_PATIENCE_STEPS = 10
 CANNOT_SIMULATE = 2
-
-
-class _EnoughSteps(BaseException):
-    """Stops the script; no `except Exception` of the script's holds it up."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +50,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with redirect_stdout(sys.stderr):
             result = run(
-                options.script, options.args, options.gpu, options.steps, options.budget_bytes, options.rewritten
+                options.script,
+                options.args,
+                gpu=options.gpu,
+                steps=options.steps,
+                stage=options.stage,
+                budget_bytes=options.budget_bytes,
+                batch_size=options.batch_size,
+                rewritten=options.rewritten,
             )
     except CannotSimulate as error:
         print(f"{options.script}: cannot be simulated: {error}", file=sys.stderr)
@@ -65,9 +69,12 @@ def main(arguments: list[str] | None = None) -> int:
 def run(
     script: str,
     args: list[str],
+    *,
     gpu: str = "a100",
     steps: int = 2,
+    stage: int = 0,
     budget_bytes: int | None = None,
+    batch_size: tuple[int, int] | None = None,
     rewritten: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Any:
     """Simulate a script and return its estimate in types that `json` writes.
@@ -77,12 +84,15 @@ def run(
         args: its arguments.
         gpu: the card, a name from `oomfix.profile.cards`.
         steps: after how many steps of each of its optimizers it is stopped.
+        stage: measure from when the script builds its optimizer of this number; 0: from its start.
         budget_bytes: what the allocator may reserve; beyond it operations raise `torch.OutOfMemoryError`.
+        batch_size: (what its data loaders are built with, what they get instead); None: as it is.
         rewritten: real path of a Python file -> what is run in place of what it holds.
 
     Returns:
-        The fields of `Estimate`, with "script", "stopped" (whether the steps were reached), "out_of_memory" (the
-        error's message, or None), and "error" (the script's own traceback, or None).
+        The fields of `Estimate`, with "script", "gpu", "stage" and "budget_bytes" as asked for, "batch_size" (of the
+        last batch from a `DataLoader`) and "samples" (in its data set) or None, "stopped" (whether the steps were
+        reached), "out_of_memory" (the error's message, or None), and "error" (the script's own traceback, or None).
 
     Raises:
         CannotSimulate: nothing ever reached the card, or the script needs what the simulation has not.
@@ -92,16 +102,21 @@ def run(
     out_of_memory = error = None
     stopped = False
     with simulated.running(optimizers.moved) as trace:
+        progress = Progress(trace, steps, stage)
+        optimizers.built = progress.optimizer_built
         lighten_host(simulated.patches, trace)
+        loaders = Loaders(simulated.patches, trace, progress, batch_size)
         overlay(simulated.patches, rewritten)
         _believe_splits(simulated.patches, trace)
-        stop = register_optimizer_step_post_hook(lambda *_: _stop_after(steps, trace))
+        stop = register_optimizer_step_post_hook(progress.stepped)
         try:
             _execute(script, args)
-        except _EnoughSteps:
+            progress.ended()
+        except EnoughSteps:
             stopped = True
         except OutOfMemoryError as exception:
             out_of_memory = str(exception)
+            trace.end_event = trace.refused_event
         except (CannotSimulate, KeyboardInterrupt):
             raise
         # a training script can fail in any way; its traceback belongs into the report
@@ -122,6 +137,10 @@ def run(
     return {
         "script": script,
         "gpu": gpu,
+        "stage": stage,
+        "budget_bytes": budget_bytes,
+        "batch_size": loaders.batch_size,
+        "samples": loaders.samples,
         "stopped": stopped,
         "out_of_memory": out_of_memory,
         "error": error,
@@ -154,13 +173,6 @@ def _execute(script: str, args: list[str]) -> None:
             raise CannotSimulate(f"it ended itself with exit code {exit.code}") from None
 
 
-def _stop_after(steps: int, trace: CardTrace) -> None:
-    """Stop once every optimizer that is in use did `steps` steps; one that fell behind for long is in use no more."""
-    done = Counter(number for _, _, number in trace.steps)
-    if min(done.values()) >= steps or max(done.values()) >= steps + _PATIENCE_STEPS:
-        raise _EnoughSteps
-
-
 def _expandable_segments() -> bool:
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") or os.environ.get("PYTORCH_ALLOC_CONF", "")
     return "expandable_segments:true" in settings.lower().replace(" ", "")
@@ -170,6 +182,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m oomfix.profile.run", description="Simulate a training script.")
     parser.add_argument("--gpu", default="a100")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--stage", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, nargs=2, metavar=("FROM", "TO"), help="of data loaders")
     parser.add_argument("--budget", dest="budget_bytes", type=budget, help="a preset such as 16gb, or GiB")
     parser.add_argument(
         "--rewritten", type=_contents, default={}, metavar="FILE", help="JSON: file -> the file to run in its place"

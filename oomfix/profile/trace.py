@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from oomfix.profile.allocator import Block, CachingAllocator
+from oomfix.profile.allocator import Block, CachingAllocator, rounded, segment_bytes
 from oomfix.profile.patches import Patches
 from oomfix.profile.tracker import OutOfMemoryError
 
@@ -73,6 +73,9 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reserved: (position in `events`, bytes that the allocator has reserved) at every change.
         peak_event: the position in `events` right after the peak was reached.
         steps: (position in `events`, bytes live, number of the optimizer) after every optimizer step.
+        start_event: the position in `events` from which on peaks, steps and phases count.
+        end_event: the position up to which they count; None: to the last.
+        refused_event: the position at the last request that was refused; None: none was.
         running: how many operations are under way, above 0 inside an operation's own code.
 
     Source: one weak reference per storage, as in torch.distributed._tools.mem_tracker.
@@ -91,7 +94,9 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[int] = []
         self.phases: list[tuple[int, str]] = [(0, "setup")]
         self.reserved: list[tuple[int, int]] = [(0, 0)]
-        self.peak_event = 0
+        self.start_event = self.peak_event = 0
+        self.end_event: int | None = None
+        self.refused_event: int | None = None
         self.peak_phase = "setup"
         self.running = 0
         self._peak_bytes = 0
@@ -105,6 +110,18 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles: list[Any] = []
         self._patches = Patches()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def start_again(self) -> None:
+        """Measure peaks and steps anew from here; what is on the card stays there."""
+        self.allocator.reset_peaks()
+        self._peak_bytes = self.allocator.allocated_bytes
+        self.start_event = self.peak_event = len(self.events)
+        self.peak_phase = self.phase
+        self.steps.clear()
+
+    def end_here(self) -> None:
+        """What is freed or made from here on, as a stopped script unwinds, is no part of the course of the run."""
+        self.end_event = len(self.events)
 
     # what is what
 
@@ -242,6 +259,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> bool:
         block = self.allocator.allocate(nbytes)
         if block is None:
+            self.refused_event = len(self.events)
             return False
         storage = Storage(block, nbytes, len(self.events))
         storage.category, storage.operation, storage.shape, storage.dtype = category, operation, shape, dtype
@@ -274,6 +292,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refusal(self, nbytes: int) -> str:
         allocator = self.allocator
+        # torch names the segment that it asked the driver for, not the tensor
+        nbytes = segment_bytes(rounded(nbytes))
         capacity = allocator.capacity_bytes or allocator.reserved_bytes
         free = capacity - allocator.reserved_bytes
         cached = allocator.reserved_bytes - allocator.allocated_bytes

@@ -1,0 +1,106 @@
+"""Data loaders of a simulated run: in this process, and with the batches that matter."""
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import data
+
+from oomfix.profile.boundary import CardTrace
+from oomfix.profile.patches import Patches
+from oomfix.profile.progress import Progress
+
+_IN_THIS_PROCESS = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "timeout": 0}
+_MOST_BATCHES_AHEAD = 200
+_MOST_SECONDS_AHEAD = 3.0
+
+
+class Loaders:
+    """Every `DataLoader` of a run: without workers and page-locked memory, which make no difference to the card.
+
+    Where the first two batches differ in size, every batch is the largest of those to come, since that is the one that
+    has to fit. Before the stage that is asked for, a pass ends after one batch.
+
+    Args:
+        progress: whether the run hurries.
+        batch_size: (what the script asks for, what it gets instead), or None.
+
+    Attributes:
+        batch_size: of the loader that was last asked for a batch; None where there was none, or it has no fixed one.
+        samples: how many its data set holds; None where it does not say.
+    """
+
+    def __init__(
+        self, patches: Patches, trace: CardTrace, progress: Progress, batch_size: tuple[int, int] | None = None
+    ) -> None:
+        self._trace, self._progress = trace, progress
+        self.batch_size: int | None = None
+        self.samples: int | None = None
+        loader_init, loader_iter = data.DataLoader.__init__, data.DataLoader.__iter__
+        signature = inspect.signature(loader_init)
+
+        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(loader, *args, **kwargs)
+            given.arguments.update(_IN_THIS_PROCESS)
+            for name in ("prefetch_factor", "multiprocessing_context"):
+                given.arguments.pop(name, None)
+            if batch_size is not None and given.arguments.get("batch_size", 1) == batch_size[0]:
+                if given.arguments.get("batch_sampler") is None:
+                    given.arguments["batch_size"] = batch_size[1]
+            loader_init(*given.args, **given.kwargs)
+
+        def passes(loader: Any) -> Iterator[Any]:
+            return self._pass(loader, loader_iter)
+
+        patches.set(data.DataLoader, __init__=init, __iter__=passes)
+
+    def _pass(self, loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+        batches = self._largest_first(iterate(loader))
+        for batch in batches:
+            self.batch_size = loader.batch_size
+            self.samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+            yield batch
+            if self._progress.hurrying:
+                return
+
+    def _largest_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        ahead = [batch for _, batch in zip(range(2), batches, strict=False)]
+        sizes = [elements(batch) for batch in ahead]
+        if len(set(sizes)) < 2 or None in sizes:
+            yield from ahead
+            yield from batches
+            return
+        largest, size, seen = max(ahead, key=_size), max(map(_size, ahead)), len(ahead)
+        until = time.monotonic() + _MOST_SECONDS_AHEAD
+        while seen < _MOST_BATCHES_AHEAD and time.monotonic() < until:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            seen += 1
+            if _size(batch) > size:
+                largest, size = batch, _size(batch)
+        self._trace.assume(f"batches differ in size: every one is the largest of the first {seen}")
+        # scripts may change a batch in place
+        for _ in range(seen):
+            yield copy.deepcopy(largest)
+        for _ in batches:
+            yield copy.deepcopy(largest)
+
+
+def elements(batch: Any) -> int | None:
+    """How many numbers the tensors of a batch hold together; None where it has tensors of the card already."""
+    if isinstance(batch, FakeTensor):
+        return None
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    sizes = [elements(part) for part in parts]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def _size(batch: Any) -> int:
+    return elements(batch) or 0
