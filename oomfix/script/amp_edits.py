@@ -77,6 +77,8 @@ class AmpRewriter:
             link: list[_Item] = [use]
             if use.through_import:
                 link.append(use.variable or _STAR)
+            if use.holder is not None:
+                link.append(use.holder)
             if use.role is Role.ALIAS:
                 assignment = scopes.parent(use.node)
                 assert isinstance(assignment, ast.Assign)
@@ -185,6 +187,8 @@ class AmpRewriter:
     def _edits_of_use(self, use: AmpUse) -> tuple[Edit, ...]:
         if any(isinstance(parent, ast.JoinedStr) for parent, _ in self.names.scopes.ancestors(use.node)):
             raise CannotRewrite("a use stands inside an f-string")
+        if use.holder is not None:
+            raise CannotRewrite(f"`{ast.unparse(use.node)}` holds it, which other files may set or read")
         if use.role is Role.OTHER:
             raise CannotRewrite(f"`{ast.unparse(use.node)}` is also used in a way that is not followed")
         edits = () if use.through_import else self._edits_of_path(use)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from oomfix.script.scopes import Scopes, Variable
 
@@ -57,6 +57,8 @@ class AmpUse:
         root: the name that `node` starts with, and `variable` what it refers to (None behind a star import).
         root_path: what `root` is, `torch.cuda.amp`.
         path: what `node` is, `torch.cuda.amp.autocast`.
+        holder: the use that put it into an attribute of an object, `self.autocast = torch.cuda.amp.autocast`, where
+            `node` reads that attribute.
     """
 
     node: ast.expr
@@ -68,6 +70,7 @@ class AmpUse:
     path: str
     variable: Variable | None
     role: Role
+    holder: AmpUse | None = None
 
     @property
     def place(self) -> ast.expr | ast.stmt:
@@ -178,13 +181,7 @@ class AmpNames:
 
     def _follow(self, load: ast.Name, root_path: str, variable: Variable | None) -> None:
         """Note the use that a read of a name is, with the attributes behind it."""
-        node: ast.expr = load
-        path = root_path
-        while not _API.fullmatch(path):
-            parent = self.scopes.parent(node)
-            if not isinstance(parent, ast.Attribute):
-                break
-            node, path = parent, f"{path}.{parent.attr}"
+        node, path = self._whole_path(load, root_path)
         if not _REPLACED.match(path):
             return
         api = _API.fullmatch(path)
@@ -197,6 +194,39 @@ class AmpNames:
         use = AmpUse(node, whole, api[2] if api else None, device, load, root_path, path, variable, role)
         if use.through_import or api or role is Role.ALIAS:
             self.uses.append(use)
+        if role is Role.OTHER:
+            self._follow_attribute(use)
+
+    def _follow_attribute(self, holder: AmpUse) -> None:
+        """`self.autocast = torch.cuda.amp.autocast`: calls of the attribute anywhere in the class are calls of it."""
+        statement = self.scopes.parent(holder.node)
+        attribute = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        if attribute is None or not _is_own(attribute):
+            return
+        owner = next((node for node, _ in self.scopes.ancestors(statement) if isinstance(node, ast.ClassDef)), None)
+        if owner is None:
+            return
+        reads = [node for node in ast.walk(owner) if _is_own(node) and ast.dump(node) == _as_read(attribute)]
+        written = [node for node in ast.walk(owner) if ast.dump(node) == ast.dump(attribute)]
+        if len(written) > 1:
+            return
+        for read in reads:
+            node, path = self._whole_path(read, holder.path)
+            api = _API.fullmatch(path)
+            parent = self.scopes.parent(node)
+            if api and isinstance(parent, ast.Call) and parent.func is node:
+                self.uses.append(
+                    AmpUse(node, parent, api[2], holder.device, holder.root, "self", path, None, Role.CALL, holder)
+                )
+
+    def _whole_path(self, node: ast.expr, path: str) -> tuple[ast.expr, str]:
+        """A read of something imported, with the attributes behind it up to a deprecated function."""
+        while not _API.fullmatch(path):
+            parent = self.scopes.parent(node)
+            if not isinstance(parent, ast.Attribute):
+                break
+            node, path = parent, f"{path}.{parent.attr}"
+        return node, path
 
     def _role(self, node: ast.expr, is_api: bool) -> Role:
         parent = self.scopes.parent(node)
@@ -267,6 +297,16 @@ class AmpNames:
         old = [binding for binding, path in bound if path is not None and _REPLACED.fullmatch(path)]
         new = any(path is not None and _NEW.fullmatch(path) for _, path in bound)
         return new and all(self.is_version_fallback(binding) for binding in old)
+
+
+def _is_own(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    """`self.something`."""
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _as_read(attribute: ast.Attribute) -> str:
+    """How an attribute that is written looks where it is read."""
+    return ast.dump(ast.Attribute(attribute.value, attribute.attr, ast.Load()))
 
 
 def renamed(path: str) -> str | None:

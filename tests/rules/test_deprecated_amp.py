@@ -282,6 +282,22 @@ KEPT = {
         "from torch.cuda.amp import autocast, GradScaler\ncontext = autocast if fp16 else nullcontext\nGradScaler()\n",
         [1, 3],
     ),
+    "an attribute that holds the function": (
+        "import torch\nclass A:\n    def __init__(self):\n        self.autocast = torch.cuda.amp.autocast\n"
+        "        self.scaler = torch.cuda.amp.GradScaler\n"
+        "    def run(self):\n        with self.autocast(enabled=True):\n            self.scaler()\n",
+        [7, 8],
+    ),
+    "an attribute that holds the module": (
+        "import torch\nclass A:\n    def __init__(self):\n        self.amp = torch.cuda.amp\n"
+        "    def run(self):\n        return self.amp.autocast()\n",
+        [6],
+    ),
+    "an imported name in an attribute": (
+        "from torch.cuda.amp import autocast\nclass A:\n    def __init__(self):\n        self.autocast = autocast\n"
+        "    def run(self):\n        return self.autocast()\n",
+        [1, 6],
+    ),
     "a module handed on": ("from torch.cuda import amp\namp.autocast()\nsetup(amp)\n", [1, 2]),
     "something of the module that torch.amp lacks": (
         "from torch.cuda import amp\namp.autocast()\namp.common.amp_definitely_not_available()\n",
@@ -385,6 +401,10 @@ def test_a_choice_by_version_is_a_note_and_kept() -> None:
         "import torch\nx = torch.cuda.amp.autocast\n",
         "import torch\ndef f(s: torch.cuda.amp.GradScaler): return isinstance(s, torch.cuda.amp.GradScaler)\n",
         "import torch.cuda.amplifier\ntorch.cuda.amplifier.autocast()\n",
+        "import torch\nclass A:\n    def __init__(self, ctx):\n        self.ctx = torch.cuda.amp.autocast\n"
+        "        self.ctx = ctx\n        self.ctx()\n",
+        "import torch\nclass A:\n    def __init__(self):\n        self.ctx = torch.cuda.amp.autocast\n"
+        "class B:\n    def run(self):\n        self.ctx()\n",
     ],
 )
 def test_what_only_looks_like_it_is_silent(code: str) -> None:
