@@ -35,7 +35,7 @@ from oomfix.profile.progress import EnoughSteps, Progress
 from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.tracker import OutOfMemoryError
-from oomfix.runtime import splitter
+from oomfix.runtime import splitter, verify
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.verify import check
@@ -157,7 +157,12 @@ def _believe_splits(patches: Patches, trace: CardTrace) -> None:
         trace.assume("batches may be split")
         return check(forward, batch, modules, most_rows, trust=True)
 
+    def first_rows(batch: Batch, count: int) -> list[int]:
+        return [row % batch.size for row in range(count)]
+
     patches.set(splitter, check=believing)
+    # what tells rows apart is in their numbers
+    patches.set(verify, choose_rows=first_rows, with_other_masks=lambda *_: None)
 
 
 def _execute(script: str, args: list[str]) -> None:
