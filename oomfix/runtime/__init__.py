@@ -42,10 +42,14 @@ import os
 from typing import Any
 
 from oomfix import presets
+from oomfix.runtime.allocator_settings import configure_allocator, memory_fraction
 from oomfix.runtime.backward_steps import optimizer_in_backward
+from oomfix.runtime.batch_size_search import find_batch_size
+from oomfix.runtime.cache_janitor import CacheJanitor
 from oomfix.runtime.contrastive import contrastive_loss, encode_in_chunks
 from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
 from oomfix.runtime.detaching import detach_
+from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.manager import MemoryManager
 from oomfix.runtime.offloading import offload_activations
 from oomfix.runtime.oom import DoesNotFitError
@@ -55,6 +59,7 @@ from oomfix.runtime.stages import Freed, Stage, free, stage
 from oomfix.runtime.unfreezing import ProgressiveUnfreezing
 
 __all__ = [
+    "CacheJanitor",
     "DoesNotFitError",
     "Freed",
     "MemoryManager",
@@ -63,11 +68,15 @@ __all__ = [
     "Stage",
     "adamw_8bit",
     "chunked_cross_entropy",
+    "configure_allocator",
     "contrastive_loss",
     "detach_",
     "encode_in_chunks",
+    "find_batch_size",
     "free",
     "linear_cross_entropy",
+    "loader_kwargs",
+    "memory_fraction",
     "offload_activations",
     "optimizer_in_backward",
     "preset",
