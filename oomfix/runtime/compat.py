@@ -25,11 +25,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def grad_scaler(device_type: str, enabled: bool) -> torch.amp.GradScaler:
-    """A new loss scaler for fp16 on `device_type`."""
-    return torch.amp.GradScaler(device_type, enabled=enabled)
-
-
 def autocast_dtype(device_type: str) -> torch.dtype:
     """What autocast computes in on `device_type` when nothing is asked for (torch 2.3 has one function per device)."""
     ask = getattr(torch, "get_autocast_dtype", None)

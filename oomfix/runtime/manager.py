@@ -13,15 +13,17 @@ from oomfix.runtime import compat, precision
 from oomfix.runtime.accumulation import Window, windows
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.checkpointing import enable_checkpointing
+from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import KnownForwards
+from oomfix.runtime.loss_scaling import LossScaler
 from oomfix.runtime.model_call import PreciseCalls
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
+from oomfix.runtime.optimizers import check_optimizer, check_schedulers, parameters_of
 from oomfix.runtime.outputs import detached
 from oomfix.runtime.report import Report
-from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.splitter import Splitter
-from oomfix.runtime.stepping import Stepper, parameters_of
+from oomfix.runtime.stepping import check_norm, clip_and_step
 
 _T = TypeVar("_T")
 
@@ -40,8 +42,7 @@ class MemoryManager:
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._forwards = KnownForwards(preset.first_micro_batches)
         self._window = Window()
-        self._stepper: Stepper | None = None
-        self._own_fp16 = False
+        self._scaler: LossScaler | None = None
         self._splitter = Splitter(preset, self._prepared)
         self._calls = PreciseCalls(preset.precision)
         self._steps = 0
@@ -97,9 +98,7 @@ class MemoryManager:
         known = self._forwards.about(forward, True, cut, self._prepared)
         return self._splitter.run(Iteration(known, forward, cut, trains=True), self._window, self.scaler)
 
-    def evaluate(
-        self, forward: Callable[..., Any], /, *batch: Any, batch_size: int | None = None, **named: Any
-    ) -> Any:
+    def evaluate(self, forward: Callable[..., Any], /, *batch: Any, batch_size: int | None = None, **named: Any) -> Any:
         """Run `forward(*batch, **named)` without gradients, in pieces where the whole does not fit.
 
         Arguments as for `forward_backward`; `forward` may return anything. Modes of layers are the caller's.
@@ -135,7 +134,7 @@ class MemoryManager:
             if self._window.length > 1 and not self.off:
                 self._backward_in_window(loss, options)
                 return
-            self.stepper.scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss).backward(**options)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -157,8 +156,11 @@ class MemoryManager:
             clip_norm: largest norm of its gradients; None takes the preset's, unless `unscale_` was called.
             zero_grad: False keeps the gradients.
         """
+        check_optimizer(optimizer)
+        check_schedulers(schedulers)
+        check_norm(clip_norm)
         self._correct(optimizer)
-        self.stepper.step(optimizer, clip_norm, self.preset.clip_norm, list(schedulers))
+        clip_and_step(optimizer, self.scaler, clip_norm, self.preset.clip_norm, schedulers)
         if zero_grad:
             optimizer.zero_grad()
         self._steps += 1
@@ -176,8 +178,9 @@ class MemoryManager:
 
         The preset's `clip_norm` is left out of the next step: whoever unscales clips.
         """
+        check_optimizer(optimizer)
         self._correct(optimizer)
-        self.stepper.unscale(optimizer)
+        self.scaler.unscale_(optimizer)
 
     def accumulate(self, loader: Iterable[_T], k: int) -> Iterator[_T]:
         """The batches of `loader`, of which every `k` share one step: step where `window_closed` is true.
@@ -209,7 +212,8 @@ class MemoryManager:
         """
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.off:
-            self._own_fp16 |= enabled and (dtype or compat.autocast_dtype(device_type)) == torch.float16
+            if enabled and (dtype or compat.autocast_dtype(device_type)) == torch.float16:
+                self.scaler.enable()
             return torch.autocast(device_type, dtype=dtype, enabled=enabled)
         chosen = precision.dtype_for(self.preset.precision, device_type)
         if chosen is None or not enabled:
@@ -217,23 +221,23 @@ class MemoryManager:
         return torch.autocast(device_type, dtype=chosen)
 
     @property
-    def scaler(self) -> torch.amp.GradScaler:
-        """The loss scaler, for checkpoints of a run; disabled unless precision is fp16."""
-        return self.stepper.scaler
+    def scaler(self) -> LossScaler:
+        """The loss scaler, for checkpoints of a run; disabled unless precision is fp16.
 
-    @property
-    def stepper(self) -> Stepper:
-        """The loss scaler and what belongs to it, made when first asked for."""
-        if self._stepper is None or (self._own_fp16 and not self._stepper.scaler.is_enabled()):
+        A `torch.amp.GradScaler` whose `update` need not be called. Its `state_dict` is that of the run: taken after
+        a step, it holds what the step found, and schedulers that waited for it have been stepped.
+        """
+        if self._scaler is None:
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
-            fp16 = precision.dtype_for(self.preset.precision, device_type) == torch.float16
-            self._stepper = Stepper(compat.grad_scaler(device_type, enabled=fp16 or self._own_fp16))
-        return self._stepper
+            self._scaler = LossScaler(
+                device_type, enabled=precision.dtype_for(self.preset.precision, device_type) == torch.float16
+            )
+        return self._scaler
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps known to have been skipped because fp16 gradients overflowed."""
-        return 0 if self._stepper is None else self._stepper.skipped
+        return 0 if self._scaler is None else self._scaler.skipped
 
     def report(self) -> Report:
         """What was found out and done so far; `str` of it is a few lines for a log."""
@@ -242,15 +246,15 @@ class MemoryManager:
     # -- loops that cannot be split -------------------------------------------------------------------------
 
     def _before_backward(self) -> None:
-        if self._stepper is not None:
-            self._stepper.before_backward()
+        if self._scaler is not None:
+            self._scaler.before_backward()
 
     def _as_written(self, forward: Callable[..., Any], batch: Batch) -> Any:
         result = forward(*batch.args, **batch.kwargs)
         loss = Iteration.loss_of(result)
         if self._window.length > 1:
             loss = loss / self._window.length
-        self.stepper.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss).backward()
         return detached(result)
 
     def _backward_in_window(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
@@ -260,7 +264,7 @@ class MemoryManager:
         slot.units = "rows"
         share = slot.divisor.share(window.samples, window.samples * window.length)
         window.totals.meets(reached_leaves(loss), lambda leaf: leaf.grad)
-        self.stepper.scaler.scale(loss * share).backward(**options)  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss * share).backward(**options)
         window.totals.end(window)
 
     def _correct(self, optimizer: Any) -> None:
