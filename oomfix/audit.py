@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oomfix.results import FileReport, Located, Silencer, locate
-from oomfix.rules.base import TRAINS, Finding, Rule
+from oomfix.rules.base import TRAINS, Finding, Need, Rule, holds
 from oomfix.source import ForeignLanguage, Source, Unreadable, decode
 from oomfix.spelling import did_you_mean
 from oomfix.suppressions import Comment, Statements, UnusedSuppression, comments
@@ -29,7 +29,7 @@ class Auditor:
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = tuple(rules)
-        self._words = _shortest(_NEEDED_BY_AUDIT, *(rule.needs for rule in self.rules))
+        self._needs = _shortest(_NEEDED_BY_AUDIT, *(rule.needs for rule in self.rules))
 
     def audit(
         self, path: str, data: bytes, target_torch: TorchVersion | None = None, *, parse_always: bool = False
@@ -54,7 +54,7 @@ class Auditor:
         return self._audit_source(source, data, target_torch)
 
     def _may_matter(self, data: bytes) -> bool:
-        return any(word in data for word in self._words)
+        return any(holds(data, need) for need in self._needs)
 
     def _audit_source(self, source: Source, data: bytes, target_torch: TorchVersion | None) -> FileReport:
         errors = source.problems
@@ -84,7 +84,7 @@ class Auditor:
         findings: list[Finding] = []
         errors = []
         for rule in self.rules:
-            if not any(word in data for word in rule.needs):
+            if not any(holds(data, need) for need in rule.needs):
                 continue
             try:
                 findings += rule.check(script)
@@ -142,10 +142,13 @@ class Selection(NamedTuple):
         return f"silences no finding of {', '.join(unused)}; remove it" if unused else None
 
 
-def _shortest(*groups: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """The words that contain no other of them: a file holds one of these exactly when it holds one of all."""
-    words = {word for group in groups for word in group}
-    return tuple(sorted(word for word in words if not any(w != word and w in word for w in words)))
+def _shortest(*groups: tuple[Need, ...]) -> tuple[Need, ...]:
+    """The needs that imply no other of them: a file holds one of these exactly when it holds one of all."""
+    needs = dict.fromkeys(need for group in groups for need in group)
+    words = [need for need in needs if isinstance(need, bytes)]
+    single = sorted(word for word in words if not any(other != word and other in word for other in words))
+    several = [need for need in needs if isinstance(need, tuple) and not any(w in part for w in words for part in need)]
+    return (*single, *several)
 
 
 def _located(source: Source, findings: list[Finding], silencers: list[Comment]) -> tuple[Located, ...]:

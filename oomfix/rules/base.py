@@ -14,10 +14,18 @@ if TYPE_CHECKING:
     from oomfix.script import Place, Script
 
 
+Need = bytes | tuple[bytes, ...]
+"""A byte string that a file holds, or several, all of which it holds."""
+
 TRAINS = (b".backward(", b"forward_backward(", b"scaler(")
 """What a file that trains holds: a backward, the runtime's call, or a scaler object that does both."""
 
-__all__ = ["TRAINS", "Edit", "Finding", "Invalid", "Rule", "Severity"]
+__all__ = ["TRAINS", "Edit", "Finding", "Invalid", "Need", "Rule", "Severity", "holds"]
+
+
+def holds(data: bytes, need: Need) -> bool:
+    """Whether a file's bytes hold a byte string, or all of several."""
+    return need in data if isinstance(need, bytes) else all(word in data for word in need)
 
 
 class Severity(str, Enum):
@@ -82,8 +90,8 @@ class Rule(ABC):
     code: ClassVar[str]
     name: ClassVar[str]
     severity: ClassVar[Severity]
-    needs: ClassVar[tuple[bytes, ...]]
-    """Byte strings without which the rule cannot fire: a file with none of any rule's is never parsed."""
+    needs: ClassVar[tuple[Need, ...]]
+    """What a file must hold, one of these, for the rule to fire: a file with none of any rule's is never parsed."""
     fixed_by_runtime: ClassVar[bool] = False
     """Whether `oomfix apply` mends it by calling `oomfix.runtime`."""
 

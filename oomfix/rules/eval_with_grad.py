@@ -27,7 +27,17 @@ class EvalWithGrad(Rule):
     code = "OOM201"
     name = "eval-with-grad"
     severity = Severity.WARNING
-    needs = (*TRAINS, b".eval(")
+    needs = (
+        *TRAINS,
+        b".eval(",
+        b"torch.load",
+        b"torch.hub.load",
+        b"load_state_dict(",
+        (b"from_pretrained(", b".cuda("),
+        (b"from_pretrained(", b"__main__"),
+        (b"from_pretrained(", b"argparse"),
+        (b"from_pretrained(", b"DataLoader"),
+    )
 
     def check(self, script: Script) -> Iterator[Finding]:
         if script.is_test_module:

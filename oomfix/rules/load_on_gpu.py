@@ -25,7 +25,14 @@ class LoadOnGpu(Rule):
     code = "OOM205"
     name = "load-on-gpu"
     severity = Severity.WARNING
-    needs = (b"torch.load", b"torch as ", b"torch import load", b"torch.serialization")
+    needs = (
+        b"torch.load",
+        b"torch as ",
+        b"torch import load",
+        b"torch.serialization",
+        (b"torch import ", b", load"),
+        (b"torch import (", b" load,"),
+    )
 
     def check(self, script: Script) -> Iterator[Finding]:
         for call in script.imports.calls("torch.load", "torch.serialization.load"):
@@ -68,6 +75,17 @@ state = read(
     weights_only=True, map_location="cpu",
 )
 model.load_state_dict(state["model"])
+""",
+        ),
+        Invalid(
+            """
+from torch import nn, load
+model.load_state_dict(load("best.pt"))
+""",
+            (3,),
+            """
+from torch import nn, load
+model.load_state_dict(load("best.pt", map_location="cpu"))
 """,
         ),
         Invalid(

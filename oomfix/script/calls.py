@@ -73,6 +73,10 @@ class Calls(Containers):
                     return arguments[0]
                 return function
             case Kind.INSTANCE:
+                instance = self.instance_of(function)
+                own = instance.cls.find("__call__") if instance is not None else None
+                if own is not None:
+                    return self._function(node, Value(Kind.FUNCTION, ref=(own, function)), arguments, keywords)
                 return self._method(node, function, "__call__", arguments, keywords)
         if isinstance(node.func, ast.Attribute):
             receiver = self.evaluate(node.func.value)

@@ -52,7 +52,8 @@ class Functions(Core):
         receiver: Value | None = bound
         if receiver is not None and not function.is_static:
             if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
-                if self.enclosing_forward is None and not self._is_bare(function):
+                runs_network = not self._is_bare(function) and not self._is_constructing(receiver)
+                if self.enclosing_forward is None and runs_network:
                     return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
             return self._follow_function(node, function, receiver, arguments, keywords)
         return self._follow_function(node, function, None, arguments, keywords)
@@ -118,6 +119,15 @@ class Functions(Core):
                 if any(isinstance(name, ast.Name) and name.id in parameters for name in ast.walk(child.iter)):
                     return False
         return True
+
+    def _is_constructing(self, receiver: Value) -> bool:
+        """Whether an object's own constructor is running: what it calls sets the object up."""
+        instance, frame = self.instance_of(receiver), self.frame
+        while instance is not None and frame.function is not None and frame.caller is not None:
+            if frame.function.name == "__init__" and frame.instance is instance:
+                return True
+            frame = frame.caller
+        return False
 
     def _is_bare(self, function: Function, seen: frozenset[str] = frozenset()) -> bool:
         """A method that runs no submodule, itself or through other methods: bookkeeping, or a loss."""

@@ -209,6 +209,7 @@ def test_an_audit_imports_nothing_that_it_does_not_need(oomfix):
 def test_no_rule_needs_bytes_that_a_notebook_writes_otherwise():
     """The words are searched in the raw file, and JSON escapes quotes, backslashes and line ends."""
     for rule in all_rules():
-        for word in rule.needs:
-            assert word.isascii()
-            assert not set(word) & set(b'"\\\n\r\t')
+        for need in rule.needs:
+            for word in (need,) if isinstance(need, bytes) else need:
+                assert word.isascii()
+                assert not set(word) & set(b'"\\\n\r\t')

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from oomfix.audit import Auditor
+from oomfix.rules import all_rules
+
 VALIDATE = """
     import torch, contextlib
 
@@ -272,5 +275,85 @@ def test_bookkeeping_methods_of_a_module_are_no_forwards(report):
         net.eval()
         net.load("best")
         print(net.n_params())
+    """
+    assert report(code) == []
+
+
+def test_an_object_that_is_called_runs_its_own_call(report):
+    code = """
+        import torch
+
+        class Predictor:
+            def __init__(self, model):
+                self.model = model
+                self.model.eval()
+
+            def __call__(self, x):
+                with torch.no_grad():
+                    return self.forward(x)
+
+            def forward(self, x):
+                return self.model(x)
+
+            def predict(self, x):
+                return self(x)
+
+        predictor = Predictor(torch.load("model.pt", map_location="cpu"))
+        for x in loader:
+            print(predictor(x))
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize("grad", ["pass", "torch.set_grad_enabled(False)"])
+def test_a_script_that_only_predicts_is_an_evaluation(grad):
+    code = f"""
+import torch
+from transformers import AutoModelForCausalLM
+{grad}
+model = AutoModelForCausalLM.from_pretrained("gpt2").cuda()
+for prompt in prompts:
+    print(model(prompt.cuda()).logits[:, -1].argmax())
+"""
+    findings = Auditor(all_rules()).audit("predict.py", code.encode()).findings
+    assert [(finding.code, finding.line) for finding in findings] == ([("OOM201", 7)] if grad == "pass" else [])
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        "self._log_and_throw(RuntimeError, 'bad')",
+        "self._build(3)",
+        "self._load(path)",
+    ],
+)
+def test_what_a_constructor_calls_is_no_forward(report, called):
+    code = f"""
+        import torch
+        from torch import nn
+
+        class Wrapper(nn.Module):
+            def __init__(self, module, path):
+                super().__init__()
+                self.module = module
+                for parameter in module.parameters():
+                    {called}
+
+            def _log_and_throw(self, error, message):
+                self.logger.set_error_and_log(message)
+                raise error(message)
+
+            def _build(self, n):
+                self.heads = self.make_heads(n)
+
+            def _load(self, path):
+                self.reader.open(path)
+
+            def forward(self, x):
+                return self.module(x)
+
+        def main(net):
+            wrapper = Wrapper(net, "net.pt")
+            wrapper.eval()
     """
     assert report(code) == []
