@@ -46,14 +46,18 @@ from oomfix.runtime.allocator_settings import configure_allocator, memory_fracti
 from oomfix.runtime.backward_steps import optimizer_in_backward
 from oomfix.runtime.batch_size_search import find_batch_size
 from oomfix.runtime.cache_janitor import CacheJanitor
+from oomfix.runtime.checkpointing import disable_checkpointing, enable_checkpointing
 from oomfix.runtime.contrastive import contrastive_loss, encode_in_chunks
 from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
 from oomfix.runtime.detaching import detach_
+from oomfix.runtime.live_tensors import OomReport, oom_report
 from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.manager import MemoryManager
+from oomfix.runtime.monitor import MemoryMonitor, MemoryReading
 from oomfix.runtime.offloading import offload_activations
 from oomfix.runtime.oom import DoesNotFitError
 from oomfix.runtime.optimizer_choice import adamw_8bit, use_lean_step
+from oomfix.runtime.origins import record_origins
 from oomfix.runtime.report import Report
 from oomfix.runtime.stages import Freed, Stage, free, stage
 from oomfix.runtime.unfreezing import ProgressiveUnfreezing
@@ -63,6 +67,9 @@ __all__ = [
     "DoesNotFitError",
     "Freed",
     "MemoryManager",
+    "MemoryMonitor",
+    "MemoryReading",
+    "OomReport",
     "ProgressiveUnfreezing",
     "Report",
     "Stage",
@@ -71,6 +78,8 @@ __all__ = [
     "configure_allocator",
     "contrastive_loss",
     "detach_",
+    "disable_checkpointing",
+    "enable_checkpointing",
     "encode_in_chunks",
     "find_batch_size",
     "free",
@@ -78,8 +87,10 @@ __all__ = [
     "loader_kwargs",
     "memory_fraction",
     "offload_activations",
+    "oom_report",
     "optimizer_in_backward",
     "preset",
+    "record_origins",
     "reset",
     "stage",
     "use_lean_step",
