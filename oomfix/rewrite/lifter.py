@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import replace
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import Helpers, last_name
+from oomfix.rewrite.effects import Helpers, changed_paths, last_name, overlap
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.lift import CannotLift, OutsideOfBlock, Site
+from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
-from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.liveness import (
+    FunctionNode,
+    Liveness,
+    names_bound,
+    names_bound_by_target,
+    names_read,
+)
 from oomfix.rewrite.loops import Verdict
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.slices import Slicer
@@ -46,12 +53,18 @@ def lift_backwards(script: Script, order: list[tuple[Verdict, bool]], manager: s
         group = [(owner, call) for owner, call in wanted if id(owner) == verdict]
         owner = group[0][0]
         try:
-            edits += [edit for _, call in group for edit in lifter.edits(call)]
+            edits += lifter.edits([call for _, call in group])
         except CannotLift as reason:
-            owner.reason = str(reason)
+            owner.reason = _among_several(str(reason), [call.lineno for _, call in group])
         else:
             owner.form, owner.reason = "micro-batched", None
     return edits
+
+
+def _among_several(reason: str, lines: list[int]) -> str:
+    if len(lines) == 1:
+        return reason
+    return f"it has {len(lines)} backwards ({', '.join(f'line {line}' for line in sorted(lines))}); {reason}"
 
 
 class _Lifter:
@@ -64,25 +77,71 @@ class _Lifter:
         self._forwards = _RunsForward(source.tree, forwards)
         self._slicer = Slicer(source.tree, Helpers(source.tree), self._forwards)
         longest = max(map(len, source.lines), default=0)
-        function = Names(source.tree).free("forward", "forward_batch")
-        self._lifting = Lifting(Layout(source), manager, function, min(max(longest, _LONGEST_LINE), 120))
+        self._function = Names(source.tree).free("forward", "forward_batch")
+        self._lifting = Lifting(Layout(source), manager, min(max(longest, _LONGEST_LINE), 120))
 
     def _only_resets(self, forward: Forward) -> bool:
         """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""
         alone = isinstance(next(self._blocks.ancestors(forward.node)), ast.Expr)
         return alone and not forward.node.args and not forward.node.keywords
 
-    def edits(self, call: ast.Call) -> list[Edit]:
-        """The edits that lift the slice of one backward.
+    def edits(self, calls: list[ast.Call]) -> list[Edit]:
+        """The edits that lift the slices of the backwards of one loop, in program order.
 
         Raises:
-            CannotLift: the slice has to stay where it is.
+            CannotLift: a slice has to stay where it is, or a backward goes through what an earlier slice computed.
         """
+        lifts: list[Lift] = []
+        edits: list[Edit] = []
+        for call in calls:
+            site = self._site(call)
+            before = [other for other in lifts if not self._blocks.exclude_each_other(call, other.site.statement)]
+            for other in before:
+                self._check_apart(other, site)
+            lift = self._lift(site)
+            function = self._function if not before else f"{self._function}_{len(before) + 1}"
+            edits += self._lifting.edits(lift, function)
+            lifts.append(lift)
+        return edits
+
+    def _check_apart(self, first: Lift, second: Site) -> None:
+        """Whether the second loss does not depend on what the first slice computes and gives out without its graph."""
+        if self._names_behind(second, first.site.statement) & _bound(first.lifted):
+            raise CannotLift("one goes through what another has computed")
+
+    def _names_behind(self, site: Site, earlier: ast.stmt) -> set[str]:
+        """The names that a loss is computed from, as they are when an earlier statement has run."""
+        around = {id(self._blocks.block_of(one)): one for one in self._with_ancestors(earlier)}
+        needed, current = names_read(site.root), site.end
+        liveness = self._slicer.liveness_of(site.scope)
+        while True:
+            block = self._blocks.block_of(current)
+            start = block.index(around[id(block)]) + 1 if id(block) in around else 0
+            needed = _needed_by(needed, liveness, block[start : block.index(current)])
+            parent = next(self._blocks.ancestors(current))
+            if id(block) in around or not isinstance(parent, ast.stmt) or isinstance(parent, FunctionNode):
+                return needed
+            if isinstance(parent, ast.For | ast.AsyncFor | ast.While):
+                # the round before may have made what this one reads
+                needed |= _needed_by(needed, liveness, block)
+            if isinstance(parent, ast.For | ast.AsyncFor) and names_bound_by_target(parent.target) & needed:
+                needed |= names_read(parent.iter)
+            current = parent
+
+    def _with_ancestors(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+        yield statement
+        for parent in self._blocks.ancestors(statement):
+            if isinstance(parent, FunctionNode | ast.ClassDef):
+                return
+            if isinstance(parent, ast.stmt):
+                yield parent
+
+    def _site(self, call: ast.Call) -> Site:
         statement = self._blocks.statement_of(call)
         assert isinstance(statement, ast.Expr)
         scope = self._blocks.scope_of(statement)
         assert scope is not None
-        site = Site(
+        return Site(
             statement,
             self._blocks.block_of(statement),
             self._blocks.header_of(statement),
@@ -91,16 +150,30 @@ class _Lifter:
             call.args[0],
             self._blocks.bound_before(statement),
         )
+
+    def _lift(self, site: Site) -> Lift:
+        statement = site.statement
         try:
-            lift = self._slicer.lift(site)
+            return self._slicer.lift(site)
         except OutsideOfBlock:
             branch = next(self._blocks.ancestors(statement))
             if not isinstance(branch, ast.If) or statement not in branch.body:
                 raise
             block, header = self._blocks.block_of(branch), self._blocks.header_of(branch)
             bound = self._blocks.bound_before(branch)
-            lift = self._slicer.lift(replace(site, block=block, header=header, branch=branch, bound_before=bound))
-        return self._lifting.edits(lift)
+            return self._slicer.lift(replace(site, block=block, header=header, branch=branch, bound_before=bound))
+
+
+def _bound(statements: list[ast.stmt]) -> set[str]:
+    return {name for statement in statements for name in names_bound(statement)}
+
+
+def _needed_by(needed: set[str], liveness: Liveness, statements: list[ast.stmt]) -> set[str]:
+    """The names read by what statements do for the names `needed` behind them."""
+    for statement in reversed(statements):
+        if names_bound(statement) & needed or overlap(changed_paths(statement), needed):
+            needed = liveness.before([statement], needed)
+    return needed
 
 
 class _RunsForward:

@@ -16,25 +16,25 @@ class Lifting:
     Args:
         layout: the text they stand in.
         manager: the name of the runtime's manager.
-        function: a free name.
         longest_line: no line written here is longer, as long as it can be broken.
     """
 
-    def __init__(self, layout: Layout, manager: str, function: str, longest_line: int) -> None:
+    def __init__(self, layout: Layout, manager: str, longest_line: int) -> None:
         self._layout = layout
         self._source = layout.source
         self._manager = manager
-        self._function = function
+        self._function = ""
         self._longest_line = longest_line
 
-    def edits(self, lift: Lift) -> list[Edit]:
-        """The edits that put a slice into a function and call it in place of the backward.
+    def edits(self, lift: Lift, function: str) -> list[Edit]:
+        """The edits that put a slice into a function of this name, and call it in place of the backward.
 
         What stood between moves behind the call; comments and blank lines stay with their statements.
 
         Raises:
             CannotLift: statements share lines, so that their text cannot be moved.
         """
+        self._function = function
         text = _Text(lift, self._layout)
         definition = self._definition(lift, text)
         after = [line for statement in lift.after for line in text.moved(statement, text.margin)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.edits import apply_edits, merge
-from oomfix.rules.base import Finding, Rule
+from oomfix.rules.base import Finding, Rule, holds
 from oomfix.script import Script
 from oomfix.source import Source, Unreadable, parse
 from oomfix.suppressions import Statements, comments
@@ -91,7 +91,7 @@ def findings_of(source: Source, rules: Sequence[Rule], target_torch: tuple[int, 
     statements = Statements(source.tree) if silencers else None
     findings: list[Finding] = []
     for rule in rules:
-        if any(word in data for word in rule.needs):
+        if any(holds(data, need) for need in rule.needs):
             findings += rule.check(script)
     if statements is not None:
         findings = [

@@ -215,12 +215,7 @@ class Judge:
     # -- in place ----------------------------------------------------------------------------------------------
 
     def _why_not_lifted(self, verdict: Verdict) -> str | None:
-        backwards = verdict.backwards
-        for index, one in enumerate(backwards):
-            for other in backwards[index + 1 :]:
-                if not self._blocks.exclude_each_other(one.node, other.node):
-                    return f"it has {len(backwards)} backwards (lines {_lines(backwards)})"
-        for event in backwards:
+        for event in verdict.backwards:
             line = event.node.lineno
             if not isinstance(next(self._blocks.ancestors(event.node)), ast.Expr):
                 return f"the backward in line {line} is part of an expression"
@@ -267,10 +262,6 @@ class Judge:
             if isinstance(parent, ast.With | ast.AsyncWith) and self._amp.is_autocast(parent):
                 return f"the backward in line {line} is inside of autocast"
         return None
-
-
-def _lines(events: list[Backward]) -> str:
-    return ", ".join(str(line) for line in sorted(event.node.lineno for event in events))
 
 
 def _makes_an_object(value: ast.expr | None) -> bool:

@@ -43,7 +43,7 @@ class Slicer:
         self._tree = tree
         self._helpers = helpers
         self._runs_forward = runs_forward
-        self._signatures: dict[int, Signature] = {}
+        self._liveness: dict[int, Liveness] = {}
         self._own_names = {name for statement in tree.body for name in names_bound(statement)}
 
     def lift(self, site: Site) -> Lift:
@@ -73,7 +73,7 @@ class Slicer:
             self._check_lifted(statement, lift)
         self._check_changes(lift)
         self._check_branch(lift)
-        signature = self._signature_in(site.scope)
+        signature = Signature(self.liveness_of(site.scope))
         self._place_others(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)
@@ -99,6 +99,7 @@ class Slicer:
 
     def _dependences(self, site: Site, end: int) -> list[int]:
         names, paths = names_read(site.root), paths_read(site.root)
+        liveness = self.liveness_of(site.scope)
         chain = []
         for index in range(end - 1, -1, -1):
             statement = site.block[index]
@@ -108,7 +109,7 @@ class Slicer:
                 continue
             chain.append(index)
             bound = definitely_bound([statement]) - names_read(statement)
-            names = (names - bound) | names_read(statement)
+            names = liveness.before([statement], names)
             paths = {path for path in paths if path.split(".")[0] not in bound} | paths_read(statement)
         return sorted(chain)
 
@@ -237,10 +238,11 @@ class Slicer:
             if overlap(changed, paths_read(other)) or overlap(changed_paths(other), paths):
                 raise CannotLift(f"line {statement.lineno} may change what the loss is computed from")
 
-    def _signature_in(self, scope: Scope) -> Signature:
-        if id(scope) not in self._signatures:
-            self._signatures[id(scope)] = Signature(Liveness(scope, self._tree))
-        return self._signatures[id(scope)]
+    def liveness_of(self, scope: Scope) -> Liveness:
+        """Which names are read later, in a function or the module."""
+        if id(scope) not in self._liveness:
+            self._liveness[id(scope)] = Liveness(scope, self._tree)
+        return self._liveness[id(scope)]
 
 
 def _without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], list[ast.stmt]] | None:
