@@ -4,17 +4,23 @@ Imports no torch: the process that runs the script does.
 """
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from oomfix.profile.batch_size import Trial, find_largest, largest_fitting
 from oomfix.profile.process import run_script
-from oomfix.profile.text import lines
+from oomfix.profile.text import batch_size_lines, lines, trial_line
 
 if TYPE_CHECKING:
     from oomfix.rewrite.what_if import WhatIf
 
 _DEFAULT_GPU = "a100"
+_PLACEHOLDER, _FIRST_SIZE = "{}", 8
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -23,10 +29,22 @@ _DEFAULT_GPU = "a100"
 @click.option(
     "--gpu", metavar="NAME", help="The card to simulate: t4, rtx3090, ...  [default: a100, or that of the --preset]"
 )
-@click.option("--steps", default=2, show_default=True, type=click.IntRange(1), help="Optimizer steps to run.")
+@click.option(
+    "--steps", default=2, show_default=True, metavar="N", type=click.IntRange(1), help="Optimizer steps to run."
+)
 @click.option("--budget", metavar="SIZE", help="Refuse memory beyond a preset (16gb) or a card of so many GiB.")
 @click.option(
     "--preset", metavar="NAME", help="Profile the script as `apply --preset` would rewrite it, in the preset's memory."
+)
+@click.option("--stage", metavar="K", type=click.IntRange(1), help="Measure from when its K-th optimizer is built.")
+@click.option(
+    "--find-batch-size",
+    "search",
+    is_flag=True,
+    help="Find the largest batch that fits; {} in ARGS stands for its size.",
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw memory over the run: .png, .svg or .html."
 )
 @click.option("--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True)
 @click.pass_context
@@ -38,6 +56,9 @@ def profile(
     steps: int,
     budget: str | None,
     preset: str | None,
+    stage: int | None,
+    search: bool,
+    plot: Path | None,
     form: str,
 ) -> None:
     """Say how much GPU memory a training script needs, without a GPU.
@@ -52,14 +73,20 @@ def profile(
         find_card(gpu or _DEFAULT_GPU)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--gpu") from None
+    if plot is not None:
+        _check_plot(plot)
     what_if = None if preset is None else _what_if(ctx, script, preset)
     # of options given twice the last one counts
     options = ["--gpu", _DEFAULT_GPU, *(what_if.options if what_if else []), *(["--gpu", gpu] if gpu else [])]
-    options += ["--steps", str(steps), *(["--budget", budget] if budget else [])]
-    found, code = run_script(script, list(args), options, what_if.contents if what_if else {})
-    if found is None:
-        ctx.exit(code)
-    assert found is not None
+    options += ["--steps", str(steps), "--stage", str(stage or 0), *(["--budget", budget] if budget else [])]
+
+    def run(args: list[str], more_options: list[str]) -> dict[str, Any]:
+        found, code = run_script(script, args, [*options, *more_options], what_if.contents if what_if else {})
+        if found is None:
+            ctx.exit(code)
+        return found
+
+    found = _search(run, list(args)) if search else run(list(args), [])
     if what_if and form == "json":
         found["rewritten"] = what_if.as_json()
     elif what_if:
@@ -67,7 +94,61 @@ def profile(
     click.echo(json.dumps(found, indent=2) if form == "json" else "\n".join(lines(found)))
     if what_if and form == "rich" and not budget:
         click.echo(what_if.verdict(found), nl=False)
+    if search and form == "rich":
+        click.echo("\n".join(batch_size_lines(found)))
+    if plot is not None:
+        from oomfix.profile.plot import draw
+
+        draw(found, plot)
     ctx.exit(1 if found["out_of_memory"] or found["error"] else 0)
+
+
+def _check_plot(path: Path) -> None:
+    from oomfix.profile.plot import SUFFIXES
+
+    if path.suffix not in SUFFIXES:
+        message = f"got {path.name!r}, expected a name that ends in {', '.join(SUFFIXES)}"
+        raise click.BadParameter(message, param_hint="--plot")
+    if find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
+
+
+def _search(run: Callable[[list[str], list[str]], dict[str, Any]], args: list[str]) -> dict[str, Any]:
+    """The run with the script's own batches, or where its arguments hold {} with the largest, and all trials."""
+    in_args = any(_PLACEHOLDER in argument for argument in args)
+    results: dict[int, dict[str, Any]] = {}
+    own = None if in_args else run(args, [])
+    if own is not None and own["batch_size"] is None:
+        raise click.UsageError(
+            "--find-batch-size: no DataLoader with a batch size feeds the script; put {} where its arguments name one"
+        )
+
+    def attempt(size: int) -> Trial:
+        if own is not None and size == own["batch_size"]:
+            found = own
+        elif own is not None:
+            found = run(args, ["--batch-size", str(own["batch_size"]), str(size)])
+        else:
+            found = run([argument.replace(_PLACEHOLDER, str(size)) for argument in args], [])
+        if found["error"] and not found["out_of_memory"]:
+            raise click.ClickException(f"with batches of {size} the script failed")
+        results[size], trial = found, _trial(found, size)
+        click.echo(trial_line(asdict(trial)), err=True)
+        return trial
+
+    trials = find_largest(attempt, own["batch_size"] if own else _FIRST_SIZE, own["samples"] if own else None)
+    largest = largest_fitting(trials)
+    found = own or results[largest or min(results)]
+    return {**found, "largest_batch_size": largest, "batch_sizes": [asdict(trial) for trial in trials]}
+
+
+def _trial(found: dict[str, Any], size: int) -> Trial:
+    if found["out_of_memory"]:
+        return Trial(size, False, None, found["budget_bytes"])
+    if found["budget_bytes"] is not None:
+        return Trial(size, True, found["peak_reserved_bytes"], found["budget_bytes"])
+    fit = found["fits"]["card"]
+    return Trial(size, fit["fits"], found["peak_reserved_bytes"], fit["budget_bytes"])
 
 
 def _what_if(ctx: click.Context, script: str, preset: str) -> "WhatIf":

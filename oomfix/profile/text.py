@@ -38,6 +38,23 @@ def lines(found: dict[str, Any]) -> list[str]:
     return text
 
 
+def trial_line(trial: dict[str, Any]) -> str:
+    """One batch size of a search, and whether it fits."""
+    needs = "" if trial["needs_bytes"] is None else f", {size(trial['needs_bytes'])} reserved"
+    return f"batch size {trial['batch_size']}: {'fits' if trial['fits'] else 'does not fit'}{needs}"
+
+
+def batch_size_lines(found: dict[str, Any]) -> list[str]:
+    """What the search for the largest batch came to."""
+    trials, largest = found["batch_sizes"], found["largest_batch_size"]
+    if largest is None:
+        return [f"  not even a batch size of {trials[0]['batch_size']} fits {size(trials[0]['has_bytes'])}"]
+    too_large = [trial["batch_size"] for trial in trials if trial["batch_size"] > largest]
+    more = f"{min(too_large)} does not" if too_large else "larger ones were not tried"
+    more = "all samples of the data set" if largest == found["samples"] else more
+    return [f"  largest batch size that fits {size(trials[0]['has_bytes'])}: {largest}; {more}"]
+
+
 def size(nbytes: int) -> str:
     """Bytes in the unit that reads best: "1.25 GiB", "312.0 MiB", "4.0 KiB"."""
     if nbytes >= 2**30:

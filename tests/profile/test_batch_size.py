@@ -1,0 +1,61 @@
+"""The search for the largest batch that fits: right for every limit, with few runs."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oomfix.profile.batch_size import Trial, find_largest, largest_fitting
+
+MIB = 2**20
+
+
+def card(capacity, fixed=500 * MIB, per_sample=40 * MIB, told=True):
+    tried = []
+
+    def attempt(size):
+        tried.append(size)
+        needs = fixed + size * per_sample
+        fits = needs <= capacity
+        return Trial(size, fits, needs if told or fits else None, capacity)
+
+    return attempt, tried
+
+
+@settings(max_examples=200, deadline=None)
+@given(limit=st.integers(0, 3000), start=st.integers(1, 128), told=st.booleans())
+def test_the_answer_fits_and_a_sixteenth_more_does_not(limit, start, told):
+    attempt, tried = card(500 * MIB + limit * 40 * MIB, told=told)
+    found = largest_fitting(find_largest(attempt, start))
+    assert found is None if limit == 0 else found is not None and found <= limit
+    if found is not None and found < 64 * start:
+        assert found + max(1, found // 16) >= min(limit, 64 * start - 1)
+        assert any(found < size <= found + max(1, found // 16) for size in tried) or found == limit
+    assert len(tried) == len(set(tried)) <= 14
+
+
+def test_a_limit_far_from_the_start_takes_few_runs():
+    attempt, tried = card(14 * 1024 * MIB)
+    assert largest_fitting(find_largest(attempt, 16)) == 345
+    assert len(tried) <= 5
+
+
+def test_the_samples_of_the_data_set_are_the_most():
+    attempt, tried = card(14 * 1024 * MIB)
+    assert largest_fitting(find_largest(attempt, 16, most=100)) == 100
+    assert max(tried) == 100
+
+
+def test_a_start_that_does_not_fit_leads_to_less():
+    attempt, _ = card(700 * MIB)
+    assert largest_fitting(find_largest(attempt, 64)) == 5
+
+
+def test_where_not_one_sample_fits_none_is_found():
+    attempt, tried = card(100 * MIB)
+    assert largest_fitting(find_largest(attempt, 8)) is None
+    assert 1 in tried
+
+
+def test_a_start_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"start: got 0, expected at least 1 sample"):
+        find_largest(card(MIB)[0], 0)

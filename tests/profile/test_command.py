@@ -1,0 +1,87 @@
+"""`oomfix profile` as it is typed: batch sizes, plots, stages, and what it says about wrong arguments."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from oomfix.profile.command import profile
+
+LINEAR = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+rows = int(sys.argv[1].removeprefix("rows="))
+model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8))).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.zeros(1, 4096).expand(100_000, 4096)), batch_size=rows)
+for (x,) in LOADER:
+    model(x.cuda()).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+FOUND = {"batch_size": None, "samples": None, "out_of_memory": None, "error": None, "budget_bytes": None}
+
+
+@pytest.fixture
+def command(tmp_path):
+    def of(loader, *arguments):
+        script = tmp_path / "train.py"
+        script.write_text(LINEAR.replace("LOADER", loader))
+        result = CliRunner().invoke(profile, [*arguments[:-1], str(script), "--", arguments[-1]])
+        return result, json.loads(result.stdout) if "json" in arguments and result.exit_code == 0 else None
+
+    return of
+
+
+def test_the_largest_batch_fits_and_one_a_little_larger_does_not(command):
+    result, found = command("loader", "--gpu", "rtx4060-laptop", "--find-batch-size", "--format", "json", "rows=16384")
+    assert result.exit_code == 0, result.stderr
+    sizes = {trial["batch_size"]: trial["fits"] for trial in found["batch_sizes"]}
+    largest = found["largest_batch_size"]
+    assert sizes[largest] and any(not fits and largest < size <= 17 / 16 * largest for size, fits in sizes.items())
+    # eleven tensors of [rows, 4096] in fp32, beside 1 GiB of weights and gradients
+    assert 30_000 < largest < 36_000
+    # the report is of the script's own batches
+    assert found["batch_size"] == 16384
+    assert f"batch size {largest}: fits" in result.stderr
+
+
+def test_the_size_takes_the_place_of_braces_in_the_script_s_arguments(monkeypatch, tmp_path):
+    """A card for 100 samples, 1 MiB each; the search begins at 8."""
+    given = []
+
+    def run_script(script, args, options, rewritten):
+        given.append(args)
+        size = int(args[1].removeprefix("rows="))
+        fit = {"fits": size <= 100, "budget_bytes": 100 * 2**20}
+        return {**FOUND, "peak_reserved_bytes": size * 2**20, "fits": {"card": fit}}, 0
+
+    monkeypatch.setattr("oomfix.profile.command.run_script", run_script)
+    (tmp_path / "train.py").touch()
+    arguments = ["--find-batch-size", "--format", "json", str(tmp_path / "train.py"), "--", "fast", "rows={}"]
+    found = json.loads(CliRunner().invoke(profile, arguments).stdout)
+    assert 95 <= found["largest_batch_size"] <= 100
+    assert given[0] == ["fast", "rows=8"] and ["fast", f"rows={found['largest_batch_size']}"] in given
+    # without a size of the script's own, the report is of the largest that fits
+    assert found["peak_reserved_bytes"] == found["largest_batch_size"] * 2**20
+
+
+def test_without_a_loader_it_asks_for_the_argument_that_names_the_size(command):
+    result, _ = command("[loader.dataset[:rows]] * 3", "--find-batch-size", "rows=8")
+    assert result.exit_code == 2 and "put {} where its arguments name one" in result.output
+
+
+def test_a_plot_is_written_beside_the_report(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "mem.svg"
+    result, _ = command("loader", "--stage", "1", "--plot", str(picture), "rows=64")
+    assert result.exit_code == 0 and "largest at the peak" in result.output
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_a_plot_of_another_kind_is_refused_before_the_script_runs(command, tmp_path):
+    result, _ = command("loader", "--plot", str(tmp_path / "mem.pdf"), "rows=none")
+    assert result.exit_code == 2 and "got 'mem.pdf', expected a name that ends in .png, .svg, .html" in result.output
