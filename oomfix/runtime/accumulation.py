@@ -5,14 +5,19 @@ expected to hold, judged by its first batch; where it held something else in the
 ragged batch, ignored targets), all gradients are corrected by one factor before the step.
 """
 
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
+from oomfix.runtime.arguments import shown
 from oomfix.runtime.batch import Batch
 
+_log = logging.getLogger("oomfix")
 _T = TypeVar("_T")
 
 
@@ -29,7 +34,12 @@ class Divisor:
         self.total = total
 
     def share(self, amount: float, expected: float) -> float:
-        """The factor for a loss that stands for `amount`; `expected` is the window's, were all like this."""
+        """The factor for a loss that stands for `amount`; `expected` is the window's, were all like this.
+
+        0 for a loss that stands for nothing: the mean over an empty batch is NaN, and has nothing to add.
+        """
+        if not amount:
+            return 0.0
         if not self.expected:
             self.expected = expected
         self.total += amount
@@ -60,16 +70,21 @@ class Slot:
 
 
 class Totals:
-    """What the losses of one window hold, and the gradients they went into."""
+    """What the losses of one window hold, and the gradients they went into.
+
+    Attributes:
+        left: no more batches come, though more were expected; gradients made since are none of this window's.
+    """
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
         self._position = 0
         self._next = 0
         self._leaves: dict[int, tuple[torch.Tensor, set[int]]] = {}
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._corrected: set[int] = set()
         self._foreign = False
+        self.left = False
 
     def begin(self, position: int) -> Slot:
         """The slot of the loss that comes next in the batch at `position`."""
@@ -92,8 +107,7 @@ class Totals:
         for leaf in leaves:
             before = held(leaf)
             if id(leaf) in self._leaves:
-                changed = before is not None and self._seen.get(id(leaf)) != (id(before), before._version)
-                self._foreign = self._foreign or changed
+                self._foreign = self._foreign or (before is not None and not self._is_ours(leaf, before))
             else:
                 self._foreign = self._foreign or (before is not None and bool(before.any()))
                 self._leaves[id(leaf)] = (leaf, set())
@@ -102,12 +116,16 @@ class Totals:
     def end(self, window: "Window") -> None:
         """The present loss has run; corrects the gradients if it is the last of the window."""
         if window.closed and self._next == len(self._slots):
-            self.correct([leaf for leaf, _ in self._leaves.values()], window)
+            self.correct([leaf for leaf, _ in self._leaves.values()])
         for key, (leaf, _) in self._leaves.items():
             if leaf.grad is not None:
-                self._seen[key] = (id(leaf.grad), leaf.grad._version)
+                self._seen[key] = (weakref.ref(leaf.grad), leaf.grad._version)
 
-    def correct(self, leaves: Iterable[torch.Tensor], window: "Window") -> None:
+    def holds(self, leaves: Iterable[torch.Tensor]) -> bool:
+        """Whether the losses so far went into a gradient of one of `leaves`."""
+        return any(id(leaf) in self._leaves and leaf.grad is not None for leaf in leaves)
+
+    def correct(self, leaves: Iterable[torch.Tensor]) -> None:
         """Multiply gradients by what they are off because the window held other amounts than expected, once.
 
         Raises:
@@ -120,7 +138,9 @@ class Totals:
             if id(leaf) not in self._leaves or id(leaf) in self._corrected or leaf.grad is None:
                 continue
             self._corrected.add(id(leaf))
-            factors = [self._factor(self._slots[index], window) for index in self._leaves[id(leaf)][1]]
+            if self.left and not self._is_ours(leaf, leaf.grad):
+                continue
+            factors = [self._factor(self._slots[index]) for index in self._leaves[id(leaf)][1]]
             off = [factor for factor in factors if abs(factor - 1.0) > 1e-12]
             if not off:
                 continue
@@ -136,7 +156,12 @@ class Totals:
             for factor, gradients in by_factor.items():
                 torch._foreach_mul_(gradients, factor)
 
-    def _factor(self, slot: Slot, window: "Window") -> float:
+    def _is_ours(self, leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Whether nobody has replaced or changed the gradient since the last loss of the window."""
+        place, version = self._seen.get(id(leaf), (None, 0))
+        return place is not None and place() is gradient and version == gradient._version
+
+    def _factor(self, slot: Slot) -> float:
         # a loss that has not had its turn at this position yet is judged by those before
         behind = slot.calls / self._position if slot.calls < self._position else 1.0
         return slot.divisor.correction() * behind
@@ -147,7 +172,7 @@ class Window:
     """The window that is open.
 
     Attributes:
-        number: counts windows, to tell one from the next.
+        count: windows begun so far.
         length: batches it will have, as far as known.
         position: batches it has had, the present one included.
         closed: the present batch is its last.
@@ -155,17 +180,41 @@ class Window:
         totals: what the losses of the window hold so far.
     """
 
-    number: int = 0
+    count: int = 0
     length: int = 1
     position: int = 1
     closed: bool = True
     samples: int = 1
-    totals: "Totals" = field(default_factory=lambda: Totals())
+    totals: Totals = field(default_factory=Totals)
+    _loop: object = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "number":
+    def begin(self, loop: object, length: int) -> None:
+        """A new window of `length` batches, in the loop that `loop` stands for."""
+        self._loop = loop
+        self.count += 1
+        self.length = length
+        self.totals = Totals()
+
+    def belongs_to(self, loop: object) -> bool:
+        """Whether `loop` is the one that began it, and has not been left."""
+        return self._loop is loop
+
+    def forget_left(self) -> None:
+        """A backward begins that is no part of the loop that was left, if one was."""
+        if self.totals.left:
             self.totals = Totals()
+
+    def leave(self, loop: object) -> None:
+        """What follows is no part of `loop`, unless another loop has begun since."""
+        if not self.belongs_to(loop):
+            return
+        if self.closed:
+            self.totals = Totals()
+        else:
+            self.totals.left = True
+        self._loop = None
+        self.length = self.position = self.samples = 1
+        self.closed = True
 
 
 def windows(loader: Iterable[_T], length: int, window: Window) -> Iterator[_T]:
@@ -174,25 +223,41 @@ def windows(loader: Iterable[_T], length: int, window: Window) -> Iterator[_T]:
     A loader that has no length is read one batch ahead, to know its last batch; one that has a length is not.
 
     Raises:
-        ValueError: `length` is below 1.
+        TypeError: `loader` cannot be iterated over.
+        ValueError: `length` is no whole number, or below 1.
+        RuntimeError: while iterating, if another loop over windows was begun in the middle of this one.
     """
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise TypeError(f"loader: got {shown(loader)}, expected an iterable of batches")
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ValueError(f"k: got {length!r}, expected a whole number of batches, at least 1")
+    return _windows(loader, length, window)
+
+
+def _windows(loader: Iterable[_T], length: int, window: Window) -> Iterator[_T]:
+    loop = object()
     try:
         for index, (batch, remaining) in enumerate(_with_remaining(loader)):
+            if index and not window.belongs_to(loop):
+                raise RuntimeError(
+                    "accumulate: another memory.accumulate was begun in the middle of this one; windows cannot be "
+                    "nested. End one loop before the other begins"
+                )
             position = index % length
             if position == 0:
-                window.number += 1
-                window.length = length if remaining is None else min(length, remaining)
+                window.begin(loop, length if remaining is None else min(length, remaining))
             window.position = position + 1
             window.closed = window.position == length or remaining == 1
             window.samples = _samples_in(batch)
             yield batch
+        if window.belongs_to(loop) and not window.closed:
+            _log.warning(
+                "accumulate: the loader gave fewer batches than its length says, so its last window, of "
+                f"{window.position} batch(es), ended without a step; step after the loop, or mend the length."
+            )
     finally:
-        # after a `break` too: what follows is a loop of its own
-        window.number += 1
-        window.length = window.position = window.samples = 1
-        window.closed = True
+        # after a `break` too, as soon as nobody holds the iterator
+        window.leave(loop)
 
 
 def _samples_in(batch: Any) -> int:
@@ -208,13 +273,22 @@ def _samples_in(batch: Any) -> int:
 
 def _with_remaining(loader: Iterable[_T]) -> Iterator[tuple[_T, int | None]]:
     """Each batch with the number of batches from it to the end; None: more follow, how many is not known."""
-    try:
-        total: int = len(loader)  # type: ignore[arg-type]
-    except TypeError:
+    total = _length_of(loader)
+    if total is None:
         yield from _looking_ahead(iter(loader))
         return
     for index, batch in enumerate(loader):
         yield batch, max(total - index, 1)
+
+
+def _length_of(loader: Any) -> int | None:
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        # a guess: workers that share the data each round up, or repeat what others have
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _looking_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, int | None]]:

@@ -11,6 +11,7 @@ from torch import nn
 from oomfix.presets import Preset
 from oomfix.runtime import compat, precision
 from oomfix.runtime.accumulation import Window, windows
+from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, shown
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.checkpointing import enable_checkpointing
 from oomfix.runtime.gradients import reached_leaves
@@ -38,6 +39,10 @@ class MemoryManager:
     """
 
     def __init__(self, preset: Preset) -> None:
+        if not isinstance(preset, Preset):
+            raise TypeError(
+                f'preset: got {preset!r}, expected a Preset; runtime.preset("16gb") makes a manager of a name'
+            )
         self.preset = preset
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._forwards = KnownForwards(preset.first_micro_batches)
@@ -89,12 +94,16 @@ class MemoryManager:
 
         Raises:
             DoesNotFitError: out of memory, and the batch cannot be cut any further; says what can be done.
-            ValueError: `forward` returned no loss.
+            TypeError: `forward` is no function.
+            ValueError: `forward` returned no loss, or `batch_size` is out of its range.
         """
-        self._before_backward()
+        check_forward(forward)
         cut = Batch(batch, named, batch_size)
+        self._before_backward()
         if self.off:
             return self._as_written(forward, cut)
+        if self._window.length > 1 and not cut.size:
+            return self._forward_of_nothing(forward, cut)
         known = self._forwards.about(forward, True, cut, self._prepared)
         return self._splitter.run(Iteration(known, forward, cut, trains=True), self._window, self.scaler)
 
@@ -106,6 +115,7 @@ class MemoryManager:
         Returns:
             What `forward` returned, as for the whole batch.
         """
+        check_forward(forward)
         cut = Batch(batch, named, batch_size)
         with torch.no_grad():
             if self.off:
@@ -119,6 +129,8 @@ class MemoryManager:
         Returns:
             What the model returned, floating tensors of half precision as fp32: losses stay outside of autocast.
         """
+        if not callable(model):
+            raise TypeError(f"model: got {shown(model)}, expected a model or a function")
         return model(*args, **named) if self.off else self._calls.run(model, args, named)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -126,22 +138,29 @@ class MemoryManager:
 
         Raises:
             DoesNotFitError: out of memory; the graph is gone by then, so there is no second try.
+            TypeError: `loss` is no tensor.
+            ValueError: it has more than one number, or no graph.
         """
+        check_loss(loss, options)
         self._before_backward()
-        if self._window.length > 1 and self.off:
-            loss = loss / self._window.length
+        # an exception that is kept, as the context of another, keeps the activations of its frames
+        said = None
         try:
-            if self._window.length > 1 and not self.off:
+            if self._window.length == 1:
+                self.scaler.scale(loss).backward(**options)
+            elif self.off:
+                self.scaler.scale(loss / self._window.length).backward(**options)
+            else:
                 self._backward_in_window(loss, options)
-                return
-            self.scaler.scale(loss).backward(**options)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            said = str(error)
+        if said is not None:
             raise DoesNotFitError(
-                f"backward ran out of memory ({error}). A loss whose graph exists already cannot be cut; call "
+                f"backward ran out of memory ({said}). A loss whose graph exists already cannot be cut; call "
                 "memory.forward_backward(forward, *batch), set checkpointing='on', or use a smaller batch."
-            ) from None
+            )
 
     def step(self, optimizer: Any, *schedulers: Any, clip_norm: float | None = None, zero_grad: bool = True) -> None:
         """Unscale, clip, step the optimizer, then its schedulers, and drop the gradients.
@@ -155,10 +174,16 @@ class MemoryManager:
             schedulers: learning rate schedulers to step after it.
             clip_norm: largest norm of its gradients; None takes the preset's, unless `unscale_` was called.
             zero_grad: False keeps the gradients.
+
+        Raises:
+            TypeError: no optimizer, one whose step needs a closure, or a scheduler that needs a metric.
+            ValueError: `clip_norm` is not above 0.
+            RuntimeError: in the middle of an accumulation window of this optimizer.
         """
         check_optimizer(optimizer)
         check_schedulers(schedulers)
         check_norm(clip_norm)
+        self._check_window(optimizer)
         self._correct(optimizer)
         clip_and_step(optimizer, self.scaler, clip_norm, self.preset.clip_norm, schedulers)
         if zero_grad:
@@ -170,13 +195,19 @@ class MemoryManager:
 
     def zero_grad(self, optimizer: Any) -> None:
         """Drop the gradients of `optimizer` (or of a model), except in the middle of an accumulation window."""
+        if not callable(getattr(optimizer, "zero_grad", None)):
+            raise TypeError(f"optimizer: got {shown(optimizer)}, expected an optimizer or a model, with zero_grad")
         if self._window.position == 1:
             optimizer.zero_grad()
 
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients of `optimizer` by the loss scale, before clipping or reading them.
 
-        The preset's `clip_norm` is left out of the next step: whoever unscales clips.
+        The preset's `clip_norm` is left out of the next step: whoever unscales clips. Calling it again before the
+        step changes nothing.
+
+        Raises:
+            TypeError: `optimizer` is none.
         """
         check_optimizer(optimizer)
         self._correct(optimizer)
@@ -186,10 +217,13 @@ class MemoryManager:
         """The batches of `loader`, of which every `k` share one step: step where `window_closed` is true.
 
         Losses are averaged over all samples of a window (over all targets, for cross entropies), so a shorter
-        last window and a ragged last batch weigh what they should.
+        last window and a ragged last batch weigh what they should. A loop that is left early takes the samples of
+        its last window for the whole window, if the optimizer is stepped after it.
 
         Raises:
-            ValueError: `k` is below 1.
+            TypeError: `loader` cannot be iterated over.
+            ValueError: `k` is no whole number, or below 1.
+            RuntimeError: while iterating, if another such loop was begun in the middle of this one.
         """
         return windows(loader, k, self._window)
 
@@ -211,6 +245,7 @@ class MemoryManager:
             enabled: False: the script wants fp32 here, and gets it.
         """
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        check_autocast(device_type, dtype)
         if self.off:
             if enabled and (dtype or compat.autocast_dtype(device_type)) == torch.float16:
                 self.scaler.enable()
@@ -246,6 +281,8 @@ class MemoryManager:
     # -- loops that cannot be split -------------------------------------------------------------------------
 
     def _before_backward(self) -> None:
+        if self._window.length == 1:
+            self._window.forget_left()
         if self._scaler is not None:
             self._scaler.before_backward()
 
@@ -261,13 +298,43 @@ class MemoryManager:
         """Backward of a loss that stands for all samples of its batch, weighed in its window."""
         window = self._window
         slot = window.totals.begin(window.position)
-        slot.units = "rows"
-        share = slot.divisor.share(window.samples, window.samples * window.length)
-        window.totals.meets(reached_leaves(loss), lambda leaf: leaf.grad)
-        self.scaler.scale(loss * share).backward(**options)
+        before = slot.divisor.copy()
+        try:
+            if slot.units not in ("", "rows"):
+                raise RuntimeError(
+                    f"backward: in the batches before, this loss of the window came from forward_backward and was "
+                    f"averaged over its {slot.units}, not over samples; use one of both throughout a window"
+                )
+            slot.units = "rows"
+            share = slot.divisor.share(window.samples, window.samples * window.length)
+            if share:
+                window.totals.meets(reached_leaves(loss), lambda leaf: leaf.grad)
+                self.scaler.scale(loss * share).backward(**options)
+        except BaseException:
+            slot.divisor = before
+            window.totals.withdraw(slot)
+            raise
         window.totals.end(window)
+
+    def _forward_of_nothing(self, forward: Callable[..., Any], batch: Batch) -> Any:
+        """A batch without samples in a window: its loss counts, with no weight."""
+        with torch.no_grad():
+            result = forward(*batch.args, **batch.kwargs)
+        self._window.totals.begin(self._window.position)
+        self._window.totals.end(self._window)
+        return detached(result)
 
     def _correct(self, optimizer: Any) -> None:
         """Correct the gradients of a window that held less than expected, where that is not done yet."""
         if self._window.closed and not self.off:
-            self._window.totals.correct(parameters_of(optimizer), self._window)
+            self._window.totals.correct(parameters_of(optimizer))
+
+    def _check_window(self, optimizer: Any) -> None:
+        window = self._window
+        if window.closed or self.off or not window.totals.holds(parameters_of(optimizer)):
+            return
+        raise RuntimeError(
+            f"step: batch {window.position} of an accumulation window of {window.length}, whose gradients are not "
+            "complete. Step where memory.window_closed is true; after a `break`, close() the iterator that "
+            "memory.accumulate returned before stepping"
+        )

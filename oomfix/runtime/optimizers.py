@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from oomfix.runtime.arguments import shown
+
 _INSIDE = ("optimizer", "base_optimizer")
 
 
@@ -20,7 +22,7 @@ def check_optimizer(optimizer: Any) -> None:
     step = getattr(optimizer, "step", None)
     if not callable(step) or isinstance(optimizer, torch.nn.Module | type):
         raise TypeError(
-            f"optimizer: got {_shown(optimizer)}, expected an optimizer, or a wrapper with `step` around one"
+            f"optimizer: got {shown(optimizer)}, expected an optimizer, or a wrapper with `step` around one"
         )
     needed = _needed_by_step(type(optimizer))  # type: ignore[arg-type]
     if needed:
@@ -41,7 +43,7 @@ def check_schedulers(schedulers: Iterable[Any]) -> None:
     for scheduler in schedulers:
         if not callable(getattr(scheduler, "step", None)):
             hint = f"; a norm is clip_norm={scheduler}" if isinstance(scheduler, int | float) else ""
-            raise TypeError(f"schedulers: got {_shown(scheduler)}, expected learning rate schedulers{hint}")
+            raise TypeError(f"schedulers: got {shown(scheduler)}, expected learning rate schedulers{hint}")
         needed = _needed_by_step(type(scheduler))  # type: ignore[arg-type]
         if needed:
             name = type(scheduler).__name__
@@ -60,7 +62,7 @@ def parameter_groups(optimizer: Any) -> Any:
     while not hasattr(inner, "param_groups"):
         inner = next((getattr(inner, name) for name in _INSIDE if hasattr(inner, name)), None)
         if inner is None:
-            raise TypeError(f"optimizer: got {_shown(optimizer)}, expected an object with param_groups, or around one")
+            raise TypeError(f"optimizer: got {shown(optimizer)}, expected an object with param_groups, or around one")
     return inner.param_groups
 
 
@@ -111,7 +113,3 @@ def _needed_by_step(kind: type) -> tuple[str, ...]:
     parameters = list(inspect.signature(kind.step).parameters.values())  # type: ignore[attr-defined]
     catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return tuple(p.name for p in parameters[1:] if p.default is p.empty and p.kind not in catch_all)
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__

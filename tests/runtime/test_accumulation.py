@@ -1,0 +1,279 @@
+"""Accumulation windows that are not plain: left early, nested, empty batches, mixed calls, lengths that lie.
+
+All in float64, against the gradient of the mean over all samples of the window, to 1e-12.
+"""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from oomfix import runtime
+
+
+def batches(*sizes):
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(n, 6, generator=generator).double(), torch.arange(n) % 4) for n in sizes]
+
+
+def squares(out, y):
+    return F.mse_loss(out, F.one_hot(y, 4).double())
+
+
+def gradient(model, data, loss=squares):
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    return torch.autograd.grad(loss(model(x), y), [model.weight])[0]
+
+
+def close(a, b):
+    return torch.allclose(a, b, rtol=1e-12, atol=1e-15)
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(6, 4).double()
+
+
+@pytest.fixture
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def by_forward_backward(memory, model, x, y):
+    memory.forward_backward(lambda x, y: squares(model(x), y), x, y)
+
+
+def by_backward(memory, model, x, y):
+    memory.backward(squares(model(x), y))
+
+
+def by_both(memory, model, x, y):
+    (by_backward if len(x) % 2 else by_forward_backward)(memory, model, x, y)
+
+
+CALLS = [by_forward_backward, by_backward, by_both]
+
+
+# -- weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "endless"])
+@pytest.mark.parametrize("sizes", [(5, 6, 5, 6, 6, 3), (7, 1, 2, 8, 1), (4, 0, 4, 4, 0, 3), (0, 4, 4), (6, 6, 0)])
+def test_every_sample_of_a_window_weighs_the_same(model, sgd, call, sized, sizes):
+    data, memory = batches(*sizes), runtime.preset("16gb")
+    expected = [gradient(model, data[start : start + 4]) for start in range(0, len(data), 4)]
+    for x, y in memory.accumulate(data if sized else iter(data), 4):
+        call(memory, model, x, y)
+        if memory.window_closed:
+            assert close(model.weight.grad, expected.pop(0))
+            model.zero_grad()
+    assert not expected
+
+
+def test_a_window_of_empty_batches_has_no_gradient(model):
+    memory = runtime.preset("16gb")
+    for x, y in memory.accumulate(batches(0, 0), 2):
+        by_forward_backward(memory, model, x, y)
+        by_backward(memory, model, x, y)
+    assert model.weight.grad is None
+
+
+def test_a_loss_by_targets_and_one_by_samples_are_not_mixed(model):
+    """`backward` cannot know how many targets its loss is a mean of."""
+
+    def forward(x, y):
+        return F.cross_entropy(model(x), y, ignore_index=3)
+
+    memory = runtime.preset("16gb")
+    with pytest.raises(RuntimeError, match=r"backward: .* averaged over its targets, not over samples"):
+        for x, y in memory.accumulate(batches(4, 4), 2):
+            if memory.window_closed:
+                memory.backward(forward(x, y))
+            else:
+                memory.forward_backward(forward, x, y)
+
+
+def test_a_backward_that_failed_weighs_nothing(model, sgd):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("a bad sample")
+
+    data, memory = batches(4, 4, 4), runtime.preset("16gb")
+    for index, (x, y) in enumerate(memory.accumulate(data, 3)):
+        if index == 1:
+            with pytest.raises(ValueError, match="a bad sample"):
+                memory.backward(Failing.apply(squares(model(x), y)))
+            by_backward(memory, model, x, y)
+        else:
+            by_backward(memory, model, x, y)
+    assert close(model.weight.grad, gradient(model, data))
+
+
+# -- loops that are left ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_step_after_a_break_is_by_the_mean_over_what_there_was(model, sgd, call):
+    data, memory = batches(6, 6, 5, 6), runtime.preset("16gb")
+    expected, before = gradient(model, data[:3]), model.weight.detach().clone()
+    for index, (x, y) in enumerate(memory.accumulate(data, 4)):
+        call(memory, model, x, y)
+        if index == 2:
+            break
+    memory.step(sgd)
+    assert close(before - model.weight, expected)
+
+
+def test_what_is_left_of_a_window_does_not_touch_later_gradients(model, sgd):
+    data, memory = batches(6, 6, 4), runtime.preset("16gb")
+    for x, y in memory.accumulate(data, 4):
+        by_backward(memory, model, x, y)
+        break
+    memory.zero_grad(sgd)
+    expected, before = gradient(model, data[1:2]), model.weight.detach().clone()
+    # with a backward of the script's own, whose gradients the manager has not seen
+    squares(model(data[1][0]), data[1][1]).backward()
+    memory.step(sgd)
+    assert close(before - model.weight, expected)
+
+
+@pytest.mark.parametrize("how", ["break", "exception"])
+def test_after_a_loop_that_was_left_calls_stand_for_themselves(model, how):
+    data, memory = batches(6, 6, 4), runtime.preset("16gb")
+    try:
+        for x, y in memory.accumulate(data, 3):
+            by_backward(memory, model, x, y)
+            if how == "break":
+                break
+            raise KeyError(how)
+    except KeyError:
+        pass
+    assert memory.window_closed
+    model.zero_grad()
+    by_forward_backward(memory, model, *data[2])
+    assert close(model.weight.grad, gradient(model, data[2:]))
+
+
+def test_a_step_in_the_middle_of_a_window_is_refused(model, sgd):
+    """The iterator has a name, as tqdm's has: nothing tells a `break` from the next call in the body."""
+    data, memory = batches(6, 6, 4), runtime.preset("16gb")
+    iterator, before = memory.accumulate(data, 3), model.weight.detach().clone()
+    for x, y in iterator:
+        by_backward(memory, model, x, y)
+        break
+    with pytest.raises(RuntimeError, match=r"step: batch 1 of an accumulation window of 3.*memory\.window_closed"):
+        memory.step(sgd)
+    assert torch.equal(before, model.weight)
+    iterator.close()
+    expected = gradient(model, data[:1])
+    memory.step(sgd)
+    assert close(before - model.weight, expected)
+
+
+def test_an_optimizer_that_has_no_part_in_the_window_may_step_in_it(model):
+    other = nn.Linear(6, 4).double()
+    memory, of_other = runtime.preset("16gb"), torch.optim.SGD(other.parameters(), lr=1.0)
+    for x, y in memory.accumulate(batches(4, 4), 2):
+        by_backward(memory, model, x, y)
+        before, expected = other.weight.detach().clone(), gradient(other, [(x, y)])
+        squares(other(x), y).backward()
+        memory.step(of_other)
+        assert close(before - other.weight, expected)
+
+
+def test_a_loop_that_was_left_and_ends_late_does_not_end_the_next(model):
+    """A progress bar keeps the iterator of the loop before, and lets go of it in the middle of the next."""
+    data, memory = batches(6, 6, 5), runtime.preset("16gb")
+    old = memory.accumulate(data, 3)
+    next(old)
+    for index, (x, y) in enumerate(memory.accumulate(data, 3)):
+        if index == 1:
+            old.close()
+            del old
+            gc.collect()
+        by_forward_backward(memory, model, x, y)
+        assert memory.window_closed == (index == 2)
+    assert close(model.weight.grad, gradient(model, data))
+
+
+def test_nested_windows_are_refused(model):
+    data, memory = batches(4, 4), runtime.preset("16gb")
+    with pytest.raises(RuntimeError, match="windows cannot be nested"):
+        for _ in memory.accumulate(data, 2):
+            for _ in memory.accumulate(data, 2):
+                pass
+
+
+def test_loops_one_after_the_other_are_windows_of_their_own(model):
+    memory = runtime.preset("16gb")
+    for sizes in ((4, 2), (3,), (5, 5, 1)):
+        data = batches(*sizes)
+        for x, y in memory.accumulate(data, 3):
+            by_backward(memory, model, x, y)
+        assert close(model.weight.grad, gradient(model, data))
+        model.zero_grad()
+
+
+# -- lengths ---------------------------------------------------------------------------------------------------
+
+
+class Lying:
+    def __init__(self, data, length):
+        self.data, self.length = data, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+class Stream(IterableDataset):
+    """Says more than it gives, as shards over workers do."""
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return iter(torch.arange(5.0))
+
+
+def test_a_loader_that_ends_before_its_length_is_told_and_its_window_can_be_stepped(model, sgd, caplog):
+    data, memory = batches(4, 4, 4, 2), runtime.preset("16gb")
+    expected, closed = gradient(model, data[3:]), []
+    for x, y in memory.accumulate(Lying(data, 6), 3):
+        by_backward(memory, model, x, y)
+        closed.append(memory.window_closed)
+        if memory.window_closed:
+            model.zero_grad()
+    assert closed == [False, False, True, False]
+    assert "fewer batches than its length says" in caplog.text
+    before = model.weight.detach().clone()
+    memory.step(sgd)
+    assert close(before - model.weight, expected)
+
+
+def test_a_loader_longer_than_its_length_goes_on_in_windows_of_one(model):
+    data, memory = batches(4, 4, 2, 3), runtime.preset("16gb")
+    for index, (x, y) in enumerate(memory.accumulate(Lying(data, 2), 2)):
+        by_backward(memory, model, x, y)
+        if index > 1:
+            assert close(model.weight.grad, gradient(model, [(x, y)]))
+        if memory.window_closed:
+            model.zero_grad()
+    assert index == 3
+
+
+def test_the_length_of_a_stream_is_not_believed():
+    memory = runtime.preset("16gb")
+    closed = [memory.window_closed for _ in memory.accumulate(DataLoader(Stream(), batch_size=2), 2)]
+    assert closed == [False, True, True]
