@@ -15,29 +15,27 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from oomfix import runtime
 from oomfix.rewrite.apply import Applied, Options, apply_to
+from oomfix.rewrite.equivalence import Recording, compare
+from oomfix.rewrite.recorder import Recorder
 from oomfix.rules import all_rules
-from oomfix.runtime.iteration import Iteration
 from oomfix.source import Source
 
 _NUMBER = re.compile(r"[-+]?\d+\.\d+(?:[eE][-+]?\d+)?|nan|inf")
 
 
 class Run(NamedTuple):
-    """What one run of a script did.
-
-    Attributes:
-        printed: its standard output.
-        weights: after each optimizer step, all that the optimizer updates, one flat float64 tensor.
-        calls_in_parts: how many calls of `forward_backward` ran in micro-batches.
-    """
+    """What one run of a script did: its standard output, and its optimizer steps."""
 
     printed: str
-    weights: list[torch.Tensor]
-    calls_in_parts: int
+    recording: Recording
+
+    @property
+    def calls_in_parts(self) -> int:
+        """How many calls of `forward_backward` ran in micro-batches."""
+        return self.recording.calls_in_parts
 
     @property
     def numbers(self) -> list[float]:
@@ -57,31 +55,16 @@ def options(**overrides: object) -> Options:
 
 def run(text: str, argv: Sequence[str] = (), *, preset: str = "", seed: int = 0) -> Run:
     """Run a script in this process, as `__main__`, with fixed seeds; OOMFIX_PRESET is `preset`."""
-    weights: list[torch.Tensor] = []
-
-    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        weights.append(torch.cat([p.detach().double().flatten() for p in parameters]))
-
     runtime.reset()
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    hook = register_optimizer_step_post_hook(note)
     dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
     output = io.StringIO()
-    calls: list[int] = []
-    original = Iteration.run
-
-    def counted(self: Iteration, parts: int, scaler: torch.amp.GradScaler) -> object:
-        result = original(self, parts, scaler)
-        calls.append(parts)
-        return result
-
     namespace: dict[str, object] = {"__name__": "__main__", "__file__": "train.py"}
     try:
         with (
-            mock.patch.object(Iteration, "run", counted),
+            Recorder() as recorder,
             mock.patch.object(sys, "argv", ["train.py", *argv]),
             mock.patch.dict(os.environ, {"OOMFIX_PRESET": preset}),
             contextlib.redirect_stdout(output),
@@ -90,29 +73,24 @@ def run(text: str, argv: Sequence[str] = (), *, preset: str = "", seed: int = 0)
             warnings.simplefilter("ignore")
             exec(compile(text, "train.py", "exec", dont_inherit=True), namespace)
     finally:
-        hook.remove()
         runtime.reset()
         # What a script sets for its process must not reach the tests after it.
         torch.set_default_dtype(dtype)
         torch.use_deterministic_algorithms(deterministic)
-    return Run(output.getvalue(), weights, sum(parts > 1 for parts in calls))
+    return Run(output.getvalue(), recorder.recording)
 
 
 def assert_same_bits(before: Run, after: Run) -> None:
     """The runs printed the same text and had the same weights, to the bit, after each step."""
-    assert before.weights, "the script made no optimizer step"
+    assert before.recording.steps, "the script made no optimizer step"
     assert after.printed == before.printed
-    assert len(after.weights) == len(before.weights)
-    for step, (one, other) in enumerate(zip(before.weights, after.weights, strict=True)):
-        assert torch.equal(one, other), f"weights differ after step {step + 1}"
+    found = compare([before.recording], [after.recording])
+    assert found.difference is None and found.worst == 0
 
 
 def assert_close(before: Run, after: Run, relative: float = 1e-5) -> None:
     """Every number printed, and the weights after each step, differ by less than `relative`."""
-    assert before.weights, "the script made no optimizer step"
+    assert before.recording.steps, "the script made no optimizer step"
     assert len(after.numbers) == len(before.numbers)
     np.testing.assert_allclose(after.numbers, before.numbers, rtol=relative, atol=relative)
-    assert len(after.weights) == len(before.weights)
-    for step, (one, other) in enumerate(zip(before.weights, after.weights, strict=True)):
-        error = ((one - other).norm() / one.norm()).item()
-        assert error < relative, f"weights differ by {error:.2e} after step {step + 1}"
+    assert compare([before.recording], [after.recording], relative).difference is None
