@@ -1,0 +1,103 @@
+"""Techniques two by two: whatever is combined, the step is that of the plain loop."""
+
+import copy
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from oomfix import runtime
+from oomfix.runtime import offloading
+
+CHECKPOINTING, OFFLOADING, SPLITTING, AMP, COMPILE = "checkpointing", "offloading", "splitting", "amp", "compile"
+LINEAR_LOSS, IN_BACKWARD, LEAN_STEP = "linear loss", "step in backward", "lean step"
+TECHNIQUES = [CHECKPOINTING, OFFLOADING, SPLITTING, AMP, COMPILE, LINEAR_LOSS, IN_BACKWARD, LEAN_STEP]
+
+
+@pytest.fixture(autouse=True)
+def moved(monkeypatch):
+    """Lets tensors on the CPU count as on a card; lists the shapes of what was moved."""
+    shapes = []
+    copied = offloading._Host._copied
+    monkeypatch.setattr(offloading, "_on_accelerator", lambda tensor: True)
+    monkeypatch.setattr(
+        offloading._Host, "_copied", lambda self, tensor: shapes.append(tensor.shape) or copied(self, tensor)
+    )
+    return shapes
+
+
+@pytest.fixture(scope="module")
+def language_model():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    config.use_cache = False
+    model = GPT2LMHeadModel(config).double()
+    tokens = torch.randint(0, 97, (6, 12))
+    labels = tokens[:, 1:].clone()
+    labels[3:, 4:] = -100
+    return model, tokens, labels
+
+
+def step(techniques, model, tokens, labels):
+    """The model's parameters after one SGD step with `techniques`."""
+    model = copy.deepcopy(model)
+    if CHECKPOINTING in techniques:
+        assert runtime.enable_checkpointing(model)
+    trunk = model.transformer
+    if COMPILE in techniques:
+        torch.compiler.reset()
+        trunk = torch.compile(model.transformer, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, foreach=True)
+    if LEAN_STEP in techniques:
+        assert runtime.use_lean_step(optimizer) == "fused"
+    splits, amp = SPLITTING in techniques, AMP in techniques
+
+    def forward(tokens, labels):
+        with runtime.offload_activations(0) if OFFLOADING in techniques else nullcontext():
+            # the manager puts autocast around model calls itself
+            with torch.autocast("cpu", torch.bfloat16) if amp and not splits else nullcontext():
+                hidden = trunk(tokens[:, :-1]).last_hidden_state
+            hidden = hidden.to(model.lm_head.weight.dtype)
+            if LINEAR_LOSS in techniques:
+                return runtime.linear_cross_entropy(hidden, model.lm_head.weight, labels, rows=7)
+            return functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
+
+    with runtime.optimizer_in_backward(optimizer) if IN_BACKWARD in techniques else nullcontext():
+        if splits:
+            memory = runtime.preset("16gb", micro_batches=2, precision="bf16" if amp else "fp32")
+            memory.forward_backward(forward, tokens, labels)
+            assert not memory.report().whole_because or IN_BACKWARD in techniques or COMPILE in techniques
+        else:
+            forward(tokens, labels).backward()
+    if IN_BACKWARD not in techniques:
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(TECHNIQUES, 2)), ids=" and ".join)
+def test_a_step_is_that_of_the_plain_loop(language_model, moved, pair):
+    model, tokens, labels = language_model
+    if AMP in pair:
+        model = copy.deepcopy(model).float()
+    expected = step((), model, tokens, labels)
+    found = step(pair, model, tokens, labels)
+    before = model.state_dict()
+    # bf16 keeps 8 bits; without it only the order of sums differs
+    tolerance = 0.03 if AMP in pair else 1e-12
+    largest = max(float((expected[name] - before[name]).abs().max()) for name in before)
+    worst = max(float((found[name] - expected[name]).abs().max()) for name in before)
+    assert worst <= tolerance * largest
+    assert largest > 0.01
+    assert bool(moved) == (OFFLOADING in pair)
+
+
+@pytest.mark.parametrize("pair", [(CHECKPOINTING, OFFLOADING), (OFFLOADING, IN_BACKWARD)], ids=" and ".join)
+def test_what_only_moves_tensors_is_bitwise(language_model, pair):
+    model, tokens, labels = language_model
+    expected, found = (step(techniques, model, tokens, labels) for techniques in ((), pair))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
