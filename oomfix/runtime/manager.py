@@ -22,7 +22,7 @@ from oomfix.runtime.model_call import PreciseCalls
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.optimizers import check_optimizer, check_schedulers, parameters_of
 from oomfix.runtime.outputs import detached
-from oomfix.runtime.report import Report
+from oomfix.runtime.report import Report, forward_reports
 from oomfix.runtime.splitter import Splitter
 from oomfix.runtime.stepping import check_norm, clip_and_step
 
@@ -46,6 +46,7 @@ class MemoryManager:
         self.preset = preset
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._forwards = KnownForwards(preset.first_micro_batches)
+        self._evaluations = KnownForwards(preset.first_micro_batches)
         self._window = Window()
         self._scaler: LossScaler | None = None
         self._splitter = Splitter(preset, self._prepared)
@@ -120,7 +121,7 @@ class MemoryManager:
         with torch.no_grad():
             if self.off:
                 return forward(*cut.args, **cut.kwargs)
-            known = self._forwards.about(forward, False, cut, self._prepared)
+            known = self._evaluations.about(forward, False, cut, self._prepared)
             return self._splitter.run(Iteration(known, forward, cut, trains=False), self._window, self.scaler)
 
     def forward(self, model: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
@@ -276,7 +277,17 @@ class MemoryManager:
 
     def report(self) -> Report:
         """What was found out and done so far; `str` of it is a few lines for a log."""
-        return Report.of(self.preset, self._forwards, self._splitter.retries, self.skipped_steps)
+        scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
+        return Report(
+            preset=self.preset.name,
+            forwards=forward_reports(self._forwards, self.preset, trains=True)
+            + forward_reports(self._evaluations, self.preset, trains=False),
+            steps=self._steps,
+            skipped_steps=self.skipped_steps,
+            loss_scale=None if scaler is None else scaler.get_scale(),
+            retries=self._splitter.retries,
+            windows=self._window.count,
+        )
 
     # -- loops that cannot be split -------------------------------------------------------------------------
 
