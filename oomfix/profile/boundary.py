@@ -153,6 +153,8 @@ def _pack(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 _ANSWERS: dict[Any, Callable[[CardTrace, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten._local_scalar_dense.default: _scalar,
+    # a dispatch mode of the script's own that reads a number arrives with the composite operation
+    aten.item.default: _scalar,
     aten.all.default: _all,
     aten.equal.default: _equal,
     aten.allclose.default: _equal,

@@ -213,3 +213,19 @@ def test_work_on_the_host_needs_no_library_of_the_card(simulated):
     assert not simulated.trace.storages
     on(8, 8) @ on(8, 8)
     assert [s.nbytes for s in simulated.trace.storages if s.category == "workspaces"] == [8_519_680]
+
+
+def test_a_number_read_within_another_dispatch_mode_is_answered_too(simulated):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Reading(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.sum.default:
+                read.append(float(result))
+            return result
+
+    read = []
+    with Reading():
+        on(3).sum()
+    assert read == [1.0]
