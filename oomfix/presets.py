@@ -24,6 +24,7 @@ from typing import Any, Literal, NoReturn
 Precision = Literal["auto", "no-fp16", "bf16", "fp16", "fp32"]
 Split = Literal["verified", "always", "never"]
 Checkpointing = Literal["off", "if-needed", "on"]
+LeanStep = Literal["off", "if-needed", "on"]
 
 CUDA_CONTEXT_GIB = 600 / 1024
 MEMORY_FRACTION = 0.95
@@ -33,6 +34,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("auto", "no-fp16", "bf16", "fp16", "fp32"),
     "split": ("verified", "always", "never"),
     "checkpointing": ("off", "if-needed", "on"),
+    "lean_step": ("off", "if-needed", "on"),
 }
 
 
@@ -62,11 +64,10 @@ class Preset:
         empty_cache_every: empty the allocator's cache every so many steps; None: only on fragmentation.
         expandable_segments: let the CUDA allocator grow its segments (less fragmentation).
         memory_fraction: share of the card that the allocator may reserve, above 0, at most 1.
-        prefetch_factor: batches that each loader worker prepares ahead.
-        pin_memory: loaders put batches into page-locked host memory.
-        foreach: False keeps optimizers from their multi-tensor form, which holds one more copy of the
-            parameters at its peak; None leaves the optimizer as the script made it.
-        fused: True asks for the fused form of the optimizer; None leaves it as the script made it.
+        prefetch_factor: batches that each loader worker prepares ahead, in `loader_kwargs`.
+        pin_memory: batches are put into page-locked host memory where there is CUDA, in `loader_kwargs`.
+        lean_step: give optimizers a form of their step without copies of all parameters never, when the step
+            would not fit, or from the start; a form that the script chose (`foreach=`, `fused=`) stays.
         card: the smallest real card of the class, which `oomfix profile` simulates; None: the card at hand.
 
     Raises:
@@ -87,8 +88,7 @@ class Preset:
     memory_fraction: float
     prefetch_factor: int
     pin_memory: bool
-    foreach: bool | None
-    fused: bool | None
+    lean_step: LeanStep
     card: Card | None
 
     def __post_init__(self) -> None:
@@ -107,8 +107,6 @@ class Preset:
         _check_positive("memory_fraction", self.memory_fraction, "a share above 0, at most 1", most=1.0)
         for field in ("expandable_segments", "pin_memory"):
             _check_type(field, getattr(self, field), bool, "True or False")
-        for field in ("foreach", "fused"):
-            _check_type(field, getattr(self, field), (bool, type(None)), "True, False or None")
         _check_type("card", self.card, (Card, type(None)), "a Card or None")
 
 
@@ -152,13 +150,13 @@ def from_environment(preset: Preset, environ: Mapping[str, str] = os.environ) ->
 
 def table() -> list[tuple[str, ...]]:
     """The presets as rows of text; the first row is the header. For `oomfix presets`."""
-    header = ("preset", "card", "capacity", "budget", "first split", "checkpointing", "emptied", "foreach")
+    header = ("preset", "card", "capacity", "budget", "first split", "checkpointing", "emptied", "lean step")
     return [header, *(_row(preset) for preset in PRESETS.values())]
 
 
 def _row(preset: Preset) -> tuple[str, ...]:
     if preset.name == "off":
-        return ("off", "-", "-", "-", "whole batches", "off", "never", "as written")
+        return ("off", "-", "-", "-", "whole batches", "off", "never", "off")
     card, every = preset.card, preset.empty_cache_every
     return (
         preset.name,
@@ -168,7 +166,7 @@ def _row(preset: Preset) -> tuple[str, ...]:
         str(preset.first_micro_batches),
         preset.checkpointing,
         "when fragmented" if every is None else f"every {every} steps",
-        "as written" if preset.foreach is None else "on" if preset.foreach else "off",
+        preset.lean_step,
     )
 
 
@@ -230,7 +228,6 @@ def _for_card(
     first_micro_batches: int,
     checkpointing: Checkpointing = "if-needed",
     empty_cache_every: int | None = None,
-    foreach: bool | None = None,
 ) -> Preset:
     return Preset(
         name=name,
@@ -246,8 +243,7 @@ def _for_card(
         memory_fraction=MEMORY_FRACTION,
         prefetch_factor=2,
         pin_memory=True,
-        foreach=foreach,
-        fused=None,
+        lean_step="if-needed",
         card=card,
     )
 
@@ -262,15 +258,15 @@ _A100_80GB = Card("A100 80GB", 79.14, (8, 0))
 
 # First splits of 4, 2 and 1 at 8, 16 and 24 GB are where people ended who fixed such scripts by hand.
 _FOR_CARDS = (
-    _for_card("8gb", _LAPTOP_8GB, 4, checkpointing="on", empty_cache_every=10, foreach=False),
-    _for_card("12gb", _RTX_3060, 4, foreach=False),
-    _for_card("16gb", _T4, 2, foreach=False),
-    _for_card("24gb", _RTX_3090, 1, foreach=False),
+    _for_card("8gb", _LAPTOP_8GB, 4, checkpointing="on", empty_cache_every=10),
+    _for_card("12gb", _RTX_3060, 4),
+    _for_card("16gb", _T4, 2),
+    _for_card("24gb", _RTX_3090, 1),
     _for_card("40gb", _A100_40GB, 1),
     _for_card("48gb", _A40, 1),
     _for_card("80gb", _A100_80GB, 1),
 )
-_AUTO = replace(_FOR_CARDS[2], name="auto", budget_gib=None, foreach=None, card=None)
+_AUTO = replace(_FOR_CARDS[2], name="auto", budget_gib=None, card=None)
 _OFF = Preset(
     name="off",
     budget_gib=None,
@@ -285,8 +281,7 @@ _OFF = Preset(
     memory_fraction=1.0,
     prefetch_factor=2,
     pin_memory=False,
-    foreach=None,
-    fused=None,
+    lean_step="off",
     card=None,
 )
 

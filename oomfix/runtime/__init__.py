@@ -35,7 +35,7 @@ another preset without touching the script; OOMFIX_PRESET=off runs it as it was:
 
 Also there: `memory.backward(loss)` for loops that cannot be split, `memory.evaluate(forward, *batch)`,
 `memory.accumulate(loader, k)` with `memory.window_closed`, `memory.autocast()`, `memory.unscale_(optimizer)`,
-`memory.scaler`, `memory.zero_grad(optimizer)`, `memory.report()`.
+`memory.scaler`, `memory.zero_grad(optimizer)`, `memory.loader_kwargs()`, `memory.report()`.
 """
 
 import os
@@ -103,7 +103,8 @@ def preset(name: str, /, **overrides: Any) -> MemoryManager:
     """The manager of this process, with the policies of the preset `name`.
 
     Calling it again with the same arguments returns the same object; with others, a new one. CUDA is not
-    started, so processes may be forked afterwards.
+    started, so processes may be forked afterwards. Where the preset asks for expandable segments and the environment
+    says nothing about them, PYTORCH_CUDA_ALLOC_CONF is set: call it before anything is moved to the GPU.
 
     Args:
         name: "8gb", "12gb", "16gb", "24gb", "40gb", "48gb", "80gb", "auto" or "off".
@@ -117,6 +118,10 @@ def preset(name: str, /, **overrides: Any) -> MemoryManager:
     chosen = presets.from_environment(presets.get(name, **overrides), os.environ)
     if _manager is None or _manager.preset != chosen:
         _manager = MemoryManager(chosen)
+        # a choice of the environment stays; another allocator has no segments
+        asked = "".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+        if chosen.expandable_segments and "expandable_segments" not in asked and "backend" not in asked:
+            configure_allocator(expandable_segments=True)
     return _manager
 
 

@@ -17,6 +17,7 @@ from oomfix.runtime.checkpointing import enable_checkpointing
 from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import KnownForwards
+from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.loss_scaling import LossScaler
 from oomfix.runtime.model_call import PreciseCalls
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
@@ -24,6 +25,7 @@ from oomfix.runtime.optimizers import check_optimizer, check_schedulers, paramet
 from oomfix.runtime.outputs import detached
 from oomfix.runtime.report import Report, forward_reports
 from oomfix.runtime.splitter import Splitter
+from oomfix.runtime.step_memory import make_step_fit
 from oomfix.runtime.stepping import check_norm, clip_and_step
 
 _T = TypeVar("_T")
@@ -52,6 +54,7 @@ class MemoryManager:
         self._splitter = Splitter(preset, self._prepared)
         self._calls = PreciseCalls(preset.precision)
         self._steps = 0
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def off(self) -> bool:
@@ -71,6 +74,23 @@ class MemoryManager:
         self._prepared.add(model)
         enable_checkpointing(model, self.preset.checkpointing)
         return model
+
+    def loader_kwargs(self, num_workers: int | None = None) -> dict[str, Any]:
+        """Arguments for a `DataLoader`, to be passed with `**`, by the preset's `pin_memory` and `prefetch_factor`.
+
+        Args:
+            num_workers: processes that load batches; None: as many as there are processors, at most 8.
+
+        Returns:
+            Those of `oomfix.runtime.loader_kwargs`; nothing but `num_workers` where the preset is "off".
+
+        Raises:
+            ValueError: `num_workers` is out of its range.
+        """
+        if self.off:
+            return {} if num_workers is None else {"num_workers": num_workers}
+        arguments = loader_kwargs(num_workers, prefetch_factor=self.preset.prefetch_factor)
+        return arguments if self.preset.pin_memory else {**arguments, "pin_memory": False}
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -186,6 +206,9 @@ class MemoryManager:
         check_norm(clip_norm)
         self._check_window(optimizer)
         self._correct(optimizer)
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            make_step_fit(optimizer, self.preset)
         clip_and_step(optimizer, self.scaler, clip_norm, self.preset.clip_norm, schedulers)
         if zero_grad:
             optimizer.zero_grad()

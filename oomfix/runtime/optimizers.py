@@ -31,7 +31,7 @@ def check_optimizer(optimizer: Any) -> None:
             f"optimizer: {name}.step needs {needed[0]!r}, and the manager steps once after the backward; call "
             f"{name}.step by yourself, with backward in the closure and without oomfix"
         )
-    parameter_groups(optimizer)
+    innermost(optimizer)
 
 
 def check_schedulers(schedulers: Iterable[Any]) -> None:
@@ -52,8 +52,8 @@ def check_schedulers(schedulers: Iterable[Any]) -> None:
             )
 
 
-def parameter_groups(optimizer: Any) -> Any:
-    """The parameter groups of `optimizer`, or of the optimizer inside a wrapper.
+def innermost(optimizer: Any) -> Any:
+    """`optimizer`, or the one inside a wrapper: what holds the parameter groups.
 
     Raises:
         TypeError: there are none.
@@ -63,12 +63,12 @@ def parameter_groups(optimizer: Any) -> Any:
         inner = next((getattr(inner, name) for name in _INSIDE if hasattr(inner, name)), None)
         if inner is None:
             raise TypeError(f"optimizer: got {shown(optimizer)}, expected an object with param_groups, or around one")
-    return inner.param_groups
+    return inner
 
 
 def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """Every tensor that `optimizer` (or the optimizer inside a wrapper) updates."""
-    return (parameter for group in parameter_groups(optimizer) for parameter in group["params"])
+    return (parameter for group in innermost(optimizer).param_groups for parameter in group["params"])
 
 
 def has_gradients(optimizer: Any) -> bool:
@@ -87,7 +87,7 @@ class ScalerView:
     @property
     def param_groups(self) -> Any:
         """The groups of the optimizer inside."""
-        return parameter_groups(self._wrapper())
+        return innermost(self._wrapper()).param_groups
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the wrapper, then call the hook."""

@@ -9,6 +9,10 @@ from oomfix import runtime
 @pytest.fixture(autouse=True)
 def fresh_manager(monkeypatch):
     monkeypatch.delenv("OOMFIX_PRESET", raising=False)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        # set first, so that what a test sets is taken back
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     runtime.reset()
     torch.manual_seed(0)
     yield

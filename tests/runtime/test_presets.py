@@ -43,7 +43,8 @@ def test_only_the_smallest_card_checkpoints_from_the_start_and_empties_the_cache
 def test_off_is_the_script_as_it_was():
     off = presets.get("off")
     assert (off.micro_batches, off.split, off.precision, off.checkpointing) == (1, "never", "fp32", "off")
-    assert off.budget_gib is off.clip_norm is off.empty_cache_every is off.foreach is off.fused is None
+    assert off.budget_gib is off.clip_norm is off.empty_cache_every is None
+    assert off.lean_step == "off"
     assert not off.expandable_segments and not off.pin_memory and off.memory_fraction == 1.0
 
 
@@ -94,7 +95,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, error, message):
         ("clip_norm", float("nan"), ValueError, "clip_norm: got nan"),
         ("memory_fraction", 1.5, ValueError, "memory_fraction: got 1.5, expected a share above 0, at most 1"),
         ("pin_memory", 1, TypeError, "pin_memory: got 1, expected True or False"),
-        ("foreach", "off", TypeError, "foreach: got 'off', expected True, False or None"),
+        ("lean_step", True, ValueError, "lean_step: got True, expected one of 'off', 'if-needed', 'on'"),
         ("card", "t4", TypeError, "card: got 't4', expected a Card or None"),
     ],
 )

@@ -1,0 +1,76 @@
+"""Whether the step of an optimizer fits into the memory that is left, and a leaner form of it where it does not.
+
+A step that runs out of memory half way has updated some parameters and not others, so it cannot be tried again: what it
+needs is foreseen before the first one.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+from oomfix.presets import Preset
+from oomfix.runtime.optimizer_choice import use_lean_step
+from oomfix.runtime.optimizers import innermost
+
+_log = logging.getLogger("oomfix")
+_GIB = 2**30
+
+# Copies of all its parameters that an optimizer takes: the state of Adam, made at the first step, and the temporaries
+# of a step over all parameters at once (bench/results/techniques-cpu.md).
+_STATE = 2
+_TEMPORARIES = 2
+
+
+def make_step_fit(optimizer: Any, preset: Preset) -> None:
+    """Give `optimizer` a form of its step without copies of all parameters, where the preset asks for it.
+
+    "if-needed" does so where state and temporaries would be more than what the budget leaves on a GPU. An optimizer
+    for which the script has chosen a form (`foreach=`, `fused=`) keeps it, and so does one that is not torch's.
+
+    Args:
+        optimizer: has gradients, and has not stepped yet.
+        preset: with `lean_step` and the budget.
+    """
+    inner = innermost(optimizer)
+    if preset.lean_step == "off" or not isinstance(inner, torch.optim.Optimizer):
+        return
+    if any(group.get("foreach") is not None or group.get("fused") is not None for group in inner.param_groups):
+        return
+    if preset.lean_step == "on":
+        use_lean_step(inner)
+        return
+    for device, wanted in _step_bytes(inner).items():
+        left = bytes_left(device, preset)
+        if left is None or wanted <= left:
+            continue
+        form = use_lean_step(inner)
+        if form != "as it was":
+            _log.warning(
+                f"{type(inner).__name__}: its first step needs about {wanted / _GIB:.2f} GiB and {left / _GIB:.2f} GiB "
+                f"are left; it steps {'fused' if form == 'fused' else 'one parameter at a time'} instead."
+            )
+        return
+
+
+def bytes_left(device: torch.device, preset: Preset) -> int | None:
+    """Bytes of the budget that no tensor takes yet; None where there is no budget: on the CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    budget = preset.memory_fraction * (free + torch.cuda.memory_reserved(device))
+    if preset.budget_gib is not None:
+        budget = min(budget, preset.budget_gib * _GIB)
+    return int(budget) - torch.cuda.memory_allocated(device)
+
+
+def _step_bytes(optimizer: torch.optim.Optimizer) -> dict[torch.device, int]:
+    """What the first step takes beyond parameters and gradients, in bytes on each device."""
+    wanted: dict[torch.device, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                copies = _TEMPORARIES + (0 if optimizer.state.get(parameter) else _STATE)
+                size = copies * parameter.numel() * parameter.element_size()
+                wanted[parameter.device] = wanted.get(parameter.device, 0) + size
+    return wanted
