@@ -56,6 +56,17 @@ class MemoryManager:
         self._steps = 0
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    def __copy__(self) -> "MemoryManager":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MemoryManager":
+        # one per process: what holds it may be copied (an average of a model, a teacher)
+        return self
+
+    def __reduce__(self) -> tuple[type["MemoryManager"], tuple[Preset]]:
+        # to another process go the policies; what was learned here holds for these models and this memory
+        return MemoryManager, (self.preset,)
+
     @property
     def off(self) -> bool:
         """Whether the script runs as it was: its own precision, whole batches."""
