@@ -12,11 +12,16 @@ from oomfix.rewrite.edits import apply_edits
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
-from oomfix.rewrite.loops import Form, Verdict
+from oomfix.rewrite.loops import Form
 from oomfix.rewrite.module import Overrides
 from oomfix.rules.base import Finding, Rule, Severity
 from oomfix.script import Script
 from oomfix.source import Source, parse
+
+_MENDED = {
+    "OOM301": "the loss is divided by the size of its window",
+    "OOM302": "the last window of an epoch is stepped",
+}
 
 
 class Options(NamedTuple):
@@ -92,7 +97,8 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     if options.runtime:
         if options.wants("OOM305"):
             current, ended = _end_autocast(source, options)
-        current, loops = _rewrite_loops(current, options)
+        current, loops, folded = _rewrite_loops(current, options)
+        ended += folded
     last = fix_locally(current, rules, options.wants_finding, options.target_torch)
     return Applied(last.text, loops, ended + last.fixed)
 
@@ -117,15 +123,15 @@ def _end_autocast(source: Source, options: Options) -> tuple[Source, tuple[Fixed
     return _changed(source, apply_edits(source.text, edits.values())), fixed
 
 
-def _rewrite_loops(source: Source, options: Options) -> tuple[Source, tuple[LoopOutcome, ...]]:
+def _rewrite_loops(source: Source, options: Options) -> tuple[Source, tuple[LoopOutcome, ...], tuple[Fixed, ...]]:
     script = Script.read(source, options.target_torch)
     if not script.loops:
-        return source, ()
-    rewriter = LoopRewriter(script, options.preset, options.overrides)
+        return source, (), ()
+    rewriter = LoopRewriter(script, options.preset, options.overrides, options.wants)
     rewritten = rewriter.rewrite()
-    return rewritten, tuple(_outcome(verdict) for verdict in rewriter.verdicts)
-
-
-def _outcome(verdict: Verdict) -> LoopOutcome:
-    loop = verdict.loop
-    return LoopOutcome(loop.line, loop.end_line, verdict.form, verdict.reason, notes=tuple(verdict.notes))
+    fixed = tuple(Fixed(code, line, _MENDED[code]) for code, line in rewriter.mended)
+    loops = (
+        LoopOutcome(*rewriter.lines_of(verdict), verdict.form, verdict.reason, notes=tuple(verdict.notes))
+        for verdict in rewriter.verdicts
+    )
+    return rewritten, tuple(loops), fixed

@@ -16,6 +16,8 @@ from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
 from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, prepare_edits, unused_amp_imports
 from oomfix.rewrite.same_branches import merge_branches
+from oomfix.rewrite.window_shape import CannotFold
+from oomfix.rewrite.windows import WindowFolder
 from oomfix.rules.base import Edit
 from oomfix.script import Script
 from oomfix.source import Source, parse
@@ -41,24 +43,38 @@ class LoopRewriter:
         script: the script.
         preset: the preset's name.
         overrides: fields of the preset that the script is to change.
+        wants: whether findings with a code are to be mended.
 
     Attributes:
         verdicts: what becomes of each loop; final after `rewrite`.
+        mended: the codes and lines of what is mended on the way.
     """
 
-    def __init__(self, script: Script, preset: str, overrides: Overrides) -> None:
+    def __init__(self, script: Script, preset: str, overrides: Overrides, wants: Callable[[str], bool]) -> None:
+        self._preset, self._overrides, self._wants = preset, overrides, wants
+        self._target = script.target_torch
+        self._loops = script.loops
+        self._known = manager_in(script)
+        self._names = Names(script.source.tree)
+        self._manager = self._known or self._names.free("memory", "gpu_memory", "oomfix_memory")
+        self._begun = _Stages(script.source)
+        self.mended: list[tuple[str, int]] = []
+        self._read(script)
+
+    def _read(self, script: Script) -> None:
         source = script.source
-        self._script, self._source, self._preset, self._overrides = script, source, preset, overrides
-        self._blocks, self._layout, self._names = Blocks(source.tree), Layout(source), Names(source.tree)
+        self._script, self._source = script, source
+        self._blocks, self._layout = Blocks(source.tree), Layout(source)
         self._amp = Amp(script, self._blocks)
         self._judge = Judge(script, self._blocks, self._amp)
-        self._known = manager_in(script)
         self.verdicts = self._judge.verdicts()
 
     def rewrite(self) -> Source:
         """The file with its loops rewritten."""
         if self._known is not None:
             self._leave(lambda verdict: verdict.sees_scale)
+        if scaling_of(self.verdicts) != "script's":
+            self._fold_windows()
         while any(verdict.form != "none" for verdict in self.verdicts):
             scaling = scaling_of(self.verdicts)
             rewritten = self._rewritten(scaling)
@@ -69,22 +85,59 @@ class LoopRewriter:
             self._leave(_why_nothing_is_gained)
         return self._source
 
+    def lines_of(self, verdict: Verdict) -> tuple[int, int]:
+        """The first and last line of a loop in the script as it was."""
+        loop = self._loops[next(number for number, other in enumerate(self.verdicts) if other is verdict)]
+        return loop.line, loop.end_line
+
+    # -- accumulation windows ----------------------------------------------------------------------------------
+
+    def _fold_windows(self) -> None:
+        """Fold the windows that lose something; what is left to do is done to the script with folded windows."""
+        folder = WindowFolder(self._script, self._blocks, self._layout, self._amp, self._manager, self._wants)
+        edits: list[Edit] = []
+        notes: dict[int, list[str]] = {}
+        mended: list[tuple[str, int]] = []
+        for number, verdict in enumerate(self.verdicts):
+            try:
+                folded = folder.fold(verdict) if verdict.form != "none" else None
+            except CannotFold as reason:
+                verdict.notes.append(f"its accumulation window stays: {reason}")
+                continue
+            if folded is not None:
+                edits += folded.edits
+                mended += folded.mended
+                notes[number] = folded.notes
+        if not edits:
+            return
+        before = self._script, [verdict.notes for verdict in self.verdicts]
+        self._begun.edit(edits)
+        self._read(Script.read(self._begun.source, self._target))
+        if len(self.verdicts) != len(self._loops) or any(self.verdicts[number].form == "none" for number in notes):
+            self._begun = _Stages(before[0].source)
+            self._read(before[0])
+            return
+        self.mended = mended
+        for number, verdict in enumerate(self.verdicts):
+            verdict.notes = before[1][number] + notes.get(number, [])
+
+    # -- everything else ---------------------------------------------------------------------------------------
+
     def _rewritten(self, scaling: Scaling) -> Source:
-        manager = self._known or self._names.free("memory", "gpu_memory", "oomfix_memory")
+        manager = self._manager
         edits = InPlace(self._script, self._blocks, self._layout, self._amp, manager, scaling).edits(self.verdicts)
-        models = _models(self.verdicts)
-        edits += prepare_edits(self._script, self._layout, self._blocks, manager, models)
+        edits += prepare_edits(self._script, self._layout, self._blocks, manager, _models(self.verdicts))
         if self._known is None:
-            used = _first_use(self._source, self._blocks, edits)
+            used = _first_use(self._source, self._blocks, edits, manager)
             overrides = {**_PRECISION[scaling], **self._overrides}
             edits += header_edits(self._layout, self._names, manager, self._preset, overrides, used)
-        stages = _Stages(self._source)
+        stages = self._begun.copy()
         stages.edit(edits)
         order = self._order()
         while (merged := merge_branches(stages.source, manager)).edits:
             stages.edit(merged.edits)
             order = [place for number, place in enumerate(order) if number not in merged.gone]
-        lifted = lift_backwards(Script.read(stages.source, self._script.target_torch), order, manager)
+        lifted = lift_backwards(Script.read(stages.source, self._target), order, manager)
         for verdict in self.verdicts:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
                 verdict.reason = stages.with_lines_before(verdict.reason)
@@ -114,7 +167,10 @@ class LoopRewriter:
     def _note(self, scaling: Scaling) -> None:
         for verdict in self.verdicts:
             if verdict.form != "none" and verdict.sees_scale is not None:
-                verdict.notes.append(f"{_SAID[scaling]}: {verdict.sees_scale}")
+                said = f"{_SAID[scaling]}: {self._begun.with_lines_before(verdict.sees_scale)}"
+                verdict.notes.append(said)
+            if verdict.reason is not None and not (verdict.form == "in-place" and verdict.liftable):
+                verdict.reason = self._begun.with_lines_before(verdict.reason)
 
 
 class _Stages:
@@ -127,6 +183,12 @@ class _Stages:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._rounds: list[tuple[str, list[Edit]]] = []
+
+    def copy(self) -> _Stages:
+        """The same rounds, to go on from apart."""
+        copied = _Stages(self.source)
+        copied._rounds = list(self._rounds)
+        return copied
 
     def edit(self, edits: list[Edit]) -> None:
         """Make one round of edits."""
@@ -157,11 +219,12 @@ def _models(verdicts: list[Verdict]) -> set[str]:
     return {path for path in trained if path is not None}
 
 
-def _first_use(source: Source, blocks: Blocks, edits: list[Edit]) -> int:
-    """The first line outside of functions that an edit changes."""
+def _first_use(source: Source, blocks: Blocks, edits: list[Edit], manager: str) -> int:
+    """The first line outside of functions that an edit changes, or that uses the manager."""
     functions = [node for node in ast.walk(source.tree) if isinstance(node, FunctionNode)]
     inside = [(node.lineno, node.end_lineno or node.lineno) for node in functions]
-    lines = (source.position(edit.start)[0] for edit in edits)
+    lines = [source.position(edit.start)[0] for edit in edits]
+    lines += [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == manager]
     outside = [line for line in lines if not any(first <= line <= last for first, last in inside)]
     return min(outside, default=len(source.lines) + 1)
 

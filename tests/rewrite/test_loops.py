@@ -134,7 +134,7 @@ def test_a_loss_logged_before_it_is_rescaled_is_logged_unscaled():
             if k > 1:
                 loss = loss / k
             loss.backward()
-            if (i + 1) % k == 0:
+            if (i + 1) % k == 0 or i + 1 == len(loader):
                 optimizer.step()
                 optimizer.zero_grad()
         """)

@@ -1,0 +1,225 @@
+"""What an accumulation window looks like: its batches, its size, and when it closes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.liveness import names_bound, names_read, nodes_of_scope_body
+from oomfix.script.names import path_of
+
+_WITHOUT_LENGTH = frozenset("zip iter map islice chain cycle enumerate filter count repeat".split())
+_GENERATOR = re.compile(r"(^|_)(gen|generator|iter|iterator|stream)(_|\d|$)|_iter\w*$", re.IGNORECASE)
+
+
+class CannotFold(Exception):
+    """The window stays the script's; the message is a clause that completes "its window stays, because ..."."""
+
+
+@dataclass(frozen=True)
+class WindowShape:
+    """A window that closes at every k-th batch of a loop.
+
+    Attributes:
+        batches: the expression that gives the batches, to be wrapped.
+        size: k.
+        closes_on_last: the script steps on the last batch too.
+        skips: the decision is `if ...: continue`, ahead of the step.
+    """
+
+    batches: ast.expr
+    size: ast.expr
+    closes_on_last: bool
+    skips: bool
+
+
+def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks) -> WindowShape:
+    """The shape of a window.
+
+    Raises:
+        CannotFold: it is not seen to close at every k-th batch, counted from the first of the loop.
+    """
+    header, index, start, batches = _header(loop, blocks)
+    test, skips = decision.test, _only_continues(decision)
+    parts = (
+        test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if skips else ast.Or) else [test]
+    )
+    sizes = [size for part in parts if (size := _closing_size(part, index, start, skips)) is not None]
+    if len(sizes) != 1:
+        raise CannotFold(f"`{ast.unparse(test)}` is not seen to be true at every k-th batch of the loop, from the k-th")
+    size = sizes[0]
+    others = [part for part in parts if _closing_size(part, index, start, skips) is None]
+    for part in others:
+        if not _is_last(part, index, start, batches, loop, blocks, skips):
+            raise CannotFold(f"the window also waits for `{ast.unparse(part)}`")
+    _check_size(size, loop, header, blocks)
+    if index in {name for statement in loop.body for name in names_bound(statement)}:
+        raise CannotFold(f"`{index}` is changed inside of the loop")
+    return WindowShape(batches, size, bool(others), skips)
+
+
+def _only_continues(decision: ast.If) -> bool:
+    return len(decision.body) == 1 and isinstance(decision.body[0], ast.Continue) and not decision.orelse
+
+
+# -- the loop's header -----------------------------------------------------------------------------------------------
+
+
+def _header(loop: ast.For, blocks: Blocks) -> tuple[ast.AST, str, int, ast.expr]:
+    """Where the batches are counted, the name of the count, its first value, and what is counted."""
+    place: ast.AST = loop
+    source = loop.iter
+    if isinstance(source, ast.Name):
+        found = _only_assignment(source.id, loop, blocks)
+        if found is not None and found.lineno < loop.lineno:
+            place, source = found, found.value
+    call = source
+    while isinstance(call, ast.Call) and last_name(call) != "enumerate" and last_name(call) in ("tqdm", "track"):
+        if not call.args:
+            break
+        call = call.args[0]
+    if not isinstance(call, ast.Call) or last_name(call) != "enumerate" or not call.args:
+        raise CannotFold("the loop does not count its batches by `enumerate`")
+    target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) and loop.target.elts else None
+    if not isinstance(target, ast.Name):
+        raise CannotFold("the loop does not count its batches by a name of its own")
+    given = [*call.args[1:], *(keyword.value for keyword in call.keywords if keyword.arg == "start")]
+    first = given[0].value if given and isinstance(given[0], ast.Constant) else 0 if not given else None
+    if not isinstance(first, int):
+        raise CannotFold(f"the count starts at `{ast.unparse(given[0])}`")
+    batches = call.args[0]
+    if not _has_length(batches, loop, blocks):
+        raise CannotFold(f"`{ast.unparse(batches)}` has no length that could be seen, to tell the last batch by")
+    return place, target.id, first, batches
+
+
+def _only_assignment(name: str, loop: ast.AST, blocks: Blocks) -> ast.Assign | None:
+    scope = blocks.scope_of(loop)
+    if scope is None:
+        return None
+    nodes = list(nodes_of_scope_body(scope))
+    stores = [node for node in nodes if isinstance(node, ast.Name) and node.id == name and _stores(node)]
+    found = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and path_of(node.targets[0]) == name
+    ]
+    return found[0] if len(stores) == len(found) == 1 else None
+
+
+def _stores(node: ast.Name) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def _has_length(batches: ast.expr, loop: ast.For, blocks: Blocks) -> bool:
+    while isinstance(batches, ast.Call) and last_name(batches) in ("tqdm", "track") and batches.args:
+        batches = batches.args[0]
+    if isinstance(batches, ast.Call):
+        return last_name(batches) == "DataLoader"
+    path = path_of(batches)
+    if path is None or _GENERATOR.search(path.rsplit(".", 1)[-1]):
+        return False
+    made = _only_assignment(path, loop, blocks)
+    return made is None or not isinstance(made.value, ast.Call) or last_name(made.value) not in _WITHOUT_LENGTH
+
+
+# -- the test --------------------------------------------------------------------------------------------------------
+
+
+def _closing_size(test: ast.expr, index: str, start: int, negated: bool) -> ast.expr | None:
+    """k, where a test is true exactly at batches k, 2k, ... of the loop; with `negated`, at all others."""
+    rest: int | None = 0
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and not negated:
+        remainder = test.operand
+    elif isinstance(test, ast.Compare) and len(test.ops) == 1:
+        if not isinstance(test.ops[0], ast.NotEq if negated else ast.Eq):
+            return None
+        remainder, rest = test.left, None
+    elif negated:
+        remainder = test
+    else:
+        return None
+    if not isinstance(remainder, ast.BinOp) or not isinstance(remainder.op, ast.Mod):
+        return None
+    size = remainder.right
+    if rest is None and isinstance(test, ast.Compare):
+        rest = _rest(test.comparators[0], size)
+    shift = _shift(remainder.left, index)
+    return size if shift is not None and rest is not None and start + shift - rest == 1 else None
+
+
+def _rest(node: ast.expr, size: ast.expr) -> int | None:
+    """The remainder that is asked for; -1 stands for `k - 1`."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, int) else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and ast.dump(node.left) == ast.dump(size):
+        return -1 if isinstance(node.right, ast.Constant) and node.right.value == 1 else None
+    return None
+
+
+def _shift(node: ast.expr, index: str) -> int | None:
+    """c, for `index + c`."""
+    if isinstance(node, ast.Name):
+        return 0 if node.id == index else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        one, other = node.left, node.right
+        if isinstance(one, ast.Constant) and isinstance(node.op, ast.Add):
+            one, other = other, one
+        if path_of(one) == index and isinstance(other, ast.Constant) and isinstance(other.value, int):
+            return other.value if isinstance(node.op, ast.Add) else -other.value
+    return None
+
+
+def _is_last(
+    test: ast.expr, index: str, start: int, batches: ast.expr, loop: ast.For, blocks: Blocks, negated: bool
+) -> bool:
+    """Whether a test asks for the last batch: `i + 1 == len(loader)`, `i == total - 1`."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return False
+    if not isinstance(test.ops[0], ast.NotEq if negated else ast.Eq):
+        return False
+    shift, number, less = _shift(test.left, index), test.comparators[0], 0
+    if isinstance(number, ast.BinOp) and isinstance(number.op, ast.Sub) and isinstance(number.right, ast.Constant):
+        less = number.right.value if isinstance(number.right.value, int) else 0
+        number = number.left
+    if isinstance(number, ast.Name):
+        made = _only_assignment(number.id, loop, blocks)
+        number = number if made is None else made.value
+    if not isinstance(number, ast.Call) or last_name(number) != "len" or len(number.args) != 1:
+        return False
+    counted = {ast.dump(node) for node in ast.walk(batches) if isinstance(node, ast.Name | ast.Attribute)}
+    name = path_of(batches)
+    made = _only_assignment(name, loop, blocks) if name is not None else None
+    if made is not None:
+        counted |= {ast.dump(node) for node in ast.walk(made.value) if isinstance(node, ast.Name | ast.Attribute)}
+    # the last batch has the index start + len - 1
+    return shift is not None and start - 1 + shift == -less and ast.dump(number.args[0]) in counted
+
+
+def _check_size(size: ast.expr, loop: ast.For, place: ast.AST, blocks: Blocks) -> None:
+    """Whether k is the same number wherever it is asked for."""
+    if any(not isinstance(node, _PLAIN) for node in ast.walk(size)):
+        raise CannotFold(f"`{ast.unparse(size)}` may be another number each time")
+    names = names_read(size)
+    changed = {path_of(node) for node in ast.walk(loop) if isinstance(node, ast.Attribute) and not _loads(node)}
+    bound = {name for statement in loop.body for name in names_bound(statement)}
+    scope = blocks.scope_of(loop)
+    line = getattr(place, "lineno", 0)
+    if scope is not None:
+        bound |= {
+            node.id
+            for node in nodes_of_scope_body(scope)
+            if isinstance(node, ast.Name) and _stores(node) and line <= node.lineno < loop.lineno
+        }
+    if names & bound or path_of(size) in changed:
+        raise CannotFold(f"`{ast.unparse(size)}` may be another number in the loop")
+
+
+_PLAIN = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.expr_context, ast.BinOp, ast.FloorDiv, ast.Mult)
+
+
+def _loads(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Load)

@@ -1,0 +1,222 @@
+"""Hand-written gradient accumulation that loses something, folded into `memory.accumulate`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from oomfix.rewrite import effects
+from oomfix.rewrite.amp import Amp
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.divisions import Divisions
+from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.layout import Layout
+from oomfix.rewrite.liveness import names_bound, names_read
+from oomfix.rewrite.loops import Verdict
+from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
+from oomfix.script import Script
+from oomfix.script.edits import Edit, bounds, remove_statement
+from oomfix.script.trace import Backward
+from oomfix.script.windows import Window, is_divided
+
+_SUM = re.compile(
+    r"reduction\s*=\s*[\"']sum[\"']|size_average\s*=\s*False|\.sum\(\)\.backward|loss\w*\s*=.*\.sum\(\)\s*$", re.M
+)
+
+
+class Folded(NamedTuple):
+    """How a window is folded.
+
+    Attributes:
+        edits: of the script.
+        mended: the codes and lines of what the script did wrong.
+        notes: what changes in the training.
+    """
+
+    edits: list[Edit]
+    mended: list[tuple[str, int]]
+    notes: list[str]
+
+
+class WindowFolder:
+    """Folds accumulation windows that lose their tail, or do not divide their losses.
+
+    A window that does neither stays as it is written: it is right.
+
+    Args:
+        script: the script.
+        blocks: where its nodes stand.
+        layout: its text.
+        amp: what it does about precision.
+        manager: the name of the manager.
+        wants: whether findings with a code are to be mended.
+    """
+
+    def __init__(
+        self, script: Script, blocks: Blocks, layout: Layout, amp: Amp, manager: str, wants: Callable[[str], bool]
+    ) -> None:
+        self._script = script
+        self._source = script.source
+        self._blocks = blocks
+        self._layout = layout
+        self._amp = amp
+        self._manager = manager
+        self._wants = wants
+
+    def fold(self, verdict: Verdict) -> Folded | None:
+        """The edits for a loop's window; None where it has none, or nothing is wrong with it.
+
+        Raises:
+            CannotFold: something is wrong with it, and it has to stay.
+        """
+        window = verdict.loop.window
+        if window is None or not isinstance(verdict.loop.node, ast.For):
+            return None
+        undivided = self._undivided(verdict, window)
+        loses_tail = window.decision is not None and self._script.loses_tail(verdict.loop) and self._wants("OOM302")
+        if not undivided and not loses_tail:
+            return None
+        if window.decision is None:
+            raise CannotFold("it is counted by a loop of its own")
+        shape = shape_of(verdict.loop.node, window.decision, self._blocks)
+        self._check_body(verdict, window.decision)
+        if not undivided:
+            self._check_schedulers()
+        edits = list(self._header(shape, window.decision))
+        edits += self._tail_behind(verdict)
+        if undivided:
+            self._check_no_sums()
+        else:
+            divisions = Divisions(self._blocks, self._layout, self._amp, self._source.tree)
+            edits += [edit for event in verdict.backwards for edit in divisions.undone(event, shape.size)]
+        size = self._source.segment(shape.size)
+        mended = [("OOM301", event.node.lineno) for event in undivided]
+        mended += [("OOM302", window.decision.lineno)] if loses_tail else []
+        return Folded(list(dict.fromkeys(edits)), mended, list(_notes(size, bool(undivided), loses_tail)))
+
+    def _undivided(self, verdict: Verdict, window: Window) -> list[Backward]:
+        if self._script.divides_gradients or not self._wants("OOM301"):
+            return []
+        divided = {id(event.node) for event in verdict.loop.backwards if is_divided(event, window)}
+        free = {id(event.node) for event in verdict.loop.accumulated_backwards}
+        return [event for event in verdict.backwards if id(event.node) in free - divided]
+
+    def _header(self, shape: WindowShape, decision: ast.If) -> Iterator[Edit]:
+        start, end = bounds(self._source, shape.batches)
+        yield Edit(start, start, f"{self._manager}.accumulate(")
+        yield Edit(end, end, f", {self._source.segment(shape.size)})")
+        closed = f"{self._manager}.window_closed"
+        last = bounds(self._source, decision.test)[1]
+        keyword = bounds(self._source, decision)[0] + len("if")
+        # the parentheses around the test are not part of it
+        behind = re.compile(r"[\s)]*").match(self._source.text, last)
+        assert behind is not None
+        yield Edit(keyword, behind.end(), f" not {closed}" if shape.skips else f" {closed}")
+
+    # -- what stands in the way ------------------------------------------------------------------------------------
+
+    def _check_body(self, verdict: Verdict, decision: ast.If) -> None:
+        loop = verdict.loop.node
+        assert isinstance(loop, ast.For)
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Call) and last_name(node) == "no_sync":
+                raise CannotFold(f"`no_sync` in line {node.lineno} follows it")
+        self._check_reached(decision, loop)
+        self._check_left(decision, loop)
+        for event in verdict.backwards:
+            self._check_reached(event.node, loop, decision)
+        apart = self._blocks.exclude_each_other
+        for one in verdict.backwards:
+            if any(one is not other and not apart(one.node, other.node) for other in verdict.backwards):
+                raise CannotFold("several losses share it, whose batches could not be weighed together")
+        behind = {id(node) for statement in self._stepping(decision, loop) for node in ast.walk(statement)}
+        for step in (*verdict.loop.steps, *verdict.steps):
+            inside = any(parent is loop for parent in self._blocks.ancestors(step.node))
+            if inside and id(step.node) not in behind:
+                raise CannotFold(f"line {step.node.lineno} steps within it")
+        self._check_resets(behind, loop)
+
+    def _stepping(self, decision: ast.If, loop: ast.AST) -> list[ast.stmt]:
+        """The statements that run when the window closes."""
+        if isinstance(decision.body[0], ast.Continue):
+            block = self._blocks.block_of(decision)
+            return block[block.index(decision) + 1 :]
+        return decision.body
+
+    def _check_reached(self, node: ast.AST, loop: ast.AST, decision: ast.If | None = None) -> None:
+        """Whether a node runs in every iteration: nothing ahead of it leaves, no condition of the batch is around it."""
+        current: ast.AST = node if isinstance(node, ast.stmt) else self._blocks.statement_of(node)
+        bound = {name for statement in getattr(loop, "body", ()) for name in names_bound(statement)}
+        bound |= names_bound(loop)
+        while current is not loop:
+            assert isinstance(current, ast.stmt)
+            block = self._blocks.block_of(current)
+            for statement in block[: block.index(current)]:
+                if statement is not decision and (keyword := effects.leaves(statement)) is not None:
+                    raise CannotFold(f"`{keyword}` in line {statement.lineno} may leave it open")
+            parent = next(self._blocks.ancestors(current))
+            if isinstance(parent, ast.If) and names_read(parent.test) & bound:
+                raise CannotFold(f"line {parent.lineno} may pass over a batch")
+            if isinstance(parent, ast.Try) and parent.handlers:
+                raise CannotFold(f"the `try` in line {parent.lineno} may pass over a batch")
+            if not isinstance(parent, ast.If | ast.With | ast.Try | ast.For):
+                raise CannotFold("it is decided in another function")
+            if isinstance(parent, ast.For) and parent is not loop:
+                raise CannotFold(f"the loop in line {parent.lineno} runs within it")
+            current = parent
+
+    def _check_left(self, decision: ast.If, loop: ast.For) -> None:
+        """Whether the loop is left, if at all, where a window has closed."""
+        for statement in loop.body:
+            if statement is not decision and effects.leaves(statement) in ("break", "return"):
+                raise CannotFold(f"line {statement.lineno} may leave it open")
+
+    def _check_resets(self, behind: set[int], loop: ast.AST) -> None:
+        resets = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and last_name(node) == "zero_grad"]
+        if not any(id(node) in behind for node in resets):
+            raise CannotFold("gradients are not reset behind its step")
+        for node in resets:
+            if id(node) not in behind and not self._blocks.conditions_of(node):
+                raise CannotFold(f"line {node.lineno} resets gradients within it")
+
+    def _check_schedulers(self) -> None:
+        """One more step per epoch is one too many for a schedule that counts them."""
+        for node in self._script.imports.nodes:
+            if isinstance(node, ast.Call) and last_name(node) == "OneCycleLR":
+                raise CannotFold("OneCycleLR counts its steps, and refuses more than it was made for")
+
+    def _check_no_sums(self) -> None:
+        if _SUM.search(self._source.text):
+            raise CannotFold("its loss may be a sum, which is not divided")
+
+    # -- the tail behind the loop ----------------------------------------------------------------------------------
+
+    def _tail_behind(self, verdict: Verdict) -> Iterator[Edit]:
+        """Take out what steps the last window by hand behind the loop."""
+        loop = verdict.loop.node
+        for step in verdict.loop.later_steps:
+            tail = next((p for p in self._blocks.ancestors(step.node) if isinstance(p, ast.If)), None)
+            if tail is None or tail.orelse or self._blocks.block_of(tail) is not self._blocks.block_of(loop):
+                raise CannotFold(f"line {step.node.lineno} steps behind the loop")
+            if not all(_belongs_to_step(statement) for statement in tail.body):
+                raise CannotFold(f"line {tail.lineno} does more behind the loop than to step")
+            yield from remove_statement(self._source, tail, self._blocks.block_of(tail))
+
+
+def _belongs_to_step(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    name = last_name(statement.value)
+    return name in ("step", "update", "zero_grad", "unscale_") or name.startswith("clip_grad")
+
+
+def _notes(size: str, undivided: bool, loses_tail: bool) -> Iterator[str]:
+    if undivided:
+        yield (
+            f"the loss was not divided by `{size}`, and is now: gradients are `{size}` times smaller, and a learning "
+            "rate that was tuned to them has to grow (by the same factor for plain SGD)"
+        )
+    if loses_tail:
+        yield "the last window of an epoch, where shorter, was lost and is now stepped with the weight of its samples"

@@ -1,0 +1,208 @@
+"""Accumulation windows that lose something are folded into the manager's; those that are right stay."""
+
+import textwrap
+
+import pytest
+
+from oomfix.rewrite.apply import Options, apply_to
+from oomfix.rewrite.local import findings_of
+from oomfix.rules import all_rules
+from oomfix.source import Source
+from tests.rewrite.equivalence import rewritten
+
+TOP = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+k = 4
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = [(torch.randn(6, 4), torch.tensor([0, 1, 1, 0, 1, 0]))] * 6
+"""
+TAIL_LOST = "the last window of an epoch, where shorter, was lost and is now stepped with the weight of its samples"
+
+
+def window(
+    *lines: str, header: str = "for i, (x, y) in enumerate(loader):", test: str = "(i + 1) % k == 0", loss: str = ""
+) -> str:
+    """A loop with a window: its loss, these lines, and the step."""
+    loss = loss or "loss = F.cross_entropy(model(x), y)"
+    step = [f"if {test}:", "    optimizer.step()", "    optimizer.zero_grad()"]
+    return f"{header}\n" + "".join(f"    {line}\n" for line in (loss, *lines, *step))
+
+
+def loop_of(body: str) -> tuple[str, tuple[str, ...]]:
+    """The loop after apply, from its header on, and the notes."""
+    result = rewritten(TOP + textwrap.dedent(body))
+    compile(result.text, "train.py", "exec")
+    source = Source.from_bytes("train.py", result.text.encode())
+    if "accumulate" in result.text:
+        assert {finding.code for finding in findings_of(source, all_rules())} & {"OOM301", "OOM302"} == set()
+    return result.text[result.text.index("\nfor ") + 1 :], result.loops[-1].notes
+
+
+FOLDED = """\
+for i, (x, y) in enumerate(memory.accumulate(loader, k)):
+
+    def forward(x, y):
+        loss = F.cross_entropy(model(x), y)
+        return loss
+
+    memory.forward_backward(forward, x, y)
+    if memory.window_closed:
+        memory.step(optimizer)
+""".replace(":\n\n    def", ":\n    def")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        window("loss = loss / k", "loss.backward()"),
+        window("loss /= k", "loss.backward()"),
+        window("loss = loss / float(k)", "loss.backward()"),
+        window("(loss / k).backward()"),
+        window("(loss * (1 / k)).backward()"),
+        window("loss.div(k).backward()"),
+        window("if k > 1:", "    loss = loss / k", "loss.backward()"),
+        window("(loss / k if k > 1 else loss).backward()"),
+        window("loss.backward()", loss="loss = F.cross_entropy(model(x), y) / k"),
+        window("(loss / k).backward()", test="not (i + 1) % k"),
+        window("(loss / k).backward()", test="((i + 1) % k == 0)"),
+        window("(loss / k).backward()", test="i % k == k - 1"),
+    ],
+)
+def test_a_window_that_loses_its_tail_is_the_managers_however_its_loss_is_divided(body):
+    assert loop_of(body) == (FOLDED, (TAIL_LOST,))
+
+
+@pytest.mark.parametrize(
+    ("header", "after"),
+    [
+        ("for i, (x, y) in enumerate(loader, 1):", "enumerate(memory.accumulate(loader, k), 1):"),
+        ("for i, (x, y) in enumerate(loader, start=1):", "enumerate(memory.accumulate(loader, k), start=1):"),
+    ],
+)
+def test_a_count_from_one_is_understood(header, after):
+    text, notes = loop_of(window("(loss / k).backward()", header=header, test="i % k == 0"))
+    assert after in text and notes == (TAIL_LOST,)
+
+
+@pytest.mark.parametrize(
+    ("header", "after"),
+    [
+        ("enumerate(tqdm(loader))", "enumerate(memory.accumulate(tqdm(loader), k))"),
+        (
+            "tqdm(enumerate(loader), total=len(loader))",
+            "tqdm(enumerate(memory.accumulate(loader, k)), total=len(loader))",
+        ),
+    ],
+)
+def test_progress_bars_keep_their_place(header, after):
+    text, notes = loop_of(window("(loss / k).backward()", header=f"for i, (x, y) in {header}:"))
+    assert f"for i, (x, y) in {after}:" in text and notes == (TAIL_LOST,)
+
+
+def test_a_header_made_before_the_loop_is_wrapped_where_it_is_made():
+    body = "bar = tqdm(enumerate(loader))\n" + window("(loss / k).backward()", header="for i, (x, y) in bar:")
+    result = rewritten(TOP + body)
+    assert "bar = tqdm(enumerate(memory.accumulate(loader, k)))\n" in result.text
+    assert result.text.index("memory = runtime.preset") < result.text.index("bar = ")
+
+
+def test_a_loss_that_is_logged_divided_is_still_logged_divided():
+    text, _ = loop_of(window("loss = loss / k", "loss.backward()", "print(loss.item())"))
+    assert text == FOLDED.replace("    memory.forward", "    loss = memory.forward").replace(
+        "    if memory", "    loss = loss / k\n    print(loss.item())\n    if memory"
+    )
+    text, _ = loop_of(window("loss = loss / k", "print(loss.item())", "loss.backward()"))
+    assert text == FOLDED.replace("    memory.forward", "    loss = memory.forward").replace(
+        "    if memory", "    loss = loss / k\n    print(loss.item())\n    if memory"
+    )
+
+
+def test_a_loss_that_is_logged_before_it_is_divided_is_not_divided_at_all():
+    text, _ = loop_of(window("print(loss.item())", "loss = loss / k", "loss.backward()"))
+    assert "/ k" not in text
+    assert text.index("forward_backward") < text.index("print(loss.item())")
+
+
+def test_a_missing_division_is_made_and_its_consequence_is_told():
+    text, notes = loop_of(window("loss.backward()", test="(i + 1) % k == 0 or i + 1 == len(loader)"))
+    assert text == FOLDED
+    assert notes == (
+        "the loss was not divided by `k`, and is now: gradients are `k` times smaller, and a learning rate that was "
+        "tuned to them has to grow (by the same factor for plain SGD)",
+    )
+
+
+def test_what_was_mended_is_counted_by_its_line():
+    result = rewritten(TOP + window("loss.backward()"))
+    assert [(fix.code, fix.line) for fix in result.fixed if fix.code < "OOM4"] == [("OOM301", 11), ("OOM302", 12)]
+    assert [(loop.line, loop.end_line) for loop in result.loops] == [(9, 14)]
+
+
+def test_a_step_behind_the_loop_is_the_windows():
+    tail = "if (i + 1) % k != 0:\n    optimizer.step()\n    optimizer.zero_grad()\nprint(i)\n"
+    text, _ = loop_of(window("loss.backward()") + tail)
+    assert text == FOLDED + "print(i)\n"
+
+
+def test_a_window_skipped_by_continue_is_understood():
+    body = window("(loss / k).backward()", test="(i + 1) % k != 0").replace(
+        "        optimizer.step()\n        optimizer.zero_grad()\n",
+        "        continue\n    optimizer.step()\n    optimizer.zero_grad()\n",
+    )
+    text, _ = loop_of(body)
+    assert "    if not memory.window_closed:\n        continue\n    memory.step(optimizer)\n" in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        window("(loss / k).backward()", test="(i + 1) % k == 0 or i + 1 == len(loader)"),
+        window("(loss / k).backward()") + "optimizer.step()\n",
+    ],
+)
+def test_a_window_with_nothing_to_mend_stays_as_it_is_written(body):
+    text, notes = loop_of(body)
+    assert "accumulate" not in text and "% k == 0" in text and notes == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (window("(loss / k).backward()", test="i % k == 0"), "`i % k == 0` is not seen to be true at every k-th batch"),
+        (window("(loss / k).backward()", test="(i + 1) % k == 0 and i"), "is not seen to be true"),
+        (
+            window("(loss / k).backward()", test="(i + 1) % k == 0", header="for i, (x, y) in enumerate(zip(a, b)):"),
+            "no l",
+        ),
+        (window("k = 2", "(loss / k).backward()"), "`k` may be another number in the loop"),
+        (window("(loss / 8).backward()"), "the division of the loss of line 11 by `k` is not in sight"),
+        (window("if loss > 3:", "    continue", "(loss / k).backward()"), "`continue` in line 11 may leave it open"),
+        (window("(loss / k).backward()", "if i > 9:", "    break"), "may leave it open"),
+        (window("if x.sum() > 0:", "    (loss / k).backward()"), "line 11 may pass over a batch"),
+        (window("optimizer.zero_grad()", "(loss / k).backward()"), "line 11 resets gradients within it"),
+        (window("(loss / k).backward()", "(model(x).mean() / k).backward()"), "several losses share it"),
+        (
+            "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 9)\n" + window("(loss / k).backward()"),
+            "OneCycleLR counts its steps",
+        ),
+        (window("loss.backward()", loss="loss = F.cross_entropy(model(x), y, reduction='sum')"), "may be a sum"),
+        (
+            window("with model.no_sync():", "    (loss / k).backward()"),
+            "`no_sync` in line 11 follows it",
+        ),
+    ],
+)
+def test_a_window_that_cannot_be_followed_stays_and_says_why(body, reason):
+    text, notes = loop_of(body)
+    assert "accumulate" not in text
+    assert notes[0].startswith("its accumulation window stays: ") and reason in notes[0], notes
+
+
+def test_a_window_that_is_not_to_be_mended_stays():
+    source = Source.from_bytes("train.py", (TOP + window("(loss / k).backward()")).encode())
+    after = apply_to(source, all_rules(), Options("16gb", ignore=("OOM302",)))
+    assert "accumulate" not in after.text and "forward_backward" in after.text
