@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,27 +10,55 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from oomfix.rewrite.apply import Options
     from oomfix.rewrite.files import FileOutcome, Rewriter
+    from oomfix.rewrite.proof import Proof
+    from oomfix.rewrite.trial import Trial
 
 
-def _codes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+class _WithScriptArguments(click.Command):
+    """A command whose arguments behind `--` are the script's, where one is run."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            split = args.index("--")
+            if "--prove" in args[:split]:
+                ctx.obj = args[split + 1 :]
+                args = args[:split]
+        return super().parse_args(ctx, args)
+
+
+def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
     from oomfix.config import check_codes
     from oomfix.rules import all_rules
 
+    given = [code for value in values for code in value.split(",")]
     try:
-        return () if value is None else check_codes(value.split(","), [rule.code for rule in all_rules()])
+        return check_codes(given, [rule.code for rule in all_rules()])
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
 
-@click.command()
-@click.argument("paths", metavar="[PATH]...", nargs=-1)
-@click.option("--preset", required=True, metavar="NAME", help="The memory to train in; `oomfix presets` lists them.")
+@click.command(cls=_WithScriptArguments)
+@click.argument("paths", metavar="[PATH]... [-- ARGS]", nargs=-1)
+@click.option(
+    "--preset",
+    required=True,
+    metavar="NAME",
+    help="The memory to train in: one that `oomfix presets` lists, or one of [tool.oomfix.presets] in pyproject.toml.",
+)
 @click.option("--diff", is_flag=True, help="Print what would change, and write nothing.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if anything would change.")
+@click.option("--prove", is_flag=True, help="Run the first PATH, with ARGS, on a simulated card before and after.")
+@click.option(
+    "--check-equivalence",
+    metavar="COMMAND",
+    help="Run this command before and after, in copies of the current folder, and compare every optimizer step; write "
+    "nothing.",
+)
 @click.option("--backup", is_flag=True, help="Keep each old file beside the new one, as NAME.orig.")
-@click.option("--only", metavar="CODES", callback=_codes, help="Fix only these codes or prefixes, as OOM1,OOM205.")
-@click.option("--ignore", metavar="CODES", callback=_codes, help="Do not fix these codes or prefixes.")
+@click.option("--only", metavar="CODES", multiple=True, callback=_codes, help="Fix only these codes or prefixes.")
+@click.option("--ignore", metavar="CODES", multiple=True, callback=_codes, help="Do not fix these codes or prefixes.")
 @click.option("--no-runtime", is_flag=True, help="Leave loops as they are; make fixes in plain torch alone.")
 @click.option("--micro-batches", metavar="N", type=click.IntRange(min=1), help="Always split into N.  [default: auto]")
 @click.option("--clip-norm", metavar="X", type=float, help="Clip gradients to this norm where the script does not.")
@@ -41,6 +70,8 @@ def apply(
     preset: str,
     diff: bool,
     check: bool,
+    prove: bool,
+    check_equivalence: str | None,
     backup: bool,
     only: tuple[str, ...],
     ignore: tuple[str, ...],
@@ -51,49 +82,72 @@ def apply(
 ) -> None:
     """Rewrite training scripts so that they train the same model in less memory.
 
-    PATH is a Python file or a folder; without one, the scripts under the current folder that train are rewritten,
-    after a question. Exits 0 when done, 1 when --check would change something, 2 when a file could not be read or
-    written.
+    PATH is a Python file, a notebook or a folder; without one, the scripts under the current folder that train are
+    rewritten, after a question.
+
+    Exits 0 when done, 1 when --check would change something, --prove does not fit or --check-equivalence finds a
+    difference, 2 when a file could not be read or written, or a run came to no result.
     """
     from oomfix.rewrite import summary
-    from oomfix.rewrite.apply import Options
-    from oomfix.rewrite.files import Rewriter
+    from oomfix.rewrite.files import Rewriter, write
     from oomfix.rules import all_rules
 
-    overrides: dict[str, object] = {}
-    if micro_batches is not None:
-        overrides["micro_batches"] = micro_batches
-    if clip_norm is not None:
-        overrides["clip_norm"] = clip_norm
-    rules = all_rules()
-    by_runtime = [rule.code for rule in rules if rule.fixed_by_runtime]
-    runtime = not no_runtime and (not only or any(code.startswith(only) for code in by_runtime))
-    options = Options(preset, overrides, runtime, only, ignore)
-    rewriter = Rewriter(rules, options, backup=backup, writes=not (diff or check))
+    options = _options(preset, micro_batches, clip_norm, no_runtime, only, ignore)
+    rewriter = Rewriter(all_rules(), options)
+    writes = not (diff or check or check_equivalence)
     try:
         for path in paths or ["."]:
             rewriter.chosen(path)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    outcomes = _outcomes(ctx, rewriter, paths)
+    if check_equivalence and (diff or check or prove):
+        raise click.UsageError("--check-equivalence: runs alone, expected no --diff, --check or --prove beside it")
+    if prove and not (paths and paths[0].endswith(".py") and os.path.isfile(paths[0])):
+        raise click.UsageError("--prove: runs a script, expected a Python file as the first PATH")
+
+    outcomes = _outcomes(ctx, rewriter, paths, writes)
+    proof = _prove(ctx, rewriter, paths[0], outcomes) if prove else None
+    trial = _try_out(rewriter, options, paths, outcomes, check_equivalence) if check_equivalence else None
+    if writes:
+        outcomes = write(outcomes, backup=backup)
     if form == "json":
-        click.echo(summary.as_json(outcomes), nl=False)
+        click.echo(summary.as_json(outcomes, proof, trial), nl=False)
     else:
         if diff:
             click.echo(summary.diffs(outcomes, colour=sys.stdout.isatty()), nl=False)
-        click.echo(summary.as_text(outcomes, written=rewriter.writes), nl=False, err=diff)
-    for outcome in outcomes:
-        for said in outcome.errors if form == "rich" else ():
-            click.echo(said if said.startswith(outcome.path) else f"{outcome.path}: {said}", err=True)
-    if any(outcome.errors for outcome in outcomes):
+        click.echo(summary.as_text(outcomes, proof, trial, written=writes), nl=False, err=diff)
+        for outcome in outcomes:
+            for said in outcome.errors:
+                click.echo(said if said.startswith(outcome.path) else f"{outcome.path}: {said}", err=True)
+    wanted = [ran for asked, ran in ((prove, proof), (check_equivalence, trial)) if asked]
+    if any(outcome.errors for outcome in outcomes) or None in wanted:
         ctx.exit(2)
-    ctx.exit(1 if check and any(outcome.changed for outcome in outcomes) else 0)
+    missed = (proof is not None and not proof.fits) or (trial is not None and not trial.same)
+    ctx.exit(1 if missed or (check and any(outcome.changed for outcome in outcomes)) else 0)
 
 
-def _outcomes(ctx: click.Context, rewriter: Rewriter, paths: Sequence[str]) -> list[FileOutcome]:
+def _options(
+    preset: str,
+    micro_batches: int | None,
+    clip_norm: float | None,
+    no_runtime: bool,
+    only: tuple[str, ...],
+    ignore: tuple[str, ...],
+) -> Options:
+    from oomfix.rewrite.apply import Options
+    from oomfix.rules import all_rules
+
+    flags = {"micro_batches": micro_batches, "clip_norm": clip_norm}
+    overrides: dict[str, object] = {name: value for name, value in flags.items() if value is not None}
+    by_runtime = [rule.code for rule in all_rules() if rule.fixed_by_runtime]
+    runtime = not no_runtime and (not only or any(code.startswith(only) for code in by_runtime))
+    return Options(preset, overrides, runtime, only, ignore)
+
+
+def _outcomes(ctx: click.Context, rewriter: Rewriter, paths: Sequence[str], writes: bool) -> list[FileOutcome]:
     if paths:
         return rewriter.rewrite(paths)
-    if not rewriter.writes:
+    if not writes:
         return rewriter.rewrite(["."], only_training=True)
     if not sys.stdin.isatty():
         raise click.UsageError("PATH: none given, and nobody to ask; name files or folders, such as `.`")
@@ -102,6 +156,45 @@ def _outcomes(ctx: click.Context, rewriter: Rewriter, paths: Sequence[str]) -> l
         raise click.UsageError("PATH: none given, and no file under the current folder holds a training loop")
     for path in found:
         click.echo(path)
-    if not click.confirm(f"Rewrite {'these' if len(found) > 1 else 'this'} {len(found)} for {rewriter.preset}?"):
+    which = "this file" if len(found) == 1 else f"these {len(found)} files"
+    if not click.confirm(f"Rewrite {which} for {rewriter.preset}?"):
         ctx.exit(0)
     return rewriter.rewrite(found)
+
+
+def _prove(ctx: click.Context, rewriter: Rewriter, script: str, outcomes: Sequence[FileOutcome]) -> Proof | None:
+    """Both peaks; None, and a line that says why, where a run came to no result."""
+    from oomfix.rewrite.proof import CannotProve, prove
+
+    try:
+        return prove(script, ctx.obj or (), rewriter.preset, rewriter.chosen(script).preset, outcomes)
+    except CannotProve as problem:
+        click.echo(str(problem), err=True)
+        return None
+
+
+def _try_out(
+    rewriter: Rewriter, options: Options, paths: Sequence[str], outcomes: Sequence[FileOutcome], command: str
+) -> Trial | None:
+    """All runs of a command; None, and a line that says why, where they cannot be compared."""
+    from oomfix.rewrite.files import Rewriter
+    from oomfix.rewrite.trial import CannotCompare, Contents, Splitting, contents_here, try_out
+    from oomfix.rules import all_rules
+
+    preset = rewriter.chosen(next(iter(paths), ".")).preset
+    parts = max(2, preset.first_micro_batches) if preset.micro_batches == "auto" else preset.micro_batches
+
+    def in_fp32(split: bool) -> Contents:
+        overrides = {**options.overrides, "precision": "fp32", "micro_batches": parts if split else "auto"}
+        again = Rewriter(all_rules(), options._replace(overrides=overrides))
+        return contents_here(again.rewrite([outcome.path for outcome in outcomes if outcome.changed]))
+
+    try:
+        return try_out(command, contents_here(outcomes), Splitting(rewriter.preset, in_fp32), _say)
+    except CannotCompare as problem:
+        click.echo(str(problem), err=True)
+        return None
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

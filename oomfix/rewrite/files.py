@@ -33,7 +33,8 @@ class FileOutcome(NamedTuple):
     Attributes:
         path: as it was given or found.
         changes: what is another text; none where nothing changed.
-        content: what the file is to hold, as bytes; None where nothing changed.
+        data: what the file held when it was read.
+        content: what it is to hold; None where nothing changed.
         loops: its training loops.
         fixed: the local fixes made.
         errors: why it, or a cell of it, was left as it was, one plain line each.
@@ -42,6 +43,7 @@ class FileOutcome(NamedTuple):
 
     path: str
     changes: tuple[Change, ...] = ()
+    data: bytes = b""
     content: bytes | None = None
     loops: tuple[LoopOutcome, ...] = ()
     fixed: tuple[Fixed, ...] = ()
@@ -55,20 +57,16 @@ class FileOutcome(NamedTuple):
 
 
 class Rewriter:
-    """Rewrites files.
+    """Says what files are to hold; writes nothing.
 
     Args:
         rules: whose local fixes to make.
         options: what to do; the preset may be one of a file's own pyproject.toml.
-        backup: keep old files.
-        writes: False only says what would be done.
     """
 
-    def __init__(self, rules: Sequence[Rule], options: Options, *, backup: bool = False, writes: bool = True) -> None:
-        self.writes = writes
+    def __init__(self, rules: Sequence[Rule], options: Options) -> None:
         self._rules = rules
         self._options = options
-        self._backup = backup
         self._configuration = Configuration(Flags(None, None, None, None, None), [rule.code for rule in rules])
 
     @property
@@ -91,7 +89,7 @@ class Rewriter:
             raise ValueError(f"{error}{problems}") from None
 
     def rewrite(self, paths: Sequence[str], *, only_training: bool = False) -> list[FileOutcome]:
-        """Rewrite every Python file and notebook under the paths; one that fails stays, and the others go on.
+        """What becomes of every Python file and notebook under the paths.
 
         Args:
             only_training: pass over files without a training loop.
@@ -101,9 +99,8 @@ class Rewriter:
         """
         discovery = Discovery()
         outcomes = []
-        # all of them before the first file is written
-        chosen = {path: self.chosen(path) for path in paths}
-        for path, (base, overrides) in chosen.items():
+        for path in dict.fromkeys(paths):
+            base, overrides = self.chosen(path)
             settings = self._configuration.settings(path)
             options = self._options._replace(preset=base, overrides=overrides, target_torch=settings.target_torch)
             for found in discovery.find(path, settings.root, settings.exclude):
@@ -125,21 +122,33 @@ class Rewriter:
         try:
             data = _read(path)
             rewrite = _notebook if path.endswith(".ipynb") else _python
-            outcome = rewrite(path, data, self._rules, options)
-            return self._written(data, outcome) if self.writes and outcome.content is not None else outcome
+            return rewrite(path, data, self._rules, options)
         except ForeignLanguage as problem:
             return FileOutcome(path, errors=(str(problem),)) if found.named else None
-        except (Unreadable, CannotRestore, CannotWrite, UnicodeEncodeError) as problem:
+        except (Unreadable, CannotRestore, UnicodeEncodeError) as problem:
             return FileOutcome(path, errors=(str(problem),))
         except OSError as error:
             return FileOutcome(path, errors=(f"cannot read: {error.strerror}",))
         except RecursionError:
             return FileOutcome(path, errors=("cannot analyse: nested too deeply",))
 
-    def _written(self, data: bytes, outcome: FileOutcome) -> FileOutcome:
-        assert outcome.content is not None
-        written = write_source(outcome.path, outcome.content, expected=data, backup=self._backup)
-        return outcome._replace(notes=(*outcome.notes, *written.notes))
+
+def write(outcomes: Sequence[FileOutcome], *, backup: bool = False) -> list[FileOutcome]:
+    """Give files their new content; one that cannot be written stays, says why, and the others go on.
+
+    Args:
+        outcomes: what becomes of the files.
+        backup: keep old files.
+    """
+    return [outcome if outcome.content is None else _written(outcome, outcome.content, backup) for outcome in outcomes]
+
+
+def _written(outcome: FileOutcome, content: bytes, backup: bool) -> FileOutcome:
+    try:
+        written = write_source(outcome.path, content, expected=outcome.data, backup=backup)
+    except CannotWrite as problem:
+        return FileOutcome(outcome.path, errors=(str(problem),))
+    return outcome._replace(notes=(*outcome.notes, *written.notes))
 
 
 def _python(path: str, data: bytes, rules: Sequence[Rule], options: Options) -> FileOutcome:
@@ -150,7 +159,7 @@ def _python(path: str, data: bytes, rules: Sequence[Rule], options: Options) -> 
     if source.encode(source.text) != data:
         raise Unreadable(f"its {source.encoding} text does not come back byte for byte; save it as UTF-8")
     changes = (Change(source.text, applied.text),)
-    return _outcome(path, applied)._replace(changes=changes, content=source.encode(applied.text))
+    return _outcome(path, applied)._replace(changes=changes, data=data, content=source.encode(applied.text))
 
 
 def _notebook(path: str, data: bytes, rules: Sequence[Rule], options: Options) -> FileOutcome:
@@ -166,7 +175,7 @@ def _notebook(path: str, data: bytes, rules: Sequence[Rule], options: Options) -
         return outcome
     content = replace_sources(data, {change.number: change.after for change in changed})
     changes = tuple(Change(change.before, change.after, change.number) for change in changed)
-    return outcome._replace(changes=changes, content=content)
+    return outcome._replace(changes=changes, data=data, content=content)
 
 
 def _outcome(path: str, applied: Applied) -> FileOutcome:

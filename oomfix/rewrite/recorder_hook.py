@@ -125,11 +125,14 @@ class _RecordFile:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._process: int | None = None
+        self._script: str | None = None
         self._file: IO[str] | None = None
 
     def add(self, step: Step) -> None:
         if self._process != os.getpid():
             self._process = os.getpid()
+            # Python forgets it before the process ends
+            self._script = getattr(sys.modules["__main__"], "__file__", None)
             rank = int(os.environ.get("RANK", "0"))
             name = f"{rank:06}-{time.monotonic_ns():020}-{self._process}.jsonl"
             self._file = open(os.path.join(self._folder, name), "w", encoding="utf-8")  # noqa: SIM115  until the end
@@ -138,7 +141,7 @@ class _RecordFile:
     def end(self, recording: Recording) -> None:
         """Add what is known only at the end of the process."""
         if self._process == os.getpid():
-            files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+            files = {self._script, *(getattr(module, "__file__", None) for module in list(sys.modules.values()))}
             self._write(
                 {
                     "seen": sorted(recording.seen),

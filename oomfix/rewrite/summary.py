@@ -7,20 +7,28 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from oomfix.report import printable
+from oomfix.rewrite import trial_text
 from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.loops import Form
 
+if TYPE_CHECKING:
+    from oomfix.rewrite.proof import Proof
+    from oomfix.rewrite.trial import Trial
+
+_CHANGING = frozenset({"OOM104", "OOM301", "OOM302", "OOM303", "OOM304"})
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _FORMS: dict[Form, str] = {"micro-batched": "micro-batched", "in-place": "in place", "none": "left alone"}
 
 
-def as_text(outcomes: Sequence[FileOutcome], *, written: bool) -> str:
-    """One line for each loop and for each kind of local fix, then the totals."""
+def as_text(
+    outcomes: Sequence[FileOutcome], proof: Proof | None = None, trial: Trial | None = None, *, written: bool
+) -> str:
+    """One line for each loop and for each kind of local fix, the totals, and what runs of the scripts found."""
     lines = [line for outcome in outcomes for line in _lines(outcome)]
     loops = Counter(loop.rewrite for outcome in outcomes for loop in outcome.loops)
     changed = sum(outcome.changed for outcome in outcomes)
@@ -31,6 +39,10 @@ def as_text(outcomes: Sequence[FileOutcome], *, written: bool) -> str:
     verb = "rewritten" if written else "would be rewritten"
     total = f"{_many(changed, 'file')} {verb}: {_many(sum(loops.values()), 'training loop')}"
     lines.append(f"{total}{f' ({counted})' if counted else ''}, {_many(fixes, 'local fix', 'local fixes')}")
+    if proof is not None:
+        lines += ["", *proof.lines()]
+    if trial is not None:
+        lines += ["", *trial_text.lines(trial, _mended(outcomes))]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -44,12 +56,13 @@ def diffs(outcomes: Sequence[FileOutcome], *, colour: bool) -> str:
     )
 
 
-def as_json(outcomes: Sequence[FileOutcome]) -> str:
+def as_json(outcomes: Sequence[FileOutcome], proof: Proof | None = None, trial: Trial | None = None) -> str:
     """Files with their edits, loops and errors; lines are those of the files before, 1-based, `end_line` included.
 
-    In a notebook, loops and edits have a "cell", its 1-based number, and lines count within it.
+    In a notebook, loops and edits have a "cell", its 1-based number, and lines count within it. What runs of the
+    scripts found stands under "proof" and "equivalence".
     """
-    report = {
+    report: dict[str, Any] = {
         "version": 1,
         "files": [
             {
@@ -63,6 +76,10 @@ def as_json(outcomes: Sequence[FileOutcome]) -> str:
         "loops": loops_as_json(outcomes),
         "errors": [{"path": outcome.path, "message": error} for outcome in outcomes for error in outcome.errors],
     }
+    if proof is not None:
+        report["proof"] = proof.as_json()
+    if trial is not None:
+        report["equivalence"] = trial_text.as_json(trial)
     return json.dumps(report, indent=2) + "\n"
 
 
@@ -79,6 +96,16 @@ def loops_as_json(outcomes: Sequence[FileOutcome]) -> list[dict[str, Any]]:
         }
         for outcome in outcomes
         for loop in outcome.loops
+    ]
+
+
+def _mended(outcomes: Sequence[FileOutcome]) -> list[str]:
+    """What was mended that changes what is trained."""
+    return [
+        f"{printable(outcome.path)}: {fix.code}: {fix.message}"
+        for outcome in outcomes
+        for fix in outcome.fixed
+        if fix.code in _CHANGING
     ]
 
 

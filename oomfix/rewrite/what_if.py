@@ -64,7 +64,7 @@ def rewrite_for(script: str, preset: str) -> WhatIf:
         ValueError: no preset has this name.
         CannotRewrite: the script cannot be read or parsed.
     """
-    rewriter = Rewriter(all_rules(), Options(preset), writes=False)
+    rewriter = Rewriter(all_rules(), Options(preset))
     chosen = rewriter.chosen(script).preset
     outcomes = rewriter.rewrite([script])
     if errors := [f"{outcome.path}: {error}" for outcome in outcomes for error in outcome.errors]:

@@ -1,0 +1,116 @@
+"""`apply --prove`: both peaks, side by side, and whether the preset is met."""
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from oomfix.presets import PRESETS
+from oomfix.rewrite.command import apply
+from oomfix.rewrite.proof import Proof
+
+RUN = CliRunner()
+TRAIN = """\
+import argparse
+
+import torch
+from engine import train_one
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int, required=True)
+layers = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(8)]
+model = nn.Sequential(*layers).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+train_one(model, optimizer, parser.parse_args().rows)
+"""
+ENGINE = """\
+import torch
+
+
+def train_one(model, optimizer, rows):
+    for _ in range(2):
+        x = torch.randn(rows, 1024).cuda()
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+"""
+PYPROJECT = "[tool.oomfix.presets.tiny]\nbase = '16gb'\nbudget_gib = 0.2\ncheckpointing = 'off'\n"
+GIB = 2**30
+
+
+def apply_to(folder: Path, *arguments: str) -> Result:
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "engine.py").write_text(ENGINE)
+    (folder / "pyproject.toml").write_text(PYPROJECT)
+    return RUN.invoke(apply, [str(folder / "train.py"), str(folder / "engine.py"), *arguments])
+
+
+def found(peak_gib: float, out_of_memory: str | None = None, **breakdown: int) -> dict[str, object]:
+    return {
+        "card": {"name": "T4", "capacity_gib": 14.74},
+        "peak_allocated_bytes": int(peak_gib * GIB),
+        "peak_reserved_bytes": int((peak_gib + 0.5) * GIB),
+        "breakdown": breakdown,
+        "margin_fraction": 0.04,
+        "out_of_memory": out_of_memory,
+    }
+
+
+def test_both_runs_stand_side_by_side():
+    before, after = found(23.4, weights=GIB, gradients=GIB), found(6.4, weights=GIB, temporaries=2**20)
+    assert Proof("train.py", "16gb", PRESETS["16gb"], before, after).lines() == [
+        "train.py on a simulated T4 (14.74 GiB)",
+        "                          before       after",
+        "  allocated            23.40 GiB    6.40 GiB",
+        "  reserved             23.90 GiB    6.90 GiB",
+        "    weights             1.00 GiB    1.00 GiB",
+        "    gradients           1.00 GiB           -",
+        "    temporaries                -     1.0 MiB",
+        "peak 23.4 GiB -> 6.4 GiB, fits 16 GiB (13.4 GiB of it for tensors, less a margin of 4 %)",
+    ]
+    failed = Proof("train.py", "mine", PRESETS["16gb"], before, found(13.0, "CUDA out of memory"))
+    assert failed.verdict.startswith("peak 23.4 GiB -> 13.0 GiB, does not fit mine (13.4 GiB")
+    assert Proof("train.py", "auto", PRESETS["auto"], before, after).verdict == "peak 23.4 GiB -> 6.4 GiB"
+
+
+def test_a_loop_in_a_module_is_run_as_rewritten_and_check_writes_nothing(tmp_path):
+    done = apply_to(tmp_path, "--preset", "16gb", "--check", "--format", "json", "--prove", "--", "--rows", "65536")
+    assert done.exit_code == 1, done.output
+    proof = json.loads(done.stdout)["proof"]
+    assert proof["fits"] is True
+    assert proof["before"]["peak_allocated_bytes"] > 19 * GIB
+    assert proof["after"]["peak_reserved_bytes"] <= proof["budget_gib"] * GIB / (1 + proof["margin_fraction"])
+    assert proof["before"]["breakdown"]["weights"] == proof["after"]["breakdown"]["weights"]
+    assert (tmp_path / "engine.py").read_text() == ENGINE
+
+
+def test_a_preset_that_is_not_met_is_said_and_told_by_the_exit_code(tmp_path):
+    done = apply_to(tmp_path, "--preset", "tiny", "--prove", "--", "--rows", "64")
+    assert done.exit_code == 1, done.output
+    assert ", does not fit tiny (0.2 GiB" in done.output.splitlines()[-1]
+    assert "memory.forward_backward" in (tmp_path / "engine.py").read_text()
+
+
+def test_a_script_that_cannot_be_simulated_is_rewritten_and_told(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(ENGINE + "\n\ntrain_one(None, None, 3 / 0)\n")
+    done = RUN.invoke(apply, ["--preset", "16gb", "--prove", str(path)])
+    assert done.exit_code == 2
+    assert "nothing is proven: the run before the rewrite came to no result" in done.output
+    assert "memory.forward_backward" in path.read_text()
+
+
+def test_a_folder_cannot_be_proven(tmp_path):
+    done = RUN.invoke(apply, ["--preset", "16gb", "--prove", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "--prove: runs a script, expected a Python file as the first PATH" in done.output
+
+
+def test_without_prove_what_follows_the_dashes_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-train.py").write_text(ENGINE)
+    done = RUN.invoke(apply, ["--preset", "16gb", "--", "-train.py"])
+    assert done.exit_code == 0, done.output
+    assert "memory.forward_backward" in (tmp_path / "-train.py").read_text()
