@@ -13,32 +13,26 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from oomfix.presets import PRESETS
-from oomfix.profile.boundary import CardTrace
 from oomfix.profile.cards import find_card
+from oomfix.profile.checks import answer_checks
 from oomfix.profile.host import lighten_host
 from oomfix.profile.loaders import Loaders
 from oomfix.profile.optimizers import Optimizers
 from oomfix.profile.overheads import CONTEXT_BYTES
 from oomfix.profile.overlay import overlay
-from oomfix.profile.patches import Patches
 from oomfix.profile.progress import EnoughSteps, Progress
 from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.tracker import OutOfMemoryError
-from oomfix.runtime import splitter, verify
-from oomfix.runtime.batch import Batch
-from oomfix.runtime.verdict import Verdict
-from oomfix.runtime.verify import check
 
 _GIB = 2**30
 CANNOT_SIMULATE = 2
@@ -58,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
                 budget_bytes=options.budget_bytes,
                 batch_size=options.batch_size,
                 rewritten=options.rewritten,
+                independent=not options.coupled,
             )
     except CannotSimulate as error:
         print(f"{options.script}: cannot be simulated: {error}", file=sys.stderr)
@@ -76,6 +71,7 @@ def run(
     budget_bytes: int | None = None,
     batch_size: tuple[int, int] | None = None,
     rewritten: Mapping[str, bytes] = MappingProxyType({}),
+    independent: bool = True,
 ) -> Any:
     """Simulate a script and return its estimate in types that `json` writes.
 
@@ -88,6 +84,7 @@ def run(
         budget_bytes: what the allocator may reserve; beyond it operations raise `torch.OutOfMemoryError`.
         batch_size: (what its data loaders are built with, what they get instead); None: as it is.
         rewritten: real path of a Python file -> what is run in place of what it holds.
+        independent: what the runtime's check finds where it compares numbers: whether samples are independent.
 
     Returns:
         The fields of `Estimate`, with "script", "gpu", "stage" and "budget_bytes" as asked for, "batch_size" (of the
@@ -107,7 +104,7 @@ def run(
         lighten_host(simulated.patches, trace)
         loaders = Loaders(simulated.patches, trace, progress, batch_size)
         overlay(simulated.patches, rewritten)
-        _believe_splits(simulated.patches, trace)
+        answer_checks(simulated.patches, trace, independent)
         stop = register_optimizer_step_post_hook(progress.stepped)
         try:
             _execute(script, args)
@@ -148,23 +145,6 @@ def run(
     }
 
 
-def _believe_splits(patches: Patches, trace: CardTrace) -> None:
-    """Let the runtime split without its numerical check: simulated tensors hold no numbers to compare."""
-
-    def believing(
-        forward: Callable[..., Any], batch: Batch, modules: list[Module], most_rows: int, *_: bool
-    ) -> Verdict:
-        trace.assume("batches may be split")
-        return check(forward, batch, modules, most_rows, trust=True)
-
-    def first_rows(batch: Batch, count: int) -> list[int]:
-        return [row % batch.size for row in range(count)]
-
-    patches.set(splitter, check=believing)
-    # what tells rows apart is in their numbers
-    patches.set(verify, choose_rows=first_rows, with_other_masks=lambda *_: None)
-
-
 def _execute(script: str, args: list[str]) -> None:
     path = os.path.abspath(script)
     if not os.path.isfile(path):
@@ -193,6 +173,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rewritten", type=_contents, default={}, metavar="FILE", help="JSON: file -> the file to run in its place"
     )
+    parser.add_argument("--coupled", action="store_true", help="samples depend on each other: batches run whole")
     parser.add_argument("--output", required=True, help="the JSON file to write")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
