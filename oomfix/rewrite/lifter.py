@@ -102,6 +102,8 @@ class _Lifter:
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
+        if not any(lift.inputs for lift in lifts):
+            raise CannotLift("the loss is computed from nothing that could be split")
         return edits
 
     def _check_apart(self, first: Lift, second: Site) -> None:

@@ -144,7 +144,7 @@ def _bound_by_try(statement: ast.Try) -> set[str]:
 
 
 def _never_ends(block: list[ast.stmt]) -> bool:
-    return bool(block) and isinstance(block[-1], ast.Raise)
+    return bool(block) and isinstance(block[-1], ast.Raise | ast.Break | ast.Continue | ast.Return)
 
 
 class Liveness:

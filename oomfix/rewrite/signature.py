@@ -29,6 +29,9 @@ _NOT_DATA = re.compile(
 )
 
 
+_NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
+
+
 class Signature:
     """Finds what a slice takes and gives.
 
@@ -120,6 +123,8 @@ class Signature:
     def find_inputs(self, lift: Lift) -> None:
         """Set the parameters: the parts of the batch, and what the slice reads before it binds it.
 
+        Numbers are no part of a batch: the slice sees them from where it stands.
+
         Raises:
             CannotLift: a parameter may have no value yet.
         """
@@ -129,7 +134,7 @@ class Signature:
         data = {name for name in read & candidates if name not in called and not self._is_number(name, lift.site)}
         if not data:
             data = _given_to_calls(lift) & read - called
-            data = {name for name in data if not _NOT_DATA.search(name) and not _COUNTER.match(name)}
+            data = {name for name in data if not _NOT_DATA.search(name) and not self._is_number(name, lift.site)}
             data &= _bound_anywhere(lift.site.scope)
         first = lift.site.block.index(lift.lifted[0] if lift.lifted else lift.site.end)
         bound = lift.site.bound_before | definitely_bound([*lift.site.block[:first], *lift.before])
@@ -144,20 +149,17 @@ class Signature:
         if _COUNTER.match(name):
             return True
         loop = site.iteration
-        if loop is None:
-            return bool(_NOT_DATA.search(name))
-        values = [
-            node.value
-            for statement in loop.body
-            for node in nodes_of_scope(statement)
-            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
-        ]
-        return bool(values) and all(_is_scalar(value) for value in values)
+        if loop is None and _NOT_DATA.search(name):
+            return True
+        nodes = list(nodes_of_scope_body(site.scope))
+        stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
+        values = [node.value for node in nodes if isinstance(node, ast.Assign) and _binds_alone(node, name)]
+        return bool(values) and len(values) == len(stores) and all(_is_scalar(value) for value in values)
 
     def copy_sizes(self, lift: Lift, first: int) -> None:
         """Sizes of the batch that the slice reads are asked again inside, of the part that is there."""
         read = self._liveness.before(lift.lifted, names_read(lift.site.root))
-        for statement in lift.site.block[:first]:
+        for statement in [*_sizes_asked_outside(lift.site), *lift.site.block[:first]]:
             if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
                 names = names_bound_by_target(statement.targets[0])
                 owner = _sized(statement.value)
@@ -165,6 +167,28 @@ class Signature:
                     lift.copied.append(statement)
                 elif owner in names and owner in lift.inputs:
                     lift.copied.clear()
+
+
+def _sizes_asked_outside(site: Site) -> list[ast.stmt]:
+    """Sizes asked for in the blocks around a slice, of what is not bound again: `n = len(x)` ahead of a loop."""
+    found: list[ast.stmt] = []
+    inside = {id(statement) for statement in site.block}
+    nodes = list(nodes_of_scope_body(site.scope))
+    for node in nodes:
+        if not isinstance(node, ast.Assign) or id(node) in inside or len(node.targets) != 1:
+            continue
+        owner, target = _sized(node.value), node.targets[0]
+        if owner is None or not isinstance(target, ast.Name) or target.id not in site.bound_before:
+            continue
+        stores = [n for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
+        later = any(store.id == owner and store.lineno >= node.lineno for store in stores)
+        if not later and sum(store.id == target.id for store in stores) == 1:
+            found.append(node)
+    return found
+
+
+def _binds_alone(node: ast.Assign, name: str) -> bool:
+    return len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
 
 
 def _read_outside(lift: Lift) -> set[str]:
@@ -257,7 +281,8 @@ def _is_scalar(value: ast.expr) -> bool:
     if isinstance(value, ast.Constant):
         return True
     if isinstance(value, ast.Call):
-        return effects.last_name(value) in ("len", "item", "size", "int", "float", "time", "perf_counter", "get_lr")
+        numbers = ("len", "int", "float") if isinstance(value.func, ast.Name) else _NUMBER_METHODS
+        return effects.last_name(value) in numbers
     if isinstance(value, ast.BinOp):
         return _is_scalar(value.left) and _is_scalar(value.right)
     return _sized(value) is not None

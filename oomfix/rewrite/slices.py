@@ -14,6 +14,7 @@ from oomfix.rewrite.liveness import (
     Scope,
     definitely_bound,
     names_bound,
+    names_bound_by_target,
     names_read,
     nodes_of_scope,
     nodes_of_scope_body,
@@ -166,6 +167,11 @@ class Slicer:
         """Objects may be changed only where the slice itself made them."""
         made: set[str] = set()
         for statement in lift.lifted:
+            for node in nodes_of_scope(statement):
+                if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                    if node.target.id not in made | _bound_afresh(statement):
+                        line, name = node.lineno, node.target.id
+                        raise CannotLift(f"line {line} adds to {name}, which was made outside of the slice")
             made |= names_bound(statement)
             for path in changed_paths(statement):
                 if path.split(".")[0] not in made:
@@ -271,6 +277,19 @@ def _without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], li
         value = ast.IfExp(test, value, ast.Name(loss, ast.Load()))
     root = ast.parse(ast.unparse(value), mode="eval").body
     return replace(site, root=root), chosen[:-1], [last]
+
+
+def _bound_afresh(statement: ast.stmt) -> set[str]:
+    """The names that a statement binds other than by changing what they were bound to."""
+    found: set[str] = set()
+    for node in nodes_of_scope(statement):
+        if isinstance(node, ast.Assign):
+            found |= {name for target in node.targets for name in names_bound_by_target(target)}
+        elif isinstance(node, ast.AnnAssign | ast.For | ast.NamedExpr):
+            found |= names_bound_by_target(node.target)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            found |= names_bound_by_target(node.optional_vars)
+    return found
 
 
 def _only_switches(statement: ast.stmt) -> bool:

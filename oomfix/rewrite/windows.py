@@ -97,7 +97,7 @@ class WindowFolder:
         return Folded(list(dict.fromkeys(edits)), mended, list(_notes(size, bool(undivided), loses_tail)))
 
     def _undivided(self, verdict: Verdict, window: Window) -> list[Backward]:
-        if self._script.divides_gradients or not self._wants("OOM301"):
+        if self._script.divides_gradients(verdict.loop) or not self._wants("OOM301"):
             return []
         divided = {id(event.node) for event in verdict.loop.backwards if is_divided(event, window)}
         free = {id(event.node) for event in verdict.loop.accumulated_backwards}

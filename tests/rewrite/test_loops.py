@@ -726,3 +726,75 @@ def test_resets_of_the_model_and_switches_stay_ahead_of_the_slice():
         """)
     assert forms == [("micro-batched", None)]
     assert "    model = model.train()\n    model.init_hidden()\n\n    def forward(x, y):\n" in text
+
+
+def test_tensors_that_are_converted_are_part_of_the_batch_and_numbers_are_not():
+    text = loop_of("""\
+        for x, y in loader:
+            x = x.float()
+            weight = float(y.sum())
+            optimizer.zero_grad()
+            loss = weight * F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert "memory.forward_backward(forward, x, y)" in text
+
+
+def test_a_batch_made_around_the_loop_is_an_input_though_its_making_may_fail():
+    text, forms = apply("""\
+        def train():
+            while True:
+                try:
+                    x, y = batch()
+                except StopIteration:
+                    break
+                for step in range(3):
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "memory.forward_backward(forward, x, y)" in text
+
+
+def test_a_size_asked_ahead_of_the_loop_is_asked_again_inside():
+    text, _ = apply("""\
+        def step(x):
+            n = x.size(0)
+            for repeat in range(3):
+                optimizer.zero_grad()
+                loss = critic(model(x), torch.rand(n, 2))
+                loss.backward()
+                optimizer.step()
+
+        for x, y in loader:
+            step(x)
+        """)
+    assert "        def forward(x):\n            n = x.size(0)\n            loss = critic" in text
+
+
+def test_a_loss_of_nothing_that_could_be_split_stays_in_place():
+    _, forms = apply("""\
+        for epoch in range(3):
+            optimizer.zero_grad()
+            loss = model(graph.features).sum()
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("in-place", "the loss is computed from nothing that could be split")]
+
+
+def test_a_sum_that_goes_on_from_outside_of_the_slice_stays_in_place():
+    """Parts of a batch would each add to the same tensor."""
+    _, forms = apply("""\
+        total = torch.zeros(())
+        for x, y in loader:
+            optimizer.zero_grad()
+            for row in model(x):
+                total += row.sum()
+            total.backward()
+            optimizer.step()
+        """)
+    assert forms[0] == ("in-place", "line 12 adds to total, which was made outside of the slice")
