@@ -15,8 +15,8 @@ class Fp16WithoutScaler(Rule):
     the model trains worse or not at all. Loss scaling keeps them in range; bf16, which has the range of fp32, needs
     none.
 
-    Quiet when: a gradient scaler is used anywhere in the file, the dtype is bfloat16 or decided elsewhere, or a
-    framework does the backward. `autocast("cuda")` without a dtype means fp16.
+    Quiet when: a gradient scaler is used, or spoken of, where the loop is written; the dtype is bfloat16 or decided
+    elsewhere; a framework does the backward. `autocast("cuda")` without a dtype means fp16.
 
     Fix: `oomfix.runtime`, which scales where the card has no bf16; by hand, `torch.amp.GradScaler("cuda")`.
     """
@@ -28,11 +28,9 @@ class Fp16WithoutScaler(Rule):
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:
-        if script.uses_gradient_scaler or script.uses_apex:
-            return
         for loop in script.loops:
             half = [forward for forward in loop.forwards if forward.site.autocast == "float16"]
-            if loop.framework is None and half:
+            if loop.framework is None and half and not script.precision.may_scale_gradients(loop):
                 yield self.finding(
                     script.place(half[0].node),
                     "training under float16 autocast without a gradient scaler: small gradients become zero",

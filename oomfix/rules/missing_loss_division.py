@@ -30,10 +30,8 @@ class MissingLossDivision(Rule):
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:
-        if script.divides_gradients:
-            return
         for loop in script.loops:
-            if loop.window is None or loop.accumulates_by_itself:
+            if loop.window is None or loop.accumulates_by_itself or script.divides_gradients(loop):
                 continue
             divided = {backward.node for backward in loop.backwards if is_divided(backward, loop.window)}
             for backward in script.distinct(loop.accumulated_backwards):

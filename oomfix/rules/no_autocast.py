@@ -29,7 +29,10 @@ class NoAutocast(Rule):
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:
-        if not script.may_use_cuda or script.uses_apex or script.autocasts_out_of_sight or script.trains_in_half:
+        precision = script.precision
+        if not precision.may_use_cuda or precision.trains_in_half:
+            return
+        if precision.uses_apex or precision.autocasts_out_of_sight:
             return
         bare = [
             forward
@@ -38,7 +41,7 @@ class NoAutocast(Rule):
             for forward in loop.forwards
             if forward.site.autocast is None
             and script.is_forward_of_network(forward)
-            and not script.has_autocast_alternative(forward)
+            and not precision.has_autocast_alternative(forward)
         ]
         for forward in script.distinct(bare):
             yield self.finding(

@@ -322,6 +322,8 @@ class Calls(Containers):
             result = self._tensor_method(name, receiver, given)
             if name in ("div_", "mul_") and isinstance(node.func, ast.Attribute):
                 self.assign(node.func.value, result, self.statement)
+            elif name in ("add_", "sub_") and isinstance(node.func, ast.Attribute) and arguments:
+                self._add_in_place(node, node.func.value, result, arguments[0])
             return result
         if name in STORING:
             return self._store_unknown(node, receiver, name, given)
@@ -343,6 +345,14 @@ class Calls(Containers):
         if name in _SAME_MODULE:
             return receiver
         return self._unknown(node, path, arguments, keywords)
+
+    def _add_in_place(self, node: ast.Call, total: ast.expr, result: Value, value: Value) -> None:
+        """`total.add_(loss)`."""
+        path, binding = path_of(total), self.binding_of(total)
+        if path is not None and binding is not None:
+            kept = self.keep(node, path, node.args[0], value, "add", binding.loops)
+            grown = result.with_graph(result.graph, result.origins | kept)
+            self.assign(total, grown, binding.statement, binding.loops)
 
     def _makes_object(self, node: ast.expr) -> bool:
         """`Searcher(encoder, decoder)`: a call of an imported class, of which only modules are moved to a device."""
@@ -367,6 +377,8 @@ class Calls(Containers):
             return self.forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
         if name in _SAME_MODULE:
             return receiver
+        if name in ("no_sync", "join"):
+            return NULL
         if name in torch_facts.BOOKKEEPING or name.startswith(("get_", "set_", "register_", "load_", "save_", "init_")):
             if name == "init_hidden" or name.startswith("get_"):
                 return UNKNOWN
@@ -408,6 +420,7 @@ class Calls(Containers):
 
 _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] = {
     "manual_backward": Calls._manual_backward,
+    "requires_grad_": Calls._requires_grad,
     "zero_grad": Calls._zero_grad,
     "step": Calls._step,
     "unscale_": Calls._unscale,

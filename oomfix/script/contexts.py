@@ -109,3 +109,9 @@ def held_elsewhere(path: str | None) -> frozenset[str] | None:
     if re.search(r"(^|_)(ctx|context|cm|guard|grad)(_|$)", name):
         return frozenset({"autocast:held", "no_grad", "null"})
     return None
+
+
+def decorated_elsewhere(path: str | None) -> frozenset[str] | None:
+    """What a decorator out of sight does, by its name: `@no_grad_pass`, `@evaluating`; None for any other."""
+    name = (path or "").rsplit(".", 1)[-1].lower()
+    return frozenset({"no_grad"}) if re.search(r"no_?grad|inference|(^|_)eval", name) else None

@@ -44,6 +44,8 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]
         return True
     if forward.escaped:
         return False
+    if forward.made_for_evaluation:
+        return True
     if site.loop is None:
         return site.function is None and any(order < forward.order for order in trained)
     within_training = any(run in training_runs for run in site.runs[:-1])

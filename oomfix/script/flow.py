@@ -9,6 +9,7 @@ from typing import Any
 from oomfix.script.contexts import held_elsewhere, is_literal_loop
 from oomfix.script.core import Path
 from oomfix.script.definitions import Function
+from oomfix.script.freezing import frozen_by
 from oomfix.script.hints import Hints
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, State
@@ -172,27 +173,30 @@ class Flow(Statements):
         binding = self.lookup(path) if path is not None else None
         function = binding.value.ref[0] if binding is not None and binding.value.kind is Kind.FUNCTION else None
         if isinstance(function, Function):
-            effects = self._effects_inside(function)
+            effects = self.effects_around(function, lambda part: isinstance(part, ast.Yield))
             return Value(Kind.CONTEXT, ref=effects) if effects else value
+        if value.kind is Kind.INSTANCE:
+            return self._context_of_object(value)
         held = held_elsewhere(path) if value.kind is Kind.UNKNOWN else None
         return value if held is None else Value(Kind.CONTEXT, ref=held)
 
-    def _effects_inside(self, function: Function) -> frozenset[str]:
-        """What a generator made into a context manager puts around its `yield`."""
-        effects: frozenset[str] = frozenset()
-        for statement in ast.walk(function.node):
-            if isinstance(statement, ast.With) and any(isinstance(node, ast.Yield) for node in ast.walk(statement)):
-                for item in statement.items:
-                    value = self.evaluate(item.context_expr)
-                    if value.kind is Kind.CONTEXT:
-                        effects |= value.ref
-        return effects
+    def _context_of_object(self, value: Value) -> Value:
+        """An object of the file: what its `__enter__` is named to enter."""
+        instance = self.instance_of(value)
+        enter = instance.cls.find("__enter__") if instance is not None else None
+        if enter is None:
+            return value
+        calls = [path_of(node.func) for node in ast.walk(enter.node) if isinstance(node, ast.Call)]
+        effects = frozenset[str]().union(*(held_elsewhere(path) or () for path in calls))
+        return Value(Kind.CONTEXT, ref=effects) if effects else value
 
     def _for(self, node: ast.For | ast.AsyncFor) -> None:
         literals = is_literal_loop(node.iter)
         source = self.evaluate(node.iter)
         if self.loops and self._is_over_parts(node.iter):
             self.trace.loops_over_parts.add(node)
+        if (frozen := frozen_by(node)) is not None:
+            self.freeze(*frozen)
         if literals is not None:
             self._rounds_over(node, literals)
         else:

@@ -33,6 +33,7 @@ class Follower(Flow):
         super().__init__(Frame(None, State(names)), Trace(), read_hints(nodes))
         self.tree = tree
         self._instances: dict[Class, Value] = {}
+        self._modes: dict[Class, dict[object, bool]] = {}
         self._invented_calls: list[ast.Call] = []
         """Calls that are in no file are kept, so that no other node takes over their identity."""
 
@@ -78,7 +79,10 @@ class Follower(Flow):
         outer, self.way = self.way, ("entry", id(function.node))
         if inside:
             self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
+        if owner is not None and not owner.training_methods:
+            self.left_by_constructor = self._modes.get(owner, {})
         returned = self.run(self._frame_of_unseen_call(function, receiver), function, None)
+        self.left_by_constructor = {}
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
         for origin in flatten(returned).origins:
             if origin in self.trace.forwards:
@@ -136,8 +140,12 @@ class Follower(Flow):
         existing = self._instances.get(owner)
         if existing is None:
             constructor = owner.find("__init__")
+            modes = self.state.evaluating
+            self.state.evaluating = modes.over()
             existing = self._instantiate_unknown(owner, call, constructor)
             self._instances[owner] = existing
+            self._modes[owner] = self.state.evaluating.changes_over(modes)
+            self.state.evaluating = modes
         return existing
 
     def _instantiate_unknown(self, owner: Class, call: ast.Call, constructor: Function | None) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 
@@ -102,6 +102,17 @@ class Functions(Core):
             bound = frame.state.names.get(name)
             if binding is not None and binding.value.kind is Kind.CONTAINER and bound is not None:
                 frame.state.names[name] = bound._replace(loops=binding.loops)
+
+    def effects_around(self, function: Function, wanted: Callable[[ast.AST], bool]) -> frozenset[str]:
+        """What a function puts around the parts of it that are wanted: the `yield` of a context manager."""
+        effects: frozenset[str] = frozenset()
+        for statement in ast.walk(function.node):
+            if isinstance(statement, ast.With) and any(wanted(part) for part in ast.walk(statement)):
+                for item in statement.items:
+                    value = self.evaluate(item.context_expr)
+                    if value.kind is Kind.CONTEXT:
+                        effects |= value.ref
+        return effects
 
     def _is_part_of_forward(self, function: Function) -> bool:
         """A method of a module that is part of its forward: it trains nothing, and runs neither itself nor a loader."""

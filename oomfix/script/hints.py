@@ -23,7 +23,7 @@ _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
     r"embedder|predictor|segmentor|detector|denoiser|vit|clip)\d*(_?[a-z0-9]{1,3})?$"
-    r"|^net[A-Z]\w*$|\w(Net|Model)$",
+    r"|^net[A-Z]\w*$|\w(Net|Model)$|(^|_)(enc|dec)(_?\d+)?$",
     re.IGNORECASE,
 )
 _FORWARD_METHOD = re.compile(
@@ -97,8 +97,6 @@ class Hints:
 
     modules: set[str] = field(default_factory=set)
     losses: set[str] = field(default_factory=set)
-    frozen: set[str] = field(default_factory=set)
-    """Networks none of whose parameters is trained: `net.requires_grad_(False)`, or the loop that does it."""
     called: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
@@ -107,6 +105,8 @@ class Hints:
     mentions: dict[str, set[Scope]] = field(default_factory=dict)
     """The functions in which a name (or an attribute of that name) is written."""
     statements: int = 0
+    made_by: dict[str, set[str]] = field(default_factory=dict)
+    """The paths that the calls of one class or function are assigned to, moved to a device or not."""
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
 
@@ -133,11 +133,13 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
             if isinstance(node, ast.Assign):
                 assignments.extend((scope, target, node.value) for target in node.targets)
                 hints.assigned.update(path for path in map(path_of, node.targets) if path is not None)
+                _read_maker(node, hints)
             elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
-            elif isinstance(node, ast.For):
-                _read_freezing(node, hints)
     _spread(assignments, hints)
+    for made in hints.made_by.values():
+        if made & hints.modules and len(made) > 1:
+            hints.modules |= made & hints.called
     return hints
 
 
@@ -161,32 +163,22 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
     elif receiver is not None and method in _MODULE_METHODS:
         hints.modules.add(receiver)
-        if method == "requires_grad_" and node.args and _is_false(node.args[0]):
-            hints.frozen.add(receiver)
     elif receiver is not None and method in _MOVES:
         hints.moved.add(receiver)
 
 
-def _is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
-
-
-def _read_freezing(loop: ast.For, hints: Hints) -> None:
-    """`for p in net.parameters(): p.requires_grad = False`, unconditionally."""
-    iterable, target = loop.iter, path_of(loop.target)
-    if not (isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute) and target is not None):
-        return
-    network = path_of(iterable.func.value)
-    if iterable.func.attr != "parameters" or network is None:
-        return
-    for statement in loop.body:
-        if isinstance(statement, ast.Assign) and _is_false(statement.value):
-            if path_of(statement.targets[0]) == f"{target}.requires_grad":
-                hints.frozen.add(network)
-        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            call = statement.value
-            if path_of(call.func) == f"{target}.requires_grad_" and call.args and _is_false(call.args[0]):
-                hints.frozen.add(network)
+def _read_maker(statement: ast.Assign, hints: Hints) -> None:
+    """`q1, q2 = Critic().to(device), Critic().to(device)`: what is known of one holds for the other."""
+    for target in statement.targets:
+        pairs = [(target, statement.value)]
+        if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
+            pairs = list(zip(target.elts, statement.value.elts, strict=False))
+        for name, value in pairs:
+            while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
+                value = value.func.value
+            path, maker = path_of(name), path_of(value.func) if isinstance(value, ast.Call) else None
+            if path is not None and maker is not None and maker != "next":
+                hints.made_by.setdefault(maker, set()).add(path)
 
 
 def _is_tensor_backward(node: ast.Call) -> bool:

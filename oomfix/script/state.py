@@ -121,6 +121,8 @@ class State:
     attributes: Layer[tuple[int, str], Binding] = field(default_factory=Layer)
     evaluating: Layer[object, bool] = field(default_factory=Layer)
     """Modules (by identity or path) that were switched by `eval()` (True) or `train()` (False)."""
+    frozen: Layer[object, bool] = field(default_factory=Layer)
+    """Networks whose parameters were all frozen (True) or thawed (False)."""
     gradients: frozenset[str] = frozenset({"none"})
     """What `.grad` may hold: "none", "plain", "scaled" or "unscaled"."""
     grad: Graph = Graph.YES
@@ -130,7 +132,8 @@ class State:
         """A way that starts here; what it changes stays its own until `after` takes it."""
         names = self.names.over()
         assert isinstance(names, Names)
-        return State(names, self.attributes.over(), self.evaluating.over(), self.gradients, self.grad)
+        layers = self.attributes.over(), self.evaluating.over(), self.frozen.over()
+        return State(names, *layers, self.gradients, self.grad)
 
     def after(self, ends: list[State | None]) -> State | None:
         """This state when the ways that started here have ended; None where none of them comes through."""
@@ -140,6 +143,7 @@ class State:
         self.names.take([end.names for end in through], _joined_bindings)
         self.attributes.take([end.attributes for end in through], _joined_bindings)
         self.evaluating.take([end.evaluating for end in through], _both)
+        self.frozen.take([end.frozen for end in through], _both)
         self.gradients = frozenset().union(*(end.gradients for end in through))
         grads = {end.grad for end in through}
         self.grad = grads.pop() if len(grads) == 1 else Graph.MAYBE
@@ -147,7 +151,7 @@ class State:
 
     def entering(self, names: Names) -> State:
         """The state at the start of a function called here."""
-        return State(names, self.attributes, self.evaluating, self.gradients, self.grad)
+        return State(names, self.attributes, self.evaluating, self.frozen, self.gradients, self.grad)
 
     def leave(self, callee: State) -> None:
         """Take over what a called function changed outside its own names."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
+from oomfix.script.contexts import decorated_elsewhere
 from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import Hints
 from oomfix.script.names import USUAL_NAMES, imported, path_of
 from oomfix.script.state import Binding, Frame
-from oomfix.script.trace import Loop, Trace
+from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
     NUMBER,
     Kind,
@@ -46,19 +47,23 @@ class Statements(Expressions):
             # A literal is a setting somebody will change: both branches of what it decides are followed.
             value = NUMBER
         path = path_of(target)
-        if path is not None and (added := _added_to_copy(value_node, path)):
-            self._accumulate(target, path, value, statement, added)
-            return
-        sums = [value_node.body, value_node.orelse] if isinstance(value_node, ast.IfExp) else [value_node]
-        for node in sums:
-            if path is not None and isinstance(node, ast.BinOp) and self._adds_to(node, path):
-                terms = [term for term in _terms(node) if not self._adds_to(term, path)]
-                self._accumulate(target, path, value, statement, terms)
-                return
         if isinstance(target, ast.Subscript) and path is None:
-            self._store_entry(target, value, value_node)
-            return
-        self.assign(target, value, statement)
+            self._store_entry(target, value, statement, value_node)
+        elif path is not None and (added := _added(value_node, path)):
+            self._accumulate(target, path, value, statement, added)
+        else:
+            self.assign(target, value, statement, self._age_of_first_entry(target))
+
+    def _age_of_first_entry(self, target: ast.expr) -> tuple[Loop, ...] | None:
+        """`if key not in log: log[key] = 0`: an entry that stays is as old as what holds it."""
+        guard = self.scopes[-1] if self.scopes else None
+        if not isinstance(target, ast.Subscript) or not isinstance(guard, Guard) or not guard.value:
+            return None
+        test, holder = guard.test, self.binding_of(target.value)
+        missing = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotIn)
+        if missing and holder is not None and ast.unparse(test) == ast.unparse(_not_in(target)):
+            return holder.loops
+        return None
 
     def _accumulate(
         self, target: ast.expr, path: str, value: Value, statement: ast.stmt, added: list[ast.expr]
@@ -75,7 +80,11 @@ class Statements(Expressions):
             manner = "store" if term_value.kind in holders or value.kind in holders else "add"
             kept = self.keep(target, path, term, term_value, manner, loops, detachable=alone)
         grown = flatten(value)
-        self.assign(target, grown.with_graph(grown.graph, grown.origins | kept), statement, loops)
+        grown = grown.with_graph(grown.graph, grown.origins | kept)
+        if isinstance(target, ast.Subscript) and path_of(target) is None:
+            self._grow_root(target, grown)
+        else:
+            self.assign(target, grown, statement, loops)
 
     def _age(self, target: ast.expr, binding: Binding | None) -> tuple[Loop, ...]:
         """The loops around the making of a target; one that the round before has left is as old as the loop."""
@@ -83,25 +92,14 @@ class Statements(Expressions):
             return self._loops_of_root(target)
         return binding.loops[:-1] if flatten(binding.value).carried_from else binding.loops
 
-    def _adds_to(self, node: ast.expr, path: str) -> bool:
-        """The value under a path goes into an expression by arithmetic."""
-        if isinstance(node, ast.BinOp):
-            return self._adds_to(node.left, path) or self._adds_to(node.right, path)
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "get"
-            and node.args
-        ):
-            key = node.args[0]  # `log.get("loss", 0) + loss`
-            return isinstance(key, ast.Constant) and path == f"{path_of(node.func.value)}[{key.value!r}]"
-        return path_of(node) == path
-
-    def _store_entry(self, target: ast.Subscript, value: Value, value_node: ast.expr) -> None:
+    def _store_entry(self, target: ast.Subscript, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
         """`kept[i] = loss`, with an index that changes, also of a tensor that was made for it."""
         base = self.evaluate(target.value)
         self.evaluate(target.slice)
         content = flatten(value)
+        if base.kind is Kind.CONTAINER and content.graph and (added := _added(value_node, ast.unparse(target))):
+            self._accumulate(target, ast.unparse(target), value, statement, added)
+            return
         fresh = base.kind is Kind.TENSOR and base.is_tensor
         if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
             return
@@ -198,7 +196,7 @@ class Statements(Expressions):
             return existing
         effects = []
         for decorator in node.decorator_list:
-            value = self.evaluate(decorator)
+            value = self._effects_of_decorator(decorator, self.evaluate(decorator))
             if value.kind is Kind.EXTERNAL and str(value.ref).rsplit(".", 1)[-1] in ("no_grad", "inference_mode"):
                 value = Value(Kind.CONTEXT, ref=frozenset({"no_grad"}))
             if value.kind is Kind.CONTEXT:
@@ -207,6 +205,20 @@ class Statements(Expressions):
         self.functions.append(function)
         self._defined[id(node)] = function
         return function
+
+    def _effects_of_decorator(self, node: ast.expr, value: Value) -> Value:
+        """A decorator of the file puts what stands around its call of the function; one out of sight says it."""
+        if value.kind is Kind.FUNCTION:
+            function = value.ref[0]
+            parameters = {parameter.arg for parameter in function.node.args.args}
+            effects: frozenset[str] | None = self.effects_around(
+                function, lambda part: isinstance(part, ast.Call) and path_of(part.func) in parameters
+            )
+        elif value.kind in (Kind.UNKNOWN, Kind.EXTERNAL) and not str(value.ref).startswith("torch."):
+            effects = decorated_elsewhere(path_of(node.func if isinstance(node, ast.Call) else node))
+        else:
+            effects = None
+        return Value(Kind.CONTEXT, ref=effects) if effects else value
 
     def _class(self, node: ast.ClassDef) -> None:
         bases = [self.evaluate(base) for base in node.bases]
@@ -224,6 +236,21 @@ class Statements(Expressions):
         self.bind(node.name, Value(Kind.CLASS, ref=cls), self.loops, node)
 
 
+def _adds_to(node: ast.expr, path: str) -> bool:
+    """The value under a path, as it is written, goes into an expression by arithmetic."""
+    if isinstance(node, ast.BinOp):
+        return _adds_to(node.left, path) or _adds_to(node.right, path)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        # `log.get("loss", 0) + loss`
+        return path == f"{ast.unparse(node.func.value)}[{ast.unparse(node.args[0])}]"
+    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and ast.unparse(node) == path
+
+
+def _not_in(entry: ast.Subscript) -> ast.expr:
+    """`key not in log` for `log[key]`."""
+    return ast.Compare(entry.slice, [ast.NotIn()], [entry.value])
+
+
 def _terms(node: ast.expr) -> list[ast.expr]:
     """The terms of a sum."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
@@ -231,6 +258,14 @@ def _terms(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
         return _terms(node.left)  # `(mean * n + loss) / (n + 1)`
     return [node]
+
+
+def _added(node: ast.expr, path: str) -> list[ast.expr]:
+    """What an expression adds to the sum or the list under a path; empty where it makes something else."""
+    for part in (node.body, node.orelse) if isinstance(node, ast.IfExp) else (node,):
+        if isinstance(part, ast.BinOp) and _adds_to(part, path):
+            return [term for term in _terms(part) if not _adds_to(term, path)]
+    return _added_to_copy(node, path)
 
 
 def _added_to_copy(node: ast.expr, path: str) -> list[ast.expr]:

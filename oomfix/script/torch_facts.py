@@ -96,7 +96,7 @@ COPIES = frozenset("tensor Tensor FloatTensor LongTensor DoubleTensor IntTensor 
 """Constructors that copy numbers out of whatever they are given."""
 TORCH_GRAPH_FREE = frozenset(
     "zeros ones empty full rand randn randint randperm arange linspace tensor from_numpy as_tensor eye manual_seed "
-    "device load save is_tensor Generator Size finfo iinfo LongTensor FloatTensor Tensor IntTensor BoolTensor "
+    "device save is_tensor Generator Size finfo iinfo LongTensor FloatTensor Tensor IntTensor BoolTensor "
     "DoubleTensor zeros_like ones_like get_rng_state set_rng_state no_grad normal".split()
 )
 

@@ -96,6 +96,8 @@ class Forward(Event):
     """What is passed to it."""
     evaluating: bool
     """The module was switched to `eval()` before."""
+    made_for_evaluation: bool
+    """The constructor of an object that never trains switched it to `eval()`."""
     carried: frozenset[int]
     """Assignments of the previous iteration whose graph goes into this forward."""
     direct: bool

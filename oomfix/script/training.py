@@ -54,13 +54,15 @@ class Training(Functions):
             path=path,
             given=(*node.args, *(keyword.value for keyword in node.keywords)),
             evaluating=bool(self.state.evaluating.get(self._identity(module, path))),
+            made_for_evaluation=self.left_by_constructor.get(self._identity(module, path), False),
             carried=content.carried_from,
             direct=direct,
             discarded=grad is Graph.YES and self._is_discarded(node),
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))
-        if grad is Graph.NO or (path in self.hints.frozen and not content.graph and self._stays_frozen(path)):
+        frozen = path in self.frozen_elements or bool(self.state.frozen.get(self._frozen_key(module, path)))
+        if grad is Graph.NO or (frozen and not content.graph and self._stays_frozen(path)):
             self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR
         whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
@@ -86,6 +88,37 @@ class Training(Functions):
         if isinstance(statement, ast.Assign) and statement.value is node:
             return all(path_of(target) == "_" for target in statement.targets)
         return isinstance(statement, ast.Expr) and statement.value is node
+
+    def freeze(self, node: ast.expr, frozen: bool) -> None:
+        """All parameters of a network are frozen, or trained again."""
+        network = self.evaluate(node)
+        while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node = node.func.value  # `net.eval().cuda()` is `net`
+        path, binding = path_of(node), self.binding_of(node)
+        if frozen and path is not None and binding is not None and isinstance(binding.statement, ast.For):
+            self.frozen_elements.add(path)
+        if network.kind is Kind.UNKNOWN and path is not None:
+            # From here on it is known wherever it is handed to, under whatever name.
+            network = Value(Kind.MODULE, ref=self.trace.number("frozen", path, self.way))
+            self.assign(node, network, self.statement, binding.loops if binding is not None else ())
+        self.state.frozen[self._frozen_key(network, path)] = frozen
+
+    def _frozen_key(self, module: Value, path: str | None) -> object:
+        """A network made in sight, or the path under which one made elsewhere is known in a function or class."""
+        if not isinstance(module.ref, str | None):
+            return self._identity(module, path)
+        function = self.frame.function
+        if path is not None and path.startswith("self.") and function is not None:
+            return (function.owner, path)
+        holder = self.holder(path.split(".")[0]) if path is not None else None
+        return (holder.function if holder is not None else None, path)
+
+    def _requires_grad(self, node: ast.Call, function: ast.Attribute) -> Value | None:
+        """`net.requires_grad_(False)`."""
+        value = self.evaluate(node.args[0]).constant if node.args else True
+        if isinstance(value, bool):
+            self.freeze(function.value, not value)
+        return None
 
     def _stays_frozen(self, path: str | None) -> bool:
         """No part of the network is replaced or trained again: nothing under its path is assigned or asked for."""

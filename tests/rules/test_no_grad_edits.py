@@ -139,7 +139,10 @@ def test_no_edit_where_it_cannot_be_certain(code):
 
 
 def test_line_endings_and_decorators_are_kept():
-    code = "import torch\r\n\r\nclass T:\r\n\t@timed\r\n\tdef validate(self, loader):\r\n\t\tself.model.eval()\r\n\t\tfor x in loader:\r\n\t\t\tprint(self.model(x))\r\n"
+    code = (
+        "import torch\r\n\r\nclass T:\r\n\t@timed\r\n\tdef validate(self, loader):\r\n"
+        "\t\tself.model.eval()\r\n\t\tfor x in loader:\r\n\t\t\tprint(self.model(x))\r\n"
+    )
     found, fixed = fix(code)
     assert found == 1
     assert fixed == code.replace("\t@timed\r\n", "\t@timed\r\n\t@torch.no_grad()\r\n")

@@ -341,3 +341,25 @@ def test_a_window_by_divmod_is_named_by_its_size(read):
     """
     (loop,) = read(code).loops
     assert loop.window.size == "k"
+
+
+def test_gradients_divided_in_one_function_are_not_divided_in_another(report):
+    code = """
+        def divided(model, loader, optimizer, k):
+            for i, (x, y) in enumerate(loader):
+                criterion(model(x), y).backward()
+                if (i + 1) % k == 0 or i + 1 == len(loader):
+                    average(model, k)
+                    optimizer.step()
+
+        def average(model, k):
+            for parameter in model.parameters():
+                parameter.grad /= k
+
+        def undivided(model, loader, optimizer, k):
+            for i, (x, y) in enumerate(loader):
+                criterion(model(x), y).backward()
+                if (i + 1) % k == 0 or i + 1 == len(loader):
+                    optimizer.step()
+    """
+    assert report(code) == [("OOM301", 14)]

@@ -357,3 +357,171 @@ def test_what_a_constructor_calls_is_no_forward(report, called):
             wrapper.eval()
     """
     assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    ("definition", "decorator"),
+    [
+        ("", "@quiet"),
+        ("", "@quiet_if(True)"),
+        ("from helpers import no_grad_pass", "@no_grad_pass"),
+        ("from helpers import evaluating", "@evaluating"),
+    ],
+)
+def test_a_decorator_that_switches_gradients_off_is_seen(report, definition, decorator):
+    code = f"""
+        import functools, torch
+        {definition}
+
+        def quiet(function):
+            @functools.wraps(function)
+            def wrapper(*args, **kwargs):
+                with torch.no_grad():
+                    return function(*args, **kwargs)
+            return wrapper
+
+        def quiet_if(flag):
+            def decorate(function):
+                def wrapper(*args):
+                    with torch.inference_mode():
+                        return function(*args)
+                return wrapper
+            return decorate
+
+        {decorator}
+        def validate(model, loader):
+            model.eval()
+            return [model(x) for x in loader]
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize("decorator", ["@timed", "@register('validate')"])
+def test_a_decorator_that_does_not_is_no_cure(report, decorator):
+    code = f"""
+        import torch
+        from helpers import register
+
+        def timed(function):
+            def wrapper(*args):
+                with torch.no_grad():
+                    warm_up()
+                return function(*args)
+            return wrapper
+
+        {decorator}
+        def validate(model, loader):
+            model.eval()
+            for x in loader:
+                print(model(x))
+    """
+    assert report(code) == [("OOM201", 15)]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        """
+        def build():
+            network = torch.hub.load("a", "b").cuda().eval()
+            for parameter in network.parameters():
+                parameter.requires_grad_(False)
+            return network
+
+        net = build()
+        for x in loader:
+            kept.append(net(x))
+        """,
+        """
+        def features(model, loader):
+            model.eval()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad = False
+            return [model(x) for x in loader]
+        """,
+        """
+        class Features:
+            def __init__(self):
+                self.net = torch.hub.load("a", "b").eval().requires_grad_(False)
+                self.kept = []
+
+            def run(self, loader):
+                self.net.eval()
+                for x in loader:
+                    self.kept.append(self.net(x))
+        """,
+        """
+        def features(model, loader):
+            model = model.eval().requires_grad_(False).cuda()
+            return [model(x) for x in loader]
+        """,
+    ],
+)
+def test_a_network_frozen_where_it_is_made_records_nothing(report, code):
+    assert report(code) == []
+
+
+def test_a_network_frozen_elsewhere_or_thawed_again_records(report):
+    code = """
+        def frozen(model, loader):
+            model.requires_grad_(False)
+            return [model(x) for x in loader]
+
+        def other(model, loader):
+            model.eval()
+            for x in loader:
+                print(model(x))
+
+        def thawed(model, loader):
+            model.requires_grad_(False)
+            train_head(model)
+            model.requires_grad_(True)
+            model.eval()
+            for x in loader:
+                print(model(x))
+    """
+    assert report(code) == [("OOM201", 8), ("OOM201", 16)]
+
+
+def test_an_object_that_only_predicts_evaluates_when_it_is_called(report):
+    code = """
+        class Predictor:
+            def __init__(self, path):
+                self.model = torch.load(path, map_location="cpu")
+                self.model.eval()
+
+            def __call__(self, image):
+                return self.model(image).argmax().item()
+
+        class Perceptual:
+            def __init__(self, network):
+                self.network = network
+                self.network.eval()
+
+            def __call__(self, x):
+                return self.network(x)
+    """
+    assert report(code) == [("OOM201", 7)]
+
+
+def test_networks_frozen_one_by_one_stay_frozen_under_their_name(report):
+    code = """
+        import torch
+
+        def load_teachers(paths):
+            teachers = [load(path) for path in paths]
+            for teacher in teachers:
+                for parameter in teacher.parameters():
+                    parameter.requires_grad = False
+            return teachers
+
+        teachers = load_teachers(paths)
+        for x, y in loader:
+            teacher = choose(teachers)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out = model(x)
+            loss = criterion(out, teacher(x))
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []

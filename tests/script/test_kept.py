@@ -99,3 +99,46 @@ def test_what_is_backpropagated_together_later_is_a_term_and_not_kept(report, st
             optimizer.step()
     """
     assert kept(report(code)) == []
+
+
+SUMS = """
+    import torch
+    total, sums = torch.zeros(()), {}
+    for key, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        STATEMENT
+"""
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "total.add_(loss)",
+        "total.sub_(loss, alpha=-1)",
+        "sums[key] = sums.get(key, 0) + loss",
+        "sums[key] = sums[key] + loss",
+        "sums[key] += loss",
+        "if 'loss' not in sums: sums['loss'] = 0\n        sums['loss'] += loss",
+        "if 'loss' not in sums: sums['loss'] = 0\n        sums['loss'] = sums['loss'] + loss",
+    ],
+)
+def test_what_is_added_up_is_an_accumulation_wherever_the_total_is(report, statement):
+    line = 7 + statement.count("\n")
+    assert kept(report(SUMS.replace("STATEMENT", statement))) == [("OOM101", line)]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "total.add_(loss.detach())",
+        "total.add_(1)",
+        "x.add_(loss)",
+        "sums[key] = 0 + loss.item()",
+        "sums['loss'] = 0; sums['loss'] += loss",
+        "if 'loss' not in sums: sums['loss'] = 0\n        sums['loss'] += loss.item()",
+    ],
+)
+def test_what_is_added_without_a_graph_or_within_a_batch_is_not(report, statement):
+    assert kept(report(SUMS.replace("STATEMENT", statement))) == []

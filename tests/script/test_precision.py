@@ -128,3 +128,106 @@ def test_one_finding_per_forward_call(report):
             optimizer.step()
     """
     assert report(code) == [("OOM202", 2), ("OOM202", 3)]
+
+
+def test_a_scaler_of_another_function_scales_nothing_here(report):
+    code = """
+        import torch
+
+        def scaled(model, loader):
+            scaler = torch.amp.GradScaler("cuda")
+            for x, y in loader:
+                with torch.autocast("cuda"):
+                    loss = criterion(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        def plain(model, loader):
+            for x, y in loader:
+                with torch.autocast("cuda"):
+                    loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+    """
+    assert report(code) == [("OOM304", 15)]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        "ctx = model.no_sync() if i % 4 else contextlib.nullcontext()",
+        "ctx = model.join()",
+    ],
+)
+def test_a_context_of_the_data_parallel_wrapper_is_no_autocast(report, context):
+    code = f"""
+        import contextlib, torch
+        from torch.nn.parallel import DistributedDataParallel
+        model = DistributedDataParallel(Net().cuda())
+        for i, (x, y) in enumerate(loader):
+            {context}
+            with ctx:
+                loss = criterion(model(x), y)
+                loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 7)]
+
+
+@pytest.mark.parametrize(
+    ("before", "context"),
+    [
+        ("ctx = autocast_for(args)", "ctx"),
+        ("ctx = helpers.maybe_autocast(args)", "ctx"),
+        ("ctx = HalfPrecision()", "ctx"),
+        ("pass", "HalfPrecision()"),
+    ],
+)
+def test_a_context_made_by_what_is_named_or_built_for_autocast_is_not_judged(report, before, context):
+    code = f"""
+        import torch
+        from helpers import autocast_for, helpers
+
+        class HalfPrecision:
+            def __enter__(self):
+                self.context = torch.autocast("cuda", dtype=torch.bfloat16)
+                self.context.__enter__()
+
+            def __exit__(self, *problem):
+                self.context.__exit__(*problem)
+
+        {before}
+        for x, y in loader:
+            with {context}:
+                loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "called"),
+    [
+        ("first, second = Critic().to(device), Critic().to(device)", "second"),
+        ("first = Q().to(device); second = Q().to(device)", "second"),
+        ("first, second = Q(), Q()", "second"),
+        ("first = second = Q()", "second"),
+        ("first = build_part(1); second = build_part(2)", "second"),
+        ("first = make(Critic); enc = make(Critic)", "enc"),
+        ("first = make(Critic); dec = make(Critic)", "dec"),
+    ],
+)
+def test_a_second_network_is_one_although_nothing_asks_for_its_parameters(report, made, called):
+    code = f"""
+        device = "cuda"
+        {made}
+        optimizer = adam(first.parameters())
+        for x, y in loader:
+            loss = criterion(first(x), y) + criterion({called}(x), y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 5)]
+    assert report(code.replace("criterion(first(x), y) + ", "")) == [("OOM202", 5)]

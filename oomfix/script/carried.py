@@ -1,0 +1,62 @@
+"""Recurrent and memory states that are carried from one iteration into the next with their graph."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from oomfix.script.names import path_of
+from oomfix.script.trace import Forward, Loop, Trace
+
+_STATE_NAME = re.compile(
+    r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory|mems?|past\w*|cache)(_|\d|$)",
+    re.IGNORECASE,
+)
+
+
+class CarriedState(NamedTuple):
+    """A recurrent state that is carried into the next iteration with its graph."""
+
+    statement: ast.stmt
+    name: str
+    trains: bool
+    """A backward runs in each iteration."""
+
+
+def carried_states(trace: Trace, evaluation_forwards: list[Forward]) -> Iterator[CarriedState]:
+    """States that go, graph and all, into a forward of the next iteration.
+
+    The loop calls backward in each iteration, or the forward is of an evaluation and nothing is backpropagated.
+    """
+    retaining = {event.site.loop for event in trace.backwards if event.retains}
+    training = {event.site.loop for event in trace.backwards}
+    evaluating = {forward.origin for forward in evaluation_forwards if forward.records_graph}
+    for statement, loop, origin in trace.carries.values():
+        trains = loop in training
+        if not isinstance(statement, ast.Assign) or not (trains or origin in evaluating):
+            continue
+        if _is_layer_of(loop, trace.forwards[origin].path):
+            continue
+        names = [path_of(name) or "" for target in statement.targets for name in _flat(target)]
+        states = [name for name in names if _STATE_NAME.search(name.rsplit(".", 1)[-1])]
+        if states or loop in retaining:
+            yield CarriedState(statement, (states or names)[-1], trains)
+
+
+def _is_layer_of(loop: Loop, path: str | None) -> bool:
+    """`for layer in layers: h = layer(h)`: what is handed on is an activation, not a state."""
+    if path is None or isinstance(loop, ast.While):
+        return False
+    return path in {path_of(target) for target in _flat(loop.target)}
+
+
+def _flat(target: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        for element in target.elts:
+            yield from _flat(element)
+    elif isinstance(target, ast.Starred):
+        yield target.value
+    else:
+        yield target

@@ -1,0 +1,40 @@
+"""Loops that freeze a network, or let it train again."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.script.names import path_of
+
+
+def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, bool] | None:
+    """The network all of whose parameters a loop freezes (True) or thaws (False); None for any other loop.
+
+    `for p in net.parameters(): p.requires_grad = False`, unconditionally, also by `requires_grad_` and over
+    `named_parameters`.
+    """
+    iterable, target = loop.iter, loop.target
+    if not (isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute)):
+        return None
+    if iterable.func.attr == "named_parameters" and isinstance(target, ast.Tuple):
+        target = target.elts[-1]
+    elif iterable.func.attr != "parameters":
+        return None
+    parameter = path_of(target)
+    for statement in loop.body:
+        trains = _sets_training(statement, parameter)
+        if trains is not None:
+            return iterable.func.value, not trains
+    return None
+
+
+def _sets_training(statement: ast.stmt, parameter: str | None) -> bool | None:
+    """What a statement makes `requires_grad` of a parameter; None where it does not say."""
+    value: ast.expr | None = None
+    if isinstance(statement, ast.Assign) and path_of(statement.targets[0]) == f"{parameter}.requires_grad":
+        value = statement.value
+    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        call = statement.value
+        if path_of(call.func) == f"{parameter}.requires_grad_":
+            value = call.args[0] if call.args else ast.Constant(True)
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, bool) else None

@@ -1,0 +1,56 @@
+"""What a script does to gradients by hand: zeroing them, dividing them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from oomfix.script.loops import TrainingLoop
+from oomfix.script.names import path_of
+from oomfix.script.nodes import Scope
+
+_DIVIDING = (".grad.div_", ".grad.mul_", ".grad.data.div_", ".grad.data.mul_")
+
+
+def zeroed_by_hand(nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
+    """`p.grad.zero_()` on each of several parameters, in a loop."""
+    for loop in nodes:
+        if not isinstance(loop, ast.For):
+            continue
+        for target in ast.walk(loop.target):
+            if isinstance(target, ast.Name):
+                yield from _zeroed_gradients_of(target.id, loop)
+
+
+def _zeroed_gradients_of(parameter: str, loop: ast.For) -> Iterator[ast.Call]:
+    paths = (f"{parameter}.grad.zero_", f"{parameter}.grad.data.zero_")
+    for statement in loop.body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and path_of(node.func) in paths:
+                yield node
+
+
+def are_divided(loop: TrainingLoop, nodes: Sequence[tuple[ast.AST, Scope]]) -> bool:
+    """Whether gradients are divided by hand before the step, where the loop is written or in what is named there.
+
+    `nodes` are all nodes of the file, each with the function it is in.
+    """
+    dividing = {function for node, function in nodes if _divides_gradients(node)}
+    if not dividing:
+        return False
+    events = [*loop.backwards, *loop.steps, *loop.later_steps]
+    around: set[ast.AST | None] = {function.node for event in events for function in event.site.functions} or {None}
+    named = {
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node, function in nodes
+        if function in around and isinstance(node, ast.Name | ast.Attribute)
+    }
+    return any(function in around or (function is not None and function.name in named) for function in dividing)
+
+
+def _divides_gradients(node: ast.AST) -> bool:
+    """`p.grad /= k`, `p.grad.div_(k)`."""
+    if isinstance(node, ast.AugAssign):
+        divides = isinstance(node.op, ast.Div | ast.Mult)
+        return divides and (path_of(node.target) or "").endswith((".grad", ".grad.data"))
+    return isinstance(node, ast.Call) and (path_of(node.func) or "").endswith(_DIVIDING)

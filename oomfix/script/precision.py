@@ -1,0 +1,89 @@
+"""Who decides the precision of a script: autocast, a scaler, a framework, the model itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from oomfix.script.imports import Imports
+from oomfix.script.loops import TrainingLoop
+from oomfix.script.trace import Forward, Trace
+
+if TYPE_CHECKING:
+    from oomfix.source import Source
+
+_CUDA = re.compile(r"cuda|\bgpu|accelerat|fabric", re.IGNORECASE)
+_DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
+_OTHER_DEVICE = re.compile(r"^\s*\w*device\w*\s*=\s*(torch\.device\()?[\"'](cpu|mps)[\"']|torch_xla", re.MULTILINE)
+_HALF = re.compile(
+    r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
+)
+
+
+class Precision:
+    """The precision of a script's forwards and backwards.
+
+    Args:
+        source: the file.
+        trace: what happens in it.
+        imports: what its names refer to.
+    """
+
+    def __init__(self, source: Source, trace: Trace, imports: Imports) -> None:
+        self._source = source
+        self._trace = trace
+        self._imports = imports
+
+    @cached_property
+    def may_use_cuda(self) -> bool:
+        """Whether the script may run on a GPU: it names one, or a device that is not said to be another."""
+        text = self._source.text
+        return bool(_CUDA.search(text)) or (bool(_DEVICE.search(text)) and not _OTHER_DEVICE.search(text))
+
+    @cached_property
+    def trains_in_half(self) -> bool:
+        """Whether the model itself is in 16 bits, so that autocast has nothing to do."""
+        return bool(_HALF.search(self._source.text))
+
+    @cached_property
+    def uses_apex(self) -> bool:
+        """Whether NVIDIA's apex does the mixed precision."""
+        return any(True for _ in self._imports.calls("apex.amp.initialize", "apex.amp.scale_loss"))
+
+    @cached_property
+    def autocasts_out_of_sight(self) -> bool:
+        """Whether FSDP's MixedPrecision decides, or gradients are scaled with no autocast in sight to need it."""
+        scaled = any(event.scaled for event in self._trace.backwards)
+        return "MixedPrecision" in self._source.text or (scaled and "autocast" not in self._source.text)
+
+    def has_autocast_alternative(self, forward: Forward) -> bool:
+        """The other branch of a flag runs the forward under autocast: this one is the fp32 choice."""
+        return any((id(guard.statement), not guard.value) in self._autocast_sides for guard in forward.site.guards)
+
+    @cached_property
+    def _autocast_sides(self) -> set[tuple[int, bool]]:
+        """The sides of conditions on which a forward runs under autocast."""
+        return {
+            (id(guard.statement), guard.value)
+            for forward in self._trace.forwards.values()
+            if forward.site.autocast is not None
+            for guard in forward.site.guards
+        }
+
+    def may_scale_gradients(self, loop: TrainingLoop) -> bool:
+        """Whether a gradient scaler is at work in a loop: in sight, or spoken of where the loop is written."""
+        if any(backward.scaled for backward in loop.backwards):
+            return True
+        return any("scaler" in ast.unparse(part).lower() for part in self._around(loop))
+
+    def _around(self, loop: TrainingLoop) -> Iterator[ast.stmt]:
+        """The functions and classes in which a loop's events are written, and the statements of the module itself."""
+        definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        yield from (statement for statement in self._source.tree.body if not isinstance(statement, definitions))
+        events = [*loop.forwards, *loop.backwards]
+        functions = dict.fromkeys(function for event in events for function in event.site.functions)
+        owners = [function.owner.node if function.owner is not None else function.node for function in functions]
+        yield from dict.fromkeys(node for node in owners if isinstance(node, definitions))

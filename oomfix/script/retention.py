@@ -1,0 +1,55 @@
+"""What is kept with its graph beyond an iteration: sums, lists, meters, attention maps."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from oomfix.script.names import path_of
+from oomfix.script.trace import Keep, ModuleAttribute, Trace
+
+_ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
+
+
+def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
+    """Everything that is kept with its graph beyond an iteration and never backpropagated."""
+    # What is backpropagated on any way is a term of a loss, not a log.
+    seen = {keep.node for number, keep in trace.keeps.items() if number in trace.backpropagated}
+    for keep in trace.keeps.values():
+        if keep.certain and keep.node not in seen and _grows_by_iteration(keep, trace, training_runs):
+            seen.add(keep.node)
+            yield keep
+
+
+def _grows_by_iteration(keep: Keep, trace: Trace, training_runs: set[int]) -> bool:
+    """Each round of the outermost loop that the target outlives makes a graph of its own.
+
+    What is collected within a training iteration (samples, time steps, scales) goes with the iteration.
+    """
+    outside = len(keep.site.loops) - len(keep.crossed)
+    if any(run in training_runs for run in keep.site.runs[:outside]):
+        return False
+    if any(_resets(other, keep.target) for other in keep.crossed[0].body if other is not keep.statement):
+        return False
+    forwards = list(trace.forwards_of(keep.origins))
+    if not forwards:
+        return any(run in training_runs for run in keep.site.runs[outside:])
+    if keep.returned and not any(run in training_runs for run in keep.site.runs[outside:]):
+        function = keep.site.function
+        evaluating = any(forward.evaluating for forward in forwards)
+        if not evaluating and not (function is not None and function.evaluates):
+            return False
+    return any(keep.crossed[0] in forward.site.loops for forward in forwards)
+
+
+def attention_maps(trace: Trace) -> list[ModuleAttribute]:
+    """Attention maps that a module's forward leaves on the module with their graph."""
+    return [kept for kept in trace.module_attributes.values() if _ATTENTION_NAME.search(kept.name)]
+
+
+def _resets(statement: ast.stmt, path: str) -> bool:
+    """Whether a statement sets a path anew, and not from what it held."""
+    if not isinstance(statement, ast.Assign) or path not in map(path_of, statement.targets):
+        return False
+    return all(path_of(node) != path for node in ast.walk(statement.value) if isinstance(node, ast.expr))

@@ -1,0 +1,101 @@
+"""Whether a graph is needed again after a backward: what `retain_graph=True` is for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from functools import cached_property
+
+from oomfix.script.names import path_of
+from oomfix.script.trace import Backward, Event, Loop, Trace
+
+_COMPUTING = frozenset("softmax log_softmax exp sigmoid tanh relu matmul mm bmm normalize sqrt pow mean sum".split())
+
+
+class GraphReuse:
+    """The backwards of a script, asked which graphs they share.
+
+    Args:
+        trace: what happens in the script.
+        nodes: all nodes of the file.
+    """
+
+    def __init__(self, trace: Trace, nodes: Sequence[ast.AST]) -> None:
+        self._trace = trace
+        self._nodes = nodes
+
+    def is_needed_later(self, backward: Backward) -> bool:
+        """Whether a later backward (or an unseen one) may go through the graph of this one again."""
+        if backward.carried or not backward.made_here or backward.node.args:
+            return True
+        forwards = list(self._trace.forwards_of(backward.origins))
+        loop = backward.site.loop
+        if loop is not None and forwards and all(loop not in forward.site.loops for forward in forwards):
+            return True
+        if any(order > backward.order and origins & backward.origins for order, origins in self._trace.handed_on):
+            return True
+        if loop is not None and (_carries_over(loop) or self._uses_older_tensors(loop)):
+            return True
+        sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
+        unseen = [other for other in self._trace.backwards if not (other.origins and backward.origins)]
+        return any(self._goes_through_again(other, backward) for other in [*sharing, *unseen])
+
+    @cached_property
+    def _backwards_through(self) -> dict[int, list[Backward]]:
+        through: dict[int, list[Backward]] = {}
+        for backward in self._trace.backwards:
+            for origin in backward.origins:
+                through.setdefault(origin, []).append(backward)
+        return through
+
+    def _uses_older_tensors(self, loop: Loop) -> bool:
+        """Whether the loop reads something computed before it (`weights = alpha.softmax(0)`), graph and all."""
+        inside = range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
+        computed = {
+            path_of(target)
+            for node in self._nodes
+            if isinstance(node, ast.Assign) and node.lineno not in inside and _computes(node.value)
+            for target in node.targets
+        }
+        return any(isinstance(node, ast.Name) and node.id in computed for node in ast.walk(loop))
+
+    def _goes_through_again(self, other: Backward, backward: Backward) -> bool:
+        """Whether a backward of the same round comes later and may go through the same graph."""
+        if other.order <= backward.order or other.site.second_round is not backward.site.second_round:
+            return False
+        if (other.node is backward.node and other.site.way == backward.site.way) or _exclude_each_other(
+            other, backward
+        ):
+            return False
+        unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
+        return bool(other.origins & backward.origins) or (unseen and other.node is not backward.node)
+
+
+def _exclude_each_other(first: Event, second: Event) -> bool:
+    """Whether two events are on the two sides of one condition."""
+    sides = {id(guard.statement): guard.value for guard in first.site.guards}
+    return any(sides.get(id(guard.statement), guard.value) is not guard.value for guard in second.site.guards)
+
+
+def _carries_over(loop: Loop) -> bool:
+    """Whether a round reads a name that a later line of the round before has bound (`prev = out`)."""
+    bound = {
+        name.id: node.lineno
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript)
+        for target in node.targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    return any(
+        isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.lineno < bound.get(node.id, 0)
+        for node in ast.walk(loop)
+    )
+
+
+def _computes(node: ast.expr) -> bool:
+    """Whether an expression is arithmetic on tensors, by the function it calls."""
+    if not isinstance(node, ast.Call):
+        return False
+    path = path_of(node.func) or ""
+    return path.startswith(("F.", "nn.functional.")) or path.rsplit(".", 1)[-1] in _COMPUTING
