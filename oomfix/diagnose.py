@@ -13,7 +13,9 @@ MIB, GIB = 2**20, 2**30
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "KB": 10**3, "MiB": MIB, "MB": 10**6, "GiB": GIB, "GB": 10**9}
 _SIZE = r"([\d.]+) ?(bytes|KiB|MiB|GiB|KB|MB|GB|B)"
 
-_REQUEST = re.compile(rf"CUDA out of memory\.\s+Tried to allocate {_SIZE}")
+# AMD cards say HIP; a tensor of absurd size has no number
+_REQUEST = re.compile(rf"(?:CUDA|HIP) out of memory\.\s+Tried to allocate (?:{_SIZE}|more than 1EB memory)")
+_ON_THE_HOST = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) (bytes)")
 # up to torch 2.0; "cached" was the word before 1.4, and "capacty" is torch 2.1's own
 _FIELDS = {
     "capacity": (rf"{_SIZE} total capacity", rf"total capac(?:i)?ty of {_SIZE}"),
@@ -26,7 +28,8 @@ _FIELDS = {
 }
 _OTHERS = re.compile(rf"\bProcess \d+ has {_SIZE} memory in use")
 _WITHOUT_NUMBERS = re.compile(
-    r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
+    r"(?:CUDA|HIP) error: out of memory|cuda runtime error \(2\) ?: out of memory|cudaErrorMemoryAllocation"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|Failed to CUDA calloc"
 )
 _IN_WORDS = re.compile(r"out of memory|\bOOM\b", re.IGNORECASE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n?(.*)')
@@ -47,6 +50,7 @@ class Crash:
 
     Attributes:
         line: where it is in the text, from 1.
+        message: what was said, on one line.
         requested, capacity, free, allocated: what was asked for, what the card has, has left, and tensors hold.
         unallocated: what torch reserved and does not use.
         others: what other processes hold.
@@ -54,6 +58,7 @@ class Crash:
     """
 
     line: int
+    message: str
     requested: int | None
     capacity: int | None
     free: int | None
@@ -68,8 +73,8 @@ class Diagnosis:
     """What kind of out-of-memory error it was.
 
     Attributes:
-        kind: "another process", "fragmentation", "checkpoint loading", "first optimizer step", "stage switch", "leak",
-            "evaluation", "too large" or "unknown".
+        kind: "host memory", "another process", "fragmentation", "checkpoint loading", "first optimizer step", "stage
+            switch", "leak", "evaluation", "too large" or "unknown".
         evidence: what in the log speaks for it, as sentences.
         cures: what to do, the most promising first; commands are in backquotes.
     """
@@ -97,7 +102,9 @@ def diagnose(text: str, script: str = "train.py") -> list[Diagnosis]:
 
 
 def _messages(text: str) -> list[tuple[int, int]]:
-    starts = sorted(match.start() for pattern in (_REQUEST, _WITHOUT_NUMBERS) for match in pattern.finditer(text))
+    starts = sorted(
+        match.start() for pattern in (_REQUEST, _WITHOUT_NUMBERS, _ON_THE_HOST) for match in pattern.finditer(text)
+    )
     if not starts and _IN_WORDS.search(text):
         # somebody tells of an error without quoting it: all of the text is what is known
         return [(len(text), len(text))]
@@ -108,7 +115,7 @@ def _messages(text: str) -> list[tuple[int, int]]:
 def _crash(text: str, start: int, end: int) -> Crash:
     # logs and write-ups wrap the message
     message = " ".join(text[start:end].split())
-    request = _REQUEST.match(message)
+    request = _REQUEST.match(message) or _ON_THE_HOST.match(message)
     sizes = {name: _first(patterns, message) for name, patterns in _FIELDS.items()}
     allocated, unallocated = sizes["allocated"], sizes["unallocated"]
     if unallocated is None and sizes["reserved"] is not None and allocated is not None:
@@ -122,7 +129,8 @@ def _crash(text: str, start: int, end: int) -> Crash:
     frames = tuple((file, int(line), name, code.strip()) for file, line, name, code in _FRAME.findall(traceback))
     return Crash(
         line=text.count("\n", 0, start) + 1,
-        requested=_bytes(*request.groups()) if request else None,
+        message=message,
+        requested=_bytes(*request.groups()) if request and request.group(1) else None,
         capacity=sizes["allowed"] or sizes["capacity"],
         free=sizes["free"],
         allocated=allocated,
@@ -134,6 +142,8 @@ def _crash(text: str, start: int, end: int) -> Crash:
 
 def _diagnosis(crash: Crash, above: str, script: str) -> Diagnosis:
     for recognise in (
+        _host,
+        _absurd,
         _another_process,
         _checkpoint,
         _optimizer,
@@ -149,6 +159,22 @@ def _diagnosis(crash: Crash, above: str, script: str) -> Diagnosis:
     evidence = ("there are no sizes to go by, so the cause has to be found by looking",)
     cures = (f"`oomfix audit {script}` finds what leaks", f"`oomfix profile {script}` says what the script needs")
     return Diagnosis(crash, "unknown", evidence, cures)
+
+
+def _host(crash: Crash, above: str, script: str) -> Diagnosis | None:
+    if not _ON_THE_HOST.match(crash.message):
+        return None
+    evidence = (f"{size(crash.requested or 0)} were asked for in the memory of the host: the card is not full",)
+    cures = ("use fewer DataLoader workers and a smaller prefetch_factor, or read the data set piece by piece",)
+    return Diagnosis(crash, "host memory", evidence, cures)
+
+
+def _absurd(crash: Crash, above: str, script: str) -> Diagnosis | None:
+    if "more than 1EB" not in crash.message:
+        return None
+    evidence = ("more memory was asked for than any machine has: a size in the script is wrong, often a broadcast",)
+    where = f" at {_where(crash.frames[-1])}" if crash.frames else ""
+    return Diagnosis(crash, "too large", evidence, (f"print the shapes of the tensors{where}",))
 
 
 def _another_process(crash: Crash, above: str, script: str) -> Diagnosis | None:

@@ -1,17 +1,25 @@
 """`oomfix diagnose`: read an out-of-memory error from a file or from standard input."""
 
 import json
+import os
 from dataclasses import asdict
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from oomfix.diagnose import Diagnosis
 
+if TYPE_CHECKING:
+    from oomfix.diagnose_script import Cause
+
+_MOST_CAUSES = 5
+
 
 @click.command()
 @click.argument("log", type=click.File(errors="replace"), default="-")
-@click.option("--script", default="train.py", show_default=True, help="The script that the advice is about.")
+@click.option(
+    "--script", default="train.py", show_default=True, help="The script that died; if it is here, it is audited."
+)
 @click.option("--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True)
 @click.pass_context
 def diagnose(ctx: click.Context, log: TextIO, script: str, form: str) -> None:
@@ -23,18 +31,36 @@ def diagnose(ctx: click.Context, log: TextIO, script: str, form: str) -> None:
     """
     from oomfix.diagnose import diagnose as find
 
-    found = find(log.read(), script)
+    found = [(diagnosis, _causes(ctx, diagnosis, script)) for diagnosis in find(log.read(), script)]
     if form == "json":
-        click.echo(json.dumps({"version": 1, "diagnoses": [asdict(diagnosis) for diagnosis in found]}, indent=2))
+        diagnoses = [
+            {**asdict(diagnosis), "findings": [asdict(cause) for cause in causes]} for diagnosis, causes in found
+        ]
+        click.echo(json.dumps({"version": 1, "diagnoses": diagnoses}, indent=2))
     elif not found:
         click.echo("no CUDA out-of-memory error found")
     else:
-        click.echo("\n\n".join("\n".join(lines(diagnosis)) for diagnosis in found))
+        click.echo("\n\n".join("\n".join(lines(diagnosis, causes)) for diagnosis, causes in found))
     ctx.exit(1 if found else 0)
 
 
-def lines(diagnosis: Diagnosis) -> list[str]:
-    """A diagnosis as lines of text."""
+def _causes(ctx: click.Context, diagnosis: Diagnosis, script: str) -> "list[Cause]":
+    given = ctx.get_parameter_source("script") is not click.core.ParameterSource.DEFAULT
+    # a file that happens to be called train.py need not be the one that died
+    if not given or not os.path.isfile(script):
+        return []
+    from oomfix.diagnose_script import causes
+
+    return causes(diagnosis, script)
+
+
+def lines(diagnosis: Diagnosis, causes: "list[Cause]") -> list[str]:
+    """A diagnosis as lines of text, with what the audit of the script has to say."""
     text = [f"line {diagnosis.crash.line}: {diagnosis.kind}"]
     text += [f"  {sentence}" for sentence in diagnosis.evidence]
+    for cause in causes[:_MOST_CAUSES]:
+        here = ", on the way to the error" if cause.on_the_way else ""
+        text.append(f"  {cause.place}  {cause.code}  {cause.severity}  {cause.message}{here}")
+    more = len(causes) - _MOST_CAUSES
+    text += [f"  and {more} more findings in the script"] if more > 0 else []
     return [*text, *(f"  fix: {cure}" for cure in diagnosis.cures)]

@@ -30,6 +30,26 @@ TORCH_2_13 = (
     "47.50 GiB memory in use. 60.00 GiB allowed; Of the allocated memory 46.00 GiB is allocated by PyTorch, and 1.00 "
     "GiB is reserved by PyTorch but unallocated."
 )
+TORCH_1_2 = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.79 GiB total capacity; 5.89 GiB already "
+    "allocated; 13.44 MiB free; 276.48 MiB cached)"
+)
+TORCH_1_9_WITH_A_FRACTION = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 15.78 GiB total capacity; 3.00 GiB already "
+    "allocated; 11.20 GiB free; 4.00 GiB allowed; 3.10 GiB reserved in total by PyTorch)"
+)
+TORCH_2_6_WITH_GRAPHS = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.14 GiB "
+    "of which 1.50 GiB is free. Including non-PyTorch memory, this process has 77.50 GiB memory in use. Of the "
+    "allocated memory 71.00 GiB is allocated by PyTorch, with 6.00 GiB allocated in private pools (e.g., CUDA Graphs), "
+    "and 1.00 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+ROCM = (
+    "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 15.98 GiB of "
+    "which 500.00 MiB is free. Of the allocated memory 14.00 GiB is allocated by PyTorch, and 200.00 MiB is reserved "
+    "by PyTorch but unallocated."
+)
 # as the write-ups quote theirs
 FEW_SHOT = """torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.35 GiB.\x20
 GPU 0 has a total capacity of 15.89 GiB of which 375.12 MiB is free.
@@ -51,6 +71,9 @@ def only(text):
 @pytest.mark.parametrize(
     ("message", "requested", "capacity", "allocated", "unallocated"),
     [
+        (TORCH_1_9_WITH_A_FRACTION, 2 * GIB, 4 * GIB, 3 * GIB, 0.1 * GIB),
+        (TORCH_2_6_WITH_GRAPHS, 2 * GIB, 79.14 * GIB, 71 * GIB, 1 * GIB),
+        (ROCM, 1 * GIB, 15.98 * GIB, 14 * GIB, 200 * MIB),
         (TORCH_1_8, 20 * MIB, 7.79 * GIB, 5.89 * GIB, 0.27 * GIB),
         (TORCH_1_13, 1.5 * GIB, 14.76 * GIB, 12.25 * GIB, 0.25 * GIB),
         (TORCH_2_1, 2 * GIB, 23.65 * GIB, 21 * GIB, 700 * MIB),
@@ -128,6 +151,9 @@ def test_the_traceback_tells_where_it_happened(frame, kind):
     [
         "RuntimeError: CUDA error: out of memory",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: cuda runtime error (2) : out of memory at /opt/conda/THCStorage.cu:58",
+        "torch.AcceleratorError: CUDA error: out of memory",
+        "RuntimeError: NCCL error: unhandled cuda error, Failed to CUDA calloc 6291456 bytes",
         "The run ended in an OOM.",
     ],
 )
@@ -149,3 +175,87 @@ def test_the_command_reads_standard_input_and_says_by_its_exit_code_what_it_foun
     assert CliRunner().invoke(command, [], input="all well").exit_code == 0
     as_json = CliRunner().invoke(command, ["--format", "json"], input=TORCH_1_13)
     assert json.loads(as_json.output)["diagnoses"][0]["kind"] == "too large"
+
+
+def test_memory_of_the_host_is_told_apart():
+    message = (
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 18874368000 bytes. Error code 12 (Cannot allocate memory)"
+    )
+    found = only(message)
+    assert found.kind == "host memory" and found.crash.requested == 18874368000
+    assert "17.58 GiB" in found.evidence[0] and "workers" in found.cures[0]
+
+
+def test_a_request_beyond_all_machines_is_a_wrong_size_in_the_script():
+    frame = 'Traceback (most recent call last):\n  File "train.py", line 9, in pair\n    x = a * b\n'
+    found = only(frame + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory.")
+    assert found.kind == "too large" and found.crash.requested is None
+    assert "pair (train.py, line 9)" in found.cures[0]
+
+
+LEAKING = """import torch
+
+def train(model, loader, optimizer):
+    total = 0
+    for x, y in loader:
+        loss = torch.nn.functional.mse_loss(model(x.cuda()), y.cuda())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss
+    return total
+
+def validate(model, loader):
+    model.eval()
+    correct = 0
+    for x, y in loader:
+        out = model(x.cuda())
+        correct += (out.argmax(1) == y.cuda()).sum().item()
+    return correct
+"""
+
+
+@pytest.fixture
+def joined(tmp_path):
+    """The findings that `diagnose --script` shows with an error, as its JSON holds them."""
+
+    def of(log, source=LEAKING):
+        script = tmp_path / "fit.py"
+        script.write_text(source)
+        result = CliRunner().invoke(command, ["--format", "json", "--script", str(script)], input=log)
+        assert result.exit_code == 1, result.output
+        return json.loads(result.stdout)["diagnoses"][0]["findings"]
+
+    return of
+
+
+def test_the_audit_of_the_script_explains_a_leak(joined, tmp_path):
+    findings = joined("Epoch 1: loss 0.3\nEpoch 37: loss 0.1\n" + TORCH_1_13)
+    assert [finding["code"] for finding in findings] == ["OOM101", "OOM201"]
+    assert findings[0]["place"] == f"{tmp_path / 'fit.py'}:10:9"
+
+
+def test_of_an_error_in_evaluation_its_own_finding_comes_first(joined):
+    """Whatever folder the log was written in."""
+    frame = '  File "/home/me/fit.py", line 17, in validate\n    out = model(x.cuda())\n'
+    findings = joined("Traceback (most recent call last):\n" + frame + TORCH_1_13)
+    assert (findings[0]["code"], findings[0]["on_the_way"]) == ("OOM201", True)
+    assert not any(finding["on_the_way"] for finding in findings[1:])
+
+
+def test_another_process_is_no_fault_of_the_script(joined):
+    assert joined(TORCH_2_13) == []
+
+
+def test_a_script_that_is_not_here_is_only_named():
+    result = CliRunner().invoke(command, ["--script", "nowhere/fit.py"], input=TORCH_1_13)
+    assert "nowhere/fit.py" in result.output and "OOM" not in result.output
+
+
+def test_findings_stand_between_the_evidence_and_the_cures(tmp_path):
+    script = tmp_path / "fit.py"
+    script.write_text(LEAKING)
+    log = "Epoch 37: loss 0.1\n" + TORCH_1_13
+    text = CliRunner().invoke(command, ["--script", str(script)], input=log).output
+    assert text.index("epoch 37") < text.index("fit.py:10:9  OOM101") < text.index("fix: ")
