@@ -1,7 +1,6 @@
 """How the CUDA allocator gets its memory from the driver, and how much of the card it may have."""
 
 import os
-import re
 import sys
 
 import torch
@@ -80,7 +79,6 @@ def memory_fraction(share: float, device: int | torch.device | None = None) -> N
 
 
 def _parsed(text: str) -> dict[str, str]:
-    # commas inside brackets belong to a value: roundup_power2_divisions:[256:1,512:2]
-    pairs = re.split(r",(?![^\[]*\])", text)
-    split = (pair.split(":", 1) for pair in pairs if ":" in pair)
+    # the parts of a bracketed value (roundup_power2_divisions:[256:1,512:2]) come out again in their order
+    split = (pair.split(":", 1) for pair in text.split(",") if ":" in pair)
     return {key.strip(): value.strip() for key, value in split}

@@ -52,8 +52,10 @@ def test_from_logits_it_is_torchs_cross_entropy(kind, rows):
     expected = functional.cross_entropy(logits, target, **options)
     found = runtime.chunked_cross_entropy(logits, target, rows=rows, **options)
     assert found.shape == expected.shape
+    before = logits.detach().clone()
     assert_close([found], [expected], 1e-14)
     assert_close(gradients(found, logits), gradients(expected, logits), 1e-13)
+    assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 23, None])
