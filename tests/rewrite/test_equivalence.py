@@ -70,3 +70,25 @@ def test_scaled_gradients_are_unscaled_before_they_are_clipped_and_stepped(name)
     """In fp16 the loss is scaled by 65536: a clip or a step that saw scaled gradients would be far off."""
     text = (HERE / "scripts" / f"{name}.py").read_text()
     assert_close(run(text), run(rewritten(text, precision="fp16").text), relative=1e-2)
+
+
+# how a step of each window has to be divided, which the scripts do not: by the batches that their last window has
+_WINDOWS = {
+    "fine_grained": ("args.accumulation_steps", ["--accumulation_steps", "3"]),
+    "clip": ("args.gradient_accumulation", ["--gradient_accumulation", "4"]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(_WINDOWS))
+def test_folded_windows_train_as_the_fixtures_would_without_their_bugs_to_the_bit(name):
+    text = (FIXTURES / name / "train.py").read_text()
+    size, options = _WINDOWS[name]
+    argv = ["--tiny", "--epochs", "2", *options]
+    mended = re.sub(
+        r"scaler.scale\(loss.*?\)\.backward\(\)",
+        f"scaler.scale(loss / min({size}, len(loader) - step // {size} * {size})).backward()",
+        text,
+    ).replace(f"if (step + 1) % {size} == 0:", f"if (step + 1) % {size} == 0 or step + 1 == len(loader):")
+    before, after = run(mended, argv), run((FIXTURES / name / "after_16gb.py").read_text(), argv, preset="off")
+    assert len(run(text, argv).recording.steps) < len(before.recording.steps)
+    assert_same_bits(before, after)
