@@ -27,16 +27,18 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
     what is left is that the peak of that backward is not on top of them. For batches that
     `memory.forward_backward` splits, call `memory.step` instead; inside the context it runs batches whole.
 
-    Not to be had with it: clipping by the norm of all gradients, and a GradScaler (fp16).
+    Not to be had with it: clipping by the norm of all gradients, a GradScaler (fp16), and gradients that processes
+    exchange after backward (DDP, FSDP).
 
     Args:
         optimizers: every optimizer whose parameters are to be stepped.
 
     Raises:
         TypeError: not a torch optimizer, or one that needs all its gradients at once (LBFGS).
-        RuntimeError: a parameter gets a second gradient after its step (two backwards in one context, or a retry
-            after out of memory), or the optimizer keeps counts per group, which stepping parameters one at a time
-            would change. Parameters stepped before the error stay stepped: go back to a checkpoint.
+        RuntimeError: several processes train together; a parameter gets a second gradient after its step (two
+            backwards in one context, or a retry after out of memory); the optimizer keeps counts per group, which
+            stepping parameters one at a time would change. Parameters stepped before the error stay stepped: go
+            back to a checkpoint.
 
     Figures: bench/results/techniques-cpu.md. Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language
     Models with Limited Resources"; torch's hooks behind gradient accumulation.
@@ -46,6 +48,12 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
             raise TypeError(
                 f"optimizers: got {type(optimizer).__name__}, expected torch optimizers that update each parameter "
                 "by its own gradient"
+            )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.get_world_size() > 1:
+            raise RuntimeError(
+                "optimizer_in_backward: several processes train together, and a gradient is complete only after they "
+                "have exchanged it; call optimizer.step() after backward"
             )
     stepped: set[torch.Tensor] = set()
     places = {

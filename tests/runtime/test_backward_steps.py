@@ -131,10 +131,10 @@ def test_two_optimizers_step_in_one_backward():
 def test_a_second_backward_in_one_context_is_refused():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    with pytest.raises(RuntimeError, match="one context is for one backward"):
-        with runtime.optimizer_in_backward(optimizer):
-            weight.sum().backward()
-            weight.sum().backward()
+    refused = pytest.raises(RuntimeError, match="one context is for one backward")
+    with refused, runtime.optimizer_in_backward(optimizer):
+        weight.sum().backward()
+        weight.sum().backward()
 
 
 def test_after_the_context_gradients_accumulate_as_ever():
@@ -157,14 +157,24 @@ def test_an_optimizer_that_counts_steps_per_group_is_refused():
             return super().step(closure)
 
     weight = nn.Parameter(torch.ones(2))
-    with pytest.raises(RuntimeError, match="Scheduled changes k"):
-        with runtime.optimizer_in_backward(Scheduled([weight], lr=0.1)):
-            weight.sum().backward()
+    context = runtime.optimizer_in_backward(Scheduled([weight], lr=0.1))
+    with pytest.raises(RuntimeError, match="Scheduled changes k"), context:
+        weight.sum().backward()
 
 
 def test_lbfgs_is_refused():
     weight = nn.Parameter(torch.ones(2))
     with pytest.raises(TypeError, match="got LBFGS"), runtime.optimizer_in_backward(torch.optim.LBFGS([weight])):
+        pass
+
+
+def test_several_processes_are_refused(monkeypatch):
+    """A hook of DDP exchanges gradients after ours would have stepped with the local one."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    weight = nn.Parameter(torch.ones(2))
+    context = runtime.optimizer_in_backward(torch.optim.SGD([weight], lr=0.1))
+    with pytest.raises(RuntimeError, match="several processes train together"), context:
         pass
 
 
