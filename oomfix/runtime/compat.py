@@ -1,7 +1,8 @@
 """Every difference between torch versions (2.3 and on) that the runtime meets, in one place."""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,13 +12,24 @@ OutOfMemoryError: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.
 
 
 def force_eager() -> AbstractContextManager[Any]:
-    """Context in which compiled functions run as they were written; no compilation is started or thrown away.
-
-    Before torch 2.6 it does nothing: those versions run uncompiled under a dispatch mode all the same.
-    """
+    """Context in which compiled functions run as they were written; no compilation is started or thrown away."""
     # importing the compiler takes seconds, and a program that has not done so has compiled nothing
-    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
-    return nullcontext() if set_stance is None else set_stance("force_eager")  # type: ignore[no-any-return]
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return _uncompiled() if set_stance is None else set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """What torch 2.6 calls a stance, for versions before: no frame is given to the compiler."""
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    set_eval_frame = frames.set_eval_frame
+    frames.set_eval_frame = lambda callback: set_eval_frame(None)
+    try:
+        yield
+    finally:
+        frames.set_eval_frame = set_eval_frame
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -41,7 +41,7 @@ def test_model_calls_run_in_half_and_return_single():
         out = model(x)
         assert out["out"].dtype == out["pair"][0].dtype == out["pair"][1][0].dtype == torch.float32
         np.asarray(out["out"].detach().numpy())
-        inside.append(torch.is_autocast_enabled("cpu"))
+        inside.append(torch.is_autocast_cpu_enabled())
         return F.cross_entropy(out["out"], y)
 
     memory = runtime.preset("16gb", precision="bf16")
@@ -49,7 +49,7 @@ def test_model_calls_run_in_half_and_return_single():
         memory.forward_backward(forward, X, Y)
     assert model.seen == [torch.bfloat16] * 3
     assert inside == [False] * 3
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_cpu_enabled()
     assert model.inner.weight.grad.dtype == torch.float32
 
 
@@ -106,7 +106,7 @@ def test_bce_loss_does_not_raise_under_the_autocast_of_cuda(monkeypatch):
 def test_a_forward_that_fails_under_autocast_runs_in_fp32_and_that_is_said_once(caplog):
     class Strict(nn.Linear):
         def forward(self, x):
-            if torch.is_autocast_enabled("cpu"):
+            if torch.is_autocast_cpu_enabled():
                 torch.rand(1)
                 raise RuntimeError("no kernel for Half")
             return super().forward(x)
