@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """One run of a command: wall seconds, and MiB of its largest process at its largest moment."""
+    """One run of a command: wall seconds, processor seconds of all its processes, and MiB of the largest of them."""
 
     wall_s: float
+    cpu_s: float
     peak_mib: float
 
 
@@ -56,7 +57,7 @@ class Command:
                 messages.seek(0)
                 said = messages.read().decode(errors="replace")[-2000:]
                 raise RuntimeError(f"{' '.join(self.arguments)[:200]}: exit status {process.returncode}: {said}")
-        return Run(wall_s, usage.ru_maxrss / 1024)
+        return Run(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
 def interleaved(commands: Mapping[str, Command], rounds: int) -> dict[str, list[Run]]:
@@ -75,6 +76,11 @@ def seconds(runs: Sequence[Run]) -> float:
     return statistics.median(run.wall_s for run in runs)
 
 
+def cpu_seconds(runs: Sequence[Run]) -> float:
+    """The median of the processor seconds, which other programs on the machine hardly change."""
+    return statistics.median(run.cpu_s for run in runs)
+
+
 def peak_mib(runs: Sequence[Run]) -> float:
     """The largest peak, in MiB."""
     return max(run.peak_mib for run in runs)
@@ -83,3 +89,8 @@ def peak_mib(runs: Sequence[Run]) -> float:
 def ratio(runs: Sequence[Run], others: Sequence[Run]) -> float:
     """How many times longer than the others: the median of the ratios within rounds."""
     return statistics.median(run.wall_s / other.wall_s for run, other in zip(runs, others, strict=True))
+
+
+def cpu_ratio(runs: Sequence[Run], others: Sequence[Run]) -> float:
+    """How much more processor time than the others: the median of the ratios within rounds."""
+    return statistics.median(run.cpu_s / other.cpu_s for run, other in zip(runs, others, strict=True))

@@ -18,7 +18,7 @@ from bench.corpus import (
     read_texts,
     score_table,
 )
-from bench.processes import Run, ratio
+from bench.processes import Run, cpu_ratio, ratio
 from bench.scoring import Mark, Score, Verdict, judge, moved, scores, total
 
 
@@ -182,10 +182,11 @@ def test_every_true_label_and_no_other_is_right_or_missed_in_the_sheet_of_verdic
 def test_a_ratio_is_taken_within_rounds():
     """A busy second round slows both and changes nothing, one that hits a single run is outvoted; the ratio of the
     medians would be 0.2."""
-    slow = [Run(2.0, 0), Run(20.0, 0), Run(2.0, 0)]
-    fast = [Run(1.0, 0), Run(10.0, 0), Run(10.0, 0)]
+    slow = [Run(2.0, 6.0, 0), Run(20.0, 6.0, 0), Run(2.0, 6.0, 0)]
+    fast = [Run(1.0, 2.0, 0), Run(10.0, 2.0, 0), Run(10.0, 1.0, 0)]
 
     assert ratio(slow, fast) == 2.0
+    assert cpu_ratio(slow, fast) == 3.0
 
 
 @pytest.mark.parametrize("lines", [1, 300, 1000])
