@@ -111,25 +111,30 @@ def balanced(size: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _is_array(node: Any) -> bool:
+def is_array(node: Any) -> bool:
+    """Whether `node` is a NumPy array."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(node, numpy.ndarray)
 
 
-def _is_samples(node: Any) -> bool:
-    """Whether a list or tuple has one entry per sample, rather than one per kind of input."""
+def is_samples(node: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a list or tuple has one entry per sample, rather than one per kind of input.
+
+    Collate functions make lists of both: `[inputs, targets]`, and images of different sizes. What differs in kind
+    (type, dimensions) is no list of samples.
+    """
     if isinstance(node, list):
-        return True
-    # a tuple of equally long tensors is (input, target, ...); collate functions also make tuples of samples
+        return len({(child.dtype, child.dim()) if isinstance(child, torch.Tensor) else None for child in node}) <= 1
     lengths = {len(child) if isinstance(child, torch.Tensor) and child.dim() else -1 for child in node}
+    # a tuple of equally long tensors is (input, target, ...); collate functions also make tuples of samples
     return not hasattr(node, "_fields") and (len(lengths) > 1 or lengths == {-1})
 
 
 def _votes(node: Any) -> Iterator[int]:
-    if isinstance(node, torch.Tensor) or _is_array(node):
+    if isinstance(node, torch.Tensor) or is_array(node):
         if node.ndim:
             yield int(node.shape[0])
-    elif isinstance(node, list | tuple) and node and _is_samples(node):
+    elif isinstance(node, list | tuple) and node and is_samples(node):
         yield len(node)
     else:
         for _, child in trees.children(node) or ():
@@ -137,9 +142,9 @@ def _votes(node: Any) -> Iterator[int]:
 
 
 def _cut(node: Any, size: int, take: Callable[[Any], Any]) -> Any:
-    if isinstance(node, torch.Tensor) or _is_array(node):
+    if isinstance(node, torch.Tensor) or is_array(node):
         return take(node) if node.ndim and node.shape[0] == size else node
-    if isinstance(node, list | tuple) and len(node) == size and _is_samples(node):
+    if isinstance(node, list | tuple) and len(node) == size and is_samples(node):
         return take(node)
     inner = trees.children(node)
     if inner is None:

@@ -16,6 +16,7 @@ from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.probe import Draws, Probe, Writes, counters_kept
+from oomfix.runtime.referenced import generators_in
 from oomfix.runtime.running_statistics import quiet
 
 
@@ -101,7 +102,7 @@ class _Comparison:
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
         found = Evidence()
-        generators = RandomState()
+        generators = RandomState(own=generators_in(self._forward, modules))
         try:
             with self._undisturbed(modules, found):
                 self._compare(found, generators)

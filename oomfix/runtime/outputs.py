@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from oomfix.runtime import trees
+from oomfix.runtime.batch import is_array
 
 # Relative error that two orders of the same sum may show; on a GPU matrix products may run in TF32.
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -101,6 +102,16 @@ class Inside:
         return _Container([rule.collector(rows) for rule in self.rules])
 
 
+@dataclass(frozen=True)
+class Array:
+    """A NumPy array, put together as a tensor would be."""
+
+    rule: Rule
+
+    def collector(self, rows: int) -> Collector:
+        return _Array(self.rule.collector(rows))
+
+
 class NotZero(Exception):
     """A value that was 0 so far is not: how it is put together is not known."""
 
@@ -129,6 +140,17 @@ class _First:
 
     def result(self) -> Any:
         return self._value
+
+
+class _Array:
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def add(self, value: Any, weight: Weight) -> None:
+        self._collector.add(torch.from_numpy(value), weight)
+
+    def result(self) -> Any:
+        return self._collector.result().numpy()
 
 
 class _List:
@@ -216,9 +238,9 @@ class _Container:
         self._like: Any = None
 
     def add(self, value: Any, weight: Weight) -> None:
-        inner = trees.children(value) or []
+        inner = trees.contents(value) or []
         if self._like is None:
-            self._like = trees.map_leaves(lambda _: None, value)
+            self._like = trees.map_leaves(lambda _: None, value, trees.contents)
         for collector, (_, child) in zip(self._collectors, inner, strict=True):
             collector.add(child, weight)
 
@@ -234,7 +256,7 @@ def choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule 
         parts: its results on the same rows in two runs.
         weights: the shares of the two runs.
     """
-    inner, cut = trees.children(whole), [trees.children(part) for part in parts]
+    inner, cut = trees.contents(whole), [trees.contents(part) for part in parts]
     if inner is None or any(part is None for part in cut):
         return _choose_value(whole, parts, weights)
     if isinstance(whole, list) and _is_list_of_samples(whole, parts):
@@ -262,7 +284,7 @@ def likely(value: Any, micro: Any) -> Rule:
         value: result of the forward on some rows.
         micro: its result on fewer rows.
     """
-    inner, cut = trees.children(value), trees.children(micro)
+    inner, cut = trees.contents(value), trees.contents(micro)
     if inner is not None and cut is not None and len(inner) == len(cut) and not isinstance(value, list):
         pairs = zip(inner, cut, strict=True)
         return Inside(tuple(likely(a, b) for (_, a), (_, b) in pairs))
@@ -279,7 +301,11 @@ def likely(value: Any, micro: Any) -> Rule:
 
 def detached(value: Any) -> Any:
     """`value` with every tensor in it cut from its graph."""
-    return trees.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return trees.map_leaves(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value, trees.contents
+    )
 
 
 def _growing_dim(whole: torch.Tensor, part: torch.Tensor) -> int | None:
@@ -300,8 +326,13 @@ def _choose_value(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -
         return Extend() if len(joined) == len(whole) and _equal(whole, joined) else None
     if isinstance(whole, torch.Tensor):
         return _choose_tensor(whole, parts, weights)
+    if is_array(whole):
+        if not all(is_array(part) for part in parts) or whole.dtype.kind not in "biuf":
+            return None
+        rule = _choose_tensor(torch.from_numpy(whole), [torch.from_numpy(part) for part in parts], weights)
+        return None if rule is None else Array(rule)
     if isinstance(whole, bool) or not isinstance(whole, int | float):
-        return Same() if all(type(part) is type(whole) and part == whole for part in parts) else None
+        return Same() if all(type(part) is type(whole) and (part == whole) is True for part in parts) else None
     if not all(isinstance(part, int | float) for part in parts):
         return None
     return _choose_scalar(whole, list(parts), weights, isinstance(whole, int))
@@ -360,9 +391,11 @@ def close(a: Any, b: Any) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.shape == b.shape and close(a, b)
-    inner, other = trees.children(a), trees.children(b)
+    if is_array(a):
+        return is_array(b) and a.shape == b.shape and bool((a == b).all())
+    inner, other = trees.contents(a), trees.contents(b)
     if inner is None or other is None:
-        return type(a) is type(b) and bool(a == b)
+        return type(a) is type(b) and (a == b) is True
     if len(inner) != len(other):
         return False
     return all(_equal(x, y) for (_, x), (_, y) in zip(inner, other, strict=True))

@@ -13,6 +13,7 @@ from oomfix.runtime.kept_state import is_generator
 from oomfix.runtime.trees import tensors
 
 _DEPTH = 3  # a helper's helper, or the attribute of an object in a list
+_MOST_ENTRIES = 64  # of a container: longer ones hold data, not models or flags
 
 
 def code_of(forward: Callable[..., Any]) -> Any:
@@ -99,7 +100,7 @@ def _identify(name: Any, value: Any, depth: int, found: list[Any]) -> None:
             for inner, bound in _references(value):
                 _identify((name, inner), bound, depth - 1, found)
     elif kind is _Kind.CONTAINER:
-        if depth and len(value) <= 64:
+        if depth and len(value) <= _MOST_ENTRIES:
             of_names = isinstance(value, dict)
             for key, entry in value.items() if of_names else enumerate(value):
                 # texts in a container are samples rather than flags
@@ -127,7 +128,12 @@ def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> 
 
 def graph_in(forward: Callable[..., Any]) -> str | None:
     """The name of a tensor made outside of `forward` that it refers to and that has a graph, if there is one."""
-    return next((name for name, value in _references(forward) for leaf in tensors(value) if leaf.grad_fn), None)
+    for name, value in _references(forward):
+        kind = _kind_of(type(value))
+        if isinstance(value, torch.Tensor) or (kind is _Kind.CONTAINER and len(value) <= _MOST_ENTRIES):
+            if any(tensor.grad_fn is not None for tensor in tensors(value)):
+                return name
+    return None
 
 
 def reachable_modules(forward: Callable[..., Any], arguments: Any = ()) -> list[nn.Module]:
@@ -215,9 +221,9 @@ def _inside(value: Any) -> list[Any]:
         module = getattr(value, "__module__", None) or ""
         return [] if module.split(".")[0] == "torch" else [found for _, found in _references(value)]
     if isinstance(value, dict):
-        return list(value.values()) if len(value) <= 64 else []
+        return list(value.values()) if len(value) <= _MOST_ENTRIES else []
     if isinstance(value, list | tuple):
-        return list(value) if len(value) <= 64 else []
+        return list(value) if len(value) <= _MOST_ENTRIES else []
     if isinstance(value, type | types.ModuleType | str | bytes | int | float | type(None)):
         return []
     return list(getattr(value, "__dict__", {}).values())

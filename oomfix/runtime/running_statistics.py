@@ -47,7 +47,7 @@ class RunningStatistics:
     """Context for a batch in `parts` micro-batches: running statistics move as far as they would for one.
 
     After k updates with momentum 1 - (1 - m)^(1/k) a running mean has forgotten as much as after one with m.
-    Power iterations run in the first micro-batch only (`after_first`), so all of them see one estimate.
+    Batches are counted, and power iterations run, in the first micro-batch only (`after_first`).
 
     Args:
         modules: every module the forward may run.
@@ -57,6 +57,7 @@ class RunningStatistics:
     def __init__(self, modules: Iterable[nn.Module], parts: int) -> None:
         self._parts = parts
         self._norms: list[tuple[Any, float]] = []
+        self._counts: list[tuple[dict[str, Any], Any]] = []
         self._powers: list[tuple[Any, int]] = []
         if parts == 1:
             return
@@ -71,15 +72,22 @@ class RunningStatistics:
         return self
 
     def after_first(self) -> None:
-        """To be called when the first micro-batch has run."""
+        """To be called when the first micro-batch has run; has no effect after the others."""
+        if self._counts:
+            return
+        self._counts = [(norm._buffers, norm.num_batches_tracked) for norm, _ in self._norms]
+        for buffers, _ in self._counts:
+            buffers["num_batches_tracked"] = None
         for holder, _ in self._powers:
             holder.n_power_iterations = 0
 
     def __exit__(self, *_: object) -> None:
+        for buffers, count in self._counts:
+            buffers["num_batches_tracked"] = count
         for norm, momentum in self._norms:
             norm.momentum = momentum
-        for holder, count in self._powers:
-            holder.n_power_iterations = count
+        for holder, iterations in self._powers:
+            holder.n_power_iterations = iterations
 
 
 def _power_iterations(module: nn.Module) -> Iterator[Any]:

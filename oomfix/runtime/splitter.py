@@ -15,6 +15,7 @@ from oomfix.runtime.checkpointing import enable_checkpointing
 from oomfix.runtime.iteration import CannotSplit, Iteration
 from oomfix.runtime.known import Known
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
+from oomfix.runtime.referenced import graph_in
 from oomfix.runtime.verify import check
 
 _log = logging.getLogger("oomfix")
@@ -200,6 +201,10 @@ class Splitter:
             return reason
         if iteration.batch.size < 2:
             return "it is a single sample"
+        if iteration.trains and (name := graph_in(iteration.forward)) is not None:
+            return (
+                f"it uses {name!r}, which has a graph of its own that only one backward can pass (give it as argument)"
+            )
         if known.verdict is not None and known.verdict.rule is None and not known.check_is_due():
             return known.verdict.reason
         return None

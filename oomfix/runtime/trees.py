@@ -1,11 +1,17 @@
 """Nested containers of tensors: the one place that knows which containers are looked into."""
 
 import copy
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+
+_MOST_OBJECTS = 1000  # in an object that is taken for data
+
+
+_Into = Callable[[Any], list[tuple[Any, Any]] | None]
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
@@ -21,8 +27,40 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def contents(node: Any) -> list[tuple[Any, Any]] | None:
+    """As `children`, and for other objects that hold tensors (a cache of keys, a distribution) their attributes."""
+    inner = children(node)
+    if inner is None and _is_data_object(node) and _leads_to_tensors(node):
+        return list(vars(node).items())
+    return inner
+
+
+def _is_data_object(node: Any) -> bool:
+    return hasattr(node, "__dict__") and not callable(node) and not isinstance(node, torch.Tensor | types.ModuleType)
+
+
+def _leads_to_tensors(node: Any) -> bool:
+    """Whether attributes of `node` lead to a tensor, and nothing leads back or twice to the same object."""
+    seen, layer, found = {id(node)}, list(vars(node).values()), False
+    while layer:
+        following: list[Any] = []
+        for value in layer:
+            if isinstance(value, torch.Tensor):
+                found = True
+                continue
+            inner = children(value)
+            below = list(vars(value).values()) if inner is None and _is_data_object(value) else []
+            below += [child for _, child in inner or ()]
+            if below and (id(value) in seen or len(seen) > _MOST_OBJECTS):
+                return False
+            seen.add(id(value))
+            following += below
+        layer = following
+    return found
+
+
 def rebuilt(node: Any, values: list[Any]) -> Any:
-    """A container like `node` that holds `values`, given in the order of `children(node)`."""
+    """A container like `node` that holds `values`, given in the order of `contents(node)`."""
     if isinstance(node, Mapping):
         keys = list(node)
         try:
@@ -45,18 +83,23 @@ def rebuilt(node: Any, values: list[Any]) -> Any:
     if isinstance(node, list):
         return values
     result = copy.copy(node)
-    for field, value in zip(fields(node), values, strict=True):
+    names = [field.name for field in fields(node)] if is_dataclass(node) else list(vars(node))
+    for name, value in zip(names, values, strict=True):
         # frozen dataclasses refuse setattr
-        object.__setattr__(result, field.name, value)
+        object.__setattr__(result, name, value)
     return result
 
 
-def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
-    """The same nesting with `function` applied to each leaf; containers in which nothing changed are kept."""
-    inner = children(node)
+def map_leaves(function: Callable[[Any], Any], node: Any, into: _Into = children) -> Any:
+    """The same nesting with `function` applied to each leaf; containers in which nothing changed are kept.
+
+    Args:
+        into: `children`, or `contents` to look into objects too.
+    """
+    inner = into(node)
     if inner is None:
         return function(node)
-    values = [map_leaves(function, value) for _, value in inner]
+    values = [map_leaves(function, value, into) for _, value in inner]
     if all(new is old for new, (_, old) in zip(values, inner, strict=True)):
         return node
     return rebuilt(node, values)

@@ -102,19 +102,31 @@ class _Check:
     def by_results(self, count: int) -> tuple[Verdict, Runs, int]:
         """The verdict on `count` rows, and how the runs that gave it were made."""
         rows = choose_rows(self._batch, count)
-        for graph in (False, True):
-            how = Runs(graph)
-            verdict, evidence = self._judged(rows, how)
-            for others in (Runs(graph, True, False), Runs(graph, False, True), Runs(graph, False, False)):
-                if verdict.rule is not None or verdict.undecided or (evidence.wrote and not evidence.failure):
-                    break
-                if (others.replays or evidence.drew) and (others.holds_out or evidence.held):
-                    how = others
-                    verdict, evidence = self._judged(rows, how)
-            # a forward that differentiates by itself fails without gradients; others have had their verdict
-            if not evidence.failure:
+        verdict, how, failed = self._best(rows, graph=False)
+        if failed:
+            # a forward that differentiates by itself fails without gradients
+            verdict, how, _ = self._best(rows, graph=True)
+        return replace(verdict, needs_gradients=how.graph), how, count
+
+    def _best(self, rows: list[int], graph: bool) -> tuple[Verdict, Runs, bool]:
+        """The first verdict that allows a split, or else that of a run which did not fail; whether all failed."""
+        found: tuple[Verdict, Runs, bool] | None = None
+        drew = held = True
+        for holds_out, replays in ((True, True), (True, False), (False, True), (False, False)):
+            if (not replays and not drew) or (not holds_out and not held):
+                continue  # the same runs again
+            how = Runs(graph, holds_out, replays)
+            evidence = compare(self._forward, self._batch, self._modules, rows, how)
+            verdict = judge(evidence, self._trust, len(rows))
+            failed = bool(evidence.failure)
+            if found is None or (found[2] and not failed) or verdict.rule is not None:
+                found = verdict, how, failed
+            if verdict.rule is not None or verdict.undecided or (evidence.wrote and not failed):
                 break
-        return replace(verdict, needs_gradients=graph), how, count
+            if holds_out and replays and not failed:
+                drew, held = evidence.drew, evidence.held
+        assert found is not None
+        return found
 
     def by_masks(self, count: int, how: Runs) -> Verdict | None:
         """The verdict where masks that happen to be full have gaps; None if there are none, or they are refused."""
@@ -131,10 +143,6 @@ class _Check:
         how = replace(how, graph=True)
         evidence = compare(self._forward, self._batch, self._modules, rows, how, self._loss_and_gradients)
         return None if evidence.failure else judge_gradients(evidence)
-
-    def _judged(self, rows: list[int], how: Runs) -> tuple[Verdict, Evidence]:
-        evidence = compare(self._forward, self._batch, self._modules, rows, how)
-        return judge(evidence, self._trust, len(rows)), evidence
 
     def _loss_and_gradients(self, result: Any) -> tuple[Any, list[torch.Tensor]]:
         loss = outputs.loss_in(result)

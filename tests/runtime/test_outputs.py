@@ -1,7 +1,9 @@
 """What a forward returns besides the loss comes back as if the batch had been whole."""
 
 from collections import namedtuple
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,6 +34,9 @@ EXTRAS = {
     "list of samples": lambda out: [{"score": row.sum()} for row in out],
     "list of kinds": lambda out: [out, out.mean(), int((out > 0).sum())],
     "nested": lambda out: {"a": (out, [out.sum(), None]), "b": Both(out, (out > 0).sum())},
+    "array": lambda out: out.detach().numpy(),
+    "array of counts": lambda out: np.bincount(out.detach().argmax(1).numpy(), minlength=4),
+    "object": lambda out: SimpleNamespace(scores=out, pairs=[SimpleNamespace(key=out * 2)], name="text"),
     "largest": lambda out: out.max(),  # no rule fits: the batch runs whole
     "spread": lambda out: out.std(),
 }
@@ -41,6 +46,10 @@ def same(a, b):
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype and not b.requires_grad
         return torch.allclose(a.double(), b.double(), rtol=1e-12)
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.allclose(a, b, rtol=1e-12)
+    if isinstance(a, SimpleNamespace):
+        return type(a) is type(b) and same(vars(a), vars(b))
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
@@ -58,6 +67,25 @@ def test_an_extra_is_what_it_would_be_for_the_whole_batch(extra):
         _, expected = forward(X)
     _, got = runtime.preset("16gb", micro_batches=4).forward_backward(forward, X)
     assert same(expected, got)
+
+
+def test_the_cache_of_a_transformer_comes_back_with_its_output():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=20, n_positions=16, bos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).double().eval()
+    tokens, sizes = torch.randint(0, 20, (8, 5)), []
+
+    def forward(tokens):
+        sizes.append(len(tokens))
+        return model(tokens, labels=tokens)
+
+    whole = forward(tokens)
+    got = runtime.preset("16gb", micro_batches=4).forward_backward(forward, tokens)
+    assert sizes[-4:] == [2, 2, 2, 2]
+    assert torch.allclose(got.logits, whole.logits, rtol=1e-10)
+    keys = [output.past_key_values.layers[1].keys for output in (got, whole)]
+    assert torch.allclose(*keys, rtol=1e-10)
+    assert not keys[0].requires_grad
 
 
 def test_a_count_that_is_zero_on_the_checked_rows_is_a_count():

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
+from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.rows import choose_rows
 from oomfix.runtime.verify import check
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
@@ -442,3 +444,38 @@ def test_a_compiled_model_is_checked_as_it_was_written():
     for _ in range(4):
         memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), X, Y)
     assert counter.frame_count == 1  # one shape: no compilation for the rows of a check
+
+
+def test_a_faint_random_pairing_is_noticed_by_what_it_draws():
+    model = nn.Linear(6, 4)
+
+    def forward(x, y):
+        return F.cross_entropy(model(x + 1e-7 * x[torch.randperm(len(x))]), y)
+
+    assert "selects among the samples" in verdict_of(forward, model).reason
+
+
+def test_random_indices_below_a_fixed_bound_do_not_stand_in_the_way():
+    table = nn.Embedding(10, 6)
+
+    def forward(x, y):
+        return (table(torch.randint(0, 10, (len(x),))) * x).pow(2).mean()
+
+    assert verdict_of(forward, table).rule is not None
+
+
+def test_choosing_rows_takes_no_more_memory_than_a_few_rows():
+    images, labels = torch.rand(512, 3, 16, 16), torch.randint(0, 4, (512,))
+    images[0, 0, 0, :2] = torch.tensor([0.0, 1.0])  # the range of a mask
+    with SimulatedCard() as card:
+        choose_rows(Batch((images, labels), {}), 4)
+    assert card.peak_bytes < images[:16].numel() * 4
+
+
+@pytest.mark.parametrize("valid", [[3], [3, 9], [0, 1, 14, 15]])
+def test_rows_with_targets_that_count_are_chosen_and_the_mean_over_them_is_seen(valid):
+    model, y = nn.Linear(6, 4), torch.full((16,), -100)
+    y[valid] = 0
+    verdict = verdict_of(lambda x, y: F.cross_entropy(model(x), y), model, batch=(X, y))
+    assert verdict.rule is not None
+    assert verdict.units == "targets"

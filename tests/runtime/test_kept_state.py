@@ -1,0 +1,151 @@
+"""What a forward changes besides gradients is put back when its call starts again after running out of memory."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oomfix import runtime
+from oomfix.runtime.compat import OutOfMemoryError
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Stateful(nn.Module):
+    """Counts its calls, follows its own weights, keeps its last output and draws from generators of its own."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(6)]
+        self.blocks = nn.Sequential(*blocks)
+        self.student, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(4))
+        self.seen, self.names = 0, []
+        self.generator = torch.Generator().manual_seed(3)
+        self.dice = random.Random(5)
+        self.numpy = np.random.default_rng(7)
+
+    def forward(self, x):
+        self.seen += 1
+        self.names.append(self.seen)
+        self.last = self.student(x).detach()
+        self.queue = self.queue + self.last.mean(0)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+        noise = torch.randn(x.shape, generator=self.generator) * self.dice.random() * self.numpy.random()
+        return (self.student(self.blocks(x + noise)) - self.teacher(x)).pow(2).mean()
+
+    def state(self):
+        draws = [torch.randn(1, generator=self.generator), self.dice.random(), self.numpy.random()]
+        rest = [self.seen, self.names, self.last, self.queue]
+        return [*self.blocks.state_dict().values(), self.teacher.weight, *rest, *draws]
+
+
+def train(fails_at=None, calls=4):
+    """The state after some calls, of which one runs out of memory after its forward, and goes on checkpointed."""
+    torch.manual_seed(0)
+    runtime.reset()
+    model, memory = Stateful(), runtime.preset("16gb", checkpointing="if-needed")
+    optimizer, count = torch.optim.SGD(model.parameters(), lr=0.1), [0, True]
+
+    def forward(x):
+        loss = model(x)
+        if count[0] == fails_at and count[1]:
+            count[1] = False
+            raise OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    for _ in range(calls):
+        count[0] += 1
+        memory.forward_backward(forward, X)
+        memory.step(optimizer)
+    return model.state()
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("fails_at", [2, 3, 4])
+def test_a_second_try_finds_attributes_parameters_and_generators_as_the_first(fails_at):
+    assert_same(train(fails_at, calls=5), train(calls=5))
+
+
+def test_what_was_not_foreseen_at_the_first_call_is_named(caplog):
+    found, expected = train(fails_at=1, calls=1), train(calls=1)
+    assert "writes Linear.weight itself" in caplog.text
+    assert caplog.text.count("stays, and is written again") == 1
+    assert_same(found[-7:], expected[-7:])
+    assert not torch.equal(found[-8], expected[-8])  # the weights of the teacher, written twice
+
+
+def test_a_leaf_first_reached_by_a_call_that_fails_keeps_its_earlier_gradient():
+    first, second = nn.Linear(6, 4), nn.Linear(6, 4)
+    both, fails = [False], [False]
+
+    class Trouble(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if fails[0]:
+                fails[0] = False
+                raise OutOfMemoryError("CUDA out of memory")
+            return gradient
+
+    def forward(x):
+        loss = second(x).pow(2).mean() if both[0] else 0.0
+        # backward is done with the second layer before it fails on its way to the first
+        return Trouble.apply(first(x)).pow(2).mean() + loss
+
+    memory = runtime.preset("16gb", checkpointing="off")
+    for _ in range(4):
+        memory.forward_backward(forward, X)
+    second(X).pow(2).mean().backward()
+    parameters = [*first.parameters(), *second.parameters()]
+    both[0] = True
+    fresh = torch.autograd.grad(forward(X), parameters)
+    expected = [parameter.grad + gradient for parameter, gradient in zip(parameters, fresh, strict=True)]
+    fails[0] = True
+    memory.forward_backward(forward, X)  # the fifth call: not one to explore
+    assert not fails[0]
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-5)
+
+
+def test_a_tensor_with_a_graph_in_the_closure_keeps_the_batch_whole(caplog):
+    encoder, head = nn.Linear(6, 6), nn.Linear(6, 4)
+    reference = copy.deepcopy([encoder, head])
+    features = encoder(X[:1]).tanh()
+    runtime.preset("16gb", micro_batches=2).forward_backward(lambda x: head(x * features).pow(2).mean(), X)
+    assert "'features', which has a graph of its own" in caplog.text
+    reference[1](X * reference[0](X[:1]).tanh()).pow(2).mean().backward()
+    assert torch.allclose(encoder.weight.grad, reference[0].weight.grad)
+
+
+def test_batches_are_counted_once_when_split():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    memory = runtime.preset("16gb", micro_batches=2)
+    for count in (1, 2):
+        memory.forward_backward(lambda x: model(x).pow(3).mean(), X)
+        assert int(model[1].num_batches_tracked) == count
+
+
+def test_a_batch_given_as_the_list_that_a_loader_makes_is_split():
+    model, sizes = nn.Linear(6, 4), []
+
+    def forward(batch):
+        inputs, labels = batch
+        sizes.append(len(inputs))
+        return F.cross_entropy(model(inputs), labels)
+
+    labels = torch.randint(0, 4, (8,))
+    runtime.preset("16gb", micro_batches=2).forward_backward(forward, [X, labels])
+    assert sizes[-2:] == [4, 4]
