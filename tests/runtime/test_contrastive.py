@@ -181,3 +181,19 @@ def test_mistakes_are_named():
         runtime.encode_in_chunks(torch.Tensor.mean, torch.ones(4, 2), rows=2)
     with pytest.raises(ValueError, match=r"got shapes \(4, 2\) and \(3, 2\)"):
         runtime.contrastive_loss(torch.ones(4, 2), torch.ones(3, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_backward_draws_the_random_numbers_of_forward(relative_error):
+    model = TwoTowers(dropout=0.5).double().cuda()
+    reference, (pixels, tokens) = copy.deepcopy(model), (tensor.cuda() for tensor in pairs(20))
+    torch.manual_seed(3)
+    images = runtime.encode_in_chunks(model.encode_image, pixels, rows=5)
+    texts = runtime.encode_in_chunks(model.encode_text, tokens, rows=5)
+    runtime.contrastive_loss(images, texts, model.temperature.exp()).backward()
+    torch.manual_seed(3)
+    images = torch.cat([reference.encode_image(chunk) for chunk in pixels.split(5)])
+    expected = runtime.contrastive_loss(images, reference.encode_text(tokens), reference.temperature.exp())
+    expected.backward()
+    assert relative_error(model, reference) < 1e-12

@@ -122,3 +122,23 @@ def test_8bit_comes_from_the_first_package_installed(monkeypatch, nothing_instal
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.25, 0.5)
     installed(monkeypatch, "bitsandbytes.optim")
     assert runtime.adamw_8bit([weight]).package == "bitsandbytes.optim"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_gpu_a_step_needs_no_copies_of_all_parameters():
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def temporaries():
+        model(torch.randn(4, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert temporaries() >= 8 * 4 * 1024 * 1024
+    assert runtime.use_lean_step(optimizer) == "fused"
+    assert temporaries() < 2**20
+    assert {state["step"].device.type for state in optimizer.state.values()} == {"cuda"}
