@@ -36,6 +36,16 @@ another preset without touching the script; OOMFIX_PRESET=off runs it as it was:
 Also there: `memory.backward(loss)` for loops that cannot be split, `memory.evaluate(forward, *batch)`,
 `memory.accumulate(loader, k)` with `memory.window_closed`, `memory.autocast()`, `memory.unscale_(optimizer)`,
 `memory.scaler`, `memory.zero_grad(optimizer)`, `memory.loader_kwargs()`, `memory.report()`.
+
+By hand, each alone in any loop; a runnable page for each is in examples/:
+
+- activations: `enable_checkpointing(model)`, `offload_activations()`, `detach_(state)`
+- losses: `chunked_cross_entropy`, `linear_cross_entropy`, `encode_in_chunks` with `contrastive_loss`
+- optimizers: `optimizer_in_backward(optimizer)`, `use_lean_step(optimizer)`, `adamw_8bit(parameters)`
+- stages: `stage(name)`, `free(...)`, `ProgressiveUnfreezing(model, phases)`
+- the card: `configure_allocator()`, `memory_fraction(share)`, `CacheJanitor()`, `loader_kwargs()`,
+  `find_batch_size(run)`
+- seeing: `MemoryMonitor()`, `oom_report(error)` with `record_origins()`
 """
 
 import os

@@ -100,6 +100,24 @@ def test_the_frames_of_the_error_name_what_they_hold():
     assert "`wide` of inner" in str(report) and "made at" in str(report)
 
 
+def test_the_frames_of_what_caused_the_error_count_too():
+    def inner(x):
+        wide = torch.cat([x, x, x])
+        raise OutOfMemoryError(f"CUDA out of memory, {wide.numel()}")
+
+    def outer(x):
+        try:
+            inner(x)
+        except OutOfMemoryError as error:
+            raise RuntimeError("training failed") from error
+
+    try:
+        outer(torch.ones(1000))
+    except RuntimeError as error:
+        report = runtime.oom_report(error)
+    assert any(held.name.startswith("`wide` of inner") for held in report.largest)
+
+
 def test_a_storage_counts_once_however_many_names_it_has():
     x = torch.ones(1000)
     views = [x[:10], x.view(10, 100), x]
