@@ -3,10 +3,12 @@
     python -m bench.runtime [--device cuda] [--rounds 200]
 
 Writes bench/results/runtime-<device>.md. All contenders train the same model from the same seed on the same batches
-in one process. Step times are taken in rounds: every contender makes one step per round, in changing order, and the
-ratio to the plain loop is the median of the ratios within rounds, so that a busy machine slows both sides. On the CPU
-a step's time is the processor time of the process and memory is counted by `SimulatedCard`; on a GPU time comes from
-CUDA events and memory from `torch.cuda.max_memory_allocated`.
+in one process. A contender is timed against a loop written by hand with the same precision and the same number of
+micro-batches: in rounds, in which both make one step, in changing order. The ratio is the median of the ratios within
+rounds, so that a busy machine slows both sides. On the CPU a step's time is the processor time of the process and
+memory is counted by `SimulatedCard`; on a GPU time comes from CUDA events and memory from
+`torch.cuda.max_memory_allocated`, the allocator is set for everybody as the presets set it, and the limit that a
+preset puts on the process is taken back after it.
 """
 
 import argparse
@@ -94,8 +96,8 @@ def plain(workload: Workload) -> Step:
     return step
 
 
-def autocast_by_hand(workload: Workload, parts: int) -> Step:
-    """bf16 autocast and `parts` accumulated micro-batches, written by hand."""
+def autocast_by_hand(workload: Workload, parts: int = 1) -> Step:
+    """bf16 autocast around the model and `parts` accumulated micro-batches, written by hand."""
     model = workload.model()
     optimizer = optimizer_of(model)
 
@@ -103,7 +105,8 @@ def autocast_by_hand(workload: Workload, parts: int) -> Step:
         total = torch.zeros((), device=workload.device)
         for tokens, labels in zip(*(tensor.chunk(parts) for tensor in batch), strict=True):
             with torch.autocast(workload.device, torch.bfloat16):
-                loss = nn.functional.cross_entropy(model(tokens), labels) / parts
+                logits = model(tokens)
+            loss = nn.functional.cross_entropy(logits.float(), labels) / parts
             loss.backward()
             total += loss.detach()
         optimizer.step()
@@ -182,41 +185,67 @@ def _train(step: Step, batches: list[Batch]) -> float:
     return float(loss)
 
 
-def compare_contenders(workload: Workload, rounds: int) -> list[str]:
-    """Every preset beside the plain loop and AMP by hand: peak, step time, loss."""
-    device, batches = workload.device, workload.batches(rounds + 5)
-    few = batches[:30]
-    by_hand = {"plain loop, fp32": plain, "bf16 + 2 accumulated, by hand": lambda w: autocast_by_hand(w, 2)}
-    rows = ["| loop | peak MiB | step ms | ratio to plain | loss after 30 steps |", "|---|---|---|---|---|"]
-    for name, build in by_hand.items():
-        times = step_milliseconds({"plain": plain(workload), name: build(workload)}, batches, device)
-        rows.append(_row(name, times[name], times["plain"], peak_and_loss(lambda b=build: b(workload), few, device)))
+@dataclass(frozen=True)
+class Contender:
+    """A loop, and the one written by hand that it is timed against."""
+
+    name: str
+    build: Callable[[], Step]
+    reference_name: str
+    reference: Callable[[], Step]
+
+
+def contenders(workload: Workload) -> list[Contender]:
+    """Loops by hand, every preset as it is, and ours with what the loop by hand does."""
+    fp32, half = ("plain", lambda: plain(workload)), ("bf16 by hand", lambda: autocast_by_hand(workload))
+    halves = ("bf16 + 2 by hand", lambda: autocast_by_hand(workload, 2))
+    # on a GPU the presets compute in bf16
+    as_presets = fp32 if workload.device == "cpu" else half
+    found = [
+        Contender("plain loop, fp32", fp32[1], *fp32),
+        Contender("bf16, by hand", half[1], *fp32),
+        Contender("bf16 + 2 accumulated, by hand", halves[1], *fp32),
+        Contender("oomfix, bf16", lambda: managed(workload, "16gb", precision="bf16"), *half),
+        Contender(
+            "oomfix, bf16, micro_batches=2",
+            lambda: managed(workload, "16gb", precision="bf16", micro_batches=2),
+            *halves,
+        ),
+    ]
     for preset in presets.PRESETS:
-        times = step_milliseconds({"plain": plain(workload), preset: managed(workload, preset)}, batches, device)
-        measured = peak_and_loss(lambda p=preset: managed(workload, p), few, device)
-        rows.append(_row(f"oomfix, preset {preset}", times[preset], times["plain"], measured))
-    return rows
+        reference = fp32 if preset == "off" else as_presets
+        found.append(Contender(f"oomfix, preset {preset}", lambda p=preset: managed(workload, p), *reference))
+    return found
 
 
-def _row(name: str, times: list[float], reference: list[float], measured: tuple[float, float]) -> str:
-    peak, loss = measured
-    ratio = median_ratio(times, reference)
-    return f"| {name} | {peak:.2f} | {statistics.median(times):.2f} | {ratio:.3f} | {loss:.6f} |"
+def compare(contender: Contender, workload: Workload, rounds: int) -> str:
+    """A row of the table: peak, step time, its ratio to the loop by hand, loss."""
+    batches = workload.batches(rounds + 5)
+    times = step_milliseconds({"by hand": contender.reference(), "it": contender.build()}, batches, workload.device)
+    peak, loss = peak_and_loss(contender.build, batches[:30], workload.device)
+    if workload.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    ratio = f"{median_ratio(times['it'], times['by hand']):.3f} ({contender.reference_name})"
+    return f"| {contender.name} | {peak:.2f} | {statistics.median(times['it']):.2f} | {ratio} | {loss:.6f} |"
 
 
-def verification_cost(workload: Workload) -> float:
-    """Share of the first hundred steps that verifying the split takes, at two micro-batches.
+def verification_cost(workload: Workload, runs: int = 5) -> float:
+    """Share of the first hundred steps that verifying the split takes, at two micro-batches; the median of `runs`.
 
     Checks run at calls 1, 2, 4, ..., 64: what these steps take more than the same steps of a manager that has
     checked already.
     """
-    runtime.reset()
-    verified, settled = (managed(workload, "16gb", micro_batches=2) for _ in range(2))
-    batches = workload.batches(230)
+    batches = workload.batches(229)
+    settled = managed(workload, "16gb", micro_batches=2)
     for batch in batches[:129]:
         settled(batch)
+    return statistics.median(_verification_cost(workload, settled, batches[129:]) for _ in range(runs))
+
+
+def _verification_cost(workload: Workload, settled: Step, batches: list[Batch]) -> float:
+    verified = managed(workload, "16gb", micro_batches=2)
     extra, total = 0.0, 0.0
-    for number, batch in enumerate(batches[129:229], start=1):
+    for number, batch in enumerate(batches, start=1):
         with_check, without = (_timed(step, batch, workload.device) for step in (verified, settled))
         extra += with_check - without if number & (number - 1) == 0 else 0.0
         total += without
@@ -256,6 +285,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workload = CUDA if arguments.device == "cuda" else CPU
+    runtime.configure_allocator()
     larger = replace(workload, samples=6 * workload.samples)
     parameters = sum(p.numel() for p in workload.model().parameters())
     lines = [
@@ -267,7 +297,9 @@ def main() -> None:
         f"Transformer classifier of {parameters / 1e6:.2f} M parameters, {workload.samples} samples of "
         f"{workload.length} tokens, AdamW.",
         "",
-        *compare_contenders(workload, arguments.rounds),
+        "| loop | peak MiB | step ms | ratio to the loop by hand | loss after 30 steps |",
+        "|---|---|---|---|---|",
+        *(compare(contender, workload, arguments.rounds) for contender in contenders(workload)),
         "",
         f"Verifying the split takes {100 * verification_cost(workload):.2f} % of the first hundred steps, "
         f"{100 * verification_cost(larger):.2f} % with {larger.samples} samples in a batch.",
