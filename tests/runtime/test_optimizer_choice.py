@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from oomfix import runtime
+from oomfix.profile.cards import find_card
+from oomfix.profile.simulated_gpu import SimulatedGPU
 from oomfix.profile.tracker import SimulatedCard
 
 
@@ -80,6 +82,19 @@ def test_a_training_that_becomes_fused_on_its_way_goes_the_same_way():
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
     assert [float(s["step"]) for s in second.state.values()] == [6.0] * 8
+
+
+def test_on_a_card_the_fused_step_finds_the_counts_of_steps_beside_the_parameters():
+    """torch makes the counts on the CPU for the other forms, where the fused kernel cannot read them."""
+    with SimulatedGPU(find_card("t4")).running():
+        model = nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+        before = {state["step"].device.type for state in optimizer.state.values()}
+        assert runtime.use_lean_step(optimizer) == "fused"
+        after = {state["step"].device.type for state in optimizer.state.values()}
+    assert (before, after) == ({"cpu"}, {"cuda"})
 
 
 def test_what_excludes_fused_gets_the_loop():
