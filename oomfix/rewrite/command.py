@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -57,8 +58,16 @@ def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     "nothing.",
 )
 @click.option("--backup", is_flag=True, help="Keep each old file beside the new one, as NAME.orig.")
-@click.option("--only", metavar="CODES", multiple=True, callback=_codes, help="Fix only these codes or prefixes.")
-@click.option("--ignore", metavar="CODES", multiple=True, callback=_codes, help="Do not fix these codes or prefixes.")
+@click.option(
+    "--only", metavar="CODES", multiple=True, callback=_codes, help="Fix only these codes or prefixes, as OOM1,OOM205."
+)
+@click.option(
+    "--ignore",
+    metavar="CODES",
+    multiple=True,
+    callback=_codes,
+    help="Do not fix these codes or prefixes; may be repeated.",
+)
 @click.option("--no-runtime", is_flag=True, help="Leave loops as they are; make fixes in plain torch alone.")
 @click.option("--micro-batches", metavar="N", type=click.IntRange(min=1), help="Always split into N.  [default: auto]")
 @click.option("--clip-norm", metavar="X", type=float, help="Clip gradients to this norm where the script does not.")
@@ -115,7 +124,8 @@ def apply(
     else:
         if diff:
             click.echo(summary.diffs(outcomes, colour=sys.stdout.isatty()), nl=False)
-        click.echo(summary.as_text(outcomes, proof, trial, written=writes), nl=False, err=diff)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        click.echo(summary.as_text(outcomes, proof, trial, written=writes, width=width), nl=False, err=diff)
         for outcome in outcomes:
             for said in outcome.errors:
                 click.echo(said if said.startswith(outcome.path) else f"{outcome.path}: {said}", err=True)

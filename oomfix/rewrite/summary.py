@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,24 +27,51 @@ _FORMS: dict[Form, str] = {"micro-batched": "micro-batched", "in-place": "in pla
 
 
 def as_text(
-    outcomes: Sequence[FileOutcome], proof: Proof | None = None, trial: Trial | None = None, *, written: bool
+    outcomes: Sequence[FileOutcome],
+    proof: Proof | None = None,
+    trial: Trial | None = None,
+    *,
+    written: bool,
+    width: int | None = None,
 ) -> str:
-    """One line for each loop and for each kind of local fix, the totals, and what runs of the scripts found."""
-    lines = [line for outcome in outcomes for line in _lines(outcome)]
-    loops = Counter(loop.rewrite for outcome in outcomes for loop in outcome.loops)
-    changed = sum(outcome.changed for outcome in outcomes)
-    fixes = sum(len(outcome.fixed) for outcome in outcomes)
+    """A line for each loop and for each kind of local fix, the totals, and what runs of the scripts found.
+
+    Args:
+        outcomes: what became of the files.
+        proof, trial: what runs found.
+        written: whether the files were written.
+        width: the columns of a terminal, where lines are broken; None: nowhere.
+    """
+    lines = [part for outcome in outcomes for line in _lines(outcome) for part in _broken(line, width)]
     if lines:
         lines.append("")
-    counted = ", ".join(f"{loops[form]} {said}" for form, said in _FORMS.items() if loops[form])
-    verb = "rewritten" if written else "would be rewritten"
-    total = f"{_many(changed, 'file')} {verb}: {_many(sum(loops.values()), 'training loop')}"
-    lines.append(f"{total}{f' ({counted})' if counted else ''}, {_many(fixes, 'local fix', 'local fixes')}")
+    lines += _broken(_totals(outcomes, written), width)
+    if written and any(loop.rewrite != "none" for outcome in outcomes if outcome.changed for loop in outcome.loops):
+        lines += _broken("OOMFIX_PRESET=off in the environment trains as before, in whole batches", width)
     if proof is not None:
         lines += ["", *proof.lines()]
     if trial is not None:
         lines += ["", *trial_text.lines(trial, _mended(outcomes))]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _totals(outcomes: Sequence[FileOutcome], written: bool) -> str:
+    loops = Counter(loop.rewrite for outcome in outcomes for loop in outcome.loops)
+    changed = sum(outcome.changed for outcome in outcomes)
+    fixes = sum(len(outcome.fixed) for outcome in outcomes)
+    counted = ", ".join(f"{loops[form]} {said}" for form, said in _FORMS.items() if loops[form])
+    found = f"{_many(sum(loops.values()), 'training loop')} ({counted})" if loops else "no training loop"
+    if not changed:
+        return f"nothing to rewrite: {found}"
+    verb = "rewritten" if written else "would be rewritten"
+    return f"{_many(changed, 'file')} {verb}: {found}, {_many(fixes, 'local fix', 'local fixes')}"
+
+
+def _broken(line: str, width: int | None) -> list[str]:
+    """A line in parts that a terminal shows whole."""
+    if width is None:
+        return [line]
+    return textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def diffs(outcomes: Sequence[FileOutcome], *, colour: bool) -> str:
@@ -101,12 +129,12 @@ def loops_as_json(outcomes: Sequence[FileOutcome]) -> list[dict[str, Any]]:
 
 def _mended(outcomes: Sequence[FileOutcome]) -> list[str]:
     """What was mended that changes what is trained."""
-    return [
-        f"{printable(outcome.path)}: {fix.code}: {fix.message}"
-        for outcome in outcomes
-        for fix in outcome.fixed
-        if fix.code in _CHANGING
-    ]
+    mended = []
+    for outcome in outcomes:
+        path = printable(outcome.path)
+        mended += [f"{path}: {fix.code}: {fix.message}" for fix in outcome.fixed if fix.code in _CHANGING]
+        mended += [f"{path}:{loop.line}: {note}" for loop in outcome.loops for note in loop.notes]
+    return mended
 
 
 def _lines(outcome: FileOutcome) -> Iterator[str]:
@@ -115,6 +143,8 @@ def _lines(outcome: FileOutcome) -> Iterator[str]:
         because = f": {loop.reason}" if loop.reason else ""
         cell = "" if loop.cell is None else f"cell {loop.cell}:"
         yield f"{path}:{cell}{loop.line}  {_FORMS[loop.rewrite]}{because}"
+        for note in loop.notes:
+            yield f"{path}:{cell}{loop.line}  {note}"
     for code, count in sorted(Counter(fix.code for fix in outcome.fixed).items()):
         yield f"{path}  {code} fixed" + (f" {count} times" if count > 1 else "")
     for note in outcome.notes:

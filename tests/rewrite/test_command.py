@@ -1,0 +1,103 @@
+"""`oomfix apply` without a path asks first, on a terminal; its options."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from oomfix.rewrite.command import apply
+
+RUN = CliRunner()
+TRAIN = """\
+import torch
+from torch import nn
+
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+total = 0
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    total += loss
+model.load_state_dict(torch.load("a.pt"))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/engine.py"):
+        (tmp_path / name).write_text(TRAIN)
+    (tmp_path / "util.py").write_text("import torch\n\ncheckpoint = torch.load('a.pt')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def on_a_terminal(folder: Path, answer: str) -> tuple[str, int]:
+    """What the command without a path writes to a terminal, and its exit code."""
+    mine, its = os.openpty()
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "COLUMNS": "90"}
+    command = [sys.executable, "-m", "oomfix", "apply", "--preset", "16gb"]
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    os.write(mine, f"{answer}\n".encode())
+    said = b""
+    while True:
+        try:
+            data = os.read(mine, 1024)
+        except OSError:  # Linux says so when the other side is closed
+            break
+        if not data:
+            break
+        said += data
+    os.close(mine)
+    return said.decode().replace("\r\n", "\n"), process.wait()
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals")
+@pytest.mark.parametrize(("answer", "rewritten"), [("y", True), ("n", False), ("", False)])
+def test_without_a_path_the_files_that_train_are_rewritten_after_a_yes(folder, answer, rewritten):
+    said, code = on_a_terminal(folder, answer)
+    assert code == 0
+    assert "package/engine.py\ntrain.py\nRewrite these 2 files for 16gb? [y/N]: " in said
+    assert ("2 files rewritten: 2 training loops" in said) is rewritten
+    for name in ("train.py", "package/engine.py"):
+        assert ("memory.step" in (folder / name).read_text()) is rewritten
+    assert "map_location" not in (folder / "util.py").read_text()
+
+
+def test_without_a_path_check_and_diff_ask_nothing_and_look_at_files_that_train(folder):
+    done = RUN.invoke(apply, ["--preset", "16gb", "--check", "--format", "json"])
+    assert done.exit_code == 1
+    assert [file["path"] for file in json.loads(done.stdout)["files"]] == ["package/engine.py", "train.py"]
+
+
+def test_codes_add_up_and_are_told_when_they_are_none(folder):
+    done = RUN.invoke(apply, ["--preset", "16gb", "--only", "OOM101", "--only", "OOM205", "train.py"])
+    assert done.exit_code == 0, done.output
+    text = (folder / "train.py").read_text()
+    assert "total += loss.detach()" in text and 'map_location="cpu"' in text
+    (folder / "train.py").write_text(TRAIN)
+    RUN.invoke(apply, ["--preset", "16gb", "--ignore", "OOM101", "--ignore", "OOM205", "--no-runtime", "train.py"])
+    assert (folder / "train.py").read_text() == TRAIN
+    assert "did you mean" in RUN.invoke(apply, ["--preset", "16gb", "--ignore", "OOM1O1", "train.py"]).output
+
+
+def test_json_is_alone_on_standard_output_and_errors_stand_in_it(folder):
+    (folder / "broken.py").write_text("x = (\n")
+    done = RUN.invoke(apply, ["--preset", "16gb", "--format", "json", "."])
+    assert done.exit_code == 2
+    report = json.loads(done.stdout)
+    assert list(report) == ["version", "files", "loops", "errors"]
+    assert report["version"] == 1
+    assert [set(loop) for loop in report["loops"]] == [{"path", "line", "end_line", "rewrite", "reason"}] * 2
+    assert [set(file) for file in report["files"]] == [{"path", "changed", "edits"}] * 3
+    assert report["errors"] == [{"path": "broken.py", "message": "cannot parse: line 1: '(' was never closed"}]
+    assert done.stderr == ""

@@ -1,0 +1,52 @@
+"""What `oomfix apply` says of its work: a line for each loop, and the totals."""
+
+from oomfix.rewrite.apply import LoopOutcome
+from oomfix.rewrite.files import Change, FileOutcome
+from oomfix.rewrite.local import Fixed
+from oomfix.rewrite.summary import as_text
+
+LOOPS = (
+    LoopOutcome(12, 20, "micro-batched", None, notes=("the loss is divided by 4 now",)),
+    LoopOutcome(30, 38, "in-place", "the loss reads a list that the loop fills"),
+    LoopOutcome(3, 9, "none", "LBFGS evaluates its closure several times", cell=2),
+)
+REWRITTEN = FileOutcome(
+    "train.py",
+    changes=(Change("a\n", "b\n"),),
+    content=b"b\n",
+    loops=LOOPS,
+    fixed=(Fixed("OOM201", 1, ""), Fixed("OOM101", 2, ""), Fixed("OOM101", 3, "")),
+    notes=("old content kept in train.py.orig",),
+)
+
+
+def test_each_loop_says_its_form_and_why_not_more_and_what_changes():
+    assert as_text([REWRITTEN], written=True).splitlines() == [
+        "train.py:12  micro-batched",
+        "train.py:12  the loss is divided by 4 now",
+        "train.py:30  in place: the loss reads a list that the loop fills",
+        "train.py:cell 2:3  left alone: LBFGS evaluates its closure several times",
+        "train.py  OOM101 fixed 2 times",
+        "train.py  OOM201 fixed",
+        "train.py  old content kept in train.py.orig",
+        "",
+        "1 file rewritten: 3 training loops (1 micro-batched, 1 in place, 1 left alone), 3 local fixes",
+        "OOMFIX_PRESET=off in the environment trains as before, in whole batches",
+    ]
+
+
+def test_what_would_be_done_is_not_said_as_if_it_were_done():
+    last = as_text([REWRITTEN], written=False).splitlines()[-1]
+    assert last.startswith("1 file would be rewritten: 3 training loops")
+
+
+def test_lines_are_broken_where_the_terminal_ends():
+    lines = as_text([REWRITTEN], written=True, width=40).splitlines()
+    assert lines[3:5] == ["train.py:30  in place: the loss reads a", "    list that the loop fills"]
+    assert all(len(line) <= 40 for line in lines)
+
+
+def test_nothing_to_do_is_said_so():
+    assert as_text([FileOutcome("util.py")], written=True) == "nothing to rewrite: no training loop\n"
+    done = FileOutcome("train.py", loops=(LoopOutcome(3, 9, "none", "it already trains through oomfix.runtime"),))
+    assert as_text([done], written=True).splitlines()[-1] == "nothing to rewrite: 1 training loop (1 left alone)"
