@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.removal import without
 from oomfix.script import Script
-from oomfix.script.edits import Edit, bounds, remove_statement
+from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
 from oomfix.script.trace import Backward, Step
 
@@ -66,20 +68,21 @@ class Amp:
                 return f"autocast in line {call.lineno} cannot be handed over: `{ast.unparse(call)}`"
         return None
 
-    def edits(self, name: str, backwards: list[Backward], steps: list[Step]) -> list[Edit]:
+    def edits(self, name: str, layout: Layout, backwards: list[Backward], steps: list[Step]) -> list[Edit]:
         """Hand precision over to the manager called `name`, in a file whose scaled loops are all rewritten.
 
         Args:
+            layout: the file's text.
             backwards, steps: of all rewritten loops.
         """
-        edits = []
+        edits: list[Edit] = []
         for call in self._autocasts:
             replacement = self._replacement(call)
             if replacement is not None:
                 edits.append(Edit(*bounds(self._script.source, call), f"{name}.autocast({replacement})"))
         scalers = {path for path in map(self._scaler_of_step, steps) if path is not None}
         for call in self._calls_on(scalers, "update"):
-            edits += self._without(call)
+            edits += self._without(call, layout)
         for call in self._calls_on(scalers, "unscale_"):
             if call.args:
                 optimizer = self._script.source.segment(call.args[0])
@@ -103,14 +106,11 @@ class Amp:
             if isinstance(call.func, ast.Attribute) and path_of(call.func.value) in scalers:
                 yield call
 
-    def _without(self, call: ast.Call) -> tuple[Edit, ...]:
+    def _without(self, call: ast.Call, layout: Layout) -> tuple[Edit, ...]:
         statement = self._blocks.statement_of(call)
         if not isinstance(statement, ast.Expr) or statement.value is not call:
             return ()
-        source = self._script.source
-        return remove_statement(source, statement, self._blocks.block_of(statement)) or (
-            Edit(*bounds(source, statement), "pass"),
-        )
+        return (without(layout, statement, self._blocks.block_of(statement)),)
 
     def _replacement(self, call: ast.Call) -> str | None:
         """The arguments for the manager's autocast; None where it has no such option, or is a decorator."""

@@ -11,9 +11,10 @@ from oomfix.rewrite.effects import is_zero_grad, last_name, leaves
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import nodes_of_scope
 from oomfix.rewrite.loops import Scaling, Verdict
+from oomfix.rewrite.removal import without
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.script import Script
-from oomfix.script.edits import Edit, bounds, remove_statement
+from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
 from oomfix.script.trace import Backward, Step
 
@@ -52,7 +53,7 @@ class InPlace:
         edits = [self._backward(event, id(event.node) in liftable) for event in backwards.values()]
         if self._scaling == "script's":
             return edits
-        edits += self._amp.edits(self._name, list(backwards.values()), list(steps.values()))
+        edits += self._amp.edits(self._name, self._layout, list(backwards.values()), list(steps.values()))
         removed: set[int] = set()
         for step in steps.values():
             edits += self._step(step, verdicts, removed)
@@ -82,9 +83,7 @@ class InPlace:
         gone = self._reset_behind(statement, path) or self._reset_ahead(statement, path, verdicts)
         if gone is not None and id(gone) not in removed:
             removed.add(id(gone))
-            yield from remove_statement(self._source, gone, self._blocks.block_of(gone)) or (
-                Edit(*bounds(self._source, gone), "pass"),
-            )
+            yield without(self._layout, gone, self._blocks.block_of(gone))
         elif gone is None:
             resets = self._is_reset_before_backward(statement, path, verdicts)
         option = "" if resets else ", zero_grad=False"

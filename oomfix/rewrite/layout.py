@@ -19,13 +19,25 @@ class Lines(NamedTuple):
     last: int
 
 
+_LONGEST_LINE = 79
+_LONGEST_OF_ALL = 120
+
+
 class Layout:
-    """What the text of a file looks like around its statements."""
+    """What the text of a file looks like around its statements.
+
+    Attributes:
+        source: the file.
+        unit: one level of its indentation.
+        newline: its line end.
+        longest_line: how long the lines of the file get, within reason; new lines are kept to it.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.unit = indentation_unit(source)
         self.newline = newline_of(source)
+        self.longest_line = min(max([_LONGEST_LINE, *map(len, source.lines)]), _LONGEST_OF_ALL)
         self._frozen = _lines_inside_strings(source)
 
     def margin(self, statement: ast.stmt) -> str:

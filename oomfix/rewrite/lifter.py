@@ -26,8 +26,6 @@ from oomfix.script import Script
 from oomfix.script.names import path_of
 from oomfix.script.trace import Forward
 
-_LONGEST_LINE = 79
-
 
 def lift_backwards(script: Script, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
     """The edits that turn backwards into functions, and the final form of each loop in its verdict.
@@ -76,9 +74,8 @@ class _Lifter:
         forwards = {id(forward.node) for forward in script.trace.forwards.values() if not self._only_resets(forward)}
         self._forwards = _RunsForward(source.tree, forwards)
         self._slicer = Slicer(source.tree, Helpers(source.tree), self._forwards)
-        longest = max(map(len, source.lines), default=0)
         self._function = Names(source.tree).free("forward", "forward_batch")
-        self._lifting = Lifting(Layout(source), manager, min(max(longest, _LONGEST_LINE), 120))
+        self._lifting = Lifting(Layout(source), manager)
 
     def _only_resets(self, forward: Forward) -> bool:
         """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""

@@ -16,15 +16,13 @@ class Lifting:
     Args:
         layout: the text they stand in.
         manager: the name of the runtime's manager.
-        longest_line: no line written here is longer, as long as it can be broken.
     """
 
-    def __init__(self, layout: Layout, manager: str, longest_line: int) -> None:
+    def __init__(self, layout: Layout, manager: str) -> None:
         self._layout = layout
         self._source = layout.source
         self._manager = manager
         self._function = ""
-        self._longest_line = longest_line
 
     def edits(self, lift: Lift, function: str) -> list[Edit]:
         """The edits that put a slice into a function of this name, and call it in place of the backward.
@@ -125,7 +123,7 @@ class Lifting:
         lines += body
         root = _in_brackets(lift.site.root, self._root_text(lift.site.root))
         returned = ", ".join([root, *lift.outputs])
-        if "\n" in returned or len(text.inner) + 7 + len(returned) <= self._longest_line:
+        if "\n" in returned or len(text.inner) + 7 + len(returned) <= self._layout.longest_line:
             return [*lines, *f"{text.inner}return {returned}".splitlines()]
         return [*lines, *self._broken(f"{text.inner}return (", returned, ")")]
 
@@ -140,7 +138,7 @@ class Lifting:
 
     def _broken(self, start: str, inside: str, end: str) -> list[str]:
         """One line, or three where it would be too long."""
-        if len(start + inside + end) <= self._longest_line:
+        if len(start + inside + end) <= self._layout.longest_line:
             return [start + inside + end]
         margin = start[: len(start) - len(start.lstrip())]
         return [start, f"{margin}{self._layout.unit}{inside}", f"{margin}{end}"]

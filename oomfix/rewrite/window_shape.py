@@ -120,10 +120,13 @@ def _has_length(batches: ast.expr, loop: ast.For, blocks: Blocks) -> bool:
     if isinstance(batches, ast.Call):
         return last_name(batches) == "DataLoader"
     path = path_of(batches)
-    if path is None or _GENERATOR.search(path.rsplit(".", 1)[-1]):
+    if path is None:
         return False
     made = _only_assignment(path, loop, blocks)
-    return made is None or not isinstance(made.value, ast.Call) or last_name(made.value) not in _WITHOUT_LENGTH
+    if made is not None and isinstance(made.value, ast.Call) and path_of(made.value.func) is not None:
+        name = last_name(made.value)
+        return name not in _WITHOUT_LENGTH and (name not in ("tqdm", "track") or _has_length(made.value, loop, blocks))
+    return not _GENERATOR.search(path.rsplit(".", 1)[-1])
 
 
 # -- the test --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.rewrite.loops import Verdict
+from oomfix.rewrite.module import Names
 from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, remove_statement
@@ -64,6 +65,7 @@ class WindowFolder:
         self._amp = amp
         self._manager = manager
         self._wants = wants
+        self._names = Names(script.source.tree)
 
     def fold(self, verdict: Verdict) -> Folded | None:
         """The edits for a loop's window; None where it has none, or nothing is wrong with it.
@@ -78,6 +80,8 @@ class WindowFolder:
         loses_tail = window.decision is not None and self._script.loses_tail(verdict.loop) and self._wants("OOM302")
         if not undivided and not loses_tail:
             return None
+        if window.alternatives or window.elsewhere:
+            raise CannotFold("a flag decides which of several steps closes it")
         if window.decision is None:
             raise CannotFold("it is counted by a loop of its own")
         shape = shape_of(verdict.loop.node, window.decision, self._blocks)
@@ -105,8 +109,17 @@ class WindowFolder:
 
     def _header(self, shape: WindowShape, decision: ast.If) -> Iterator[Edit]:
         start, end = bounds(self._source, shape.batches)
-        yield Edit(start, start, f"{self._manager}.accumulate(")
-        yield Edit(end, end, f", {self._source.segment(shape.size)})")
+        statement = self._blocks.statement_of(shape.batches)
+        before, after = f"{self._manager}.accumulate(", f", {self._source.segment(shape.size)})"
+        if len(self._source.lines[shape.batches.lineno - 1]) + len(before + after) <= self._layout.longest_line:
+            yield Edit(start, start, before)
+            yield Edit(end, end, after)
+        else:
+            name = self._names.free("batches", "windowed_batches")
+            margin, line = self._layout.margin(statement), self._source.line_starts[statement.lineno - 1]
+            made = f"{margin}{name} = {before}{self._source.text[start:end]}{after}"
+            yield Edit(line, line, made + self._layout.newline)
+            yield Edit(start, end, name)
         closed = f"{self._manager}.window_closed"
         last = bounds(self._source, decision.test)[1]
         keyword = bounds(self._source, decision)[0] + len("if")
@@ -146,7 +159,7 @@ class WindowFolder:
         return decision.body
 
     def _check_reached(self, node: ast.AST, loop: ast.AST, decision: ast.If | None = None) -> None:
-        """Whether a node runs in every iteration: nothing ahead of it leaves, no condition of the batch is around it."""
+        """Whether a node runs in each iteration: nothing ahead of it leaves, no condition of the batch is around it."""
         current: ast.AST = node if isinstance(node, ast.stmt) else self._blocks.statement_of(node)
         bound = {name for statement in getattr(loop, "body", ()) for name in names_bound(statement)}
         bound |= names_bound(loop)

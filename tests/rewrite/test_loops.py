@@ -798,3 +798,28 @@ def test_a_sum_that_goes_on_from_outside_of_the_slice_stays_in_place():
             optimizer.step()
         """)
     assert forms[0] == ("in-place", "line 12 adds to total, which was made outside of the slice")
+
+
+def test_what_speaks_of_a_removed_reset_goes_with_it_and_other_comments_stay():
+    text = loop_of("""\
+        for x, y in loader:
+            # one step
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+
+            # compute the step
+            optimizer.step()
+
+            # zero the gradients
+            optimizer.zero_grad()
+
+            print(loss.item())
+        """)
+    assert text.endswith("""\
+    loss = memory.forward_backward(forward, x, y)
+
+    # compute the step
+    memory.step(optimizer)
+
+    print(loss.item())
+""")

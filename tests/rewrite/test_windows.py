@@ -93,8 +93,8 @@ def test_a_count_from_one_is_understood(header, after):
     [
         ("enumerate(tqdm(loader))", "enumerate(memory.accumulate(tqdm(loader), k))"),
         (
-            "tqdm(enumerate(loader), total=len(loader))",
-            "tqdm(enumerate(memory.accumulate(loader, k)), total=len(loader))",
+            "tqdm(enumerate(loader), total=6)",
+            "tqdm(enumerate(memory.accumulate(loader, k)), total=6)",
         ),
     ],
 )
@@ -206,3 +206,20 @@ def test_a_window_that_is_not_to_be_mended_stays():
     source = Source.from_bytes("train.py", (TOP + window("(loss / k).backward()")).encode())
     after = apply_to(source, all_rules(), Options("16gb", ignore=("OOM302",)))
     assert "accumulate" not in after.text and "forward_backward" in after.text
+
+
+def test_a_header_that_would_get_too_long_is_given_a_name_for_its_batches():
+    header = "for i, (x, y) in tqdm(enumerate(loader), total=len(loader), desc='a long description of all'):"
+    text, _ = loop_of(window("(loss / k).backward()", header=header))
+    result = rewritten(TOP + window("(loss / k).backward()", header=header)).text
+    assert text.startswith(header.replace("enumerate(loader)", "enumerate(batches)"))
+    assert f"batches = memory.accumulate(loader, k)\n{header[:20]}" in result
+    assert max(map(len, result.splitlines())) <= 98
+
+
+def test_a_progress_bar_with_a_name_has_the_length_of_what_it_shows():
+    body = "data_iter = tqdm(loader)\n" + window(
+        "(loss / k).backward()", header="for i, (x, y) in enumerate(data_iter):"
+    )
+    assert "enumerate(memory.accumulate(data_iter, k))" in rewritten(TOP + body).text
+    assert "accumulate" not in rewritten(TOP + body.replace("tqdm(loader)", "tqdm(zip(a, b))")).text

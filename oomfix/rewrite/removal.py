@@ -1,0 +1,40 @@
+"""Taking a statement out of its block, with what would be left hanging without it."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from oomfix.rewrite.layout import Layout
+from oomfix.script.edits import Edit, bounds
+
+_ABOUT_GRADIENTS = re.compile(
+    r"zero|reset|clear|flush|clean|empt|none|initiali[sz]|updates? (the )?scale|scaler?\b.*(next|updat)", re.IGNORECASE
+)
+_ABOUT_MORE = re.compile(r"forward|backward|step|optimi[sz]e\b|loss|compute|train", re.IGNORECASE)
+
+
+def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
+    """The edit that takes out a statement that resets gradients or updates a loss scale.
+
+    With it goes a comment above that speaks of nothing else, and one of two blank lines that would meet. A block left
+    empty, or a line shared with other statements, gets `pass`.
+    """
+    own = layout.own_lines(statement)
+    if len(block) == 1 or own is None:
+        return Edit(*bounds(layout.source, statement), "pass")
+    lines = layout.source.lines
+    first, last = own
+    if first >= 2 and _is_about(lines[first - 2]) and not (first >= 3 and lines[first - 3].lstrip().startswith("#")):
+        first -= 1
+    followed = block.index(statement) + 1 < len(block)
+    above = lines[first - 2].strip() if first >= 2 else ""
+    if followed and last < len(lines) and not lines[last].strip() and (not above or above.endswith(":")):
+        last += 1
+    start, end = layout.span(own._replace(first=first, last=last))
+    return Edit(start, min(end + len(layout.newline), len(layout.source.text)), "")
+
+
+def _is_about(line: str) -> bool:
+    comment = line.strip()
+    return comment.startswith("#") and bool(_ABOUT_GRADIENTS.search(comment)) and not _ABOUT_MORE.search(comment)
