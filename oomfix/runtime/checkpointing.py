@@ -16,7 +16,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from oomfix.presets import Checkpointing
 from oomfix.runtime.checkpointed_block import CheckpointedBlock, can_be_wrapped, unwrap, wrap
+from oomfix.runtime.outputs import loss_in
 from oomfix.runtime.recomputation import undone
+
+_SMALL = 65536  # entries of a parameter whose gradient is compared
 
 # Models whose own switch was thrown here, and the use_cache of their configuration before (transformers).
 _switched: "weakref.WeakKeyDictionary[nn.Module, bool | None]" = weakref.WeakKeyDictionary()
@@ -67,27 +70,35 @@ def disable_checkpointing(model: nn.Module) -> None:
             _switch_off(module, _switched.pop(module))
 
 
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether `enable_checkpointing` has put checkpointing on some part of `model`."""
+    return any(isinstance(module, CheckpointedBlock) or module in _switched for module in model.modules())
+
+
 def same_gradients(model: nn.Module, forward: Callable[..., Any], *rows: Any, **named_rows: Any) -> bool:
     """Whether checkpointing leaves the gradients of `forward` as they are, tried on a few rows.
 
     Runs forward and backward twice, with checkpointing and without. Random generators, buffers and `.grad`
-    are as they were afterwards.
+    are as they were afterwards. Compared are small parameters (biases, scales of norms), of which nearly every block
+    has some; a model that has none compares all.
 
     Args:
         model: a model that `enable_checkpointing` has seen.
-        forward: returns the loss, or a tuple that starts with it.
+        forward: returns the loss, or a container whose first value (or "loss") it is.
         rows, named_rows: what `forward` is called with; two rows are enough.
 
     Returns:
         False where the gradient of some parameter differs by more than 1e-3 of its norm (float64: 1e-9), or
         exists only in one of the two runs. Kernels that add in no fixed order differ by less.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in trained if parameter.numel() <= _SMALL] or trained
 
     def gradients() -> list[torch.Tensor | None]:
         with undone(model):
-            result = forward(*rows, **named_rows)
-            loss = result[0] if isinstance(result, tuple) else result
+            loss = loss_in(forward(*rows, **named_rows))
+            if loss is None or not loss.requires_grad or not parameters:
+                return []
             return list(torch.autograd.grad(loss, parameters, allow_unused=True))
 
     checkpointed = gradients()

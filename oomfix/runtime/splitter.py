@@ -11,7 +11,8 @@ from torch import nn
 from oomfix.presets import Preset
 from oomfix.runtime import precision, sizing
 from oomfix.runtime.accumulation import Window
-from oomfix.runtime.checkpointing import enable_checkpointing
+from oomfix.runtime.checkpointing import disable_checkpointing, enable_checkpointing, is_checkpointed
+from oomfix.runtime.checkpointing_check import changes_gradients
 from oomfix.runtime.iteration import CannotSplit, Iteration
 from oomfix.runtime.known import Known
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
@@ -49,6 +50,8 @@ class Splitter:
         known.calls += 1
         known.notice_steps()
         self._choose_precision(iteration)
+        if iteration.trains and self.preset.checkpointing == "on" and not known.checkpointing_is_judged:
+            self._doubt_checkpointing(iteration)
         iteration.join_window(window)
         if iteration.trains and not known.steps_seen and self.preset.micro_batches == "auto":
             iteration.room = self._room
@@ -144,7 +147,7 @@ class Splitter:
                 )
                 return allowed
             reason = self._reason(iteration)
-        if self._checkpoint(known):
+        if self._checkpoint(iteration):
             return parts
         if iteration.room is not None:
             # the optimizer may need less than was kept free for it; everything may fit without that
@@ -213,15 +216,30 @@ class Splitter:
         self._say(f"{known.name}: batches run whole, because {reason}.", f"whole {known.name} {reason}")
         return 1
 
-    def _checkpoint(self, known: Known) -> bool:
+    def _checkpoint(self, iteration: Iteration) -> bool:
         """Turn checkpointing on where the preset keeps it for this case; whether anything changed."""
         if self.preset.checkpointing != "if-needed" or self._checkpointed:
             return False
+        known = iteration.known
         self._checkpointed = True
         names = [name for model in {*known.roots(), *self._prepared} for name in enable_checkpointing(model, "on")]
         if names:
             self._say(f"{known.name}: splitting is not enough; checkpointing {len(names)} blocks.", "checkpointing")
+            self._doubt_checkpointing(iteration)
         return bool(names)
+
+    def _doubt_checkpointing(self, iteration: Iteration) -> None:
+        """Take checkpointing off models whose gradients it changes; looked at once for each forward."""
+        known = iteration.known
+        known.checkpointing_is_judged = True
+        for model in {*known.roots(), *self._prepared}:
+            batch = iteration.batch
+            if is_checkpointed(model) and changes_gradients(
+                model, iteration.forward, batch, known.modules(), known.generators
+            ):
+                disable_checkpointing(model)
+                name = type(model).__name__
+                self._say(f"{known.name}: {name} is not checkpointed, because that changes its gradients.", name)
 
     def _no_way_out(self, iteration: Iteration, parts: int, reason: str | None, said: str) -> str:
         rows = math.ceil(iteration.batch.size / parts)

@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
-from oomfix.runtime.checkpointing import disable_checkpointing, enable_checkpointing, same_gradients
+from oomfix.runtime.checkpointing import (
+    disable_checkpointing,
+    enable_checkpointing,
+    is_checkpointed,
+    same_gradients,
+)
 
 
 class Block(nn.Module):
@@ -550,3 +556,22 @@ def test_transformers_train_the_same_in_less_memory_and_pickle(build):
     disable_checkpointing(model)
     assert getattr(model.config, "use_cache", None) == use_cache
     assert step_and_held_bytes()[1] == plain_bytes
+
+
+def test_the_manager_takes_checkpointing_off_a_model_whose_gradients_it_changes(caplog):
+    class Hidden(Block):
+        draws = np.random.default_rng(0)
+
+        def forward(self, x, scale=1.0):
+            return super().forward(x, float(self.draws.random()))
+
+    runtime.reset()
+    memory = runtime.preset("16gb", checkpointing="on")
+    sound, unsound = (memory.prepare(seeded(Network, block=block)) for block in (Block, Hidden))
+    weights = [parameter.clone() for parameter in unsound.parameters()]
+    for model in (sound, unsound):
+        memory.forward_backward(lambda x, model=model: model(x).pow(2).mean(), torch.randn(4, 8))
+    assert is_checkpointed(sound)
+    assert not is_checkpointed(unsound)
+    assert caplog.text.count("is not checkpointed, because that changes its gradients") == 1
+    assert all(torch.equal(a, b) for a, b in zip(unsound.parameters(), weights, strict=True))
