@@ -14,6 +14,7 @@ from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
+from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, prepare_edits, unused_amp_imports
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.window_shape import CannotFold
@@ -142,6 +143,8 @@ class LoopRewriter:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
                 verdict.reason = stages.with_lines_before(verdict.reason)
         stages.edit(lifted)
+        if scaling != "script's" and any(verdict.form == "in-place" for verdict in self.verdicts):
+            stages.edit(model_call_edits(Script.read(stages.source, self._target), self.verdicts, manager))
         return stages.source
 
     def _order(self) -> list[tuple[Verdict, bool]]:

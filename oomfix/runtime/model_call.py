@@ -10,8 +10,8 @@ from torch import nn
 
 from oomfix.presets import Precision
 from oomfix.runtime import precision, trees
-from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.kept_state import RandomState
+from oomfix.runtime.oom import is_out_of_memory
 
 _log = logging.getLogger("oomfix")
 
@@ -45,6 +45,8 @@ class PreciseCalls:
                 raise
             # an exception keeps the frames that failed, and they keep their tensors: only its text leaves here
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if said is None and random is not None and _is_opaque(result):
+            said = f"it returned a {type(result).__name__}, whose tensors would stay in half precision"
         if said is None:
             self._proven.add(owner)
             return trees.map_leaves(precision.in_fp32, result)
@@ -54,6 +56,14 @@ class PreciseCalls:
         self._fp32.add(owner)
         _log.warning(f"{type(owner).__name__}: runs in fp32, because under autocast: {said}")
         return result
+
+
+def _is_opaque(result: Any) -> bool:
+    """Whether an object that is not looked into is part of a result: a distribution, a batch of graphs."""
+    inner = trees.children(result)
+    if inner is not None:
+        return any(_is_opaque(child) for _, child in inner)
+    return not isinstance(result, torch.Tensor | bool | int | float | str | bytes | type(None))
 
 
 def _device_type(owner: Any, given: Any) -> str:

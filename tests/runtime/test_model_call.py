@@ -64,6 +64,19 @@ def test_a_model_that_fails_under_autocast_runs_in_fp32_as_if_nothing_had_happen
     ]
 
 
+class Policy(nn.Linear):
+    def forward(self, x):
+        return torch.distributions.Categorical(logits=super().forward(x))
+
+
+def test_a_model_that_returns_an_object_of_its_own_runs_in_fp32():
+    """Log-probabilities in half precision would make ratios of them wrong."""
+    memory = runtime.preset("16gb", precision="bf16")
+    model = Policy(6, 4)
+    assert memory.forward(model, X).logits.dtype == torch.float32
+    assert torch.equal(memory.forward(model, X).logits, model(X).logits)
+
+
 def test_an_error_that_fp32_does_not_mend_is_the_callers():
     memory = runtime.preset("16gb", precision="bf16")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

@@ -1,0 +1,61 @@
+"""Calls of models in loops that stay in place, run in the preset's precision by `memory.forward`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.loops import Verdict
+from oomfix.script import Script, TrainingLoop
+from oomfix.script.edits import Edit, bounds
+from oomfix.script.names import path_of
+
+
+def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> list[Edit]:
+    """The edits that run the models of loops in place through the manager, where nothing else decides precision.
+
+    Gradients that are differentiated again (gradient penalties) underflow in fp16: such a file keeps fp32.
+
+    Args:
+        script: the file after everything else was done to its loops.
+        verdicts: of its loops, in the same order.
+        manager: the name of the manager.
+    """
+    precision = script.precision
+    decided = precision.trains_in_half or precision.autocasts_out_of_sight or "create_graph" in script.source.text
+    if not precision.may_use_cuda or decided or len(script.loops) != len(verdicts):
+        return []
+    blocks = Blocks(script.source.tree)
+    calls: dict[ast.Call, None] = {}
+    for loop, verdict in zip(script.loops, verdicts, strict=True):
+        if verdict.form == "in-place":
+            calls.update(dict.fromkeys(_models_called(script, loop, blocks)))
+    return [edit for call in calls for edit in _through(script, call, manager)]
+
+
+def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterator[ast.Call]:
+    bodies = {id(loop.node)}
+    for event in loop.backwards:
+        scope = blocks.scope_of(event.node)
+        if isinstance(scope, FunctionNode) and all(parent is not loop.node for parent in blocks.ancestors(event.node)):
+            bodies.add(id(scope))
+    precise = {id(forward.node) for forward in loop.forwards if forward.site.autocast is not None}
+    for forward in loop.forwards:
+        call = forward.node
+        inside = any(id(parent) in bodies for parent in blocks.ancestors(call))
+        if inside and id(call) not in precise and path_of(call.func) is not None:
+            if script.is_forward_of_network(forward) and not script.precision.has_autocast_alternative(forward):
+                yield call
+
+
+def _through(script: Script, call: ast.Call, manager: str) -> Iterator[Edit]:
+    source = script.source
+    start, end = bounds(source, call.func)
+    opening = source.text.index("(", end)
+    comma = ", " if call.args or call.keywords else ""
+    yield Edit(start, start, f"{manager}.forward(")
+    # what stands behind the parenthesis, line breaks included, stays
+    broken = source.text[opening + 1 : opening + 3].lstrip(" \t").startswith(("\n", "\r"))
+    yield Edit(end, opening + 1, comma.rstrip() if broken else comma)

@@ -1,0 +1,93 @@
+"""Models of loops in place run in the preset's precision, where nothing else decides it."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.equivalence import rewritten
+
+TOP = """\
+import torch
+from torch import nn
+
+net, critic = nn.Linear(4, 2).cuda(), nn.Linear(2, 1).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+
+
+def loop_of(body: str) -> str:
+    result = rewritten(TOP + textwrap.dedent(body))
+    assert [loop.rewrite for loop in result.loops] == ["in-place"], result.loops
+    assert rewritten(result.text).text == result.text
+    return result.text[result.text.index("\nfor ") + 1 :]
+
+
+def test_calls_of_models_go_through_the_manager_each_where_it_stands():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            self.fake = net(x)  # [batch, 2]
+            score = critic(
+                self.fake.detach(),
+            ).mean()
+            loss = critic(input=self.fake).mean() + net().sum() + score
+            loss.backward()
+            optimizer.step()
+        """)
+    assert text == textwrap.dedent("""\
+        for x, y in loader:
+            self.fake = memory.forward(net, x)  # [batch, 2]
+            score = memory.forward(critic,
+                self.fake.detach(),
+            ).mean()
+            loss = memory.forward(critic, input=self.fake).mean() + memory.forward(net).sum() + score
+            memory.backward(loss)
+            memory.step(optimizer)
+        """)
+
+
+def test_models_under_the_scripts_own_autocast_keep_their_call():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                self.fake = net(x)
+            loss = critic(self.fake).mean()
+            loss.backward()
+            optimizer.step()
+        """)
+    assert "self.fake = net(x)" in text and "memory.forward(critic, self.fake)" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(".cuda()", ""), ("import torch\n", "import torch\ngrad = torch.autograd.grad\ncreate_graph = True\n")],
+)
+def test_models_on_the_cpu_and_gradients_that_are_differentiated_again_keep_fp32(old, new):
+    body = "for x, y in loader:\n    self.out = net(x)\n    self.out.sum().backward()\n    optimizer.step()\n"
+    after = rewritten((TOP + body).replace(old, new))
+    assert after.loops[0].rewrite == "in-place"
+    assert "memory.backward(" in after.text and "memory.forward(" not in after.text
+
+
+def test_models_of_other_loops_and_of_evaluation_keep_their_call():
+    result = rewritten(
+        TOP
+        + textwrap.dedent("""\
+        for x, y in loader:
+            self.out = net(x)
+            self.out.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for x, y in loader:
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        net.eval()
+        with torch.no_grad():
+            for x, y in loader:
+                print(net(x))
+        """)
+    )
+    assert [loop.rewrite for loop in result.loops] == ["in-place", "micro-batched"]
+    assert result.text.count("memory.forward(") == 1
