@@ -71,9 +71,9 @@ class NotebookText:
         self._names = {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)}
         lines: list[str] = []
         shown = text.split("\n")
-        ends = [*(first - 1 for first in places.first_lines[1:]), len(places.written)]
-        for number, first, end in zip(places.numbers, places.first_lines, ends, strict=True):
-            rows = slice(first - 1, end)
+        starts = [first - 1 for first in places.first_lines]
+        for number, start, end in zip(places.numbers, starts, [*starts[1:], len(places.written)], strict=False):
+            rows = slice(start, end)
             lines += self._read(number, places.written[rows], places.indents[rows], shown[rows])
         joined = "\n".join(lines)
         self.source = Source(path, joined, parse(joined))

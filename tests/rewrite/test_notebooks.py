@@ -144,6 +144,34 @@ def test_a_second_run_changes_nothing(tmp_path):
     assert path.read_bytes() == once
 
 
+@pytest.mark.parametrize("cells", [[], [CELLS[0]], [{"cell_type": "code", "source": []}]])
+def test_a_notebook_without_code_is_left_alone(tmp_path, cells):
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    done = apply_to(path)
+    assert (done.exit_code, done.output) == (0, "nothing to rewrite: no training loop\n")
+
+
+@pytest.mark.parametrize("magic", ["%time out = model(x)", "files = !ls {x}", "%timeit model(x)", "!echo $loss"])
+def test_what_a_magic_reads_and_binds_is_known_to_the_rewrite(tmp_path, magic):
+    """A forward behind `%time` goes into the function with the loss; what a magic reads later is returned."""
+    path = tmp_path / "train.ipynb"
+    timed = "out" in magic
+    first = magic if timed else "out = model(x)"
+    body = [first, "loss = nn.functional.cross_entropy(out, y)", "loss.backward()", "optimizer.step()"]
+    body += [] if timed else [magic]
+    loop = "for x, y in loader:\n    optimizer.zero_grad()\n" + "".join(f"    {line}\n" for line in body)
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": SETUP + loop}]}))
+    done = apply_to(path)
+    assert done.exit_code == 0, done.output
+    after = json.loads(path.read_text())["cells"][0]["source"]
+    if timed:
+        assert "    def forward(x, y):\n        %time out = model(x)\n        loss = nn" in after
+    else:
+        assert f"    memory.step(optimizer)\n    {magic}\n" in after
+    assert ("loss = memory.forward_backward(forward, x, y)" in after) is ("loss" in magic)
+
+
 def test_a_magic_that_a_rewrite_moves_keeps_its_lines(tmp_path):
     path = tmp_path / "train.ipynb"
     loop = "for x in loader:\n    if True:\n        !echo \\\n  a\n        out = model(x)\n        print(out)\n"
