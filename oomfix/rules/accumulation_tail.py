@@ -28,13 +28,12 @@ class AccumulationTail(Rule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         for loop in script.loops:
-            window = loop.window
-            if window is None or window.decision is None or loop.accumulates_by_itself:
+            if loop.window is None or loop.accumulates_by_itself:
                 continue
-            if script.loses_tail(loop):
+            for decision in script.lost_tails(loop):
                 yield self.finding(
-                    script.header(window.decision),
-                    f"the last window of fewer than `{window.size}` batches is never stepped",
+                    script.header(decision),
+                    f"the last window of fewer than `{loop.window.size}` batches is never stepped",
                 )
 
     INVALID = [

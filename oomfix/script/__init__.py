@@ -33,8 +33,8 @@ from oomfix.script.nodes import Scope, collect
 from oomfix.script.precision import Precision
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.reuse import GraphReuse
-from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
-from oomfix.script.windows import loses_tail
+from oomfix.script.trace import Backward, Event, Forward, Guard, Keep, Loop, ModuleAttribute, Trace
+from oomfix.script.windows import is_window_test, lost_tails
 
 if TYPE_CHECKING:
     from oomfix.source import Source
@@ -125,9 +125,13 @@ class Script:
         """Every forward of an evaluation pass, with gradients on or off, on each way that leads to it."""
         return find_evaluation_forwards(self.trace, self._training_runs)
 
+    def lost_tails(self, loop: TrainingLoop) -> list[ast.If]:
+        """The decisions on which the last incomplete accumulation window of an epoch is never stepped."""
+        return lost_tails(loop, self._nodes)
+
     def loses_tail(self, loop: TrainingLoop) -> bool:
         """Whether the last incomplete accumulation window of an epoch is never stepped."""
-        return loses_tail(loop, self._nodes)
+        return bool(self.lost_tails(loop))
 
     def divides_gradients(self, loop: TrainingLoop) -> bool:
         """Whether the gradients of a loop are divided by hand before its step."""
@@ -242,9 +246,10 @@ class Script:
         return (innermost - outer) | {training.node for training in self.loops}
 
     def runs_every_iteration(self, event: Event) -> bool:
-        """Whether nothing but a check for the device stands between the loop and the event."""
+        """Whether nothing but a check for the device, or leaving out a batch, stands between the loop and the event."""
         return not event.site.handling_exception and all(
-            guard.value and _DEVICE_CHECK.search(ast.unparse(guard.test)) for guard in event.site.guards
+            _leaves_out_a_batch(guard) or (guard.value and _DEVICE_CHECK.search(ast.unparse(guard.test)))
+            for guard in event.site.guards
         )
 
     def trains_in(self, node: ast.AST) -> bool:
@@ -285,3 +290,9 @@ class Script:
                     if isinstance(statement, ast.Expr):
                         found[statement.value] = statement, block
         return found
+
+
+def _leaves_out_a_batch(guard: Guard) -> bool:
+    """`if len(x) == 0: continue`, behind which an event stands; every few batches is another matter."""
+    leaves = isinstance(guard.statement, ast.If) and isinstance(guard.statement.body[-1], ast.Continue | ast.Break)
+    return leaves and not guard.value and not is_window_test(guard.test)

@@ -10,6 +10,7 @@ from oomfix.script import torch_facts
 from oomfix.script.containers import STORING, Containers
 from oomfix.script.contexts import NULL, context_of_call
 from oomfix.script.hints import (
+    looks_like_detaching,
     looks_like_forward,
     looks_like_logging,
     looks_like_loss,
@@ -20,6 +21,7 @@ from oomfix.script.names import path_of
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
     FRESH_TENSOR,
+    NO_ORIGINS,
     NONE,
     NUMBER,
     PLAIN_TENSOR,
@@ -224,13 +226,16 @@ class Calls(Containers):
         if self._is_backward_out_of_sight(path, arguments, keywords):
             return self._backward_out_of_sight(node, arguments)
         content = combine(given)
+        if content.graph and looks_like_detaching((path or "").rsplit(".", 1)[-1]):
+            return content.with_graph(Graph.NO, NO_ORIGINS)
         if content.graph and self._is_handed_on(node, path):
             self.trace.handed_on.append((self.trace.next_order(), content.origins))
         if content.graph and (self._is_given_what_it_trains(node, given) or self._is_given_terms(path, given)):
             # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
             self.trace.backpropagated |= content.origins
         last = (path or "").rsplit(".", 1)[-1]
-        if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and path not in self.hints.modules:
+        called_module = path in self.hints.modules and not imported
+        if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and not called_module:
             return self._made(node, last, content)
         if path is not None:
             if self.hints.is_module(path) or (not imported and looks_like_module(path)):
@@ -257,8 +262,10 @@ class Calls(Containers):
 
     def _is_handed_on(self, node: ast.Call, path: str | None) -> bool:
         """A call for its effect alone, and not for a log: it may well go back through the graph."""
-        alone = isinstance(self.statement, ast.Expr) and self.statement.value is node
-        return alone and not looks_like_logging(path or "")
+        return self._is_for_effect(node) and not looks_like_logging(path or "")
+
+    def _is_for_effect(self, node: ast.Call) -> bool:
+        return isinstance(self.statement, ast.Expr) and self.statement.value is node
 
     def _is_given_terms(self, path: str | None, given: list[Value]) -> bool:
         """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
@@ -324,6 +331,9 @@ class Calls(Containers):
                 self.assign(node.func.value, result, self.statement)
             elif name in ("add_", "sub_") and isinstance(node.func, ast.Attribute) and arguments:
                 self._add_in_place(node, node.func.value, result, arguments[0])
+            elif self._is_for_effect(node) and receiver.origins <= self.trace.unseen and result.origins:
+                # `loss.add_batch(out, y)` of an object that runs the backward itself
+                self.assign(node.func.value, result, self.statement)  # type: ignore[attr-defined]
             return result
         if name in STORING:
             return self._store_unknown(node, receiver, name, given)
@@ -384,6 +394,8 @@ class Calls(Containers):
                 return UNKNOWN
             return NUMBER
         content = combine([*arguments, *keywords.values()])
+        if looks_like_detaching(name):
+            return content.with_graph(Graph.NO, NO_ORIGINS)
         if content.graph and looks_like_loss(name):
             return self._through_loss([*arguments, *keywords.values()])
         result = self.forward(node, receiver, path, arguments, keywords, direct=looks_like_module(name))

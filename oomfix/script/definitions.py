@@ -22,7 +22,9 @@ _EVALUATION_NAME = re.compile(
     r"^(eval|valid|test|infer|predict)",
     re.IGNORECASE,
 )
-_MODULE_BASE = re.compile(r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*ForSequenceClassification)$")
+_MODULE_BASE = re.compile(
+    r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
+)
 _LIGHTNING_BASE = re.compile(r"(^|\.)(LightningModule|LightningDataModule)$")
 
 
@@ -42,6 +44,15 @@ class Function:
     def evaluates(self) -> bool:
         """Whether its name says that it evaluates, tests or predicts."""
         return bool(_EVALUATION_NAME.search(self.name)) and "train" not in self.name.lower()
+
+    @property
+    def is_handed_out(self) -> bool:
+        """Whether the function in which it is defined returns it."""
+        outer = self.closure.function
+        return outer is not None and any(
+            isinstance(node, ast.Return) and isinstance(node.value, ast.Name) and node.value.id == self.name
+            for node in ast.walk(outer.node)
+        )
 
     @property
     def is_static(self) -> bool:

@@ -126,13 +126,16 @@ class Follower(Flow):
                 arguments[extra.arg] = Binding(UNKNOWN, (), None)
         assert frame.state is not None
         frame.state.names = Names(own=arguments)
-        frame.state.grad = Graph.YES
+        # What is handed out runs under contexts that nobody sees.
+        frame.state.grad = Graph.MAYBE if function.is_handed_out else Graph.YES
         frame.state.evaluating = Layer()
         return frame
 
     def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""
-        return function.name == "forward" or not owner.training_methods or self._is_part_of_forward(function)
+        if function.name == "forward":
+            return True
+        return self._is_part_of_forward(function) or not (owner.training_methods or function.evaluates)
 
     def _instance_for(self, owner: Class) -> Value:
         """An object of a class that is never made in sight: made here, with unknown arguments."""

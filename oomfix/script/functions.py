@@ -52,7 +52,7 @@ class Functions(Core):
         receiver: Value | None = bound
         if receiver is not None and not function.is_static:
             if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
-                runs_network = not self._is_bare(function) and not self._is_constructing(receiver)
+                runs_network = not self._is_bare(function) and not self._is_in_constructor_of(receiver)
                 if self.enclosing_forward is None and runs_network:
                     return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
             return self._follow_function(node, function, receiver, arguments, keywords)
@@ -131,7 +131,7 @@ class Functions(Core):
                     return False
         return True
 
-    def _is_constructing(self, receiver: Value) -> bool:
+    def _is_in_constructor_of(self, receiver: Value) -> bool:
         """Whether an object's own constructor is running: what it calls sets the object up."""
         instance, frame = self.instance_of(receiver), self.frame
         while instance is not None and frame.function is not None and frame.caller is not None:

@@ -33,6 +33,7 @@ _FORWARD_METHOD = re.compile(
 _TRAINING_VERB = re.compile(
     r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
 )
+_DETACHING = re.compile(r"detach|repackage|stop_?grad|truncate_?graph", re.IGNORECASE)
 _LOGGING = re.compile(
     r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
     re.IGNORECASE,
@@ -64,6 +65,11 @@ def looks_like_module(name: str) -> bool:
 def looks_like_forward(method: str) -> bool:
     """Whether a method of a network is usually a part of its forward."""
     return bool(_FORWARD_METHOD.search(method))
+
+
+def looks_like_detaching(name: str) -> bool:
+    """Whether a function out of sight is named like one that takes the graph off what it is given."""
+    return bool(_DETACHING.search(name))
 
 
 def looks_like_training(name: str) -> bool:

@@ -54,7 +54,12 @@ class TrainingLoop:
         """The backwards that run on every iteration of the window."""
         if self.window is None or self.window.decision is None:
             return self.backwards
-        return [backward for backward in self.backwards if not waits(backward, self.node, {id(self.window.decision)})]
+        decisions = {id(self.window.decision), *(id(guard.statement) for guard in self.window.alternatives)}
+        return [
+            backward
+            for backward in self.backwards
+            if backward.node not in self.window.elsewhere and not waits(backward, self.node, decisions)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The loop as `oomfix audit --format json` shows it."""

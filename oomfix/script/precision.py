@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _CUDA = re.compile(r"cuda|\bgpu|accelerat|fabric", re.IGNORECASE)
 _DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
 _OTHER_DEVICE = re.compile(r"^\s*\w*device\w*\s*=\s*(torch\.device\()?[\"'](cpu|mps)[\"']|torch_xla", re.MULTILINE)
+_NAMED_DEVICE = re.compile(r"\s*(?:self\.)?(\w+)\s*=\s*torch\.device\(")
 _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
 )
@@ -40,8 +41,13 @@ class Precision:
     @cached_property
     def may_use_cuda(self) -> bool:
         """Whether the script may run on a GPU: it names one, or a device that is not said to be another."""
-        text = self._source.text
+        text = "\n".join(line for line in self._source.lines if not self._names_an_unused_device(line))
         return bool(_CUDA.search(text)) or (bool(_DEVICE.search(text)) and not _OTHER_DEVICE.search(text))
+
+    def _names_an_unused_device(self, line: str) -> bool:
+        """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
+        named = _NAMED_DEVICE.match(line)
+        return named is not None and len(re.findall(rf"(?<!torch\.)\b{re.escape(named[1])}\b", self._source.text)) == 1
 
     @cached_property
     def trains_in_half(self) -> bool:

@@ -78,18 +78,22 @@ def _exclude_each_other(first: Event, second: Event) -> bool:
 
 
 def _carries_over(loop: Loop) -> bool:
-    """Whether a round reads a name that a later line of the round before has bound (`prev = out`)."""
-    bound = {
-        name.id: node.lineno
+    """Whether a round reads a name that only a later line binds (`prev = out`), in the round before."""
+    names = [node for node in ast.walk(loop) if isinstance(node, ast.Name)]
+    first_bound: dict[str, int] = {}
+    for name in names:
+        if isinstance(name.ctx, ast.Store):
+            first_bound[name.id] = min(name.lineno, first_bound.get(name.id, name.lineno))
+    handed_on = {
+        name.id
         for node in ast.walk(loop)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript)
         for target in node.targets
         for name in ast.walk(target)
-        if isinstance(name, ast.Name)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
     }
     return any(
-        isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.lineno < bound.get(node.id, 0)
-        for node in ast.walk(loop)
+        isinstance(name.ctx, ast.Load) and name.id in handed_on and name.lineno < first_bound[name.id] for name in names
     )
 
 

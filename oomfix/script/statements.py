@@ -14,6 +14,7 @@ from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
     NUMBER,
+    UNKNOWN,
     Kind,
     Value,
     combine,
@@ -46,6 +47,8 @@ class Statements(Expressions):
         if isinstance(value_node, ast.Constant) and value.constant is not None:
             # A literal is a setting somebody will change: both branches of what it decides are followed.
             value = NUMBER
+        elif isinstance(target, ast.Attribute) and isinstance(value_node, ast.Constant) and self._is_constructing():
+            value = UNKNOWN  # `self.model = None`, which a subclass or a later call fills
         path = path_of(target)
         if isinstance(target, ast.Subscript) and path is None:
             self._store_entry(target, value, statement, value_node)
@@ -53,6 +56,9 @@ class Statements(Expressions):
             self._accumulate(target, path, value, statement, added)
         else:
             self.assign(target, value, statement, self._age_of_first_entry(target))
+
+    def _is_constructing(self) -> bool:
+        return self.frame.function is not None and self.frame.function.name == "__init__"
 
     def _age_of_first_entry(self, target: ast.expr) -> tuple[Loop, ...] | None:
         """`if key not in log: log[key] = 0`: an entry that stays is as old as what holds it."""

@@ -25,7 +25,7 @@ INTEGER_DTYPES = frozenset(
 )
 """Tensors of these carry no graph."""
 
-FRESH = frozenset("zeros ones empty rand randn".split())
+FRESH = frozenset("zeros ones empty rand randn zeros_like ones_like empty_like".split())
 """Constructors of a tensor of floats, into which a value may be written in place, graph and all."""
 
 PLAIN_ATTRIBUTES = frozenset(

@@ -77,7 +77,7 @@ class Site:
         return self.runs[self.loops.index(loop)] if loop in self.loops else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Event:
     """A call that matters, on one way through the script."""
 
@@ -86,7 +86,7 @@ class Event:
     order: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Forward(Event):
     """A call of a network."""
 
@@ -117,7 +117,7 @@ class Forward(Event):
         return self.site.grad is Graph.YES and not self.graphless
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Backward(Event):
     """A backward pass: `loss.backward()`, `scaler.scale(loss).backward()`, `accelerator.backward(loss)`."""
 
@@ -134,7 +134,7 @@ class Backward(Event):
     """`torch.autograd.grad`, which differentiates without filling `.grad`."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Step(Event):
     """An optimizer step, by the optimizer's path."""
 
@@ -142,7 +142,7 @@ class Step(Event):
     scaled: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Clip(Event):
     """A gradient clipping call, with what is known of the gradients it clips."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope
-from oomfix.script.trace import Backward, Guard, Loop, Step
+from oomfix.script.trace import Backward, Event, Guard, Loop, Step
 
 if TYPE_CHECKING:
     from oomfix.script.loops import TrainingLoop
@@ -29,6 +29,10 @@ class Window:
     size: str
     test: ast.expr
     decision: ast.If | None
+    alternatives: tuple[Guard, ...] = ()
+    """The decisions on other branches of a flag, one for each way to step."""
+    elsewhere: frozenset[ast.Call] = frozenset()
+    """Backwards on a branch of a flag on which something else decides about the step."""
     fires_on_last_batch: bool = False
     """An alternative in the decision lets the step through at the end of the epoch."""
 
@@ -36,22 +40,50 @@ class Window:
 def find_window(loop: TrainingLoop) -> Window | None:
     """The accumulation window: every step waits for a test that some backward does not wait for."""
     if loop.steps:
-        guards = [_window_guard(step, loop) for step in loop.steps]
-        first = guards[0]
-        if first is None or any(guard is None for guard in guards):
-            return None
-        waiting = {id(guard.statement) for guard in guards if guard is not None}
-        if _window_size(first.test) == "1":
-            return None
-        free = [backward for backward in loop.backwards if not waits(backward, loop.node, waiting)]
-        if not free or not isinstance(first.statement, ast.If):
-            return None
-        return Window(_window_size(first.test), first.test, first.statement, _fires_on_last_batch(first))
+        return _decided_window(loop)
     if loop.later_steps and isinstance(loop.node, ast.For) and _counts_a_window(loop.node):
         iterable = loop.node.iter
         size = iterable.args[-1] if isinstance(iterable, ast.Call) and iterable.args else iterable
         return Window(ast.unparse(size), size, None)
     return None
+
+
+def _decided_window(loop: TrainingLoop) -> Window | None:
+    """A window that an `if` in the loop closes, where a flag chooses among steps on each of its branches."""
+    guards = [(step, _window_guard(step, loop)) for step in loop.steps]
+    waiting = {step: guard for step, guard in guards if guard is not None}
+    free = [step for step, guard in guards if guard is None]
+    if not waiting or not all(_excludes_all(step, waiting, loop) for step in free):
+        return None
+    decisions = list({id(guard.statement): guard for guard in waiting.values()}.values())
+    first = decisions[0]
+    ids = {id(guard.statement) for guard in decisions}
+    elsewhere = frozenset(event.node for event in loop.backwards if _excludes_all(event, waiting, loop))
+    accumulating = [event for event in loop.backwards if not waits(event, loop.node, ids)]
+    if not any(event.node not in elsewhere for event in accumulating):
+        return None
+    if _window_size(first.test) == "1" or not isinstance(first.statement, ast.If):
+        return None
+    return Window(
+        size=_window_size(first.test),
+        test=first.test,
+        decision=first.statement,
+        alternatives=tuple(guard for guard in decisions[1:] if isinstance(guard.statement, ast.If)),
+        elsewhere=elsewhere,
+        fires_on_last_batch=_fires_on_last_batch(first),
+    )
+
+
+def _excludes_all(event: Event, others: Iterable[Event], loop: TrainingLoop) -> bool:
+    """Whether an event is on another branch of a flag than each of the others, within the loop."""
+    sides = {id(guard.statement): guard.value for guard in event.site.guards_within(loop.node)}
+    return all(
+        any(
+            sides.get(id(guard.statement), guard.value) is not guard.value
+            for guard in other.site.guards_within(loop.node)
+        )
+        for other in others
+    )
 
 
 def waits(backward: Backward, loop: Loop, decisions: set[int]) -> bool:
@@ -133,19 +165,27 @@ def _fires_on_last_batch(guard: Guard) -> bool:
     return any(isinstance(node, ast.BoolOp) and isinstance(node.op, alternative) for node in ast.walk(guard.test))
 
 
-def loses_tail(loop: TrainingLoop, nodes: list[tuple[ast.AST, Scope]]) -> bool:
-    """Whether the last incomplete window of an epoch is never stepped.
+def lost_tails(loop: TrainingLoop, nodes: list[tuple[ast.AST, Scope]]) -> list[ast.If]:
+    """The decisions on which the last incomplete window of an epoch is never stepped.
 
     `nodes` are all nodes of the file, each with the function it is in.
     """
     window = loop.window
-    if window is None or window.decision is None or window.fires_on_last_batch or loop.later_steps:
-        return False
+    if window is None or window.decision is None or loop.later_steps:
+        return []
     if isinstance(loop.node, ast.While) or _ends_with_a_whole_window(loop.node, nodes):
-        return False
-    counters = set(_names(window.test))
-    return bool(counters & set(_names(loop.node.target))) or any(
-        _starts_with_the_epoch(counter, loop.node, nodes) for counter in counters
+        return []
+    decisions = [] if window.fires_on_last_batch else [(window.decision, window.test)]
+    for guard in window.alternatives:
+        if isinstance(guard.statement, ast.If) and not _fires_on_last_batch(guard):
+            decisions.append((guard.statement, guard.test))
+    return [decision for decision, test in decisions if _is_counted_per_epoch(test, loop.node, nodes)]
+
+
+def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, nodes: list[tuple[ast.AST, Scope]]) -> bool:
+    counters = set(_names(test))
+    return bool(counters & set(_names(loop.target))) or any(
+        _starts_with_the_epoch(counter, loop, nodes) for counter in counters
     )
 
 
@@ -189,7 +229,8 @@ def _ends_with_a_whole_window(loop: ast.For | ast.AsyncFor, nodes: list[tuple[as
         return True
     limits: list[ast.expr] = [loop.iter]
     limits += [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and isinstance(node.body[0], _SKIPPING)]
-    return any(_is_multiple(part, values) for limit in limits for part in ast.walk(limit) if isinstance(part, ast.expr))
+    parts = [part for limit in limits for part in ast.walk(limit) if isinstance(part, ast.expr)]
+    return any(_is_multiple(part, values) or _counts_windows(part, loop, values) for part in parts)
 
 
 def _says_no_remainder(test: ast.expr) -> bool:
@@ -200,6 +241,13 @@ def _says_no_remainder(test: ast.expr) -> bool:
         and _remainder(test.left) is not None
         and "len" in _names(test.left)
     )
+
+
+def _counts_windows(node: ast.expr, loop: ast.For | ast.AsyncFor, values: dict[str, ast.expr]) -> bool:
+    """`i // k` of the loop's own index, or a name of it: what is compared are whole windows."""
+    value = values.get(node.id, node) if isinstance(node, ast.Name) else node
+    counts = isinstance(value, ast.BinOp) and isinstance(value.op, ast.FloorDiv)
+    return counts and bool(set(_names(value)) & set(_names(loop.target)))
 
 
 def _is_multiple(node: ast.expr, values: dict[str, ast.expr]) -> bool:

@@ -321,6 +321,8 @@ WHOLE_WINDOWS = """
         ("loader", "if i >= whole: continue", False),
         ("itertools.islice(loader, whole)", "pass", False),
         ("itertools.islice(loader, len(loader) // k * k)", "pass", False),
+        ("loader", "if i // k >= steps: continue", False),
+        ("loader", "step = i // k\n            if step >= steps: continue", False),
         ("loader", "if i >= max_steps: break", True),
         ("loader", "if i >= len(loader) // 2: break", True),
     ],
@@ -363,3 +365,41 @@ def test_gradients_divided_in_one_function_are_not_divided_in_another(report):
                     optimizer.step()
     """
     assert report(code) == [("OOM301", 14)]
+
+
+BRANCHES = """
+    for i, (x, y) in enumerate(loader):
+        with torch.autocast("cuda", enabled=amp):
+            loss = criterion(model(x), y)
+        if amp:
+            {scaled}
+        else:
+            loss{division}.backward()
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+def test_a_scaler_object_in_one_branch_leaves_the_other_to_be_judged(report):
+    scaled = "scaler(loss, optimizer, model.parameters(), i % 4 == 0)"
+    code = BRANCHES.format(scaled=scaled, division="")
+    assert report(code) == [("OOM301", 7), ("OOM302", 8)]
+
+
+def test_each_branch_that_loses_the_tail_is_reported(report):
+    code = """
+        for i, (x, y) in enumerate(loader):
+            with torch.autocast("cuda", enabled=amp):
+                loss = criterion(model(x), y) / 4
+            if amp:
+                scaler.scale(loss).backward()
+                if (i + 1) % 4 == 0:
+                    scaler.step(optimizer)
+                    scaler.update()
+            else:
+                loss.backward()
+                if (i + 1) % 4 == 0:
+                    optimizer.step()
+    """
+    assert report(code) == [("OOM302", 6), ("OOM302", 11)]

@@ -525,3 +525,58 @@ def test_networks_frozen_one_by_one_stay_frozen_under_their_name(report):
             optimizer.step()
     """
     assert report(code) == []
+
+
+def test_a_function_that_is_handed_out_runs_under_what_nobody_sees(report):
+    code = """
+        class Steps:
+            def __init__(self, model):
+                self.model = model
+                self.validate = self.make_validation_step()
+
+            def make_validation_step(self):
+                def validation_step(x, y):
+                    self.model.eval()
+                    return self.criterion(self.model(x), y).item()
+                return validation_step
+    """
+    assert report(code) == []
+
+
+def test_a_class_from_elsewhere_is_made_and_not_run(report):
+    code = """
+        import tinygrad
+
+        tinygrad.Tensor.train()
+        def generate(model, start):
+            x = tinygrad.Tensor(start)
+            return x
+    """
+    assert report(code) == []
+
+
+def test_a_modules_own_prediction_is_an_evaluation(report):
+    code = """
+        import torch
+        from torch import nn
+
+        class Recurrent(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rnn = nn.LSTM(8, 8)
+
+            def forward(self, x):
+                return self.rnn(x)[0]
+
+            def predict(self, x):
+                out = self.forward(x)
+                return out.argmax(-1).item()
+
+            def predict_quietly(self, x):
+                with torch.no_grad():
+                    return self(x).argmax(-1)
+
+            def loss(self, x, y):
+                return (self.forward(x) - y).pow(2).mean()
+    """
+    assert report(code) == [("OOM201", 13)]

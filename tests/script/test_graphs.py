@@ -501,3 +501,22 @@ def test_a_loop_in_a_match_is_followed(report):
                     total += loss
     """
     assert report(code) == [("OOM101", 7)]
+
+
+@pytest.mark.parametrize(
+    "rebound",
+    [
+        "scalars = {}\nscalars['a'] = x[0]\nscalars['b'] = x[1]\nprint(scalars)",
+        "for t in y: print(t)\nt = x.grad\nprint(t)",
+        "first = x[0]\nprint(first)\nfirst = y[0]",
+    ],
+)
+def test_a_name_that_each_round_binds_before_it_reads_carries_nothing_over(report, rebound):
+    code = f"""
+        for x, y in loader:
+            {rebound.replace(chr(10), chr(10) + " " * 12)}
+            loss = criterion(model(x), y)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+    """
+    assert [code for code, _ in report(code)] == ["OOM103"]

@@ -231,3 +231,79 @@ def test_a_second_network_is_one_although_nothing_asks_for_its_parameters(report
     """
     assert report(code) == [("OOM202", 5)]
     assert report(code.replace("criterion(first(x), y) + ", "")) == [("OOM202", 5)]
+
+
+@pytest.mark.parametrize(
+    ("used", "found"),
+    [("pass", []), ("model.to(self.device)", [("OOM202", 10)]), ("model.cuda()", [("OOM202", 10)])],
+)
+def test_a_device_that_nothing_is_moved_to_is_not_used(report, used, found):
+    code = f"""
+        import torch
+
+        class Trainer:
+            def __init__(self, model):
+                self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+                {used}
+
+            def fit(self, loader):
+                for x, y in loader:
+                    loss = self.criterion(self.model(x), y)
+                    loss.backward()
+                    self.optimizer.step()
+    """
+    assert report(code) == found
+
+
+def test_a_loss_object_that_is_fed_and_backpropagated_carries_the_graph(report):
+    code = """
+        class Trainer:
+            def batch(self, x, y):
+                loss = self.loss
+                out = self.model(x.cuda())
+                loss.reset()
+                loss.eval_batch(out, y)
+                loss.backward()
+                self.optimizer.step()
+
+            def fit(self, loader):
+                for x, y in loader:
+                    self.batch(x, y)
+    """
+    assert report(code) == [("OOM202", 4)]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        """
+        class Trainer:
+            def __init__(self):
+                self.classifier = None
+
+            def fit(self, loader):
+                for x, y in loader:
+                    loss = self.loss_of(self.classifier, x.cuda(), y)
+                    loss.backward()
+                    self.optimizer.step()
+
+            def loss_of(self, model, x, y):
+                return self.criterion(model.forward(x), y)
+        """,
+        """
+        from project import MindForCausalLM
+
+        class Critic(MindForCausalLM):
+            def __init__(self):
+                super().__init__()
+
+        critic = Critic().cuda()
+        for x, y in loader:
+            loss = criterion(critic(x), y)
+            loss.backward()
+            optimizer.step()
+        """,
+    ],
+)
+def test_a_network_from_elsewhere_is_one(report, code):
+    assert [found[0] for found in report(code)] == ["OOM202"]

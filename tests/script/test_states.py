@@ -130,3 +130,41 @@ def test_time_steps_that_are_backpropagated_together_are_one_iteration(report):
             loss.backward()
     """
     assert report(code) == []
+
+
+def test_outputs_written_into_one_tensor_are_backpropagated_with_it(report):
+    code = """
+        import torch
+
+        def step(net, x, y):
+            outputs = torch.empty_like(y)
+            hidden = net.reset()
+            for i in range(x.size(1)):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    out, hidden = net(x[:, i], hidden)
+                outputs[:, i] = out
+            loss = criterion(outputs, y)
+            loss.backward()
+            optimizer.step()
+
+        for x, y in loader:
+            step(net, x, y)
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    "detaching", ["model.detach(hidden)", "model.detach_states(hidden)", "helpers.repackage(hidden)"]
+)
+def test_a_method_that_is_named_for_it_detaches(report, detaching):
+    code = f"""
+        import helpers
+        hidden = model.init_hidden(20)
+        for x, y in loader:
+            hidden = {detaching}
+            out, hidden = model(x, hidden)
+            loss = criterion(out, y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []

@@ -1,0 +1,43 @@
+"""What runs on every iteration of a batch loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from oomfix.rules.empty_cache_in_loop import EmptyCacheInLoop
+from oomfix.script import Script
+from oomfix.source import Source
+
+LOOP = """
+import torch
+for i, (x, y) in enumerate(loader):
+    {before}
+    criterion(model(x), y).backward()
+    optimizer.step()
+    {call}
+"""
+
+
+def lines(before: str, call: str = "torch.cuda.empty_cache()") -> list[int]:
+    script = Script.read(Source.from_bytes("train.py", LOOP.format(before=before, call=call).encode()))
+    return [finding.line for finding in EmptyCacheInLoop().check(script)]
+
+
+@pytest.mark.parametrize(
+    "before", ["pass", "if len(x) == 0: continue", "if x is None: break", "if not torch.isfinite(x).all(): continue"]
+)
+def test_a_batch_left_out_here_and_there_does_not_make_it_seldom(before: str) -> None:
+    assert lines(before) == [7]
+
+
+@pytest.mark.parametrize(
+    ("before", "call"),
+    [
+        ("if i % 10 != 0: continue", "torch.cuda.empty_cache()"),
+        ("if (i + 1) % args.accumulation_steps: continue", "torch.cuda.empty_cache()"),
+        ("pass", "if i % 10 == 0: torch.cuda.empty_cache()"),
+        ("pass", "if args.clean: torch.cuda.empty_cache()"),
+    ],
+)
+def test_every_few_iterations_is_seldom(before: str, call: str) -> None:
+    assert lines(before, call) == []
