@@ -259,9 +259,8 @@ class Splitter:
         dtype = precision.dtype_for(self.preset.precision, device_type)
         if dtype is None or known.fp32:
             return
-        if dtype == torch.float16 and iteration.trains and known.calls == 1 and iteration.batch.size > 1:
-            self._check(iteration, iteration.batch.size)
-            if known.verdict is not None and known.verdict.needs_gradients:
+        if dtype == torch.float16 and iteration.trains and known.is_call_to_explore():
+            if check(iteration.forward, iteration.batch, known.modules(), 2, again=True).needs_gradients:
                 self._fall_back_to_fp32(known, "it differentiates by itself, and such gradients underflow in fp16")
                 return
         iteration.use_half(device_type, dtype)

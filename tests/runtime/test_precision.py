@@ -129,18 +129,32 @@ def test_an_error_that_is_not_about_precision_stays_what_it_was(caplog):
     assert "fp32" not in caplog.text
 
 
-def test_gradient_penalties_never_run_in_fp16(caplog):
-    model, seen = Recording(), []
+def penalised(model, x):
+    x = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x)["out"].sum(), [x], create_graph=True)
+    return (gradient.norm(dim=1) - 1).pow(2).mean()
 
-    def forward(x, y):
-        x = x.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x)["out"].sum(), [x], create_graph=True)
-        seen.append(torch.is_grad_enabled())
-        return (gradient.norm(dim=1) - 1).pow(2).mean()
 
-    runtime.preset("16gb", precision="fp16").forward_backward(forward, X, Y)
+@pytest.mark.parametrize(("rows", "split"), [(8, "verified"), (1, "verified"), (8, "never")])
+def test_gradient_penalties_never_run_in_fp16(caplog, rows, split):
+    model = Recording()
+    memory = runtime.preset("16gb", precision="fp16", split=split)
+    memory.forward_backward(lambda x: penalised(model, x), X[:rows])
     assert set(model.seen) == {torch.float32}
     assert "differentiates by itself" in caplog.text
+
+
+def test_a_gradient_penalty_that_begins_later_leaves_fp16_at_the_next_look():
+    model, calls = Recording(), [0]
+
+    def forward(x):
+        return penalised(model, x) if calls[0] > 5 else model(x)["out"].pow(2).mean()
+
+    memory = runtime.preset("16gb", precision="fp16")
+    for calls[0] in range(1, 9):
+        model.seen.clear()
+        memory.forward_backward(forward, X)
+    assert model.seen[-1] == torch.float32
 
 
 def test_what_a_device_gets():
