@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.patches import Patches
+from oomfix.profile.refusals import CannotSimulate
 from oomfix.profile.trace import MemoryTrace, Scratch, user_line
 
 aten = torch.ops.aten
@@ -55,6 +56,15 @@ class CardTrace(MemoryTrace):
         if self.recording:
             self.assumed[what, user_line(sys._getframe(1))] += 1
 
+    def watch(self, model: torch.nn.Module) -> None:
+        """As `MemoryTrace.watch`; refuses models that several devices share."""
+        places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+        if len(places) > 1:
+            raise CannotSimulate(
+                f"its device map spreads a model over {', '.join(sorted(places))}: one card is simulated"
+            )
+        super().watch(model)
+
     def _is_on_card(self, tensor: torch.Tensor) -> bool:
         return self.recording and isinstance(tensor, FakeTensor)
 
@@ -85,6 +95,11 @@ def _is_cuda(device: object) -> bool:
     if device.index:
         raise RuntimeError(f"CUDA error: invalid device ordinal {device.index}: one card is simulated")
     return True
+
+
+def _numbered(value: Any) -> Any:
+    """A card given by its number as a device; anything else as it is."""
+    return torch.device("cuda", value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 # answers for operations whose result depends on data
@@ -190,14 +205,20 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
     """Let fake tensors present themselves as tensors on "cuda:0", and move between card and host."""
     device = vars(FakeTensor)["device"].fget
+    parse_to = torch._C._nn._parse_to  # type: ignore[attr-defined]
     plain_to = torch.Tensor.to
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        # torch asks the driver what a bare number stands for
+        args = tuple(_numbered(argument) for argument in args)
+        return parse_to(*args, **{name: _numbered(value) for name, value in kwargs.items()})
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, torch.Tensor):
             args, kwargs = (other.device, other.dtype), {}
         copy = kwargs.pop("copy", False)
-        target, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+        target, dtype, _, memory_format = parse(*args, **kwargs)
         options: dict[str, Any] = {"dtype": dtype or self.dtype, "copy": copy}
         if memory_format is not None:
             options["memory_format"] = memory_format
@@ -229,7 +250,7 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
     def made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         # torch makes these from Python data below the dispatcher, where a simulated card is not seen
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
-            device = kwargs.get("device")
+            device = _numbered(kwargs.get("device"))
             if device is None or not _is_cuda(torch.device(device)):
                 return make(*args, **kwargs)
             wants_gradient = kwargs.pop("requires_grad", False)
@@ -271,5 +292,6 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         __format__=formatted,
     )
     patches.set(torch.Tensor, to=to, cuda=cuda, type=as_type)
+    patches.set(torch._C._nn, _parse_to=parse)
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, **{name: made_on_host(getattr(torch, name))})

@@ -1,5 +1,11 @@
 """Scripts that no simulation can run, and the sentence that says why."""
 
+import re
+import socket
+from collections.abc import Iterator
+
+_HOST = re.compile(r"host='([^']+)'|https?://([^/\s'\"]+)")
+
 
 class CannotSimulate(Exception):
     """The script needs something that no simulation gives; the message is one sentence."""
@@ -8,6 +14,8 @@ class CannotSimulate(Exception):
 def refuse_what_cannot_be(error: Exception) -> None:
     """Turn errors that stem from the simulation, not from the script, into one sentence."""
     kind = type(error).__name__
+    if any(_is_of_the_network(cause) for cause in _chain(error)):
+        raise CannotSimulate(f"it downloads from {_host(error)}, which cannot be reached from here") from None
     if isinstance(error, ModuleNotFoundError):
         raise CannotSimulate(f"it imports {error.name}, which is not installed here") from None
     if isinstance(error, ImportError):
@@ -22,3 +30,19 @@ def refuse_what_cannot_be(error: Exception) -> None:
         raise CannotSimulate(f"it needs the file {error.filename}") from None
     if isinstance(error, RuntimeError) and "data is not allocated yet" in str(error):
         raise CannotSimulate("it reads the memory of a tensor on the card directly, as custom kernels do") from None
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    return isinstance(error, socket.gaierror | ConnectionError | TimeoutError)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _host(error: BaseException) -> str:
+    found = next((match for cause in _chain(error) if (match := _HOST.search(str(cause)))), None)
+    return (found.group(1) or found.group(2)) if found else "a server"

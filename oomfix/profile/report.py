@@ -38,7 +38,8 @@ class Estimate:
         top_tensors: the largest groups of storages at the peak, largest first.
         timeline: the fullest moments of evenly spread stretches of the run.
         steps: one entry per step of the optimizer that stepped last; others' steps between are part of them.
-        growth_bytes_per_step: by how much `live_bytes` grew per step after the first; 0 with fewer than two steps.
+        growth_bytes_per_step: by how much `live_bytes` grew per step; 0 with fewer than two steps. Of four and more
+            steps the second half counts: what is made once, such as a copy of the best weights, is no growth.
         fits: by preset name, and under "card" for the simulated card.
         card: the simulated card.
         context_bytes: what the CUDA context takes besides `peak_reserved_bytes`.
@@ -72,7 +73,6 @@ def report(
     """Everything that a finished trace has to say about `card`."""
     ledger = Ledger(trace)
     steps = ledger.steps()
-    growth = (steps[-1].live_bytes - steps[0].live_bytes) // (len(steps) - 1) if len(steps) > 1 else 0
     return Estimate(
         peak_allocated_bytes=trace.allocator.peak_allocated_bytes,
         peak_reserved_bytes=trace.allocator.peak_reserved_bytes,
@@ -81,7 +81,7 @@ def report(
         top_tensors=ledger.top_tensors(trace.peak_event),
         timeline=ledger.timeline(),
         steps=steps,
-        growth_bytes_per_step=max(0, growth),
+        growth_bytes_per_step=_growth(steps),
         fits=_fits(trace, card, margin, expandable_segments),
         card=card,
         context_bytes=CONTEXT_BYTES,
@@ -89,6 +89,12 @@ def report(
         margin_reason=margin.reason,
         assumptions=list(assumptions),
     )
+
+
+def _growth(steps: Sequence[Step]) -> int:
+    first = len(steps) // 2 if len(steps) >= 4 else 0
+    between = len(steps) - 1 - first
+    return max(0, (steps[-1].live_bytes - steps[first].live_bytes) // between) if between > 0 else 0
 
 
 def replay(

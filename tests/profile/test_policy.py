@@ -229,3 +229,12 @@ def test_a_number_read_within_another_dispatch_mode_is_answered_too(simulated):
     with Reading():
         on(3).sum()
     assert read == [1.0]
+
+
+def test_a_card_may_be_given_by_its_number(simulated):
+    model = nn.Linear(4, 4).to(0)
+    assert model.weight.is_cuda and torch.ones(2).to(0).is_cuda and torch.ones(2).to(device=0).is_cuda
+    assert torch.tensor([1.0], device=0).is_cuda
+    assert model.to(0, torch.float64).weight.dtype is torch.float64
+    with pytest.raises(RuntimeError, match="invalid device ordinal 1"):
+        torch.ones(2).to(1)

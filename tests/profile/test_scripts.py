@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,27 @@ RUNS: dict[str, list[str]] = {
         "--stage1-epochs", "1",
     ],
 }  # fmt: skip
+# scripts on packages that need not be here
+for script, package in (("hf_trainer", "accelerate"), ("lightning_module", "lightning")):
+    if find_spec(package) is not None:
+        RUNS[script] = [str(SCRIPTS / f"{script}.py")]
 SECOND_CARD = "import torch\ntorch.ones(3).to('cuda:1')\n"
 SEVERAL_PROCESSES = "import torch.distributed as dist\ndist.init_process_group('nccl')\n"
+DOWNLOAD = """
+import socket
+def download(url):
+    try:
+        raise socket.gaierror(-2, "Name or service not known")
+    except OSError:
+        raise RuntimeError(f"cannot open {url}")
+download("https://data.example/mnist.gz")
+"""
+DEVICE_MAP = """
+import torch
+model = torch.nn.Linear(2, 2).cuda()
+model.hf_device_map = {"head": 0, "body": "cpu"}
+model(torch.ones(2).cuda())
+"""
 RECOVERING = """
 import torch
 from torch import nn
@@ -135,6 +155,19 @@ def test_scripts_of_the_public_kind_run_unmodified(runs, name):
     assert found["error"] is None and len(found["steps"]) >= 2
     assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"] == sum(found["breakdown"].values())
     assert not any((ROOT / junk).exists() for junk in ("ckpt.pt", "digits.pt"))
+
+
+@pytest.mark.parametrize(("name", "model"), [("hf_trainer", "Bert"), ("lightning_module", "Sequential")])
+def test_scripts_on_a_framework_run_unmodified(runs, name, model):
+    """Nothing of a framework's own is profiled: modules of the user's model, Adam's two moments, bf16 activations."""
+    if name not in RUNS:
+        pytest.skip(f"{name}.py needs a package that is not installed")
+    run = runs(name)
+    assert run.code == 0, run.stderr
+    found = run.found
+    assert found["stopped"] and len(found["steps"]) == 2
+    assert found["breakdown"]["optimizer state"] == pytest.approx(2 * found["breakdown"]["weights"], rel=0.05)
+    assert any(tensor["module"].startswith(model) and tensor["dtype"] == "bfloat16" for tensor in found["top_tensors"])
 
 
 def test_sizes_follow_from_the_script(runs):
@@ -244,6 +277,8 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs):
         (SECOND_CARD, "it uses a second card"),
         (SEVERAL_PROCESSES, "it trains in several processes"),
         ("open('no_such_file.csv')\n", "it needs the file no_such_file.csv"),
+        (DOWNLOAD, "it downloads from data.example, which cannot be reached"),
+        (DEVICE_MAP, "its device map spreads a model over 0, cpu: one card is simulated"),
         ("raise SystemExit(3)\n", "it ended itself with exit code 3"),
     ],
 )

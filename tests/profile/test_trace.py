@@ -128,3 +128,15 @@ def test_growth_is_that_of_what_stays():
             step(model, optimizer)
             kept.append(torch.ones(MIB))
     assert report(trace, find_card("t4"), TRANSFORMER).growth_bytes_per_step == 4 * MIB
+
+
+def test_what_is_made_once_is_no_growth():
+    """A copy of the best weights after the first of four steps."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MemoryTrace() as trace:
+        for number in range(4):
+            step(model, optimizer)
+            if number == 1:
+                kept = torch.ones(MIB)
+    assert kept.nbytes and report(trace, find_card("t4"), TRANSFORMER).growth_bytes_per_step == 0
