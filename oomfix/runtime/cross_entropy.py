@@ -46,9 +46,10 @@ def chunked_cross_entropy(
     Raises:
         ValueError: shapes, types or numbers that do not go together.
 
-    Values and gradients differ from torch's by rounding. The mean without class weights is reduced by torch's own
-    NLL loss, where `memory.forward_backward` reads what it divides by. Second derivatives are not to be had.
-    Figures: bench/results/techniques-cpu.md.
+    For a language model shift the targets, not the logits (`pad(ids[:, 1:], (0, 1), value=-100)`): a slice of the
+    logits would be copied. Values and gradients differ from torch's by rounding. The mean without class weights is
+    reduced by torch's own NLL loss, where `memory.forward_backward` reads what it divides by. Second derivatives are
+    not to be had. Figures: bench/results/techniques-cpu.md.
     """
     _check(logits, target, weight, reduction, label_smoothing, rows)
     classes = logits.shape[-1]

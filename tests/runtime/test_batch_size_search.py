@@ -19,8 +19,8 @@ def limited(largest, tried):
     return run
 
 
-@pytest.mark.parametrize("largest", [1, 2, 7, 8, 9, 100, 1023, 1024, 5000])
-@pytest.mark.parametrize("start", [1, 8, 300])
+@pytest.mark.parametrize("largest", [1, 7, 8, 9, 1023, 5000])
+@pytest.mark.parametrize("start", [1, 300])
 def test_it_is_the_largest_that_fits(largest, start):
     tried = []
     assert runtime.find_batch_size(limited(largest, tried), start=start, most=1024) == min(largest, 1024)
