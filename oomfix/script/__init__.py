@@ -248,7 +248,7 @@ class Script:
     def runs_every_iteration(self, event: Event) -> bool:
         """Whether nothing but a check for the device, or leaving out a batch, stands between the loop and the event."""
         return not event.site.handling_exception and all(
-            _leaves_out_a_batch(guard) or (guard.value and _DEVICE_CHECK.search(ast.unparse(guard.test)))
+            _leaves_out_a_batch(guard, event) or (guard.value and _DEVICE_CHECK.search(ast.unparse(guard.test)))
             for guard in event.site.guards
         )
 
@@ -292,7 +292,17 @@ class Script:
         return found
 
 
-def _leaves_out_a_batch(guard: Guard) -> bool:
+def _leaves_out_a_batch(guard: Guard, event: Event) -> bool:
     """`if len(x) == 0: continue`, behind which an event stands; every few batches is another matter."""
-    leaves = isinstance(guard.statement, ast.If) and isinstance(guard.statement.body[-1], ast.Continue | ast.Break)
-    return leaves and not guard.value and not is_window_test(guard.test)
+    decision = guard.statement
+    if not isinstance(decision, ast.If) or guard.value or event.node.lineno <= (decision.end_lineno or 0):
+        return False
+    return _always_leaves(decision.body) and not is_window_test(guard.test)
+
+
+def _always_leaves(body: list[ast.stmt]) -> bool:
+    """Whether a block never comes through to what stands behind it."""
+    last = body[-1]
+    if isinstance(last, ast.If) and last.orelse:
+        return _always_leaves(last.body) and _always_leaves(last.orelse)
+    return isinstance(last, ast.Continue | ast.Break | ast.Return | ast.Raise)

@@ -49,11 +49,13 @@ class Follower(Flow):
 
     def _callers_first(self) -> list[Function]:
         """The functions, those first that no other function mentions: helpers are reached through their callers."""
-        mentions = self.hints.mentions
-        return sorted(
-            self.functions,
-            key=lambda function: bool(mentions.get(function.name, set()) - {function.node, None}),
-        )
+        return sorted(self.functions, key=self._mentioned)
+
+    def _mentioned(self, function: Function) -> int:
+        """2 for a function that another one mentions, 1 where that may be another object's (`self.model.train()`)."""
+        if self.hints.mentions.get(function.name, set()) - {function.node, None}:
+            return 2
+        return int(function.name in self.hints.attributes_of_parts)
 
     def _reached(self, function: Function) -> bool:
         body = function.node.body

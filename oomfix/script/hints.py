@@ -110,6 +110,8 @@ class Hints:
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
     mentions: dict[str, set[Scope]] = field(default_factory=dict)
     """The functions in which a name (or an attribute of that name) is written."""
+    attributes_of_parts: set[str] = field(default_factory=set)
+    """Names of attributes of attributes: `train` in `self.model.train()`."""
     statements: int = 0
     made_by: dict[str, set[str]] = field(default_factory=dict)
     """The paths that the calls of one class or function are assigned to, moved to a device or not."""
@@ -133,7 +135,10 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
         elif isinstance(node, ast.Name):
             hints.mentions.setdefault(node.id, set()).add(scope)
         elif isinstance(node, ast.Attribute):
-            hints.mentions.setdefault(node.attr, set()).add(scope)
+            if isinstance(node.value, ast.Attribute):
+                hints.attributes_of_parts.add(node.attr)
+            else:
+                hints.mentions.setdefault(node.attr, set()).add(scope)
         elif isinstance(node, ast.stmt):
             hints.statements += 1
             if isinstance(node, ast.Assign):

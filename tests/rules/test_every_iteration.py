@@ -24,10 +24,17 @@ def lines(before: str, call: str = "torch.cuda.empty_cache()") -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "before", ["pass", "if len(x) == 0: continue", "if x is None: break", "if not torch.isfinite(x).all(): continue"]
+    "before",
+    [
+        "pass",
+        "if len(x) == 0: continue",
+        "if x is None: break",
+        "if not torch.isfinite(x).all(): continue",
+        "if x is None:\n        if i: break\n        else: continue",
+    ],
 )
 def test_a_batch_left_out_here_and_there_does_not_make_it_seldom(before: str) -> None:
-    assert lines(before) == [7]
+    assert lines(before) == [7 + before.count("\n")]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,7 @@ def test_a_batch_left_out_here_and_there_does_not_make_it_seldom(before: str) ->
         ("if (i + 1) % args.accumulation_steps: continue", "torch.cuda.empty_cache()"),
         ("pass", "if i % 10 == 0: torch.cuda.empty_cache()"),
         ("pass", "if args.clean: torch.cuda.empty_cache()"),
+        ("pass", "if args.keep: continue\n    else: torch.cuda.empty_cache()"),
     ],
 )
 def test_every_few_iterations_is_seldom(before: str, call: str) -> None:

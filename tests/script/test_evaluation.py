@@ -580,3 +580,20 @@ def test_a_modules_own_prediction_is_an_evaluation(report):
                 return (self.forward(x) - y).pow(2).mean()
     """
     assert report(code) == [("OOM201", 13)]
+
+
+def test_a_method_that_shares_its_name_with_one_of_torch_is_entered_before_what_it_calls(report):
+    code = """
+        class Trainer:
+            def batches(self, loader):
+                for x, y in loader:
+                    print(self.criterion(self.model(x), y).item())
+
+            def mode(self):
+                self.model.train()
+
+            def train(self, loader):
+                with torch.no_grad():
+                    self.batches(loader)
+    """
+    assert report(code) == []
