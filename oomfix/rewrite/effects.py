@@ -153,10 +153,12 @@ def draws_random_numbers(node: ast.AST) -> bool:
 
 
 def switches_mode(node: ast.AST) -> bool:
-    """Whether a node switches layers or gradients on or off."""
+    """Whether a node switches layers or gradients on or off for what comes after it, as a context does not."""
+    contexts = {id(child.context_expr) for child in nodes_of_scope(node) if isinstance(child, ast.withitem)}
     return any(
         last_name(call) in _MODE_FUNCTIONS or (isinstance(call.func, ast.Attribute) and call.func.attr in _MODE_METHODS)
         for call in calls_in(node)
+        if id(call) not in contexts
     ) or any(
         isinstance(child, ast.Attribute) and child.attr == "requires_grad" and isinstance(child.ctx, ast.Store)
         for child in nodes_of_scope(node)

@@ -139,6 +139,7 @@ class LoopRewriter:
             stages.edit(merged.edits)
             order = [place for number, place in enumerate(order) if number not in merged.gone]
         lifted = lift_backwards(Script.read(stages.source, self._target), order, manager)
+        self._share()
         for verdict in self.verdicts:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
                 verdict.reason = stages.with_lines_before(verdict.reason)
@@ -146,6 +147,15 @@ class LoopRewriter:
         if scaling != "script's" and any(verdict.form == "in-place" for verdict in self.verdicts):
             stages.edit(model_call_edits(Script.read(stages.source, self._target), self.verdicts, manager))
         return stages.source
+
+    def _share(self) -> None:
+        """Loops whose backwards are those of another become what that one became."""
+        of = {id(event.node): verdict for verdict in self.verdicts for event in verdict.backwards}
+        for verdict in self.verdicts:
+            others = {id(of[id(event.node)]): of[id(event.node)] for event in verdict.backwards}
+            if verdict.form == "in-place" and verdict.reason is None and len(others) == 1:
+                other = next(iter(others.values()))
+                verdict.form, verdict.reason = other.form, other.reason
 
     def _order(self) -> list[tuple[Verdict, bool]]:
         """For each `memory.backward` that is written, in the order of the text: its loop, and whether to lift it."""

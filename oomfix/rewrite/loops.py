@@ -170,17 +170,22 @@ class Judge:
         )
 
     def _is_loss(self, root: ast.expr) -> bool:
-        """Whether a root that nothing is known of is a tensor: it is computed, or assigned in its function."""
+        """Whether a root that nothing is known of is a tensor: it is computed, assigned, or one of several."""
         path = path_of(root)
         if path is None:
             return True
+        found = False
         for node in self._script.imports.nodes:
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.For):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for target in targets:
                     elements = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
                     if any(path_of(element) == path for element in elements):
-                        return not _makes_an_object(node.value)
+                        if isinstance(node, ast.For) or not _makes_an_object(node.value):
+                            return True
+                        found = True
+        if found:
+            return False
         last = path.rsplit(".", 1)[-1].lower()
         return "loss" in last or "err" in last or "cost" in last
 
@@ -265,7 +270,8 @@ class Judge:
 
 
 def _makes_an_object(value: ast.expr | None) -> bool:
-    return isinstance(value, ast.Call) and last_name(value)[:1].isupper()
+    name = last_name(value) if isinstance(value, ast.Call) else ""
+    return name[:1].isupper() and not name.isupper()
 
 
 def scaling_of(verdicts: Iterable[Verdict]) -> Scaling:

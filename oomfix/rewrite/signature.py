@@ -29,6 +29,7 @@ _NOT_DATA = re.compile(
 )
 
 
+_FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
 _NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
 
 
@@ -146,7 +147,7 @@ class Signature:
 
     def _is_number(self, name: str, site: Site) -> bool:
         """Whether all that the iteration binds to a name are counters and numbers."""
-        if _COUNTER.match(name):
+        if _COUNTER.match(name) or _FLAG.match(name):
             return True
         loop = site.iteration
         if loop is None and _NOT_DATA.search(name):

@@ -823,3 +823,44 @@ def test_what_speaks_of_a_removed_reset_goes_with_it_and_other_comments_stay():
 
     print(loss.item())
 """)
+
+
+def test_loops_that_share_their_backward_have_one_form():
+    _, forms = apply("""\
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+        for x, y in loader:
+            step(x, y)
+        for i in range(3):
+            step(*loader[i])
+        """)
+    assert forms == [("micro-batched", None)] * 2
+
+
+def test_gradients_switched_by_a_context_are_switched_in_the_slice():
+    text, forms = apply("""\
+        def step(x, y, train):
+            with torch.set_grad_enabled(train):
+                loss = F.cross_entropy(model(x), y)
+            if train:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            return loss.item()
+
+        for x, y in loader:
+            step(x, y, True)
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "    def forward(x, y):\n        with torch.set_grad_enabled(train):\n" in text
+    assert "loss = memory.evaluate(forward, x, y)" in text
+
+
+@pytest.mark.parametrize("root", ["score = self.D(x)\n    score = score.mean()", "for score in model(x):\n        pass"])
+def test_a_tensor_that_starts_from_a_gradient_is_no_engine(root):
+    _, forms = apply(f"for x, y in loader:\n    {root}\n    score.backward(one)\n    optimizer.step()\n")
+    assert forms[0][0] == "in-place"
