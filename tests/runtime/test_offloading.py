@@ -1,5 +1,6 @@
 """Activations in host memory: bitwise gradients, parameters stay, nothing is left behind."""
 
+import copy
 import gc
 import weakref
 
@@ -164,6 +165,25 @@ def test_out_of_memory_leaves_no_trace(moved, where):
             return model(x).square().mean()
 
     assert_bitwise(gradients(model, again), plain)
+
+
+@pytest.mark.parametrize("allocation", [5, 25])
+def test_the_manager_starts_again_in_smaller_pieces(moved, relative_error, allocation):
+    reference, x = nn.Sequential(*[nn.Linear(16, 16), nn.GELU()] * 3).double(), torch.randn(8, 16).double()
+    model = copy.deepcopy(reference)
+    reference(x).square().mean().backward()
+
+    def forward(x):
+        with runtime.offload_activations(min_bytes=0):
+            return model(x).square().mean()
+
+    memory = runtime.preset("16gb", precision="fp32", checkpointing="off")
+    with SimulatedCard() as card:
+        # the first of these is in forward, the second in backward
+        card.fail_at(allocation)
+        memory.forward_backward(forward, x)
+    assert memory.report().retries == 1
+    assert relative_error(model, reference) < 1e-12
 
 
 def test_the_host_copies_go_with_the_graph(moved):
