@@ -13,3 +13,8 @@ def test_the_example_trains(example, capsys):
     """An example prints what it promises: a loss that went down, or the figures it is about."""
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.strip()
+
+
+def test_every_example_is_listed():
+    listed = (EXAMPLES[0].parent / "README.md").read_text()
+    assert [example.name for example in EXAMPLES if f"]({example.name})" not in listed] == []
