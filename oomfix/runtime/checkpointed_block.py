@@ -86,9 +86,7 @@ def _checkpointed_class(original: type[nn.Module]) -> type[nn.Module]:
         body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         # called through the metaclass, for classes that have one of their own
         metaclass: Any = type(original)
-        _classes[original] = metaclass(
-            original.__name__, (CheckpointedBlock, original), {**body, "forward": forward}
-        )
+        _classes[original] = metaclass(original.__name__, (CheckpointedBlock, original), {**body, "forward": forward})
     return _classes[original]
 
 

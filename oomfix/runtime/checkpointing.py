@@ -227,9 +227,7 @@ def _members(container: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _repeated(members: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    blocks = {
-        name: member for name, member in members.items() if _is_composite(member) and can_be_wrapped(member)
-    }
+    blocks = {name: member for name, member in members.items() if _is_composite(member) and can_be_wrapped(member)}
     count = Counter(type(block) for block in blocks.values())
     return {name: block for name, block in blocks.items() if count[type(block)] > 1}
 

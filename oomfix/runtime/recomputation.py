@@ -37,9 +37,7 @@ class Conduct:
     assigns_attributes: bool = False
 
 
-def observe(
-    block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Conduct:
+def observe(block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Conduct:
     """Run `block` on copies of its inputs and see what it writes; everything but its parameters is put back.
 
     Costs one forward of the block and holds no more memory than its recomputation in backward will.
@@ -142,9 +140,7 @@ def _statistics_kept(block: nn.Module) -> Iterator[None]:
 
 
 def _norms(block: nn.Module) -> list[_NormBase]:
-    return [
-        module for module in block.modules() if isinstance(module, _NormBase) and module.track_running_stats
-    ]
+    return [module for module in block.modules() if isinstance(module, _NormBase) and module.track_running_stats]
 
 
 def _buffers_besides_statistics(block: nn.Module) -> list[torch.Tensor]:
@@ -200,9 +196,7 @@ class Attributes:
 
 
 def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: copy.copy(value) for name, value in attributes.items() if isinstance(value, list | dict | set)
-    }
+    return {name: copy.copy(value) for name, value in attributes.items() if isinstance(value, list | dict | set)}
 
 
 def _same_content(container: Any, content: Any) -> bool:

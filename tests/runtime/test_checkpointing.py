@@ -504,9 +504,7 @@ def test_blocks_are_used_where_the_switch_would_count_batches_twice_or_is_none(m
 def bert():
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64
-    )
+    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64)
     return BertForSequenceClassification(config), {"input_ids": torch.arange(24).view(2, 12)}
 
 
