@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -19,6 +20,8 @@ WEIGHTS, GRADIENTS, STATE, VARIABLES = "weights", "gradients", "optimizer state"
 SAVED, OTHER, UNSEEN = "kept for backward", "other tensors", "not seen from Python"
 _MANY_CLASSES = 10_000
 _MANY_GRAPHS = 8
+_DEPTH = 5  # a list of dictionaries that an object of a variable holds
+_NO_DATA = (types.ModuleType, type, types.FunctionType, types.MethodType, str, bytes, int, float)
 
 
 @dataclass
@@ -174,8 +177,8 @@ class _Census:
                 continue
             where = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
             for name, value in list(frame.f_locals.items()):
-                for tensor in trees.tensors(value):
-                    self._count(tensor, f"`{name}` of {where}", VARIABLES)
+                for place, tensor in _tensors_in(name, value, _DEPTH, set()):
+                    self._count(tensor, f"`{place}` of {where}", VARIABLES)
 
     def count_recorded(self) -> None:
         """What was recorded, and is held by nothing that has a name."""
@@ -212,6 +215,24 @@ class _Census:
         self._thing(name, role)._add(
             storage.nbytes(), tuple(tensor.shape), dtype, origin.line if origin else "", has_graph
         )
+
+
+def _tensors_in(place: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a variable, with what to call its place: a container, or an attribute of an object."""
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        yield place, value
+        return
+    if depth == 0 or issubclass(kind, _NO_DATA) or id(value) in seen:
+        return
+    if kind in (list, tuple, dict):
+        seen.add(id(value))
+        for item in list(value.values() if kind is dict else value):
+            yield from _tensors_in(place, item, depth - 1, seen)
+    elif kind.__dictoffset__:
+        seen.add(id(value))
+        for name, item in list(vars(value).items()):
+            yield from _tensors_in(f"{place}.{name}", item, depth - 1, seen)
 
 
 def _frames_of(error: BaseException | None) -> Iterator[FrameType]:

@@ -126,6 +126,26 @@ def test_a_storage_counts_once_however_many_names_it_has():
     assert len(views) == 3
 
 
+def test_what_an_object_keeps_is_named_by_its_attribute():
+    class Trainer:
+        def __init__(self):
+            self.history = {"losses": [torch.ones(50), torch.ones(60)]}
+
+        def report(self):
+            return runtime.oom_report()
+
+    report = Trainer().report()
+    kept = next(held for held in report.largest if held.name.startswith("`self.history` of report"))
+    assert (kept.nbytes, kept.count) == (4 * 110, 2)
+
+
+def test_variables_that_hold_themselves_are_looked_into_once():
+    cycle = {"tensor": torch.ones(70)}
+    cycle["self"], cycle["globals"] = cycle, [cycle, globals()]
+    report = runtime.oom_report()
+    assert next(held for held in report.largest if held.name.startswith("`cycle` of")).nbytes == 280
+
+
 def test_kept_graphs_are_named_with_their_cure():
     model, losses = nn.Linear(8, 8), []
     for _ in range(10):
