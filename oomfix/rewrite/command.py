@@ -188,19 +188,27 @@ def _try_out(
 ) -> Trial | None:
     """All runs of a command; None, and a line that says why, where they cannot be compared."""
     from oomfix.rewrite.files import Rewriter
-    from oomfix.rewrite.trial import CannotCompare, Contents, Splitting, contents_here, try_out
+    from oomfix.rewrite.summary import CHANGING, mended
+    from oomfix.rewrite.trial import CannotCompare, Contents, Versions, contents_here, try_out
     from oomfix.rules import all_rules
+
+    changed = [outcome.path for outcome in outcomes if outcome.changed]
+
+    def rewritten(mends: bool, **overrides: object) -> Contents:
+        ignore = options.ignore if mends else (*options.ignore, *CHANGING)
+        changes = options._replace(ignore=ignore, overrides={**options.overrides, **overrides})
+        return contents_here(Rewriter(all_rules(), changes).rewrite(changed))
 
     preset = rewriter.chosen(next(iter(paths), ".")).preset
     parts = max(2, preset.first_micro_batches) if preset.micro_batches == "auto" else preset.micro_batches
-
-    def in_fp32(split: bool) -> Contents:
-        overrides = {**options.overrides, "precision": "fp32", "micro_batches": parts if split else "auto"}
-        again = Rewriter(all_rules(), options._replace(overrides=overrides))
-        return contents_here(again.rewrite([outcome.path for outcome in outcomes if outcome.changed]))
-
+    versions = Versions(
+        rewriter.preset,
+        bool(mended(outcomes)),
+        rewritten,
+        lambda mends, split: rewritten(mends, precision="fp32", micro_batches=parts if split else "auto"),
+    )
     try:
-        return try_out(command, contents_here(outcomes), Splitting(rewriter.preset, in_fp32), _say)
+        return try_out(command, versions, _say)
     except CannotCompare as problem:
         click.echo(str(problem), err=True)
         return None

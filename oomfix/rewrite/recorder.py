@@ -106,10 +106,11 @@ class Recorder:
 
     # -- losses --------------------------------------------------------------------------------------------------
 
-    def _backpropagated(self, loss: object) -> None:
+    def _backpropagated(self, loss: object, window: int = 1) -> None:
+        """Note a loss, as its share of a window of so many batches."""
         loss = getattr(loss, "_oomfix_unscaled", loss)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach().clone())
+            self._losses.append(loss.detach().clone() / window)
 
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else kwargs.get("tensors")
@@ -119,20 +120,17 @@ class Recorder:
         return self._inside(original, *args, **kwargs)
 
     def _around_manager_backward(self, original: Callable[..., Any], manager: Any, loss: Any, **kwargs: Any) -> Any:
-        self._backpropagated(loss)
+        self._backpropagated(loss, manager._window.length)
         return self._inside(original, manager, loss, **kwargs)
 
-    def _around_forward_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _around_forward_backward(self, original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
         state = None if "random draws" in self.seen else _random_state()
-        result = self._inside(original, *args, **kwargs)
+        result = self._inside(original, manager, *args, **kwargs)
         if state is not None and not all(map(torch.equal, state, _random_state())):
             self.seen.add("random draws")
-        if isinstance(result, tuple | list):
-            self._backpropagated(result[0])
-        elif isinstance(result, dict):
-            self._backpropagated(result.get("loss"))
-        else:
-            self._backpropagated(result)
+        loss = result.get("loss") if isinstance(result, dict) else result
+        loss = loss[0] if isinstance(loss, tuple | list) else loss
+        self._backpropagated(loss, manager._window.length)
         return result
 
     def _inside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from oomfix.rewrite.proof import Proof
     from oomfix.rewrite.trial import Trial
 
-_CHANGING = frozenset({"OOM104", "OOM301", "OOM302", "OOM303", "OOM304"})
+CHANGING = ("OOM104", "OOM301", "OOM302", "OOM303", "OOM304")
+"""Codes whose fixes make the training another one: what they mend trained wrongly."""
+
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _FORMS: dict[Form, str] = {"micro-batched": "micro-batched", "in-place": "in place", "none": "left alone"}
 
@@ -51,7 +53,7 @@ def as_text(
     if proof is not None:
         lines += ["", *proof.lines()]
     if trial is not None:
-        lines += ["", *trial_text.lines(trial, _mended(outcomes))]
+        lines += ["", *trial_text.lines(trial, mended(outcomes))]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -127,14 +129,13 @@ def loops_as_json(outcomes: Sequence[FileOutcome]) -> list[dict[str, Any]]:
     ]
 
 
-def _mended(outcomes: Sequence[FileOutcome]) -> list[str]:
+def mended(outcomes: Sequence[FileOutcome]) -> list[str]:
     """What was mended that changes what is trained."""
-    mended = []
+    found = []
     for outcome in outcomes:
         path = printable(outcome.path)
-        mended += [f"{path}: {fix.code}: {fix.message}" for fix in outcome.fixed if fix.code in _CHANGING]
-        mended += [f"{path}:{loop.line}: {note}" for loop in outcome.loops for note in loop.notes]
-    return mended
+        found += [f"{path}: {fix.code}: {fix.message}" for fix in outcome.fixed if fix.code in CHANGING]
+    return found
 
 
 def _lines(outcome: FileOutcome) -> Iterator[str]:

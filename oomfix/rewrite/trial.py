@@ -58,11 +58,13 @@ class Trial(NamedTuple):
         command: the command.
         before: what the run before recorded.
         sides: the rewritten versions: with OOMFIX_PRESET=off, then with the preset itself in fp32.
+        mends: False where the versions lack what the rewrite mends of the training itself, which makes it another.
     """
 
     command: str
     before: list[Recording]
     sides: list[Side]
+    mends: bool
 
     @property
     def same(self) -> bool:
@@ -70,16 +72,21 @@ class Trial(NamedTuple):
         return all(side.found.difference is None for side in self.sides)
 
 
-class Splitting(NamedTuple):
-    """How the version that trains in less memory is made.
+class Versions(NamedTuple):
+    """How rewritten files are made.
 
     Attributes:
         preset: the preset's name.
-        contents: gives the rewritten files, with the batches split or (False) as the preset decides.
+        mend: whether the rewrite mends what changes the training (a window's lost tail, a missing division).
+        written: gives the files as they would be written, or (False) without such mends.
+        in_fp32: gives the files with the preset in fp32, with or without such mends (first argument), and with
+            batches always split or as the preset decides (second).
     """
 
     preset: str
-    contents: Callable[[bool], Contents]
+    mend: bool
+    written: Callable[[bool], Contents]
+    in_fp32: Callable[[bool, bool], Contents]
 
 
 def contents_here(outcomes: Sequence[FileOutcome]) -> Contents:
@@ -101,15 +108,15 @@ def contents_here(outcomes: Sequence[FileOutcome]) -> Contents:
     return contents
 
 
-def try_out(
-    command: str, contents: Contents, splitting: Splitting, say: Callable[[str], object] = lambda line: None
-) -> Trial:
+def try_out(command: str, versions: Versions, say: Callable[[str], object] = lambda line: None) -> Trial:
     """Run a command before the rewrite, after it with OOMFIX_PRESET=off, and after it with the preset in fp32.
+
+    Where the version with OOMFIX_PRESET=off trains otherwise, and the rewrite mends the training itself, versions
+    without these mends are compared.
 
     Args:
         command: a line for the shell, to be run in the current folder.
-        contents: the rewritten files.
-        splitting: the version that splits batches.
+        versions: the rewritten files.
         say: told what is done, one line each.
 
     Raises:
@@ -117,6 +124,7 @@ def try_out(
             does not train the same when it is run twice.
     """
     runner = _Runner(command)
+    contents = versions.written(True)
     say(f"before: {command}")
     before = runner.run({}, None)
     if not any(process.steps for process in before):
@@ -124,19 +132,29 @@ def try_out(
     if (where := _run_elsewhere(before, contents)) is not None:
         raise CannotCompare(f"{command}: {where}")
     say("after, with OOMFIX_PRESET=off")
-    off = Side("off", runner.run(contents, "off"), None, Comparison(0, 0.0, None))
-    off = off._replace(found=compare(before, off.processes))
+    mends = True
+    off = _bitwise(before, runner.run(contents, "off"))
     if off.found.difference is not None:
         say("before, once more: does it repeat itself?")
         if (changed := compare(before, runner.run({}, None)).difference) is not None:
             raise CannotCompare(f"{command}: does not repeat itself, though seeds are fixed: {changed}")
+        if versions.mend:
+            mends = False
+            say("after, with OOMFIX_PRESET=off, without what changes the training")
+            off = _bitwise(before, runner.run(versions.written(False), "off"))
     seen = frozenset().union(*(process.seen for process in off.processes))
-    kept_whole = seen & {"batch statistics", "random draws"}
-    say(f"after, with {splitting.preset} in fp32")
-    processes = runner.run(splitting.contents(not kept_whole), None)
+    splits = not seen & {"batch statistics", "random draws"}
+    say(f"after, with {versions.preset} in fp32")
+    processes = runner.run(versions.in_fp32(mends, splits), None)
     tolerance = _MIXED_TOLERANCE if "mixed precision" in seen else SPLIT_TOLERANCE
-    side = Side(splitting.preset, processes, tolerance, compare(before, processes, tolerance), _notes(seen, processes))
-    return Trial(command, before, [off, side])
+    found = compare(before, processes, tolerance)
+    return Trial(
+        command, before, [off, Side(versions.preset, processes, tolerance, found, _notes(seen, processes))], mends
+    )
+
+
+def _bitwise(before: list[Recording], after: list[Recording]) -> Side:
+    return Side("off", after, None, compare(before, after))
 
 
 def _notes(seen: frozenset[str], processes: list[Recording]) -> tuple[str, ...]:

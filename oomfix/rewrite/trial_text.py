@@ -25,10 +25,12 @@ def lines(trial: Trial, mended: Sequence[str] = ()) -> list[str]:
     for number in _shown(len(rows)):
         text.append(f"      {number:>5}" + "".join(f"{_number(loss):>16}" for loss in rows[number - 1]))
     text += [_verdict(side) for side in trial.sides]
-    if trial.same:
+    if trial.mends and trial.same:
         return [*text, "the rewritten scripts train the same"]
-    text += [f"mended: {clause}" for clause in mended]
-    return [*text, "the rewritten scripts do not train the same" + (", as a mended bug may cause" if mended else "")]
+    if trial.same:
+        text += [f"left out, since it changes what is trained: {clause}" for clause in mended]
+        return [*text, "the rewritten scripts train the same, but for what they mend"]
+    return [*text, "the rewritten scripts do not train the same"]
 
 
 def as_json(trial: Trial) -> dict[str, Any]:
@@ -37,6 +39,7 @@ def as_json(trial: Trial) -> dict[str, Any]:
     return {
         "command": trial.command,
         "same": trial.same,
+        "mends_compared": trial.mends,
         "losses": [dict(zip(names, row, strict=True)) for row in _losses(trial)],
         "versions": [
             {

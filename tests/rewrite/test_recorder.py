@@ -102,6 +102,18 @@ def test_losses_are_noted_whole_unscaled_and_once():
     assert recorder.calls_in_parts == 1
 
 
+def test_losses_of_a_window_are_noted_as_their_shares_of_it():
+    model, optimizer = network()
+    x = torch.randn(8, 6)
+    whole = model(x).pow(2).mean().item()
+    memory = runtime.preset("16gb")
+    with Recorder() as recorder:
+        for batch in memory.accumulate([x, x], 2):
+            memory.forward_backward(lambda x: model(x).pow(2).mean(), batch)
+        memory.step(optimizer)
+    assert recorder.steps[0].losses == pytest.approx([whole / 2] * 2, rel=1e-6)
+
+
 def test_what_splitting_cannot_keep_is_told():
     assert recorded().seen == set()
     assert recorded(1, nn.BatchNorm1d(40)).seen == {"batch statistics"}

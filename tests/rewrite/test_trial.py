@@ -14,7 +14,8 @@ from oomfix.rewrite import trial
 from oomfix.rewrite.command import apply
 from oomfix.rewrite.equivalence import Recording, Step
 from oomfix.rewrite.recorder_hook import sitecustomize
-from oomfix.rewrite.trial import CannotCompare, Splitting, try_out
+from oomfix.rewrite.trial import CannotCompare, Versions, try_out
+from oomfix.rewrite.trial_text import lines
 
 RUN = CliRunner()
 PYTHON = shlex.quote(sys.executable)
@@ -97,23 +98,25 @@ def recording(*digests: str, seen: tuple[str, ...] = (), files: tuple[str, ...] 
 
 
 class Runs:
-    """Answers for the runs of a trial: before, off, the preset, and before once more."""
+    """Answers for the runs of a trial: before, and once more; off, and without mends; the preset."""
 
-    def __init__(self, before, off, preset, again=None) -> None:
-        self.answers = {(False, None): [before, again or before], (True, "off"): [off], (True, None): [preset]}
-        self.split: list[bool] = []
+    def __init__(self, before, off, preset, again=None, without=None) -> None:
+        self.answers = {b"": [before, again or before], b"off": [off], b"without": [without], b"fp32": [preset]}
+        self.made: list[tuple[bool, bool]] = []
 
     def run(self, contents, preset):
-        return self.answers[bool(contents), preset].pop(0)
+        version = contents.get("train.py", b"")
+        assert preset == ("off" if version in (b"off", b"without") else None)
+        return self.answers[version].pop(0)
 
-    def result(self, monkeypatch) -> trial.Trial:
+    def in_fp32(self, mends: bool, split: bool) -> dict[str, bytes]:
+        self.made.append((mends, split))
+        return {"train.py": b"fp32"}
+
+    def result(self, monkeypatch, mend: bool = False) -> trial.Trial:
         monkeypatch.setattr(trial, "_Runner", lambda command: self)
-
-        def contents(split: bool) -> dict[str, bytes]:
-            self.split.append(split)
-            return {"train.py": b"x"}
-
-        return try_out("train", {"train.py": b"x"}, Splitting("16gb", contents))
+        written = {True: {"train.py": b"off"}, False: {"train.py": b"without"}}
+        return try_out("train", Versions("16gb", mend, written.__getitem__, self.in_fp32))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ class Runs:
 def test_batches_are_split_only_where_that_can_be_compared(monkeypatch, seen, split, note):
     runs = Runs(recording("a"), recording("a", seen=seen), recording("a"))
     result = runs.result(monkeypatch)
-    assert result.same and runs.split == [split]
+    assert result.same and result.mends and runs.made == [(True, split)]
     assert result.sides[1].notes == (note,)
 
 
@@ -139,6 +142,38 @@ def test_a_version_that_trains_otherwise_is_told_by_its_first_step(monkeypatch):
     assert [side.found.difference for side in result.sides] == [
         "weights differ by 1.0e+00 after step 2",
         "weights differ by 1.0e+00 after step 1",
+    ]
+
+
+def test_what_changes_the_training_is_left_out_of_the_comparison_and_named(monkeypatch):
+    runs = Runs(recording("a", "a"), recording("a", "b"), recording("a", "a"), without=recording("a", "a"))
+    result = runs.result(monkeypatch, mend=True)
+    assert result.same and not result.mends and runs.made == [(False, True)]
+    assert lines(result, ["train.py: OOM302: the last window of an epoch is stepped"])[-4:] == [
+        "off: the same weights, to the bit, after each of 2 steps",
+        "16gb: the same weights, to the bit, after each of 2 steps; batches stayed whole",
+        "left out, since it changes what is trained: train.py: OOM302: the last window of an epoch is stepped",
+        "the rewritten scripts train the same, but for what they mend",
+    ]
+
+
+def test_mends_that_change_nothing_are_compared_too(monkeypatch):
+    runs = Runs(recording("a"), recording("a"), recording("a"))
+    result = runs.result(monkeypatch, mend=True)
+    assert result.mends and runs.made == [(True, True)]
+    assert lines(result)[-1] == "the rewritten scripts train the same"
+
+
+def test_losses_stand_side_by_side_the_first_ones_and_some_up_to_the_last(monkeypatch):
+    steps = [recording(*"a" * count) for count in (25, 25, 24)]
+    text = lines(Runs(*steps).result(monkeypatch))
+    assert text[0] == "loss   step          before      after, off     after, 16gb"
+    assert [line.split()[0] for line in text[1:11]] == ["1", "2", "3", "4", "5", "9", "13", "17", "21", "25"]
+    assert text[1].split()[1:] == ["1", "1", "1"]
+    assert text[10].split()[1:] == ["1", "1", "-"]
+    assert text[-2:] == [
+        "16gb: differs: 25 steps before and 24 after; batches stayed whole",
+        "the rewritten scripts do not train the same",
     ]
 
 
