@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from oomfix.runtime import trees
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.cross_entropy import linear_cross_entropy
-from oomfix.runtime.recomputation import Conduct, recomputation_contexts
+from oomfix.runtime.kept_state import RandomState
+from oomfix.runtime.recomputation import Attributes, Conduct, recomputation_contexts
 from oomfix.runtime.referenced import reachable_modules
 
 
@@ -56,16 +57,19 @@ def encode_in_chunks(
         raise ValueError(f"rows: got {rows!r}, expected a whole number of samples, at least 1")
     cut = Batch(batch, named, batch_size)
     chunks = balanced(cut.size, math.ceil(cut.size / rows))
-    run = encode
-    if torch.is_grad_enabled():
-        modules = nn.ModuleList(dict.fromkeys(reachable_modules(encode, (batch, named))))
-        contexts = functools.partial(recomputation_contexts, modules, Conduct(None, True, True))
-        run = functools.partial(checkpoint, encode, use_reentrant=False, context_fn=contexts)
+    if not torch.is_grad_enabled():
+        return _concatenated([_checked(encode, cut, start, stop) for start, stop in chunks])
+    modules = nn.ModuleList(dict.fromkeys(reachable_modules(encode, (batch, named))))
+    attributes, generators = Attributes(modules.modules()), RandomState()
+    # what the first chunk does besides computing its result is taken for what all do
+    conduct = Conduct(None, draws_outside_torch=True, assigns_attributes=True)
     results = []
-    for start, stop in chunks:
-        args, kwargs = cut.rows(start, stop)
-        results.append(run(*args, **kwargs))
-        _check_rows(results[-1], stop - start)
+    for number, (start, stop) in enumerate(chunks):
+        contexts = functools.partial(recomputation_contexts, modules, conduct)
+        run = functools.partial(checkpoint, encode, use_reentrant=False, context_fn=contexts)
+        results.append(_checked(run, cut, start, stop))
+        if number == 0:
+            conduct = Conduct(None, generators.moved_outside_torch(), bool(attributes.changed()))
     return _concatenated(results)
 
 
@@ -101,13 +105,16 @@ def contrastive_loss(
     return (of_first + of_second) / 2
 
 
-def _check_rows(result: Any, rows: int) -> None:
+def _checked(run: Callable[..., Any], batch: Batch, start: int, stop: int) -> Any:
+    args, kwargs = batch.rows(start, stop)
+    result = run(*args, **kwargs)
     for tensor in trees.tensors(result):
-        if tensor.dim() == 0 or tensor.shape[0] != rows:
+        if tensor.dim() == 0 or tensor.shape[0] != stop - start:
             raise ValueError(
-                f"encode: returned a tensor of shape {tuple(tensor.shape)} for {rows} samples, expected "
+                f"encode: returned a tensor of shape {tuple(tensor.shape)} for {stop - start} samples, expected "
                 "[samples, ...]; compute what is not per sample (losses, means) from the embeddings of all"
             )
+    return result
 
 
 def _concatenated(results: list[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Contrastive losses in chunks: the gradients of the whole batch, the activations of a chunk."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -83,6 +84,31 @@ def test_running_statistics_are_updated_once_per_chunk():
         reference.encode_image(chunk)
     assert torch.equal(model.norm.running_mean, reference.norm.running_mean)
     assert model.norm.num_batches_tracked == 4
+
+
+def test_what_an_encoder_does_besides_happens_once_per_chunk():
+    """Random numbers of Python are drawn again in backward, counters of modules do not count twice."""
+
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            drawn.append(random.random())
+            return drawn[-1] * super().forward(x)
+
+    drawn, model, x = [], Counts(4, 2), torch.randn(9, 4)
+    random.seed(1)
+    runtime.encode_in_chunks(model, x, rows=3).sum().backward()
+    after = random.random()
+    assert model.calls == 3
+    assert sorted(drawn[:3]) == sorted(drawn[3:]) and len(drawn) == 6
+    random.seed(1)
+    factors = [random.random() for _ in range(3)]
+    assert drawn[:3] == factors and random.random() == after
+    assert torch.allclose(
+        model.weight.grad[0], sum(f * part.sum(0) for f, part in zip(factors, x.split(3), strict=True))
+    )
 
 
 def test_activations_are_those_of_one_chunk():
