@@ -64,12 +64,12 @@ def write_source(path: str, data: bytes, *, expected: bytes | None = None, backu
                     return Written(target, None, ())
                 raise CannotWrite(f"{path}: changed while it was being rewritten, left as it is; run again")
             kept = _keep(target, present) if backup else None
+            notes = None
             try:
                 notes = _replace(target, data, state)
-            except BaseException:
-                if kept is not None:
+            finally:
+                if kept is not None and notes is None:
                     os.unlink(kept)
-                raise
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CannotWrite(f"{path}: cannot write ({reason}), left as it is") from None
@@ -115,10 +115,9 @@ def _replace(target: str, data: bytes, state: os.stat_result) -> tuple[str, ...]
             os.fsync(file.fileno())
         notes = _take_over(target, temporary, state)
         os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it has taken the place of the old one
             os.unlink(temporary)
-        raise
     _flush_folder(folder)
     return notes
 
@@ -169,14 +168,16 @@ def _keep(target: str, data: bytes) -> str:
         except FileExistsError:
             number += 1
             continue
+        complete = False
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:
-            os.unlink(path)
-            raise
+            complete = True
+        finally:
+            if not complete:
+                os.unlink(path)
         return path
 
 
