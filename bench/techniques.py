@@ -184,6 +184,11 @@ def techniques_for(workload: Workload) -> list[Technique]:
     return [t for t in chosen if t.micro_batches == 1 or "in chunks" not in kinds]
 
 
+def saved(peak: float, whole: float) -> str:
+    """The share of a peak that is gone; no minus sign before zero."""
+    return f"{round(100 * (1 - peak / whole), 1) + 0.0} %"
+
+
 def rows_on_cpu(key: str, rounds: int) -> list[str]:
     full, small = FULL[key], SMALL[key]
     techniques = techniques_for(full)
@@ -200,8 +205,9 @@ def rows_on_cpu(key: str, rounds: int) -> list[str]:
         if technique in timed:
             ratios = (a / b for a, b in zip(times[technique.name], times[PLAIN.name], strict=True))
             cost = f"{statistics.median(ratios):.2f}"
-        saved = f"{100 * (1 - peak / whole):.1f} %"
-        rows.append(f"| {technique.name} | {peak:.2f} | {saved} | {f'{moved:.2f}' if moved else '-'} | {cost} |")
+        rows.append(
+            f"| {technique.name} | {peak:.2f} | {saved(peak, whole)} | {f'{moved:.2f}' if moved else '-'} | {cost} |"
+        )
     return [*rows, ""]
 
 

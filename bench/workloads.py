@@ -162,7 +162,7 @@ FULL = {
     "clip": clip(512, 64),
 }
 
-_TOWER = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TOWER = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL = {
     "vit": vit(64, 8, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4),
     "gpt2": gpt2(128, 4, n_embd=128, n_layer=4, n_head=4, vocab_size=16384, n_positions=128),
@@ -172,6 +172,6 @@ SMALL = {
     "clip": clip(
         64, 16,
         text={**_TOWER, "vocab_size": 1000, "max_position_embeddings": 16, "bos_token_id": 998, "eos_token_id": 999},
-        vision={**_TOWER, "image_size": 64, "patch_size": 16},
+        vision={**_TOWER, "image_size": 64, "patch_size": 8},
     ),
 }  # fmt: skip
