@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from oomfix.results import FileReport, Located, Silencer, locate
 from oomfix.rules.base import TRAINS, Finding, Need, Rule, holds
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _NEEDED_BY_AUDIT = (*TRAINS, b"oomfix:")
 
 TorchVersion = tuple[int, int]
+Answer = TypeVar("Answer")
 
 
 class Auditor:
@@ -64,12 +66,11 @@ class Auditor:
             # imported here: a file without training code needs none of it
             from oomfix.script import Script
 
+            analysis = _Analysis(Script.read(source, target_torch), data)
             try:
-                script = Script.read(source, target_torch)
-                if any(word in data for word in TRAINS):
-                    loops = tuple(_loop(source, loop.to_json()) for loop in script.loops)
-                findings, rule_errors = self._check(script, data)
-                errors += rule_errors
+                loops = tuple(_loop(source, loop) for loop in analysis.loops())
+                findings = analysis.findings(self.rules)
+                errors += analysis.errors()
             except RecursionError:
                 errors += ("cannot analyse: nested too deeply",)
         silencers = comments(source)
@@ -80,19 +81,58 @@ class Auditor:
             silencers=tuple(_silencer(source, comment) for comment in silencers),
         )
 
-    def _check(self, script: Script, data: bytes) -> tuple[list[Finding], tuple[str, ...]]:
-        findings: list[Finding] = []
-        errors = []
-        for rule in self.rules:
-            if not any(holds(data, need) for need in rule.needs):
-                continue
-            try:
-                findings += rule.check(script)
-            except RecursionError:
-                raise
-            except Exception as bug:  # the one place where a rule's bug stops that rule, not the whole audit
-                errors.append(f"internal error in {rule.code}, please report it: {_where(bug)}")
-        return sorted(dict.fromkeys(findings), key=lambda f: (f.line, f.column, f.code)), tuple(errors)
+
+BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
+"""What a mistake in a rule raises.
+
+Rules compute: they read no files and ask nothing of the system. Whatever else comes (no memory left, an interrupt) is
+not theirs, and ends the run.
+"""
+
+
+class _Analysis:
+    """One script, asked for its loops and by each rule; a mistake in one of these stops that one only.
+
+    It is an error of the file, with the rule and the place of the mistake: the other findings stand, other files are
+    audited, and the exit status is 2.
+    """
+
+    def __init__(self, script: Script, data: bytes) -> None:
+        self._script = script
+        self._data = data
+        self._bugs: dict[str, list[str]] = {}
+
+    def loops(self) -> list[dict[str, Any]]:
+        """What is known of each training loop, by line."""
+        if not any(word in self._data for word in TRAINS):
+            return []
+        return self._try("the search for training loops", lambda: [loop.to_json() for loop in self._script.loops])
+
+    def findings(self, rules: Sequence[Rule]) -> list[Finding]:
+        """What the rules find, by line and column."""
+        found: list[Finding] = []
+        for rule in rules:
+            if any(holds(self._data, need) for need in rule.needs):
+                found += self._try(rule.code, partial(self._found_by, rule))
+        return sorted(dict.fromkeys(found), key=lambda f: (f.line, f.column, f.code))
+
+    def _found_by(self, rule: Rule) -> list[Finding]:
+        return list(rule.check(self._script))
+
+    def errors(self) -> tuple[str, ...]:
+        """The mistakes met so far, each once, with all who ran into it."""
+        return tuple(
+            f"internal error in {', '.join(asked)}, please report it: {bug}" for bug, asked in self._bugs.items()
+        )
+
+    def _try(self, asked: str, work: Callable[[], list[Answer]]) -> list[Answer]:
+        try:
+            return work()
+        except RecursionError:  # the script's nesting, not a mistake
+            raise
+        except BUGS as bug:
+            self._bugs.setdefault(_where(bug), []).append(asked)
+            return []
 
 
 class Selection(NamedTuple):

@@ -130,9 +130,9 @@ def _audit_in_processes(auditor: Auditor, tasks: Sequence[_Task], processes: int
                     yield from future.result()
                 except BrokenProcessPool:
                     yield from (_died(index) for index, _, _ in batches[future])
-        except BaseException:
+        finally:
+            # where the work is broken off, what has not begun is not begun
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def _died(index: int) -> _Outcome:

@@ -13,6 +13,7 @@ from oomfix.audit import Auditor
 from oomfix.discovery import Discovery
 from oomfix.rules import all_rules
 from oomfix.runner import Job, run
+from oomfix.script.follow import Follower
 
 LOAD = "import torch\nx = torch.load(p)\n"
 
@@ -208,6 +209,47 @@ def test_a_bug_in_a_rule_stops_that_rule_only(tmp_path: Path):
     report = Auditor([Broken(), *all_rules()]).audit("a.py", LOAD.encode())
     assert [finding.code for finding in report.findings] == ["OOM205"]
     assert report.errors == ("internal error in OOM999, please report it: KeyError in check: 'no such\\nthing'",)
+
+
+def test_a_mistake_that_several_run_into_is_told_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Follower, "follow", lambda self: {}["no such thing"])
+    code = b"import torch\nfor x in loader:\n    model(x).backward()\nstate = torch.load('x')\n"
+    report = Auditor(all_rules()).audit("a.py", code)
+    assert [finding.code for finding in report.findings] == ["OOM205"]
+    (error,) = report.errors
+    assert error.startswith("internal error in the search for training loops, OOM101, OOM102, ")
+    assert error.endswith(", please report it: KeyError in <lambda>: 'no such thing'")
+
+
+def test_what_is_no_mistake_of_a_rule_is_not_taken_for_one():
+    class Full:
+        code = "OOM999"
+        needs = (b"torch",)
+
+        def check(self, script):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        Auditor([Full()]).audit("a.py", LOAD.encode())
+
+
+def test_a_mistake_in_a_rule_leaves_the_other_files_and_exits_with_2(oomfix):
+    (oomfix.folder / "a.py").write_text("import torch\nmarker = torch.load('x')\n")
+    (oomfix.folder / "b.py").write_text(LOAD)
+    code = (
+        "from oomfix.cli import main\nfrom oomfix.rules.load_on_gpu import LoadOnGpu\ncheck = LoadOnGpu.check\n"
+        "def broken(self, script):\n"
+        "    if 'marker' in script.source.text: raise TypeError('not this')\n"
+        "    return check(self, script)\n"
+        "LoadOnGpu.check = broken\nmain(['audit', '.', '--no-cache', '--format', 'concise'])\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=oomfix.folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "b.py:" in done.stdout and "OOM205" in done.stdout
+    assert (
+        "a.py: internal error in OOM205, please report it: TypeError in broken: not this" in done.stdout + done.stderr
+    )
 
 
 class Deadly(Auditor):
