@@ -205,10 +205,18 @@ def rules(form: str) -> None:
 
 @main.command()
 def presets() -> None:
-    """List the memory presets: what a card of each class can hold, and the policies that go with it."""
+    """List the memory presets: what a card of each class can hold, and the policies that go with it.
+
+    Presets of your own, from [tool.oomfix.presets] in the nearest pyproject.toml, come last.
+    """
+    from oomfix.config import Configuration, Flags
     from oomfix.presets import table
 
-    _write(lambda stream: _write_table(table(), stream))
+    configuration = Configuration(Flags(), _codes())
+    own = {name: chosen.preset for name, chosen in configuration.settings(os.curdir).presets.items()}
+    _write(lambda stream: _write_table(table(own), stream))
+    for path, message in configuration.problems:
+        click.echo(f"{path}: {message}", err=True)
 
 
 def _read_stdin() -> bytes:

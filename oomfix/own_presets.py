@@ -13,6 +13,7 @@ from oomfix.presets import PRESETS, Preset, get
 from oomfix.spelling import did_you_mean
 
 DEFAULT_BASE = "auto"
+_AS_IT_WAS = "off"
 
 
 class Chosen(NamedTuple):
@@ -46,6 +47,8 @@ def read_presets(tables: object) -> dict[str, Chosen]:
             raise ValueError(f"{name}: got {table!r}, expected a table of fields")
         fields = {key.replace("-", "_"): value for key, value in table.items()}
         base = fields.pop("base", DEFAULT_BASE)
+        if base == _AS_IT_WAS:
+            raise ValueError(f"{name}: base: got {base!r}, which is no preset to change")
         try:
             get(base, **fields)
         except (ValueError, TypeError) as error:
@@ -63,6 +66,8 @@ def choose(name: str, own: Mapping[str, Chosen], overrides: Mapping[str, Any]) -
     if own and name not in own and name not in PRESETS:
         names = [repr(known) for known in (*PRESETS, *own)]
         raise ValueError(f"preset: got {name!r}, expected one of {', '.join(names)}{did_you_mean(repr(name), names)}")
+    if name == _AS_IT_WAS:
+        raise ValueError(f"preset: got {name!r}, which is the script as it was; expected the memory to train in")
     base = own.get(name, Chosen(name, {}))
     chosen = Chosen(base.base, {**base.overrides, **overrides})
     get(chosen.base, **chosen.overrides)

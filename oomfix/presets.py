@@ -148,18 +148,18 @@ def from_environment(preset: Preset, environ: Mapping[str, str] = os.environ) ->
     return get(name, **_changes(preset))
 
 
-def table() -> list[tuple[str, ...]]:
-    """The presets as rows of text; the first row is the header. For `oomfix presets`."""
+def table(own: Mapping[str, Preset] = MappingProxyType({})) -> list[tuple[str, ...]]:
+    """The presets as rows of text, then one's own by their names; the first row is the header. For `oomfix presets`."""
     header = ("preset", "card", "capacity", "budget", "first split", "checkpointing", "emptied", "lean step")
-    return [header, *(_row(preset) for preset in PRESETS.values())]
+    return [header, *(_row(name, preset) for name, preset in {**PRESETS, **own}.items())]
 
 
-def _row(preset: Preset) -> tuple[str, ...]:
-    if preset.name == "off":
+def _row(name: str, preset: Preset) -> tuple[str, ...]:
+    if name == "off":
         return ("off", "-", "-", "-", "whole batches", "off", "never", "off")
     card, every = preset.card, preset.empty_cache_every
     return (
-        preset.name,
+        name,
         card.name if card else "the card at hand",
         f"{card.capacity_gib:.2f} GiB" if card else "-",
         "what is free" if preset.budget_gib is None else f"{preset.budget_gib:.1f} GiB",

@@ -3,6 +3,7 @@
 import pytest
 from click.testing import CliRunner
 
+from oomfix.cli import main
 from oomfix.rewrite.command import apply
 from oomfix.runtime import preset as manager
 
@@ -66,6 +67,7 @@ def test_flags_win(tmp_path):
         ("[tool.oomfix.presets.mine]\nmicro-batches = 0", "mine: micro_batches: got 0, expected"),
         ("[tool.oomfix.presets.mine]\npin-memory = 1", "mine: pin_memory: got 1, expected True or False"),
         ("[tool.oomfix.presets.mine]\nbase = '17gb'", "mine: preset: got '17gb', expected"),
+        ("[tool.oomfix.presets.mine]\nbase = 'off'", "mine: base: got 'off', which is no preset to change"),
         ("[tool.oomfix.presets.mine]\nbase = 17", "mine: preset: got 17, expected"),
         ("[tool.oomfix.presets.16gb]\nclip_norm = 1", "16gb: is a preset already"),
         ("[tool.oomfix]\npresets = 3", "got 3, expected a table for each preset"),
@@ -83,6 +85,10 @@ def test_an_unknown_name_is_refused_with_the_nearest_of_both_kinds(tmp_path):
     output = written(tmp_path, "--preset", "mime")
     assert "preset: got 'mime', expected one of '8gb'" in output
     assert "'off', 'mine', 'plain'; did you mean 'mine'?" in output
+
+
+def test_off_is_no_memory_to_train_in(tmp_path):
+    assert "preset: got 'off', which is the script as it was" in written(tmp_path, "--preset", "off")
 
 
 def test_each_project_has_its_own(tmp_path):
@@ -105,3 +111,15 @@ def test_nothing_is_written_where_one_project_does_not_know_the_preset(tmp_path)
     done = RUN.invoke(apply, ["--preset", "mine", str(tmp_path / "a"), str(tmp_path / "b")])
     assert done.exit_code == 2
     assert (tmp_path / "a" / "train.py").read_text() == SCRIPT
+
+
+def test_they_are_listed_behind_the_others(tmp_path, monkeypatch):
+    (tmp_path / "pyproject.toml").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    lines = RUN.invoke(main, ["presets"]).output.splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == ["off", "mine", "plain"]
+    assert "GeForce RTX 3090" in lines[-2] and "20.5 GiB" in lines[-2]
+    (tmp_path / "pyproject.toml").write_text("[tool.oomfix.presets.mine]\nclip_norm = -1\n")
+    done = RUN.invoke(main, ["presets"])
+    assert "pyproject.toml: [tool.oomfix] presets: mine: clip_norm: got -1" in done.stderr
+    assert "mine" not in done.stdout
