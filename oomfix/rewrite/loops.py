@@ -19,6 +19,7 @@ Form = Literal["micro-batched", "in-place", "none"]
 Scaling = Literal["ours", "none", "script's"]
 """Who scales losses in a file: the manager, nobody (no fp16), or the script itself, precision and all."""
 
+_ENGINE_METHODS = ("step", "zero_grad", "parameters", "state_dict", "train", "eval")
 _FRAMEWORKS = {
     "accelerate": "Accelerate runs the backward and does its own accumulation and precision",
     "fabric": "Fabric runs the backward and does its own precision",
@@ -163,11 +164,12 @@ class Judge:
                         yield Step(node, event.site, event.order, optimizer=receiver, scaled=False)
 
     def _is_engine(self, root: ast.expr) -> bool:
-        """Whether what has the backward is called like a network somewhere: a training engine, no tensor."""
+        """Whether what has the backward is called like a network somewhere, or steps: a training engine, no tensor."""
         path = path_of(root)
-        return path is not None and any(
-            isinstance(node, ast.Call) and path_of(node.func) == path for node in self._script.imports.nodes
-        )
+        if path is None:
+            return False
+        own = {path, *(f"{path}.{method}" for method in _ENGINE_METHODS)}
+        return any(isinstance(node, ast.Call) and path_of(node.func) in own for node in self._script.imports.nodes)
 
     def _is_loss(self, root: ast.expr) -> bool:
         """Whether a root that nothing is known of is a tensor: it is computed, assigned, or one of several."""
@@ -175,13 +177,14 @@ class Judge:
         if path is None:
             return True
         found = False
+        forwards = {id(forward.node) for forward in self._script.trace.forwards.values()}
         for node in self._script.imports.nodes:
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.For):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for target in targets:
                     elements = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
                     if any(path_of(element) == path for element in elements):
-                        if isinstance(node, ast.For) or not _makes_an_object(node.value):
+                        if isinstance(node, ast.For) or id(node.value) in forwards or not _makes_an_object(node.value):
                             return True
                         found = True
         if found:
@@ -270,8 +273,7 @@ class Judge:
 
 
 def _makes_an_object(value: ast.expr | None) -> bool:
-    name = last_name(value) if isinstance(value, ast.Call) else ""
-    return name[:1].isupper() and not name.isupper()
+    return isinstance(value, ast.Call) and last_name(value)[:1].isupper()
 
 
 def scaling_of(verdicts: Iterable[Verdict]) -> Scaling:

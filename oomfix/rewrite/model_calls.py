@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
@@ -11,6 +12,9 @@ from oomfix.rewrite.loops import Verdict
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
+
+# a method that computes the loss too would compute it in half precision
+_WITH_LOSS = re.compile(r"\.\w*(loss|step|elbo|nll|objective|log_prob)\w*$", re.IGNORECASE)
 
 
 def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> list[Edit]:
@@ -45,7 +49,8 @@ def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterat
     for forward in loop.forwards:
         call = forward.node
         inside = any(id(parent) in bodies for parent in blocks.ancestors(call))
-        if inside and id(call) not in precise and path_of(call.func) is not None:
+        path = path_of(call.func)
+        if inside and id(call) not in precise and path is not None and not _WITH_LOSS.search(path):
             if script.is_forward_of_network(forward) and not script.precision.has_autocast_alternative(forward):
                 yield call
 

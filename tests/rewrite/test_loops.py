@@ -860,6 +860,13 @@ def test_gradients_switched_by_a_context_are_switched_in_the_slice():
     assert "loss = memory.evaluate(forward, x, y)" in text
 
 
+def test_an_optimizer_that_runs_backward_is_no_loss():
+    text = "for x, y in loader:\n    loss = model(x).sum()\n    optimizer.backward(loss)\n    optimizer.step()\n"
+    result = rewritten(TOP + text)
+    assert [loop.rewrite for loop in result.loops] == ["none"]
+    assert result.text == TOP + text
+
+
 @pytest.mark.parametrize("root", ["score = self.D(x)\n    score = score.mean()", "for score in model(x):\n        pass"])
 def test_a_tensor_that_starts_from_a_gradient_is_no_engine(root):
     _, forms = apply(f"for x, y in loader:\n    {root}\n    score.backward(one)\n    optimizer.step()\n")

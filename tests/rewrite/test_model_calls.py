@@ -91,3 +91,13 @@ def test_models_of_other_loops_and_of_evaluation_keep_their_call():
     )
     assert [loop.rewrite for loop in result.loops] == ["in-place", "micro-batched"]
     assert result.text.count("memory.forward(") == 1
+
+
+def test_a_method_that_computes_the_loss_too_keeps_its_call():
+    text = loop_of("""\
+        for x, y in loader:
+            self.loss = net.forward_loss(x, y) + net.encode(x).sum()
+            self.loss.backward()
+            optimizer.step()
+        """)
+    assert "self.loss = net.forward_loss(x, y) + memory.forward(net.encode, x).sum()\n" in text
