@@ -172,14 +172,18 @@ class LossScaler(torch.amp.GradScaler):
                 "memory.backward(loss), or choose precision='fp32' or 'bf16'"
             )
         if optimizer in self._unscaled:
-            self._per_optimizer_states[id(view)] = dict(self._unscaled[optimizer])
+            kept = self._unscaled[optimizer]
+            self._per_optimizer_states[id(view)] = {**kept, "found_inf_per_device": dict(kept["found_inf_per_device"])}
             return
         super().unscale_(view)
         self._note_unscaled(optimizer, view)
         self._update_is_due = True
 
     def _note_unscaled(self, optimizer: Any, view: Any) -> None:
-        self._unscaled[optimizer] = {**self._per_optimizer_states[id(view)], "stage": OptState.UNSCALED}
+        found = self._per_optimizer_states[id(view)]["found_inf_per_device"]
+        # a copy: `update` adds all that was found up in the tensor of the first optimizer
+        found = {device: flag.clone() for device, flag in found.items()}
+        self._unscaled[optimizer] = {"stage": OptState.UNSCALED, "found_inf_per_device": found}
 
     def _view(self, optimizer: Any) -> Any:
         if isinstance(optimizer, torch.optim.Optimizer):

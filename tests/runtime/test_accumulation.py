@@ -4,6 +4,7 @@ All in float64, against the gradient of the mean over all samples of the window,
 """
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_a_backward_that_failed_weighs_nothing(model, sgd):
         def backward(ctx, gradient):
             raise ValueError("a bad sample")
 
-    data, memory = batches(4, 4, 4), runtime.preset("16gb")
+    data, memory = batches(4, 4, 2), runtime.preset("16gb")
     for index, (x, y) in enumerate(memory.accumulate(data, 3)):
         if index == 1:
             with pytest.raises(ValueError, match="a bad sample"):
@@ -161,6 +162,18 @@ def test_after_a_loop_that_was_left_calls_stand_for_themselves(model, how):
     model.zero_grad()
     by_forward_backward(memory, model, *data[2])
     assert close(model.weight.grad, gradient(model, data[2:]))
+
+
+def test_a_loop_that_was_left_does_not_keep_its_model():
+    memory, left, other = runtime.preset("16gb"), nn.Linear(6, 4).double(), nn.Linear(6, 4).double()
+    data, alive = batches(6, 6), weakref.ref(left.weight)
+    for x, y in memory.accumulate(data, 2):
+        by_backward(memory, left, x, y)
+        break
+    del left
+    by_backward(memory, other, *data[1])
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_step_in_the_middle_of_a_window_is_refused(model, sgd):
