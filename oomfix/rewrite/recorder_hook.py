@@ -93,12 +93,12 @@ class _Starting(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        # whoever asks the module for its loader means the real one
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         _start(self._folder)
-
-    def __getattr__(self, name: str) -> Any:
-        # packages read their data through their loader
-        return getattr(self._loader, name)
 
 
 def _start(folder: str) -> None:
