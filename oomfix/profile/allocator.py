@@ -12,6 +12,7 @@ given back; torch also unmaps free pages in its middle.)
 Source: c10/cuda/CUDACachingAllocator.cpp, default settings, one stream.
 """
 
+import os
 from bisect import bisect_left, insort
 
 MIB = 2**20
@@ -42,7 +43,8 @@ class CachingAllocator:
 
     Args:
         capacity_bytes: what it may reserve; None: no limit.
-        expandable_segments: grow one segment per pool instead of asking for many.
+        expandable_segments: grow one segment per pool instead of asking for many; None: as the environment says when
+            the first memory is asked for, which is when torch reads it.
 
     Attributes:
         allocated_bytes, reserved_bytes: now, as `torch.cuda.memory_allocated` and `memory_reserved` count them.
@@ -50,7 +52,7 @@ class CachingAllocator:
         retries: how often cached segments were given back because the card was full.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, expandable_segments: bool = False) -> None:
+    def __init__(self, capacity_bytes: int | None = None, expandable_segments: bool | None = False) -> None:
         self.capacity_bytes = capacity_bytes
         self.expandable_segments = expandable_segments
         self.allocated_bytes = self.peak_allocated_bytes = 0
@@ -112,7 +114,18 @@ class CachingAllocator:
             return None
         return self._blocks[pool.pop(position)[1]]
 
+    def configure(self, settings: str) -> None:
+        """Follow settings in the words of PYTORCH_CUDA_ALLOC_CONF, as far as they are modelled and come in time.
+
+        Once there are segments, torch makes new ones in the new way beside the old; here the old way goes on.
+        """
+        if not self.reserved_bytes and "expandable_segments" in settings:
+            self.expandable_segments = _asks_for_expandable_segments(settings)
+
     def _reserve(self, size: int, small: bool) -> Block | None:
+        if self.expandable_segments is None:
+            names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+            self.expandable_segments = any(_asks_for_expandable_segments(os.environ.get(name, "")) for name in names)
         grown = self._grow if self.expandable_segments else self._new_segment
         block = grown(size, small)
         if block is None:
@@ -225,3 +238,7 @@ def segment_bytes(size: int) -> int:
     if size < _LARGE_REQUEST:
         return _LARGE_SEGMENT
     return -(-size // _SEGMENT_ROUNDING) * _SEGMENT_ROUNDING
+
+
+def _asks_for_expandable_segments(settings: str) -> bool:
+    return "expandable_segments:true" in settings.lower().replace(" ", "")

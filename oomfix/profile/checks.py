@@ -25,7 +25,9 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
         independent: what the comparisons find: whether samples do not depend on each other.
     """
 
-    def checked(forward: Callable[..., Any], batch: Batch, modules: list[Module], most_rows: int, *_: bool) -> Verdict:
+    def checked(
+        forward: Callable[..., Any], batch: Batch, modules: list[Module], most_rows: int, *_: bool, **__: bool
+    ) -> Verdict:
         trace.assume("samples do not depend on each other" if independent else "samples depend on each other")
         # a second look at masks and gradients would compare nothing but numbers
         return check(forward, batch, modules, most_rows, trust=False, again=True)

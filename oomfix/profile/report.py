@@ -67,9 +67,7 @@ class Estimate:
         return asdict(self)
 
 
-def report(
-    trace: MemoryTrace, card: Card, margin: Margin, assumptions: Sequence[str] = (), expandable_segments: bool = False
-) -> Estimate:
+def report(trace: MemoryTrace, card: Card, margin: Margin, assumptions: Sequence[str] = ()) -> Estimate:
     """Everything that a finished trace has to say about `card`."""
     ledger = Ledger(trace)
     steps = ledger.steps()
@@ -82,7 +80,7 @@ def report(
         timeline=ledger.timeline(),
         steps=steps,
         growth_bytes_per_step=_growth(steps),
-        fits=_fits(trace, card, margin, expandable_segments),
+        fits=_fits(trace, card, margin),
         card=card,
         context_bytes=CONTEXT_BYTES,
         margin_fraction=margin.fraction,
@@ -97,11 +95,9 @@ def _growth(steps: Sequence[Step]) -> int:
     return max(0, (steps[-1].live_bytes - steps[first].live_bytes) // between) if between > 0 else 0
 
 
-def replay(
-    trace: MemoryTrace, capacity_bytes: int | None, expandable_segments: bool = False
-) -> CachingAllocator | None:
+def replay(trace: MemoryTrace, capacity_bytes: int | None) -> CachingAllocator | None:
     """The allocator after the whole run with another capacity; None: it ran out of memory."""
-    allocator = CachingAllocator(capacity_bytes, expandable_segments)
+    allocator = CachingAllocator(capacity_bytes, trace.allocator.expandable_segments)
     blocks: dict[int, Block] = {}
     for event in trace.events:
         if event < 0:
@@ -114,7 +110,7 @@ def replay(
     return allocator
 
 
-def _fits(trace: MemoryTrace, card: Card, margin: Margin, expandable_segments: bool) -> dict[str, Fit]:
+def _fits(trace: MemoryTrace, card: Card, margin: Margin) -> dict[str, Fit]:
     budgets = {"card": int(card.capacity_gib * GIB) - CONTEXT_BYTES}
     budgets |= {preset.name: int(preset.budget_gib * GIB) for preset in PRESETS.values() if preset.budget_gib}
     known: dict[int, bool] = {}
@@ -122,16 +118,16 @@ def _fits(trace: MemoryTrace, card: Card, margin: Margin, expandable_segments: b
     for name, budget in budgets.items():
         capacity = int(budget / (1 + margin.fraction))
         if capacity not in known:
-            known[capacity] = _gets_through(trace, capacity, expandable_segments)
+            known[capacity] = _gets_through(trace, capacity)
         result[name] = Fit(capacity, known[capacity])
     return result
 
 
-def _gets_through(trace: MemoryTrace, capacity: int, expandable_segments: bool) -> bool:
+def _gets_through(trace: MemoryTrace, capacity: int) -> bool:
     allocator = trace.allocator
-    if allocator.expandable_segments == expandable_segments and allocator.peak_reserved_bytes <= capacity:
+    if allocator.peak_reserved_bytes <= capacity:
         return True
     # blocks in use can never be given back: no replay is needed to know that this does not fit
     if allocator.peak_allocated_bytes > capacity * 1.05:
         return False
-    return replay(trace, capacity, expandable_segments) is not None
+    return replay(trace, capacity) is not None

@@ -94,7 +94,7 @@ def run(
     Raises:
         CannotSimulate: nothing ever reached the card, or the script needs what the simulation has not.
     """
-    simulated = SimulatedGPU(find_card(gpu), budget_bytes, _expandable_segments())
+    simulated = SimulatedGPU(find_card(gpu), budget_bytes, expandable_segments=None)
     optimizers = Optimizers(simulated.patches)
     out_of_memory = error = None
     stopped = False
@@ -156,11 +156,6 @@ def _execute(script: str, args: list[str]) -> None:
     except SystemExit as exit:
         if exit.code not in (None, 0):
             raise CannotSimulate(f"it ended itself with exit code {exit.code}") from None
-
-
-def _expandable_segments() -> bool:
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") or os.environ.get("PYTORCH_ALLOC_CONF", "")
-    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

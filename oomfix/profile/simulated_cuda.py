@@ -125,6 +125,7 @@ def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> 
         torch.cuda.memory,
         empty_cache=allocator.empty_cache, memory_allocated=torch.cuda.memory_allocated,
         mem_get_info=torch.cuda.mem_get_info, memory_stats=statistics,
+        _set_allocator_settings=allocator.configure,
     )  # fmt: skip
     patches.set(torch.backends.cudnn, is_available=answer(True), is_acceptable=answer(False), version=answer(90100))
     if hasattr(torch, "accelerator"):

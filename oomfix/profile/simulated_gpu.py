@@ -18,10 +18,9 @@ from oomfix.profile.workspaces import Workspaces
 class SimulatedGPU:
     """A card that is simulated while the context lasts: `trace` records what happens on it."""
 
-    def __init__(self, card: Card, capacity_bytes: int | None = None, expandable_segments: bool = False) -> None:
+    def __init__(self, card: Card, capacity_bytes: int | None = None, expandable_segments: bool | None = False) -> None:
         self.card = card
         self.workspaces = Workspaces(card.compute_capability)
-        self.expandable_segments = expandable_segments
         self.trace = CardTrace(
             CachingAllocator(capacity_bytes, expandable_segments),
             scratch=self.workspaces.scratch_bytes,
@@ -44,7 +43,7 @@ class SimulatedGPU:
     def report(self, assumptions: list[str]) -> Estimate:
         """What was found so far."""
         margin = self.workspaces.margin()
-        return report(self.trace, self.card, margin, assumptions, self.expandable_segments)
+        return report(self.trace, self.card, margin, assumptions)
 
 
 def assumptions(trace: CardTrace) -> list[str]:

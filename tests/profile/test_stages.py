@@ -120,3 +120,41 @@ def test_another_batch_size_reaches_the_loaders_that_have_the_script_s(simulate)
     found = simulate(TOKENS, batch_size=(2, 4))
     assert found["batch_size"] == 4
     assert simulate(TOKENS, batch_size=(3, 4))["batch_size"] == 2
+
+
+SCATTERED = """
+import os
+BEFORE
+import torch
+from oomfix.runtime import configure_allocator
+LATER
+for size in (30, 31, 32, 33):
+    torch.empty(size * 2**20, dtype=torch.uint8, device="cuda")
+w = torch.ones(2, device="cuda", requires_grad=True)
+w.sum().backward()
+torch.optim.SGD([w], lr=1).step()
+AT_LAST
+"""
+EXPANDABLE = "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments: True'"
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "reserved_mib"),
+    [
+        ("NOWHERE", "", (30 + 32 + 34) + 2),
+        ("BEFORE", EXPANDABLE, 40 + 2),
+        ("LATER", EXPANDABLE, 40 + 2),
+        ("LATER", "configure_allocator(expandable_segments=True)", 40 + 2),
+        # torch has read the environment by then
+        ("AT_LAST", EXPANDABLE, (30 + 32 + 34) + 2),
+    ],
+)
+def test_expandable_segments_are_what_the_script_makes_them(simulate, monkeypatch, place, line, reserved_mib):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+    source = SCATTERED.replace(place, line)
+    for other in ("BEFORE", "LATER", "AT_LAST"):
+        source = source.replace(other, "")
+    found = simulate(source)
+    assert found["error"] is None
+    assert found["peak_reserved_bytes"] == reserved_mib * MIB
