@@ -285,10 +285,10 @@ class MemoryManager:
             if enabled and (dtype or compat.autocast_dtype(device_type)) == torch.float16:
                 self.scaler.enable()
             return torch.autocast(device_type, dtype=dtype, enabled=enabled)
+        if not enabled:
+            return torch.autocast(device_type, enabled=False)
         chosen = precision.dtype_for(self.preset.precision, device_type)
-        if chosen is None or not enabled:
-            return nullcontext() if chosen is None else torch.autocast(device_type, enabled=False)
-        return torch.autocast(device_type, dtype=chosen)
+        return nullcontext() if chosen is None else torch.autocast(device_type, dtype=chosen)
 
     @property
     def scaler(self) -> LossScaler:

@@ -20,7 +20,7 @@ def check_optimizer(optimizer: Any) -> None:
         TypeError: `optimizer` is no optimizer, or its step needs arguments (a closure).
     """
     step = getattr(optimizer, "step", None)
-    if not callable(step) or isinstance(optimizer, torch.nn.Module | type):
+    if not callable(step) or isinstance(optimizer, type):
         raise TypeError(
             f"optimizer: got {shown(optimizer)}, expected an optimizer, or a wrapper with `step` around one"
         )

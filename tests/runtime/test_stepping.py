@@ -72,6 +72,13 @@ def test_autocast_by_hand_follows_the_preset_but_not_against_the_script():
             assert not torch.is_autocast_cpu_enabled()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_where_a_script_wants_fp32_an_autocast_of_its_own_is_off(precision):
+    memory = runtime.preset("16gb", precision=precision)
+    with torch.autocast("cpu", dtype=torch.bfloat16), memory.autocast("cpu", enabled=False):
+        assert not torch.is_autocast_cpu_enabled()
+
+
 def test_fp16_gradients_are_unscaled_before_they_are_clipped():
     model = nn.Linear(6, 4)
     memory, optimizer = runtime.preset("16gb", precision="fp16"), torch.optim.SGD(model.parameters(), lr=1.0)
