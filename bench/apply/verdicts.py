@@ -30,6 +30,7 @@ SHEET = HERE / "verdicts.tsv"
 RESULTS = HERE.parent / "results" / "apply-corpus.md"
 COLUMNS = ("repo", "path", "line", "rewrite", "reason", "verdict")
 FRAMEWORK = re.compile(r"^(Accelerate|Fabric|DeepSpeed|apex)\b")
+NOTHING_TRAINED = re.compile(r"^no optimizer step and no update")
 RULES = all_rules()
 
 
@@ -115,6 +116,7 @@ def _write(rows: Sequence[Row]) -> None:
 def _summary(rows: Sequence[Row], files: int, problems: Sequence[str], seconds: Sequence[float]) -> str:
     forms = Counter(row.rewrite for row in rows)
     free = [row for row in rows if not FRAMEWORK.match(row.reason)]
+    training = [row for row in free if not NOTHING_TRAINED.match(row.reason)]
     rewritten = sum(row.rewrite != "none" for row in free)
     read = Counter(row.verdict for row in rows if row.verdict)
     reasons = Counter((row.rewrite, _kind(row.reason)) for row in rows if row.reason)
@@ -126,7 +128,9 @@ def _summary(rows: Sequence[Row], files: int, problems: Sequence[str], seconds: 
         "",
         f"{files} scripts, {len(rows)} training loops: {forms['micro-batched']} micro-batched, {forms['in-place']} in "
         f"place, {forms['none']} left alone. Outside of frameworks and apex: {rewritten} of {len(free)} rewritten "
-        f"({100 * rewritten / max(len(free), 1):.1f} %). Read by eye: {read['right']} right, {read['wrong']} wrong.",
+        f"({100 * rewritten / max(len(free), 1):.1f} %); without the {len(free) - len(training)} that train nothing "
+        f"(saliency maps, gradient norms): {100 * rewritten / max(len(training), 1):.1f} %. Read by eye: "
+        f"{read['right']} right, {read['wrong']} wrong.",
         "",
         f"Time per script: mean {1000 * sum(seconds) / max(len(seconds), 1):.0f} ms, longest "
         f"{1000 * max(seconds, default=0):.0f} ms.",
@@ -145,7 +149,7 @@ def _kind(reason: str) -> str:
     """A reason without the lines and names of its script."""
     reason = re.sub(r"`[^`]*`", "`...`", reason)
     reason = re.sub(r"\(lines? [\d, ]+\)", "", reason)
-    reason = re.sub(r"\blines? [\d, ]*\d", "line N", reason)
+    reason = re.sub(r"\bline \d+(, line \d+)*", "line N", reason)
     reason = re.sub(r"changes [\w.]+", "changes NAME", reason)
     return re.sub(r"^[\w.]+ (is read later|may have)", r"NAME \1", reason).strip()
 

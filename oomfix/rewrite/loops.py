@@ -106,6 +106,7 @@ class Judge:
         loop = verdict.loop
         if loop.framework is not None:
             return _FRAMEWORKS.get(loop.framework, f"{loop.framework} runs the training")
+        own = self._keep_optimizers_backwards(verdict)
         for event in verdict.backwards:
             if (reason := self._why_backward_stays(event)) is not None:
                 return reason
@@ -113,9 +114,19 @@ class Judge:
             verdict.steps = list(self._steps_by_name(verdict))
         if not verdict.steps and not self._updates_out_of_sight(verdict):
             return "no optimizer step and no update of parameters is in sight"
-        verdict.sees_scale = self._hand_over_steps(verdict) or self._watch.why_seen(verdict)
+        verdict.sees_scale = own or self._hand_over_steps(verdict) or self._watch.why_seen(verdict)
         if verdict.scaled and verdict.sees_scale is None:
             verdict.sees_scale = self._amp.why_left_alone(verdict.backwards)
+        return None
+
+    def _keep_optimizers_backwards(self, verdict: Verdict) -> str | None:
+        """Leave `optimizer.backward(loss)` of `if fp16: ... else: loss.backward()`; returns why nothing may be scaled."""
+        for event in list(verdict.backwards):
+            path = path_of(event.node.func) or ""
+            others = [other for other in verdict.backwards if other is not event]
+            if "optim" in path.lower() and any(self._blocks.exclude_each_other(event.node, o.node) for o in others):
+                verdict.backwards.remove(event)
+                return f"`{path}` in line {event.node.lineno} scales the loss by itself"
         return None
 
     def _hand_over_steps(self, verdict: Verdict) -> str | None:
@@ -150,7 +161,9 @@ class Judge:
             return f"the backward in line {line} has arguments that cannot be followed"
         root = self._amp.root_of(node)
         if (node.args or not event.origins) and (self._is_engine(root) or not self._is_loss(root)):
-            return f"`{ast.unparse(node.func)}` in line {line} is a method of another file's object"
+            return self._engines_reason(node)
+        if self._steps_itself(root):
+            return self._engines_reason(node)
         return None
 
     def _steps_by_name(self, verdict: Verdict) -> Iterator[Step]:
@@ -163,13 +176,25 @@ class Judge:
                     if "optim" in receiver.lower() and "sched" not in receiver.lower():
                         yield Step(node, event.site, event.order, optimizer=receiver, scaled=False)
 
-    def _is_engine(self, root: ast.expr) -> bool:
-        """Whether what has the backward is called like a network somewhere, or steps: a training engine, no tensor."""
+    def _engines_reason(self, node: ast.Call) -> str:
+        if "deepspeed" in self._script.source.text.lower():
+            return _FRAMEWORKS["deepspeed"]
+        return f"`{ast.unparse(node.func)}` in line {node.lineno} is a method of another file's object"
+
+    def _steps_itself(self, root: ast.expr) -> bool:
+        """Whether what has the backward has methods of a trainer."""
         path = path_of(root)
-        if path is None:
-            return False
-        own = {path, *(f"{path}.{method}" for method in _ENGINE_METHODS)}
-        return any(isinstance(node, ast.Call) and path_of(node.func) in own for node in self._script.imports.nodes)
+        own = {f"{path}.{method}" for method in _ENGINE_METHODS}
+        return path is not None and any(
+            isinstance(node, ast.Call) and path_of(node.func) in own for node in self._script.imports.nodes
+        )
+
+    def _is_engine(self, root: ast.expr) -> bool:
+        """Whether what has the backward is called like a network somewhere: a training engine, no tensor."""
+        path = path_of(root)
+        return path is not None and any(
+            isinstance(node, ast.Call) and path_of(node.func) == path for node in self._script.imports.nodes
+        )
 
     def _is_loss(self, root: ast.expr) -> bool:
         """Whether a root that nothing is known of is a tensor: it is computed, assigned, or one of several."""

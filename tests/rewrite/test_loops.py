@@ -860,6 +860,25 @@ def test_gradients_switched_by_a_context_are_switched_in_the_slice():
     assert "loss = memory.evaluate(forward, x, y)" in text
 
 
+def test_the_backward_of_an_optimizer_stays_beside_that_of_the_loss_and_nothing_is_scaled():
+    result = rewritten(
+        TOP
+        + textwrap.dedent("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if args.fp16:
+                optimizer.backward(loss)
+            else:
+                loss.backward()
+            optimizer.step()
+        """)
+    )
+    assert [loop.rewrite for loop in result.loops] == ["in-place"]
+    assert result.loops[0].notes[0].endswith("`optimizer.backward` in line 12 scales the loss by itself")
+    assert "    if args.fp16:\n        optimizer.backward(loss)\n    else:\n        memory.backward(loss)\n" in result.text
+
+
 def test_an_optimizer_that_runs_backward_is_no_loss():
     text = "for x, y in loader:\n    loss = model(x).sum()\n    optimizer.backward(loss)\n    optimizer.step()\n"
     result = rewritten(TOP + text)
