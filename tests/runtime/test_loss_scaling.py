@@ -9,6 +9,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from oomfix import runtime
@@ -301,6 +303,74 @@ def test_sparse_gradients_follow_the_scale(memory):
     expected = torch.zeros(5, 3)
     expected[[1, 3]] = RATE
     assert torch.equal(before - table.weight, before - (before - expected))
+
+
+class Unscaled:
+    """What should come out: one model and its SGD, without any scale."""
+
+    def __init__(self, model):
+        self.values, self.gradients, self.skipped = values(model), None, 0
+
+    def backward(self, factor):
+        added = [2 * factor * value for value in self.values]
+        self.gradients = (
+            added if self.gradients is None else [a + b for a, b in zip(self.gradients, added, strict=True)]
+        )
+
+    def step(self):
+        if self.gradients is None:
+            return
+        if all(gradient.isfinite().all() for gradient in self.gradients):
+            self.values = [v - RATE * g for v, g in zip(self.values, self.gradients, strict=True)]
+        else:
+            self.skipped += 1
+
+
+MODELS = st.integers(0, 1)
+ACTIONS = st.one_of(
+    st.tuples(st.just("backward"), MODELS, st.sampled_from([1.0, 1.0, 1.0, float("inf")])),
+    st.tuples(st.just("step"), MODELS, st.booleans()),
+    st.tuples(st.just("zero_grad"), MODELS, st.booleans()),
+    st.tuples(st.just("unscale"), MODELS, st.booleans()),
+    st.tuples(st.just("update"), MODELS, st.booleans()),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ACTIONS, max_size=14))
+def test_in_any_order_two_optimizers_step_as_if_nothing_were_scaled(actions):
+    """Bitwise. The scale grows at every update, and halves at every overflow."""
+    runtime.reset()
+    memory = runtime.preset("16gb", precision="fp16")
+    memory.scaler.set_growth_interval(1)
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers, expected = [sgd(model) for model in models], [Unscaled(model) for model in models]
+    for action, which, how in actions:
+        model, optimizer, reference = models[which], optimizers[which], expected[which]
+        if action == "backward":
+            memory.backward(how * penalty(model))
+            reference.backward(how)
+        elif action == "step":
+            memory.step(optimizer, zero_grad=how)
+            reference.step()
+            reference.gradients = None if how else reference.gradients
+        elif action == "zero_grad":
+            optimizer.zero_grad(set_to_none=how)
+            zeros = None if reference.gradients is None else [torch.zeros_like(g) for g in reference.gradients]
+            reference.gradients = None if how else zeros
+        elif action == "unscale":
+            (memory if how else memory.scaler).unscale_(optimizer)
+            if reference.gradients is not None:
+                assert all(
+                    torch.equal(p.grad, g) or not g.isfinite().all()
+                    for p, g in zip(model.parameters(), reference.gradients, strict=True)
+                )
+        elif how:
+            memory.scaler.update()
+        else:
+            memory.scaler.state_dict()
+        assert equal(values(model), reference.values)
+    assert memory.skipped_steps == sum(reference.skipped for reference in expected)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------
