@@ -95,10 +95,18 @@ class Signature:
                     kept |= names & rebound
                     lift.deletes[node] = names - rebound
                 else:
-                    kept |= names
+                    kept |= names - self._bound_ahead(node, scope)
         for statement, names in lift.deletes.items():
             lift.deletes[statement] = names - kept
         return kept
+
+    def _bound_ahead(self, statement: ast.Delete, scope: Scope) -> set[str]:
+        """The names that are bound anew in a `del`'s own block ahead of it."""
+        for node in [scope, *nodes_of_scope_body(scope)]:
+            for block in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None)):
+                if isinstance(block, list) and statement in block:
+                    return definitely_bound(block[: block.index(statement)])
+        return set()
 
     def _bound_where_read(self, name: str, statements: list[ast.stmt]) -> bool:
         """Whether a name is read only under a test that also stood over its binding in an earlier statement.

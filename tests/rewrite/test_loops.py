@@ -890,3 +890,18 @@ def test_an_optimizer_that_runs_backward_is_no_loss():
 def test_a_tensor_that_starts_from_a_gradient_is_no_engine(root):
     _, forms = apply(f"for x, y in loader:\n    {root}\n    score.backward(one)\n    optimizer.step()\n")
     assert forms[0][0] == "in-place"
+
+
+def test_a_name_that_is_bound_anew_ahead_of_its_del_need_not_be_returned():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        for x, y in loader:
+            out = len(x)
+            del out
+        """)
+    assert "        return loss\n" in text
