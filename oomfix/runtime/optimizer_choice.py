@@ -30,9 +30,9 @@ def use_lean_step(optimizer: torch.optim.Optimizer) -> Step:
         where it has none, or is asked for something (`differentiable`, `capturable`) that excludes it;
         "as it was" for optimizers without such a choice.
 
-    The forms differ by rounding. At the peak of the step, AdamW's
-    temporaries are 8 bytes per fp32 parameter with foreach, those of its largest parameter in a loop, none fused:
-    bench/results/techniques-cpu.md.
+    The forms differ by rounding. It saves where the step is the peak, in training with few
+    activations: GPT-2 124M on one sample of 128 tokens peaks at 2.17 GiB instead of 2.34, and not at all at batch 16
+    of 1024 tokens (simulated A100, bench/results/techniques-cpu.md).
     """
     groups = optimizer.param_groups
     if not type(optimizer).__module__.startswith("torch.optim") or not all("foreach" in group for group in groups):
