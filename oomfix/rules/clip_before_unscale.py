@@ -12,8 +12,8 @@ class ClipBeforeUnscale(Rule):
     """Gradients are clipped while they are still multiplied by the loss scale.
 
     Why: a GradScaler multiplies the loss by up to 65536 and more, and the gradients with it. Clipping them to a norm
-    of 1.0 then divides nearly every true gradient by the scale: the steps become tiny, and change whenever the scale
-    does.
+    of 1.0 then divides nearly every true gradient by the scale: what reaches the optimizer has a norm of 1.5e-05
+    instead of 1.0 (bench/results/rules.md), and changes whenever the scale does.
 
     Quiet when: `scaler.unscale_(optimizer)` ran after the backward, or the loss was not scaled on this way.
 

@@ -11,9 +11,10 @@ from oomfix.script import Script
 class EmptyCacheInLoop(Rule):
     """`torch.cuda.empty_cache()` runs on every iteration of a batch loop.
 
-    Why: the caching allocator exists so that the next iteration gets its blocks without asking the driver. Emptying
-    it gives them back and asks again, and both wait for the GPU. The peak is reached within an iteration, so not one
-    byte is saved.
+    Why: the caching allocator exists so that the next iteration gets its blocks without asking the driver. Emptying it
+    gives them back and asks again, and both wait for the GPU: 6 calls to the driver in every iteration instead of 0 for
+    a network of 8 blocks, at the same peak of 40.0 MiB (bench/results/rules.md). The peak is reached within an
+    iteration, so not one byte is saved.
 
     Quiet when: it runs every N-th iteration, between epochs or stages, or after a caught out-of-memory error.
 

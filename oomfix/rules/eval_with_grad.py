@@ -15,7 +15,8 @@ class EvalWithGrad(Rule):
     What: a forward in a validation, test or inference pass outside `torch.no_grad()` and `torch.inference_mode()`.
 
     Why: autograd saves the activations of every layer for a backward that never comes. `model.eval()` does not change
-    that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well.
+    that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well: its
+    peak over the weights was 9.0 times that under `no_grad` for a network of 8 blocks (bench/results/rules.md).
 
     Quiet when: gradients are off by context, decorator or `set_grad_enabled(False)`, here or in every caller in the
     file; a backward goes through the forward; a framework (Lightning, Trainer)

@@ -12,8 +12,9 @@ class Fp16WithoutScaler(Rule):
     """Training under fp16 autocast without a gradient scaler.
 
     Why: fp16 has no numbers between 0 and 6e-8. Gradients below that become zero without a word, layer by layer, and
-    the model trains worse or not at all. Loss scaling keeps them in range; bf16, which has the range of fp32, needs
-    none.
+    the model trains worse or not at all: 74% of the gradients of a segmentation loss over 32768 pixels that are mostly
+    right already, 0% at a scale of 65536 (bench/results/rules.md). Loss scaling keeps them in range; bf16, which has
+    the range of fp32, needs none.
 
     Quiet when: a gradient scaler is used, or spoken of, where the loop is written; the dtype is bfloat16 or decided
     elsewhere; a framework does the backward. `autocast("cuda")` without a dtype means fp16.

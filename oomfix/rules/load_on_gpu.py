@@ -12,9 +12,10 @@ from oomfix.script.edits import add_keyword
 class LoadOnGpu(Rule):
     """`torch.load` without `map_location` puts a checkpoint back on the GPU it came from.
 
-    Why: a checkpoint saved from a GPU holds CUDA tensors, and loading it allocates all of them on that GPU, beside
-    the model and the optimizer that are already there: weights, and twice that again for Adam's state. They stay as
-    long as any name leads to the checkpoint. Under several processes every rank does so on GPU 0.
+    Why: a checkpoint saved from a GPU holds CUDA tensors, and loading it allocates all of them on that GPU, beside the
+    model and the optimizer that are already there: weights, and twice that again for Adam's state, 3.0 times the
+    weights in all (bench/results/rules.md). They stay as long as any name leads to the checkpoint. Under several
+    processes every rank does so on GPU 0.
 
     Quiet when: `map_location` is given, by name or as the second argument.
 

@@ -18,7 +18,8 @@ class LossAccumulation(Rule):
     Why: a tensor that requires grad holds the graph it came from, and the sum holds every tensor added to it. Where no
     backward runs through the loss, the graph holds every activation of the iteration: memory grows by a whole forward
     each time, until the card is full. Where one does, before or after the addition, it frees the activations and only
-    the nodes of the graph stay, in host memory: a slow leak, reported as a warning.
+    the nodes of the graph stay, in host memory: a slow leak, reported as a warning. A network of 8 blocks keeps 40.0
+    MiB per iteration in the one case, 59 nodes in the other (bench/results/rules.md).
 
     Quiet when: the value is a number (`.item()`, `float(loss)`, `.tolist()`, a helper that returns one) or detached;
     gradients are off where it was made; the terms are summed into one loss that is backpropagated.

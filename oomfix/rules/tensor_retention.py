@@ -17,7 +17,8 @@ class TensorRetention(Rule):
     warning).
 
     Why: each kept tensor holds the graph it came from. Without a backward through it, that is every activation of the
-    iteration, so memory grows by a whole forward per batch; with one, only graph nodes stay (a warning).
+    iteration, so memory grows by a whole forward per batch; with one, only graph nodes stay (a warning). For an output
+    of 0.5 MiB, a network of 8 blocks keeps 40.0 MiB (bench/results/rules.md).
 
     Quiet when: what is kept is detached, a number or made without gradients; the list is stacked and backpropagated
     later (episodes, time steps); the meter is out of sight.
