@@ -7,21 +7,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from oomfix.script import torch_facts
-from oomfix.script.containers import STORING, Containers
+from oomfix.script.containers import STORING
 from oomfix.script.contexts import NULL, context_of_call
 from oomfix.script.hints import (
     looks_like_detaching,
     looks_like_forward,
-    looks_like_logging,
     looks_like_loss,
     looks_like_module,
     looks_like_training,
 )
 from oomfix.script.names import path_of
 from oomfix.script.trace import Clip
+from oomfix.script.unseen import Unseen
 from oomfix.script.values import (
     FRESH_TENSOR,
-    NO_ORIGINS,
     NONE,
     NUMBER,
     PLAIN_TENSOR,
@@ -38,7 +37,7 @@ _SAME_MODULE = frozenset(
 )
 
 
-class Calls(Containers):
+class Calls(Unseen):
     """Finds out what is called: something of the file, of torch, of another library, or out of sight."""
 
     def call(self, node: ast.Call) -> Value:
@@ -64,6 +63,8 @@ class Calls(Containers):
             case Kind.CLASS:
                 return self._instantiate(node, function.ref, arguments, keywords)
             case Kind.MODULE:
+                if self._takes_the_name_of(node, path):
+                    return function
                 if looks_like_loss(path or ""):
                     return self._through_loss([*arguments, *keywords.values()])
                 return self.forward(node, function, path, arguments, keywords, method=self._own(function, "forward"))
@@ -212,96 +213,6 @@ class Calls(Containers):
         content = combine(given)
         return Value(Kind.CONTAINER, content.graph, content.origins, carried_from=content.carried_from)
 
-    def _unknown(
-        self,
-        node: ast.Call,
-        path: str | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
-        imported: bool = False,
-    ) -> Value:
-        """A call of something out of sight: its uses and its name say what it is."""
-        given = [*arguments, *keywords.values()]
-        self._call_back(node, given)
-        if self._is_backward_out_of_sight(path, arguments, keywords):
-            return self._backward_out_of_sight(node, arguments)
-        content = combine(given)
-        if content.graph and looks_like_detaching((path or "").rsplit(".", 1)[-1]):
-            return content.with_graph(Graph.NO, NO_ORIGINS)
-        if content.graph and self._is_handed_on(node, path):
-            self.trace.handed_on.append((self.trace.next_order(), content.origins))
-        if content.graph and (self._is_given_what_it_trains(node, given) or self._is_given_terms(path, given)):
-            # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
-            self.trace.backpropagated |= content.origins
-        last = (path or "").rsplit(".", 1)[-1]
-        called_module = path in self.hints.modules and not imported
-        if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and not called_module:
-            return self._made(node, last, content)
-        if path is not None:
-            if self.hints.is_module(path) or (not imported and looks_like_module(path)):
-                if not looks_like_loss(path):
-                    return self.forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
-            if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
-                return Value(Kind.LOSS)
-        returned = self._as_hinted(path, content)
-        if returned is not None:
-            return returned
-        if content.graph:
-            certain = looks_like_loss(last) and last.islower()
-            graph = content.graph if certain else Graph.MAYBE
-            return Value(Kind.TENSOR, graph, content.origins, is_tensor=certain, carried_from=content.carried_from)
-        if self._made_to_be_module(node):
-            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
-        return UNKNOWN
-
-    def _made(self, node: ast.Call, name: str, content: Value) -> Value:
-        """A call of a class out of sight makes an object; what it does with a graph is its own."""
-        if looks_like_module(name) or self._made_to_be_module(node):
-            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
-        return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
-
-    def _is_handed_on(self, node: ast.Call, path: str | None) -> bool:
-        """A call for its effect alone, and not for a log: it may well go back through the graph."""
-        return self._is_for_effect(node) and not looks_like_logging(path or "")
-
-    def _is_for_effect(self, node: ast.Call) -> bool:
-        return isinstance(self.statement, ast.Expr) and self.statement.value is node
-
-    def _is_given_terms(self, path: str | None, given: list[Value]) -> bool:
-        """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
-        collected = any(value.kind is Kind.CONTAINER and value.graph for value in given)
-        return collected and looks_like_training((path or "").rsplit(".", 1)[-1])
-
-    def _is_given_what_it_trains(self, node: ast.Call, given: list[Value]) -> bool:
-        if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in given):
-            return True
-        return any(path in self.hints.modules for path in map(path_of, node.args))
-
-    def _made_to_be_module(self, node: ast.Call) -> bool:
-        """The call is assigned to a path that is used as a network."""
-        statement = self.statement
-        if not isinstance(statement, ast.Assign) or statement.value is not node or len(statement.targets) != 1:
-            return False
-        path = path_of(statement.targets[0])
-        return path is not None and path in self.hints.modules and path in self.hints.called
-
-    def _as_hinted(self, path: str | None, content: Value) -> Value | None:
-        """What an unseen helper returns, when elsewhere in the file its result is backpropagated."""
-        positions = self.hints.graph_callees.get(path or "")
-        if positions is None or self.state.grad is Graph.NO:
-            return None
-        graph = self.state.grad
-        origins = content.origins or self.unseen_forward(path or "")
-        if None in positions:
-            return Value(Kind.TENSOR, graph, origins, is_tensor=True, carried_from=content.carried_from)
-        size = max(position for position in positions if position is not None) + 1
-        certain = Value(Kind.TENSOR, graph, origins, is_tensor=True)
-        other = Value(Kind.TENSOR, Graph.MAYBE, content.origins)
-        statement = self.statement
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
-            size = max(size, len(statement.targets[0].elts))
-        return Value(Kind.SEQUENCE, items=tuple(certain if i in positions else other for i in range(size)))
-
     def _method(
         self, node: ast.Call, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value]
     ) -> Value:
@@ -331,7 +242,7 @@ class Calls(Containers):
                 self.assign(node.func.value, result, self.statement)
             elif name in ("add_", "sub_") and isinstance(node.func, ast.Attribute) and arguments:
                 self._add_in_place(node, node.func.value, result, arguments[0])
-            elif self._is_for_effect(node) and receiver.origins <= self.trace.unseen and result.origins:
+            elif self.is_for_effect(node) and receiver.origins <= self.trace.unseen and result.origins:
                 # `loss.add_batch(out, y)` of an object that runs the backward itself
                 self.assign(node.func.value, result, self.statement)  # type: ignore[attr-defined]
             return result
@@ -395,13 +306,27 @@ class Calls(Containers):
             return NUMBER
         content = combine([*arguments, *keywords.values()])
         if looks_like_detaching(name):
-            return content.with_graph(Graph.NO, NO_ORIGINS)
+            return self._detached(node, content)
         if content.graph and looks_like_loss(name):
             return self._through_loss([*arguments, *keywords.values()])
+        if content.graph and self._is_handed_on(node, path):
+            # `learner.transfer(weights)`: a network that is given a graph for itself is trained through it.
+            self.trace.backpropagated |= content.origins
+            if not looks_like_forward(name):
+                return UNKNOWN
+        grad = self.state.grad
+        if self._always_without_graph(name):
+            self.state.grad = Graph.NO
         result = self.forward(node, receiver, path, arguments, keywords, direct=looks_like_module(name))
+        self.state.grad = grad
         if looks_like_module(name) or looks_like_forward(name):
             return result
         return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
+
+    def _always_without_graph(self, name: str) -> bool:
+        """Whether all methods of this name in the file turn gradients off by a decorator."""
+        effects = [function.effects for function in self.functions if function.name == name]
+        return bool(effects) and all(any("no_grad" in effect.ref for effect in each) for each in effects)
 
     def _tensor_method(self, name: str, receiver: Value, given: list[Value]) -> Value:
         if name in torch_facts.INTEGER_RESULTS or name in torch_facts.LEAVING_THE_GRAPH:

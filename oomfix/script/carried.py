@@ -37,12 +37,20 @@ def carried_states(trace: Trace, evaluation_forwards: list[Forward]) -> Iterator
         trains = loop in training
         if not isinstance(statement, ast.Assign) or not (trains or origin in evaluating):
             continue
+        if origin in trace.backpropagated and not _goes_back_in(loop, origin, trace):
+            continue
         if _is_layer_of(loop, trace.forwards[origin].path):
             continue
         names = [path_of(name) or "" for target in statement.targets for name in _flat(target)]
         states = [name for name in names if _STATE_NAME.search(name.rsplit(".", 1)[-1])]
         if states or loop in retaining:
             yield CarriedState(statement, (states or names)[-1], trains)
+
+
+def _goes_back_in(loop: Loop, origin: int, trace: Trace) -> bool:
+    """Whether a backward of each round goes through a forward, as far as is known."""
+    backwards = [event for event in trace.backwards if event.site.loop is loop]
+    return any(not event.origins or origin in event.origins for event in backwards)
 
 
 def _is_layer_of(loop: Loop, path: str | None) -> bool:

@@ -44,6 +44,8 @@ class Core(ABC):
         """Names of networks that were frozen one by one, in a loop over several of them."""
         self.left_by_constructor: dict[object, bool] = {}
         """The networks that the constructor of the object at hand has switched to `eval()` (True) or `train()`."""
+        self.functions: list[Function] = []
+        """The functions of the file that were defined so far."""
         self.statement: ast.stmt | None = None
 
     @property
@@ -94,6 +96,10 @@ class Core(ABC):
                 return self.state.attributes.get((instance.number, node.attr))
         path = path_of(node)
         return None if path is None else self.lookup(path)
+
+    def is_for_effect(self, node: ast.Call) -> bool:
+        """Whether a call is a statement of its own."""
+        return isinstance(self.statement, ast.Expr) and self.statement.value is node
 
     def instance_of(self, value: Value) -> Instance | None:
         """The object behind a value, when its class is in the file."""

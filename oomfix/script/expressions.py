@@ -16,6 +16,7 @@ from oomfix.script.values import (
     MISSING,
     NONE,
     NUMBER,
+    PLAIN_TENSOR,
     UNKNOWN,
     Graph,
     Kind,
@@ -87,6 +88,8 @@ class Expressions(Calls):
             return Value(Kind.FUNCTION, ref=(method, None))
         if base.items is not None and len(base.items) == 2 and node.attr in ("values", "indices"):
             return base.items[node.attr == "indices"]
+        if base.graph and node.attr in torch_facts.DETACHED_OUTPUTS:
+            return PLAIN_TENSOR
         if base.graph:
             return Value(
                 Kind.TENSOR,

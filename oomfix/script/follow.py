@@ -83,14 +83,25 @@ class Follower(Flow):
             self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
         if owner is not None and not owner.training_methods:
             self.left_by_constructor = self._modes.get(owner, {})
+        earlier = len(self.bound)
         returned = self.run(self._frame_of_unseen_call(function, receiver), function, None)
         self.left_by_constructor = {}
+        if owner is not None and owner.is_module and not inside and not owner.training_methods:
+            # Whoever calls a method of a network may backpropagate what it returns, or leaves on it, with a graph;
+            # what it returns beside a result without one is a state.
+            result = returned.items[0] if returned.items else returned
+            self.trace.backpropagated |= flatten(result).origins | self._left_on_objects(earlier)
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
         for origin in flatten(returned).origins:
             if origin in self.trace.forwards:
                 self.trace.forwards[origin].escaped = True
             elif origin in self.trace.keeps:
                 self.trace.keeps[origin].returned = True
+
+    def _left_on_objects(self, earlier: int) -> frozenset[int]:
+        """Where the graphs come from that attributes hold which were bound since."""
+        held = [self.state.attributes.get(key) for key in self.bound[earlier:] if isinstance(key, tuple)]
+        return combine([flatten(binding.value) for binding in held if binding is not None]).origins
 
     def _enter_step(self, function: Function, owner: Class) -> None:
         """Lightning calls the step for every batch and runs the backward of what it returns."""

@@ -10,7 +10,7 @@ from functools import reduce
 
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
-from oomfix.script.hints import looks_like_loss
+from oomfix.script.hints import looks_like_logging, looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, Names
 from oomfix.script.torch_facts import BOOKKEEPING
@@ -53,6 +53,7 @@ class Functions(Core):
         if receiver is not None and not function.is_static:
             if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
                 runs_network = not self._is_bare(function) and not self._is_in_constructor_of(receiver)
+                runs_network = runs_network and not (self.is_for_effect(node) and looks_like_logging(function.name))
                 if self.enclosing_forward is None and runs_network:
                     return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
             return self._follow_function(node, function, receiver, arguments, keywords)

@@ -47,6 +47,7 @@ _VERB = re.compile(
     re.IGNORECASE,
 )
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)|^(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
+_WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
 _OPTIMIZER_NAME = re.compile(
     r"(^|_)(opt[a-z]?|optim\w*|opt_\w+)\d*$|_opt$|\w[Oo]ptimi[sz]er$",
     re.IGNORECASE,
@@ -178,6 +179,10 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.moved.add(receiver)
 
 
+def _is_loss_not_weight(path: str) -> bool:
+    return looks_like_loss(path) and not _WEIGHT_NAME.search(path)
+
+
 def _read_maker(statement: ast.Assign, hints: Hints) -> None:
     """`q1, q2 = Critic().to(device), Critic().to(device)`: what is known of one holds for the other."""
     for target in statement.targets:
@@ -212,7 +217,7 @@ def _additive_terms(node: ast.expr) -> list[str]:
         weighted = [
             side
             for side, other in ((node.left, node.right), (node.right, node.left))
-            if isinstance(other, ast.Constant) or looks_like_loss(path_of(side) or "")
+            if isinstance(other, ast.Constant) or _is_loss_not_weight(path_of(side) or "")
         ]
         return [term for side in weighted for term in _additive_terms(side)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from oomfix.script.names import path_of
+from oomfix.script.rounds import carries_over
 from oomfix.script.trace import Backward, Event, Loop, Trace
 
 _COMPUTING = frozenset("softmax log_softmax exp sigmoid tanh relu matmul mm bmm normalize sqrt pow mean sum".split())
@@ -34,7 +35,7 @@ class GraphReuse:
             return True
         if any(order > backward.order and origins & backward.origins for order, origins in self._trace.handed_on):
             return True
-        if loop is not None and (_carries_over(loop) or self._uses_older_tensors(loop)):
+        if loop is not None and (carries_over(loop) or self._uses_older_tensors(loop)):
             return True
         sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
         unseen = [other for other in self._trace.backwards if not (other.origins and backward.origins)]
@@ -75,26 +76,6 @@ def _exclude_each_other(first: Event, second: Event) -> bool:
     """Whether two events are on the two sides of one condition."""
     sides = {id(guard.statement): guard.value for guard in first.site.guards}
     return any(sides.get(id(guard.statement), guard.value) is not guard.value for guard in second.site.guards)
-
-
-def _carries_over(loop: Loop) -> bool:
-    """Whether a round reads a name that only a later line binds (`prev = out`), in the round before."""
-    names = [node for node in ast.walk(loop) if isinstance(node, ast.Name)]
-    first_bound: dict[str, int] = {}
-    for name in names:
-        if isinstance(name.ctx, ast.Store):
-            first_bound[name.id] = min(name.lineno, first_bound.get(name.id, name.lineno))
-    handed_on = {
-        name.id
-        for node in ast.walk(loop)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute | ast.Subscript)
-        for target in node.targets
-        for name in ast.walk(target)
-        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
-    }
-    return any(
-        isinstance(name.ctx, ast.Load) and name.id in handed_on and name.lineno < first_bound[name.id] for name in names
-    )
 
 
 def _computes(node: ast.expr) -> bool:

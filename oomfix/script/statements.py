@@ -27,7 +27,6 @@ class Statements(Expressions):
 
     def __init__(self, module_frame: Frame, trace: Trace, hints: Hints) -> None:
         super().__init__(module_frame, trace, hints)
-        self.functions: list[Function] = []
         self._defined: dict[int, Function] = {}
         self.visited: set[int] = set()
 

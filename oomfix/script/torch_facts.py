@@ -88,6 +88,8 @@ BOOKKEEPING = frozenset(
     "initHidden reset_parameters update_learning_rate get_config tie_weights freeze unfreeze summary".split()
 )
 """Methods of modules that run nothing."""
+DETACHED_OUTPUTS = frozenset({"mems", "new_mems"})
+"""What the outputs of Transformer-XL and XLNet carry into the next segment: their models detach it themselves."""
 SEVERAL = frozenset("split chunk unbind tensor_split hsplit vsplit meshgrid broadcast_tensors where".split())
 """Functions and methods that give several tensors."""
 REDUCTIONS = frozenset("mean sum prod var std norm".split())

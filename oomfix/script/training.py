@@ -45,7 +45,7 @@ class Training(Functions):
         if self.enclosing_forward is not None and path not in ("self", "self.module"):
             return self._part_of_forward(content)
         origin = self.trace.number("forward", id(node), self.way)
-        grad = self.state.grad
+        grad = Graph.NO if method is not None and _records_nothing(method) else self.state.grad
         self.trace.forwards[origin] = Forward(
             node=node,
             site=self._site_of_forward(method),
@@ -425,6 +425,11 @@ class Training(Functions):
 
 def _is_autocast(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "autocast"
+
+
+def _records_nothing(method: Function) -> bool:
+    """Whether a decorator turns gradients off around all of it."""
+    return any(effects.ref == frozenset({"no_grad"}) for effects in method.effects)
 
 
 def _with_structure(returned: Value, whole: Value) -> Value:

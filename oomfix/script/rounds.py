@@ -1,0 +1,108 @@
+"""What one round of a loop hands to the next through names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from oomfix.script.trace import Loop
+
+_COPIES = ast.Name | ast.Attribute | ast.Subscript
+
+
+def carries_over(loop: Loop) -> bool:
+    """Whether a round reads what the round before has copied into a name (`prev = out`)."""
+    copied = {
+        name
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign) and isinstance(node.value, _COPIES)
+        for target in node.targets
+        for name in _names(target)
+    }
+    if not copied:
+        return False
+    reading = _Reading()
+    reading.block(loop.body, set(_names(loop.target)) if isinstance(loop, ast.For | ast.AsyncFor) else set())
+    return bool(copied & reading.early)
+
+
+class _Reading:
+    """Finds the names that a block reads before it has bound them for certain."""
+
+    def __init__(self) -> None:
+        self.early: set[str] = set()
+
+    def block(self, statements: list[ast.stmt], bound: set[str]) -> set[str]:
+        """Read statements in order, with `bound` already bound; returns what is bound after them."""
+        for statement in statements:
+            bound = self._statement(statement, bound)
+        return bound
+
+    def _statement(self, node: ast.stmt, bound: set[str]) -> set[str]:
+        match node:
+            case ast.If():
+                self._expressions([node.test], bound)
+                return self.block(node.body, set(bound)) & self.block(node.orelse, set(bound))
+            case ast.For() | ast.AsyncFor():
+                self._expressions([node.iter], bound)
+                self.block(node.body, bound | set(_names(node.target)))
+                self.block(node.orelse, set(bound))
+                return bound
+            case ast.While():
+                self._expressions([node.test], bound)
+                self.block(node.body, set(bound))
+                self.block(node.orelse, set(bound))
+                return bound
+            case ast.With() | ast.AsyncWith():
+                self._expressions([item.context_expr for item in node.items], bound)
+                targets = (item.optional_vars for item in node.items if item.optional_vars is not None)
+                return self.block(node.body, bound | {name for target in targets for name in _names(target)})
+            case ast.Try():
+                ends = [self.block(node.body + node.orelse, set(bound))]
+                ends += [self.block(handler.body, set(bound)) for handler in node.handlers]
+                return self.block(node.finalbody, set.intersection(*ends))
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                arguments = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+                self.block(node.body, bound | arguments)
+                return bound | {node.name}
+        self._expressions(_parts(node), bound)
+        return bound | {name for child in ast.walk(node) if isinstance(child, ast.expr) for name in _stored(child)}
+
+    def _expressions(self, nodes: Iterable[ast.AST], bound: set[str]) -> None:
+        for node in nodes:
+            own = {name for part in ast.walk(node) for name in _bound_within(part)}
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load) and part.id not in bound | own:
+                    self.early.add(part.id)
+
+
+def _parts(node: ast.stmt) -> Iterator[ast.AST]:
+    """What a simple statement reads; an augmented assignment reads its target too."""
+    yield from ast.iter_child_nodes(node)
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        yield ast.Name(node.target.id, ast.Load())
+
+
+def _bound_within(node: ast.AST) -> Iterator[str]:
+    """Names that a comprehension or a lambda binds for itself."""
+    if isinstance(node, ast.comprehension):
+        yield from _names(node.target)
+    elif isinstance(node, ast.Lambda):
+        yield from (argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg))
+
+
+def _stored(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+
+
+def _names(target: ast.expr) -> Iterator[str]:
+    """The names that a target binds or writes into."""
+    for node in ast.walk(target):
+        if isinstance(node, ast.Name) and not _is_index(node, target):
+            yield node.id
+
+
+def _is_index(name: ast.Name, target: ast.expr) -> bool:
+    """Whether a name only says where: `i` in `kept[i]`."""
+    return any(isinstance(node, ast.Subscript) and name in ast.walk(node.slice) for node in ast.walk(target))

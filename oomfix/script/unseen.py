@@ -1,0 +1,124 @@
+"""Calls of what is out of sight: their uses and their names say what they are."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.script import torch_facts
+from oomfix.script.containers import Containers
+from oomfix.script.hints import (
+    looks_like_detaching,
+    looks_like_logging,
+    looks_like_loss,
+    looks_like_module,
+    looks_like_training,
+)
+from oomfix.script.names import path_of
+from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
+
+
+class Unseen(Containers):
+    """Finds out what a call does whose function is not in the file, nor known from torch."""
+
+    def _unknown(
+        self,
+        node: ast.Call,
+        path: str | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        imported: bool = False,
+    ) -> Value:
+        """A call of something out of sight: its uses and its name say what it is."""
+        given = [*arguments, *keywords.values()]
+        self._call_back(node, given)
+        if self._is_backward_out_of_sight(path, arguments, keywords):
+            return self._backward_out_of_sight(node, arguments)
+        content = combine(given)
+        if content.graph and looks_like_detaching((path or "").rsplit(".", 1)[-1]):
+            return self._detached(node, content)
+        if content.graph and self._is_handed_on(node, path):
+            self.trace.handed_on.append((self.trace.next_order(), content.origins))
+        if content.graph and (self._is_given_what_it_trains(node, given) or self._is_given_terms(path, given)):
+            # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
+            self.trace.backpropagated |= content.origins
+        last = (path or "").rsplit(".", 1)[-1]
+        called_module = path in self.hints.modules and not imported
+        if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and not called_module:
+            return self._made(node, last, content)
+        if path is not None:
+            if self._takes_the_name_of(node, path):
+                return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+            if self.hints.is_module(path) or (not imported and looks_like_module(path)):
+                if not looks_like_loss(path):
+                    return self.forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
+            if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
+                return Value(Kind.LOSS)
+        returned = self._as_hinted(path, content)
+        if returned is not None:
+            return returned
+        if content.graph:
+            certain = looks_like_loss(last) and last.islower()
+            graph = content.graph if certain else Graph.MAYBE
+            return Value(Kind.TENSOR, graph, content.origins, is_tensor=certain, carried_from=content.carried_from)
+        if self._made_to_be_module(node):
+            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        return UNKNOWN
+
+    def _detached(self, node: ast.Call, content: Value) -> Value:
+        """`h = repackage(h)`, `h = model.detach(h)`; as a statement of its own it works in place."""
+        if self.is_for_effect(node):
+            for argument in node.args:
+                self._take_graph_off(argument)
+        return content.with_graph(Graph.NO, NO_ORIGINS)
+
+    def _takes_the_name_of(self, node: ast.Call, path: str | None) -> bool:
+        """`model = model(config)`: a class under the name of what it makes."""
+        statement = self.statement
+        if not isinstance(statement, ast.Assign) or statement.value is not node:
+            return False
+        return path in self.hints.modules and any(path_of(target) == path for target in statement.targets)
+
+    def _made(self, node: ast.Call, name: str, content: Value) -> Value:
+        """A call of a class out of sight makes an object; what it does with a graph is its own."""
+        if looks_like_module(name) or self._made_to_be_module(node):
+            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
+
+    def _is_handed_on(self, node: ast.Call, path: str | None) -> bool:
+        """A call for its effect alone, and not for a log: it may well go back through the graph."""
+        return self.is_for_effect(node) and not looks_like_logging(path or "")
+
+    def _is_given_terms(self, path: str | None, given: list[Value]) -> bool:
+        """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
+        collected = any(value.kind is Kind.CONTAINER and value.graph for value in given)
+        return collected and looks_like_training((path or "").rsplit(".", 1)[-1])
+
+    def _is_given_what_it_trains(self, node: ast.Call, given: list[Value]) -> bool:
+        if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in given):
+            return True
+        return any(path in self.hints.modules for path in map(path_of, node.args))
+
+    def _made_to_be_module(self, node: ast.Call) -> bool:
+        """The call is assigned to a path that is used as a network."""
+        statement = self.statement
+        if not isinstance(statement, ast.Assign) or statement.value is not node or len(statement.targets) != 1:
+            return False
+        path = path_of(statement.targets[0])
+        return path is not None and path in self.hints.modules and path in self.hints.called
+
+    def _as_hinted(self, path: str | None, content: Value) -> Value | None:
+        """What an unseen helper returns, when elsewhere in the file its result is backpropagated."""
+        positions = self.hints.graph_callees.get(path or "")
+        if positions is None or self.state.grad is Graph.NO:
+            return None
+        graph = self.state.grad
+        origins = content.origins or self.unseen_forward(path or "")
+        if None in positions:
+            return Value(Kind.TENSOR, graph, origins, is_tensor=True, carried_from=content.carried_from)
+        size = max(position for position in positions if position is not None) + 1
+        certain = Value(Kind.TENSOR, graph, origins, is_tensor=True)
+        other = Value(Kind.TENSOR, Graph.MAYBE, content.origins)
+        statement = self.statement
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
+            size = max(size, len(statement.targets[0].elts))
+        return Value(Kind.SEQUENCE, items=tuple(certain if i in positions else other for i in range(size)))

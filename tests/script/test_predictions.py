@@ -1,0 +1,167 @@
+"""Evaluations that are methods of a network, or functions that a flag chooses."""
+
+from __future__ import annotations
+
+import pytest
+
+PREDICTING = """
+    import torch
+
+    class Tagger(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = torch.nn.LSTM(3, 3)
+            self.head = torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            out, _ = self.lstm(x)
+            return self.head(out)
+
+        {decorator}
+        def {name}(self, x):
+            out = self.forward(x)
+            return {result}
+"""
+
+
+@pytest.mark.parametrize("name", ["predict", "predict_label", "al_test", "evaluate", "infer"])
+@pytest.mark.parametrize("result", ["torch.max(out.data, 1)[1].item()", "out.argmax(1)", "out.detach().cpu()"])
+def test_a_method_that_runs_its_network_for_numbers_needs_no_graph(report, name, result):
+    code = PREDICTING.format(decorator="# as it is", name=name, result=result)
+    assert report(code) == [("OOM201", 15)]
+
+
+@pytest.mark.parametrize(
+    ("decorator", "name", "result"),
+    [
+        ("@torch.no_grad()", "predict", "out.argmax(1)"),
+        ("# as it is", "predict", "out"),
+        ("# as it is", "predict", "out.softmax(-1)"),
+        ("# as it is", "label", "out.argmax(1)"),
+        ("# as it is", "predict_loss", "self.criterion(out, x)"),
+    ],
+)
+def test_what_a_caller_may_backpropagate_is_left_alone(report, decorator, name, result):
+    assert report(PREDICTING.format(decorator=decorator, name=name, result=result)) == []
+
+
+CHOSEN = """
+    import torch
+
+    class Steps:
+        def __init__(self, model, loss_fn, optimizer):
+            self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+            self.train_step_fn = self._make_train_step()
+            self.val_step_fn = self._make_val_step()
+
+        def _make_train_step(self):
+            def train_step(x, y):
+                self.model.train()
+                loss = self.loss_fn(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+                return loss.item()
+            return train_step
+
+        def _make_val_step(self):
+            def val_step(x, y):
+                self.model.eval()
+                return self.loss_fn(self.model(x), y).item()
+            return val_step
+
+        def _mini_batch(self, validation=False):
+            if validation:
+                loader, step = self.val_loader, self.val_step_fn
+            else:
+                loader, step = self.train_loader, self.train_step_fn
+            losses = []
+            for x, y in loader:
+                losses.append(step(x, y))
+            return sum(losses)
+
+        def resume(self, checkpoint):
+            self.model.load_state_dict(checkpoint)
+            self.model.train()
+
+        def train(self, epochs):
+            for epoch in range(epochs):
+                self._mini_batch()
+                with {context}:
+                    self._mini_batch(validation=True)
+"""
+
+
+def test_a_validation_step_is_judged_where_it_is_called(report):
+    assert report(CHOSEN.format(context="torch.no_grad()")) == []
+
+
+def test_a_validation_step_without_no_grad_is_found(report):
+    assert ("OOM201", 21) in report(CHOSEN.format(context="self.timer()"))
+
+
+ACTING = """
+    import torch
+
+    class Agent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.GRUCell(4, 4)
+            self.meters = []
+
+        def forward(self, x, state):
+            return self.net(x, state)
+
+        {decorator}
+        def act(self, x, state):
+            return self.policy(x, state)
+
+        def policy(self, x, state):
+            return self.net(x, state).relu()
+
+        def update(self, x, state):
+            self.policy(x, state).sum().backward()
+            self.optimizer.step()
+
+        def write_log(self, step):
+            for meter in self.meters:
+                print(step, meter.value)
+
+    class Player:
+        def __init__(self):
+            self.agent = Agent()
+
+        def evaluate(self, env):
+            x, state = env.reset(), None
+            while not env.done:
+                state = self.agent.act(x, state)
+                x = env.step(state)
+            self.agent.write_log(env.steps)
+"""
+
+
+def test_a_method_decorated_with_no_grad_records_no_graph_for_its_callers(report):
+    assert report(ACTING.format(decorator="@torch.no_grad()")) == []
+
+
+def test_the_same_method_without_it_does(report):
+    assert report(ACTING.format(decorator="# as it is")) == [("OOM104", 34), ("OOM201", 34)]
+
+
+@pytest.mark.parametrize(("decorator", "found"), [("@torch.no_grad()", []), ("# as it is", [("OOM102", 12)])])
+def test_so_it_is_for_an_object_that_is_made_elsewhere(report, decorator, found):
+    code = f"""
+        import torch
+
+        class Agent:
+            {decorator}
+            def encode(self, x):
+                return self.policy.sample(x)
+
+        def collect(loader, agent):
+            agent.eval()
+            kept = []
+            for x in loader:
+                kept.append(agent.encode(x))
+            return kept
+    """
+    assert report(code) == found

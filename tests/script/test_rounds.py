@@ -1,0 +1,70 @@
+"""What one round of a loop hands to the next through names: `retain_graph=True` may be for it."""
+
+from __future__ import annotations
+
+from textwrap import dedent, indent
+
+import pytest
+
+ROUND = """
+def train(loader):
+    for x, y in loader:
+{before}
+        loss = criterion(model(x), y)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+{after}
+"""
+
+
+def round_with(before: str, after: str) -> str:
+    return ROUND.format(before=indent(dedent(before).strip(), " " * 8), after=indent(after, " " * 8))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("scalars = {}", "scalars['loss'] = y[0]"),
+        ("for t in range(3): show(t)", "t = y"),
+        ("with timer() as t: show(t)", "t = y"),
+        ("values = [v for v in x]", "v = y"),
+        ("part = lambda p: p + 1", "p = y"),
+        ("def part(p): return p + 1", "p = y"),
+        (
+            """
+            if flag:
+                last = x
+            else:
+                last = y
+            """,
+            "show(last); last = y",
+        ),
+        (
+            """
+            try:
+                last = x
+            except KeyError:
+                last = y
+            """,
+            "show(last); last = y",
+        ),
+    ],
+)
+def test_a_name_that_the_round_binds_first_carries_nothing_over(report, before, after):
+    assert [code for code, _ in report(round_with(before, after))] == ["OOM103"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("show(last)", "last = y"),
+        ("if flag: last = x", "show(last); last = y"),
+        ("for t in parts: last = t", "show(last); last = y"),
+        ("while flag: last = x", "show(last); last = y"),
+        ("last += x", "last = y"),
+        ("show(kept[0])", "kept[0] = y"),
+    ],
+)
+def test_a_name_that_is_read_before_the_round_binds_it_may(report, before, after):
+    assert report(round_with(before, after)) == []

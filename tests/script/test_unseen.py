@@ -1,0 +1,253 @@
+"""Calls of what the file does not define: what they do with a graph is read off their names and uses."""
+
+from __future__ import annotations
+
+import pytest
+
+TRUNCATED = """
+    model = build().cuda()
+
+    def train(loader):
+        states = model.initial_states(20)
+        for x, y in loader:
+            {detaching}
+            scores, states = model(x, states)
+            loss = criterion(scores, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "detaching",
+    [
+        "states = model.detach(states)",
+        "states = model.detach_states(states)",
+        "states = repackage_hidden(states)",
+        "states = utils.stop_gradient(states)",
+        "repackage_in_place(states)",
+    ],
+)
+def test_a_function_named_after_detaching_takes_the_graph_off(report, detaching):
+    assert ("OOM104", 7) not in report(TRUNCATED.format(detaching=detaching))
+
+
+@pytest.mark.parametrize("passing", ["states = model.reorder(states)", "states = utils.attach(states)", "show(states)"])
+def test_a_function_with_another_name_does_not(report, passing):
+    assert ("OOM104", 7) in report(TRUNCATED.format(detaching=passing))
+
+
+BUFFER = """
+    import torch
+
+    def train(net, x, y, optimizer):
+        state = net.reset()
+        outputs = {buffer}
+        for i in range(x.size(1)):
+            out, state = net(x[:, i], state)
+            outputs[:, i] = out
+        loss = criterion(outputs, y)
+        {end}
+        return loss.item()
+"""
+
+
+@pytest.mark.parametrize("buffer", ["torch.empty_like(y, device=device)", "torch.zeros(y.size())", "torch.zeros(3)"])
+def test_a_backward_through_a_buffer_goes_through_what_was_written_into_it(report, buffer):
+    assert report(BUFFER.format(buffer=buffer, end="loss.backward(); optimizer.step()")) == []
+
+
+@pytest.mark.parametrize("buffer", ["torch.empty_like(y, device=device)", "torch.zeros(y.size())"])
+def test_a_buffer_that_nothing_goes_back_through_saves_no_evaluation(report, buffer):
+    code = BUFFER.format(buffer=buffer, end="net.eval()")
+    assert ("OOM201", 7) in report(code)
+
+
+LOSS_OBJECT = """
+    class Trainer:
+        def __init__(self, loss, model, optimizer, device):
+            self.loss, self.model, self.optimizer = loss, model.to(device), optimizer
+
+        def run(self, data, device):
+            for x, y in data:
+                out = self.model(x.to(device))
+                loss = self.loss
+                {reset}
+                for i, step in enumerate(out):
+                    loss.eval_batch(step, y[:, i])
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.{method}()
+                self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("reset", ["loss.reset()", "pass"])
+def test_an_object_that_is_given_outputs_and_has_a_backward_is_their_loss(report, reset):
+    assert report(LOSS_OBJECT.format(reset=reset, method="backward")) == [("OOM202", 7)]
+
+
+def test_an_object_without_a_backward_is_not(read):
+    script = read(LOSS_OBJECT.format(reset="pass", method="show"))
+    assert script.loops == []
+
+
+def test_a_call_of_an_imported_class_is_no_forward(report):
+    code = """
+        import torch
+        import othergrad
+
+        @othergrad.Tensor.train()
+        def train_other(): ...
+
+        def generate_sequence(model, start):
+            model.eval()
+            for i in range(9):
+                x = othergrad.Tensor(start).view(1, 1, 1)
+                start = x.numpy()
+            return start
+    """
+    assert report(code) == []
+
+
+SUBCLASSED = """
+    class Instructor:
+        def __init__(self, loader):
+            self.loader = loader
+            self.classifier = None
+            {filling}
+
+        def train_epoch(self, model, optimizer):
+            for batch in self.loader:
+                pred = model.forward(batch["input"].cuda())
+                loss = self.criterion(pred, batch["target"])
+                loss.backward()
+                optimizer.step()
+
+        def run(self, optimizer):
+            self.train_epoch(self.classifier, optimizer)
+"""
+
+
+def test_an_attribute_that_the_file_leaves_at_none_is_filled_by_a_subclass(report):
+    assert report(SUBCLASSED.format(filling="pass")) == [("OOM202", 9)]
+
+
+@pytest.mark.parametrize(
+    "base", ["LlamaForCausalLM", "ViTForImageClassification", "modeling.BertForTokenClassification"]
+)
+def test_a_class_that_extends_an_imported_model_is_a_network(report, base):
+    code = f"""
+        import torch
+        from models import *
+
+        class Critic({base}):
+            def __init__(self, config):
+                super().__init__(config)
+                self.head = torch.nn.Linear(config.hidden_size, 1)
+
+            def forward(self, ids):
+                return self.head(self.model(ids)[0])
+
+        def train(loader, several):
+            unwrapped = judge.module if several else judge
+            for ids, returns in loader:
+                values = unwrapped(ids)
+                loss = (values - returns).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+        judge = Critic(config).to("cuda")
+        train(loader, False)
+    """
+    assert report(code) == [("OOM202", 15)]
+
+
+def test_a_class_under_the_name_of_what_it_makes_is_no_network_before(report):
+    code = """
+        import torch
+
+        def load(paths):
+            models = {}
+            for path in paths:
+                model = get_model(path)
+                model = model(settings)
+                model.load_state_dict(torch.load(path, map_location="cpu"))
+                models[path] = model
+            return models
+
+        def generate(models):
+            for model in models.values():
+                model = model.to("cuda")
+                model.eval()
+
+        generate(load(paths))
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize("weight", ["self.loss_weight", "self.value_loss_weighting", "loss_coef"])
+def test_the_weight_of_a_loss_is_a_number(report, weight):
+    code = f"""
+        class Agent:
+            def __init__(self, loss_weight, value_loss_weighting):
+                self.loss_weight = loss_weight
+                self.value_loss_weighting = value_loss_weighting
+
+            def update(self, batches, loss_coef):
+                total = 0
+                for x, y in batches:
+                    policy_loss, value_loss = self.losses(x, y)
+                    loss = policy_loss + {weight} * value_loss
+                    loss.backward()
+                    self.optimizer.step()
+                    total += {weight} * value_loss.item()
+                return total
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize("moved", ["mems = out.mems", "new_mems = out.mems; mems = new_mems"])
+def test_the_memories_that_a_transformer_gives_are_detached_by_it(report, moved):
+    code = f"""
+        mems = None
+        for x, y in loader:
+            out = model(input_ids=x, mems=mems)
+            {moved}
+            criterion(out.logits, y).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    """
+    assert "OOM104" not in [found for found, _ in report(code)]
+
+
+def test_weights_that_a_network_is_given_are_trained_through_it(report):
+    code = """
+        import copy
+        import torch
+        from networks import Learner, Meta
+
+        def adapt(learner, meta, batches):
+            weights, states = meta.start, [None]
+            for x, y in batches:
+                learner.copy_weights(weights)
+                loss = criterion(learner(x), y)
+                learner.zero_grad(set_to_none=True)
+                loss.backward()
+                weights, h = meta(gradients_of(learner), states[-1])
+                states.append(h)
+            return weights
+
+        learner, meta = Learner().cuda(), Meta().cuda()
+        target = copy.deepcopy(learner)
+        optimizer = torch.optim.Adam(meta.parameters())
+        for batches, x, y in tasks:
+            weights = adapt(learner, meta, batches)
+            target.transfer(weights)
+            loss = criterion(target(x), y)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+    """
+    assert [found for found, _ in report(code) if found != "OOM202"] == []
