@@ -38,6 +38,9 @@ _PLACEHOLDER, _FIRST_SIZE = "{}", 8
 )
 @click.option("--stage", metavar="K", type=click.IntRange(1), help="Measure from when its K-th optimizer is built.")
 @click.option(
+    "--ranks", metavar="N", type=click.IntRange(2), help="Simulate one of N processes, as torchrun would start it."
+)
+@click.option(
     "--find-batch-size",
     "search",
     is_flag=True,
@@ -57,6 +60,7 @@ def profile(
     budget: str | None,
     preset: str | None,
     stage: int | None,
+    ranks: int | None,
     search: bool,
     plot: Path | None,
     form: str,
@@ -78,7 +82,15 @@ def profile(
     what_if = None if preset is None else _what_if(ctx, script, preset)
     # of options given twice the last one counts
     options = ["--gpu", _DEFAULT_GPU, *(what_if.options if what_if else []), *(["--gpu", gpu] if gpu else [])]
-    options += ["--steps", str(steps), "--stage", str(stage or 0), *(["--budget", budget] if budget else [])]
+    options += [
+        "--steps",
+        str(steps),
+        "--stage",
+        str(stage or 0),
+        "--ranks",
+        str(ranks or 0),
+        *(["--budget", budget] if budget else []),
+    ]
 
     def run(args: list[str], more_options: list[str]) -> dict[str, Any]:
         found, code = run_script(script, args, [*options, *more_options], what_if.contents if what_if else {})

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import nn
 from torch.nn import init
 from torch.nn import parallel as data_parallel
 
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
-from oomfix.profile.refusals import CannotSimulate
 
 _LARGE_BYTES = 2**20
 
@@ -29,11 +27,7 @@ def lighten_host(patches: Patches, trace: CardTrace) -> None:
     def not_saved(*args: Any, **kwargs: Any) -> None:
         trace.assume("torch.save wrote nothing")
 
-    def several_processes(*args: Any, **kwargs: Any) -> None:
-        raise CannotSimulate("it trains in several processes (torch.distributed), and one is simulated")
-
     patches.set(torch, save=not_saved)
-    patches.set(torch.distributed, init_process_group=several_processes)
     patches.set(torch.Tensor, pin_memory=lambda tensor, *args: tensor)
 
 

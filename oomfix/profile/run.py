@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,7 @@ from oomfix.profile.optimizers import Optimizers
 from oomfix.profile.overheads import CONTEXT_BYTES
 from oomfix.profile.overlay import overlay
 from oomfix.profile.progress import EnoughSteps, Progress
+from oomfix.profile.ranks import Ranks, shares
 from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.tracker import OutOfMemoryError
@@ -53,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
                 batch_size=options.batch_size,
                 rewritten=options.rewritten,
                 independent=not options.coupled,
+                ranks=options.ranks,
             )
     except CannotSimulate as error:
         print(f"{options.script}: cannot be simulated: {error}", file=sys.stderr)
@@ -72,6 +75,7 @@ def run(
     batch_size: tuple[int, int] | None = None,
     rewritten: Mapping[str, bytes] = MappingProxyType({}),
     independent: bool = True,
+    ranks: int = 0,
 ) -> Any:
     """Simulate a script and return its estimate in types that `json` writes.
 
@@ -85,10 +89,12 @@ def run(
         batch_size: (what its data loaders are built with, what they get instead); None: as it is.
         rewritten: real path of a Python file -> what is run in place of what it holds.
         independent: what the runtime's check finds where it compares numbers: whether samples are independent.
+        ranks: simulate the first of so many processes; 0: the script trains alone.
 
     Returns:
         The fields of `Estimate`, with "script", "gpu", "stage" and "budget_bytes" as asked for, "batch_size" (of the
-        last batch from a `DataLoader`) and "samples" (in its data set) or None, "stopped" (whether the steps were
+        last batch from a `DataLoader`) and "samples" (in its data set) or None, "shares" (of `ranks`
+        ranks, for a script that trained alone) or None, "stopped" (whether the steps were
         reached), "out_of_memory" (the error's message, or None), and "error" (the script's own traceback, or None).
 
     Raises:
@@ -102,6 +108,7 @@ def run(
         progress = Progress(trace, steps, stage)
         optimizers.built = progress.optimizer_built
         lighten_host(simulated.patches, trace)
+        group = Ranks(simulated.patches, trace, ranks)
         loaders = Loaders(simulated.patches, trace, progress, batch_size)
         overlay(simulated.patches, rewritten)
         answer_checks(simulated.patches, trace, independent)
@@ -138,6 +145,7 @@ def run(
         "budget_bytes": budget_bytes,
         "batch_size": loaders.batch_size,
         "samples": loaders.samples,
+        "shares": None if group.joined or not ranks else asdict(shares(result.timeline, *group.blocks, ranks)),
         "stopped": stopped,
         "out_of_memory": out_of_memory,
         "error": error,
@@ -162,6 +170,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m oomfix.profile.run", description="Simulate a training script.")
     parser.add_argument("--gpu", default="a100")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--batch-size", type=int, nargs=2, metavar=("FROM", "TO"), help="of data loaders")
     parser.add_argument("--budget", dest="budget_bytes", type=budget, help="a preset such as 16gb, or GiB")

@@ -28,6 +28,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     if found["top_tensors"]:
         text.append("  largest at the peak")
         text += [f"    {_tensor(tensor)}" for tensor in found["top_tensors"][:8]]
+    text += _shares(found)
     text += _growth(found)
     text += _fits(found)
     if found["assumptions"]:
@@ -72,6 +73,14 @@ def _tensor(tensor: dict[str, Any]) -> str:
 def _short(line: str) -> str:
     path, _, number = line.rpartition(":")
     return f"{os.path.basename(path)}:{number}" if path else ""
+
+
+def _shares(found: dict[str, Any]) -> list[str]:
+    shares = found["shares"]
+    if not shares:
+        return []
+    ddp, fsdp = size(shares["ddp_bytes"]), size(shares["fsdp2_bytes"])
+    return [f"  each of {shares['ranks']} ranks, reckoned: {ddp} allocated under DDP, {fsdp} under FSDP2"]
 
 
 def _growth(found: dict[str, Any]) -> list[str]:

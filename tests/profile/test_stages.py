@@ -1,11 +1,8 @@
 """Scripts in stages, and batches of different sizes: what is measured is what was asked for."""
 
-import sys
-
 import pytest
 
 from oomfix.profile.refusals import CannotSimulate
-from oomfix.profile.run import run
 
 MIB = 2**20
 
@@ -51,19 +48,6 @@ for batch in loader:
     model(batch.pop("ids").cuda()).sum().backward()
     optimizer.step()
 """
-
-
-@pytest.fixture
-def simulate(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def of(source, **options):
-        script = tmp_path / "train.py"
-        script.write_text(source)
-        return run(str(script), [], **options)
-
-    return of
 
 
 def test_a_stage_is_measured_from_when_its_optimizer_is_built(simulate):
