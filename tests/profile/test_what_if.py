@@ -10,7 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from oomfix.presets import PRESETS
+from oomfix.profile import command
 from oomfix.profile.command import profile
+from oomfix.profile.run import budget
 
 RUN = CliRunner()
 SCRIPT = """\
@@ -41,50 +43,65 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def found(folder: Path, *options: str) -> dict:
-    done = RUN.invoke(profile, ["--format", "json", *options, str(folder / "train.py"), "--", str(WHOLE_ROWS)])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
-
-
-def test_it_needs_less_and_nothing_is_written(folder):
+def test_it_runs_in_the_memory_of_the_preset_and_nothing_is_written(folder):
+    """The whole batch would take 19.5 GiB."""
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    unmodified, rewritten = found(folder, "--gpu", "t4"), found(folder, "--preset", "16gb")
-    assert unmodified["peak_allocated_bytes"] > 16 * GIB
-    assert rewritten["peak_reserved_bytes"] <= PRESETS["16gb"].budget_gib * GIB
-    assert rewritten["out_of_memory"] is None and len(rewritten["steps"]) == 2
-    assert rewritten["card"]["name"] == "T4"
-    assert rewritten["rewritten"] == {
-        "preset": "16gb",
-        "loops": [
-            {
-                "path": str(folder / "train.py"),
-                "line": 9,
-                "end_line": 14,
-                "rewrite": "micro-batched",
-                "reason": None,
-            }
-        ],
-    }
+    options = ["--preset", "mine", "--format", "json"]
+    done = RUN.invoke(profile, [*options, str(folder / "train.py"), "--", str(WHOLE_ROWS)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["out_of_memory"] is None and len(found["steps"]) == 2
+    assert found["peak_reserved_bytes"] <= 6 * GIB
+    assert found["card"]["name"] == "T4"
+    loop = {"path": str(folder / "train.py"), "line": 9, "end_line": 14, "rewrite": "micro-batched", "reason": None}
+    assert found["rewritten"] == {"preset": "mine", "loops": [loop]}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_preset_of_ones_own_has_the_card_of_its_base_and_a_budget_of_its_own(folder):
-    rewritten = found(folder, "--preset", "mine")
-    assert rewritten["card"]["name"] == "T4"
-    assert rewritten["peak_reserved_bytes"] <= 6 * GIB
+class Simulator:
+    """Takes the place of the process that runs a script: notes what it is asked for, and answers."""
+
+    def __init__(self, monkeypatch, **found: object) -> None:
+        monkeypatch.setattr(command, "run_script", self)
+        self.found = {**found, "error": None, "out_of_memory": found.get("out_of_memory")}
+
+    def __call__(self, script, args, options, contents):
+        # of options given twice the last one counts
+        self.options = dict(zip(options[::2], options[1::2], strict=True))
+        self.contents = contents
+        return self.found, 0
 
 
-def test_gpu_and_budget_win(folder):
-    rewritten = found(folder, "--preset", "mine", "--gpu", "a100", "--budget", "80gb")
-    assert rewritten["card"]["name"] == "A100 40GB"
-    assert rewritten["peak_reserved_bytes"] > 6 * GIB
+def test_the_card_and_the_budget_are_those_of_the_preset(folder, monkeypatch):
+    simulator = Simulator(monkeypatch)
+    RUN.invoke(profile, ["--preset", "16gb", "--format", "json", str(folder / "train.py")])
+    assert simulator.options["--gpu"] == "t4"
+    assert budget(simulator.options["--budget"]) == pytest.approx(PRESETS["16gb"].budget_gib * GIB, abs=1)
+    ((path, content),) = simulator.contents.items()
+    assert path == os.path.realpath(folder / "train.py") and b'runtime.preset("16gb")' in content
 
 
-def test_the_text_says_what_would_be_done_and_whether_the_preset_is_enough(folder):
-    done = RUN.invoke(profile, ["--preset", "16gb", str(folder / "train.py"), "--", "64"])
-    assert done.output.startswith(f"{folder / 'train.py'}:9  micro-batched\n\n1 file would be rewritten")
-    assert done.output.endswith("  gets by with the 13.4 GiB of 16gb\n")
+def test_gpu_and_budget_win(folder, monkeypatch):
+    simulator = Simulator(monkeypatch)
+    options = ["--preset", "16gb", "--gpu", "a100", "--budget", "80gb", "--format", "json"]
+    RUN.invoke(profile, [*options, str(folder / "train.py")])
+    assert (simulator.options["--gpu"], simulator.options["--budget"]) == ("a100", "80gb")
+
+
+def test_without_a_preset_the_script_runs_as_it_is(folder, monkeypatch):
+    simulator = Simulator(monkeypatch)
+    RUN.invoke(profile, ["--format", "json", str(folder / "train.py")])
+    assert simulator.options["--gpu"] == "a100" and "--budget" not in simulator.options
+    assert simulator.contents == {}
+
+
+@pytest.mark.parametrize(("out_of_memory", "verb"), [(None, "gets by with"), ("CUDA out of memory", "runs out of")])
+def test_the_text_says_what_would_be_done_and_whether_the_preset_is_enough(folder, monkeypatch, out_of_memory, verb):
+    Simulator(monkeypatch, out_of_memory=out_of_memory)
+    monkeypatch.setattr(command, "lines", lambda found: ["the estimate"])
+    output = RUN.invoke(profile, ["--preset", "16gb", str(folder / "train.py")]).output
+    assert output.startswith(f"{folder / 'train.py'}:9  micro-batched\n\n1 file would be rewritten")
+    assert output.endswith(f"the estimate\n  {verb} the 13.4 GiB of 16gb\n")
 
 
 @pytest.mark.parametrize(

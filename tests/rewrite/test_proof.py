@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
 
 from oomfix.presets import PRESETS
+from oomfix.rewrite import proof
 from oomfix.rewrite.command import apply
 from oomfix.rewrite.proof import Proof
 
@@ -78,28 +80,33 @@ def test_both_runs_stand_side_by_side():
 def test_a_loop_in_a_module_is_run_as_rewritten_and_check_writes_nothing(tmp_path):
     done = apply_to(tmp_path, "--preset", "16gb", "--check", "--format", "json", "--prove", "--", "--rows", "65536")
     assert done.exit_code == 1, done.output
-    proof = json.loads(done.stdout)["proof"]
-    assert proof["fits"] is True
-    assert proof["before"]["peak_allocated_bytes"] > 19 * GIB
-    assert proof["after"]["peak_reserved_bytes"] <= proof["budget_gib"] * GIB / (1 + proof["margin_fraction"])
-    assert proof["before"]["breakdown"]["weights"] == proof["after"]["breakdown"]["weights"]
+    numbers = json.loads(done.stdout)["proof"]
+    assert numbers["fits"] is True
+    assert numbers["before"]["peak_allocated_bytes"] > 19 * GIB
+    assert numbers["after"]["peak_reserved_bytes"] <= numbers["budget_gib"] * GIB / (1 + numbers["margin_fraction"])
+    assert numbers["before"]["breakdown"]["weights"] == numbers["after"]["breakdown"]["weights"]
     assert (tmp_path / "engine.py").read_text() == ENGINE
 
 
-def test_a_preset_that_is_not_met_is_said_and_told_by_the_exit_code(tmp_path):
-    done = apply_to(tmp_path, "--preset", "tiny", "--prove", "--", "--rows", "64")
+def test_a_preset_that_is_not_met_is_said_and_told_by_the_exit_code(tmp_path, monkeypatch):
+    answers = [found(23.4), found(0.2, "CUDA out of memory")]
+    monkeypatch.setattr(proof, "run_script", lambda *_: ({**answers.pop(0), "error": None}, 0))
+    done = apply_to(tmp_path, "--preset", "tiny", "--prove")
     assert done.exit_code == 1, done.output
-    assert ", does not fit tiny (0.2 GiB" in done.output.splitlines()[-1]
+    assert done.output.splitlines()[-1].startswith("peak 23.4 GiB -> 204.8 MiB, does not fit tiny (0.2 GiB")
     assert "memory.forward_backward" in (tmp_path / "engine.py").read_text()
 
 
-def test_a_script_that_cannot_be_simulated_is_rewritten_and_told(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(ENGINE + "\n\ntrain_one(None, None, 3 / 0)\n")
-    done = RUN.invoke(apply, ["--preset", "16gb", "--prove", str(path)])
+@pytest.mark.parametrize(
+    ("answers", "when"), [([None], "before"), ([{"error": "KeyError"}], "before"), ([found(1.0), None], "after")]
+)
+def test_a_script_that_cannot_be_simulated_is_rewritten_and_told(tmp_path, monkeypatch, answers, when):
+    answers = [answer and {"error": None, **answer} for answer in answers]
+    monkeypatch.setattr(proof, "run_script", lambda *_: (answers.pop(0), 2))
+    done = apply_to(tmp_path, "--preset", "16gb", "--prove")
     assert done.exit_code == 2
-    assert "nothing is proven: the run before the rewrite came to no result" in done.output
-    assert "memory.forward_backward" in path.read_text()
+    assert f"train.py: nothing is proven: the run {when} the rewrite came to no result" in done.output
+    assert "memory.forward_backward" in (tmp_path / "engine.py").read_text()
 
 
 def test_a_folder_cannot_be_proven(tmp_path):
