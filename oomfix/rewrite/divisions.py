@@ -10,6 +10,7 @@ from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import Liveness, names_bound, names_read
+from oomfix.rewrite.removal import without
 from oomfix.rewrite.window_shape import CannotFold
 from oomfix.script.edits import Edit, bounds, remove_statement
 from oomfix.script.names import path_of
@@ -98,7 +99,8 @@ class Divisions:
             assert isinstance(division, ast.Assign)
             yield Edit(*bounds(self._source, division.value), self._source.segment(computes))
         else:
-            yield from self._without(division)
+            self._text_of(division)
+            yield without(self._layout, division, self._blocks.block_of(division))
         if not (is_read or is_read_later):
             return
         again = f"{loss} = {loss} / {self._source.segment(size)}"

@@ -43,7 +43,8 @@ class Lifting:
         comments = self._layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), text.margin, text.margin)
         call = self._call(lift, "forward_backward", text.margin)
         _, stop = self._layout.span(backward)
-        behind = self._source.text[bounds(self._source, lift.site.statement)[1] : stop].rstrip()
+        behind = self._source.text[bounds(self._source, lift.site.statement)[1] : stop].strip()
+        behind = f"  {behind}" if behind else ""
         lines = [*definition, "", *comments, *call[:-1], call[-1] + behind, *after]
         return [Edit(text.start, stop, newline.join(lines)), *self._without_deleted(lift)]
 

@@ -120,7 +120,7 @@ class Judge:
         return None
 
     def _keep_optimizers_backwards(self, verdict: Verdict) -> str | None:
-        """Leave `optimizer.backward(loss)` of `if fp16: ... else: loss.backward()`; returns why nothing may be scaled."""
+        """Leave `optimizer.backward(loss)` of `if fp16: ... else: loss.backward()`; returns why none may be scaled."""
         for event in list(verdict.backwards):
             path = path_of(event.node.func) or ""
             others = [other for other in verdict.backwards if other is not event]

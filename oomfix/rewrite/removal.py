@@ -9,13 +9,15 @@ from oomfix.rewrite.layout import Layout
 from oomfix.script.edits import Edit, bounds
 
 _ABOUT_GRADIENTS = re.compile(
-    r"zero|reset|clear|flush|clean|empt|none|initiali[sz]|updates? (the )?scale|scaler?\b.*(next|updat)", re.IGNORECASE
+    r"zero|reset|clear|flush|clean|empt|none|initiali[sz]|updates? (the )?scale|scaler?\b.*(next|updat)|"
+    r"normali[sz]e|(scale|divide|average|reduce|account).*(accum|step|batch)",
+    re.IGNORECASE,
 )
-_ABOUT_MORE = re.compile(r"forward|backward|step|optimi[sz]e\b|loss|compute|train", re.IGNORECASE)
+_ABOUT_MORE = re.compile(r"forward|backward|\bstep\b|optimi[sz]e\b|compute|train", re.IGNORECASE)
 
 
 def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
-    """The edit that takes out a statement that resets gradients or updates a loss scale.
+    """The edit that takes out a statement that resets gradients, updates a loss scale or divides a loss.
 
     With it goes a comment above that speaks of nothing else, and one of two blank lines that would meet. A block left
     empty, or a line shared with other statements, gets `pass`.

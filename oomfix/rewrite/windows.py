@@ -16,6 +16,7 @@ from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.rewrite.loops import Verdict
 from oomfix.rewrite.module import Names
+from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, remove_statement
@@ -150,6 +151,10 @@ class WindowFolder:
             if inside and id(step.node) not in behind:
                 raise CannotFold(f"line {step.node.lineno} steps within it")
         self._check_resets(behind, loop)
+        for statement in ast.walk(loop):
+            if isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign) and id(statement) not in behind:
+                if reads_gradients(statement) and not effects.is_zero_grad(statement):
+                    raise CannotFold(f"line {statement.lineno} clips or reads gradients within it")
 
     def _stepping(self, decision: ast.If, loop: ast.AST) -> list[ast.stmt]:
         """The statements that run when the window closes."""

@@ -905,3 +905,12 @@ def test_a_name_that_is_bound_anew_ahead_of_its_del_need_not_be_returned():
             del out
         """)
     assert "        return loss\n" in text
+
+
+def test_a_comment_behind_the_backward_stands_behind_its_call():
+    assert "memory.forward_backward(forward, x, y)  # gradients\n" in loop_of("""\
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()              # gradients
+            optimizer.step()             # update
+        """)

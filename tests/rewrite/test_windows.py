@@ -184,6 +184,10 @@ def test_a_window_with_nothing_to_mend_stays_as_it_is_written(body):
         (window("(loss / k).backward()", "if i > 9:", "    break"), "may leave it open"),
         (window("if x.sum() > 0:", "    (loss / k).backward()"), "line 11 may pass over a batch"),
         (window("optimizer.zero_grad()", "(loss / k).backward()"), "line 11 resets gradients within it"),
+        (
+            window("(loss / k).backward()", "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"),
+            "line 12 clips or reads gradients within it",
+        ),
         (window("(loss / k).backward()", "(model(x).mean() / k).backward()"), "several losses share it"),
         (
             "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 9)\n" + window("(loss / k).backward()"),
@@ -223,3 +227,8 @@ def test_a_progress_bar_with_a_name_has_the_length_of_what_it_shows():
     )
     assert "enumerate(memory.accumulate(data_iter, k))" in rewritten(TOP + body).text
     assert "accumulate" not in rewritten(TOP + body.replace("tqdm(loader)", "tqdm(zip(a, b))")).text
+
+
+def test_a_comment_about_the_division_goes_with_it():
+    text, _ = loop_of(window("# normalize by the number of accumulation steps", "loss = loss / k", "loss.backward()"))
+    assert text == FOLDED
