@@ -16,7 +16,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 for _ in range(3):
     x = torch.randn(8, 32, 64, device=device)
-    loss = (model(x) - x).square().mean()
+    with torch.autocast(device, torch.bfloat16):
+        output = model(x)
+    loss = (output.float() - x).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -16,9 +16,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 tokens = torch.randint(0, 2000, (8, 64), device=device)
 
 for _ in range(3):
-    # [samples, tokens, features]; calling `model` itself would make logits [samples, tokens, classes]
-    hidden = model.transformer(tokens).last_hidden_state
-    loss = runtime.linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, tokens[:, 1:])
+    with torch.autocast(device, torch.bfloat16):
+        # [samples, tokens, features]; calling `model` itself would make logits [samples, tokens, classes]
+        hidden = model.transformer(tokens).last_hidden_state
+        loss = runtime.linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, tokens[:, 1:])
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

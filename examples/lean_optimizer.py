@@ -20,7 +20,9 @@ except ImportError:
 
 for _ in range(3):
     x = torch.randn(32, 64, device=device)
-    loss = (model(x) - x).square().mean()
+    with torch.autocast(device, torch.bfloat16):
+        output = model(x)
+    loss = (output.float() - x).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

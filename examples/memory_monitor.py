@@ -19,7 +19,9 @@ monitor, janitor = runtime.MemoryMonitor(), runtime.CacheJanitor(every=100)
 
 for epoch in range(2):
     for _ in range(5):
-        loss = model(torch.randn(32, 64, device=device)).square().mean()
+        with torch.autocast(device, torch.bfloat16):
+            output = model(torch.randn(32, 64, device=device))
+        loss = output.float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 for _ in range(3):
     x = torch.randn(64, 256, device=device)
-    with runtime.offload_activations(min_bytes=64 * 1024):
+    with runtime.offload_activations(min_bytes=64 * 1024), torch.autocast(device, torch.bfloat16):
         loss = (model(x) - x).square().mean()
     loss.backward()
     optimizer.step()

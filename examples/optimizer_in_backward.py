@@ -16,7 +16,9 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
 
 for _ in range(3):
     x = torch.randn(32, 64, device=device)
-    loss = (model(x) - x).square().mean()
+    with torch.autocast(device, torch.bfloat16):
+        output = model(x)
+    loss = (output.float() - x).square().mean()
     with runtime.optimizer_in_backward(optimizer):
         loss.backward()
     scheduler.step()

@@ -13,8 +13,10 @@ state = None
 
 for _ in range(3):
     x = torch.randn(4, 20, 16, device=device)
-    output, state = lstm(x, state)
-    loss = (head(output) - x).square().mean()
+    with torch.autocast(device, torch.bfloat16):
+        output, state = lstm(x, state)
+        output = head(output)
+    loss = (output.float() - x).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

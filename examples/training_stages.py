@@ -22,7 +22,8 @@ model.to(device)
 
 def train(optimizer, scheduler):
     x, y = torch.randn(32, 64, device=device), torch.randint(0, 10, (32,), device=device)
-    loss = nn.functional.cross_entropy(model(x), y)
+    with torch.autocast(device, torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

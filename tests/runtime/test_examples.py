@@ -4,6 +4,9 @@ import runpy
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from oomfix.cli import main
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
@@ -18,3 +21,8 @@ def test_the_example_trains(example, capsys):
 def test_every_example_is_listed():
     listed = (EXAMPLES[0].parent / "README.md").read_text()
     assert [example.name for example in EXAMPLES if f"]({example.name})" not in listed] == []
+
+
+def test_the_auditor_has_no_warning_for_the_examples():
+    found = CliRunner().invoke(main, ["audit", "--format", "concise", "--fail-on", "warning", str(EXAMPLES[0].parent)])
+    assert found.exit_code == 0, found.output
