@@ -101,6 +101,10 @@ def apply(
     from oomfix.rewrite.files import Rewriter, write
     from oomfix.rules import all_rules
 
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # a path or a line of a file may hold what the terminal's encoding has not
+            stream.reconfigure(errors="backslashreplace")
     options = _options(preset, micro_batches, clip_norm, no_runtime, only, ignore)
     rewriter = Rewriter(all_rules(), options)
     writes = not (diff or check or check_equivalence)

@@ -43,7 +43,8 @@ class WhatIf(NamedTuple):
 
     def as_text(self) -> str:
         """What would be done to the script: a line for each loop, and the totals."""
-        return summary.as_text([self.outcome], written=False) + "\n"
+        said = summary.as_text([self.outcome], written=False)
+        return f"{said}lines of the script below are those of the rewritten one\n\n" if self.outcome.changed else said
 
     def verdict(self, found: dict[str, Any]) -> str:
         """Whether a run within the preset's budget, as `oomfix.profile.run` found it, came to its end."""

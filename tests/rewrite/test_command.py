@@ -101,3 +101,12 @@ def test_json_is_alone_on_standard_output_and_errors_stand_in_it(folder):
     assert [set(file) for file in report["files"]] == [{"path", "changed", "edits"}] * 3
     assert report["errors"] == [{"path": "broken.py", "message": "cannot parse: line 1: '(' was never closed"}]
     assert done.stderr == ""
+
+
+def test_a_terminal_without_the_characters_of_a_file_is_no_reason_to_fail(folder):
+    text = TRAIN.replace("model(x), y)", "model(x), y)  # \u8a9e")
+    (folder / "train_\u8a9e.py").write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-m", "oomfix", "apply", "--preset", "16gb", "--diff", "train_\u8a9e.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "y)  # \\u8a9e\n" in done.stdout and "train_\\u8a9e.py:7  micro-batched" in done.stderr
