@@ -177,6 +177,9 @@ class Flow(Statements):
             return Value(Kind.CONTEXT, ref=effects) if effects else value
         if value.kind is Kind.INSTANCE:
             return self._context_of_object(value)
+        statement = binding.statement if binding is not None else None
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+            path = path_of(statement.value.func) or path  # `c = autocast_for(config)`
         held = held_elsewhere(path) if value.kind is Kind.UNKNOWN else None
         return value if held is None else Value(Kind.CONTEXT, ref=held)
 

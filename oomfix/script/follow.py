@@ -52,10 +52,14 @@ class Follower(Flow):
         return sorted(self.functions, key=self._mentioned)
 
     def _mentioned(self, function: Function) -> int:
-        """2 for a function that another one mentions, 1 where that may be another object's (`self.model.train()`)."""
-        if self.hints.mentions.get(function.name, set()) - {function.node, None}:
+        """2 for a function that another one mentions, 1 where that may be something else (`self.model.train()`)."""
+        hints, others = self.hints, {function.node, None}
+        if hints.names.get(function.name, set()) - others:
             return 2
-        return int(function.name in self.hints.attributes_of_parts)
+        of_an_object = bool(hints.attributes.get(function.name, set()) - others)
+        if function.owner is None:
+            return int(of_an_object)
+        return 2 if of_an_object else int(function.name in hints.attributes_of_parts)
 
     def _reached(self, function: Function) -> bool:
         body = function.node.body

@@ -109,8 +109,10 @@ class Hints:
     moved: set[str] = field(default_factory=set)
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
-    mentions: dict[str, set[Scope]] = field(default_factory=dict)
-    """The functions in which a name (or an attribute of that name) is written."""
+    names: dict[str, set[Scope]] = field(default_factory=dict)
+    """The functions in which a name is written."""
+    attributes: dict[str, set[Scope]] = field(default_factory=dict)
+    """The functions in which an attribute of a name is written: `train` in `trainer.train()`."""
     attributes_of_parts: set[str] = field(default_factory=set)
     """Names of attributes of attributes: `train` in `self.model.train()`."""
     statements: int = 0
@@ -134,12 +136,12 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
         if isinstance(node, ast.Call):
             _read_call(node, scope, hints)
         elif isinstance(node, ast.Name):
-            hints.mentions.setdefault(node.id, set()).add(scope)
+            hints.names.setdefault(node.id, set()).add(scope)
         elif isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Attribute):
                 hints.attributes_of_parts.add(node.attr)
             else:
-                hints.mentions.setdefault(node.attr, set()).add(scope)
+                hints.attributes.setdefault(node.attr, set()).add(scope)
         elif isinstance(node, ast.stmt):
             hints.statements += 1
             if isinstance(node, ast.Assign):

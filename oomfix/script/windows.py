@@ -218,14 +218,16 @@ def _sets_to_number(statement: ast.Assign, name: str) -> bool:
 
 def _ends_with_a_whole_window(loop: ast.For | ast.AsyncFor, nodes: list[tuple[ast.AST, Scope]]) -> bool:
     """`if i >= len(loader) // k * k: break`, a loop over so many batches, or `assert len(loader) % k == 0`."""
+    function = next(scope for node, scope in nodes if node is loop)
+    own = [node for node, scope in nodes if scope is function]
     values = {
         target.id: node.value
-        for node, _ in nodes
+        for node in own
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    if any(isinstance(node, ast.Assert) and _says_no_remainder(node.test) for node, _ in nodes):
+    if any(isinstance(node, ast.Assert) and _says_no_remainder(node.test) for node in own):
         return True
     limits: list[ast.expr] = [loop.iter]
     limits += [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and isinstance(node.body[0], _SKIPPING)]

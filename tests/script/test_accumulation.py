@@ -333,6 +333,24 @@ def test_an_epoch_that_ends_with_a_whole_window_has_no_tail(report, batches, gua
     assert found == ([("OOM302", 9)] if tail_is_lost else [])
 
 
+def test_what_one_function_knows_of_its_batches_another_does_not(report):
+    code = """
+        def first(model, loader, optimizer, k):
+            assert len(loader) % k == 0
+            for i, (x, y) in enumerate(loader):
+                (criterion(model(x), y) / k).backward()
+                if (i + 1) % k == 0:
+                    optimizer.step()
+
+        def second(model, loader, optimizer, k):
+            for i, (x, y) in enumerate(loader):
+                (criterion(model(x), y) / k).backward()
+                if (i + 1) % k == 0:
+                    optimizer.step()
+    """
+    assert report(code) == [("OOM302", 11)]
+
+
 def test_a_window_by_divmod_is_named_by_its_size(read):
     code = """
         for i, (x, y) in enumerate(loader):

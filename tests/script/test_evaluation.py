@@ -597,3 +597,20 @@ def test_a_method_that_shares_its_name_with_one_of_torch_is_entered_before_what_
                     self.batches(loader)
     """
     assert report(code) == []
+
+
+def test_a_function_is_entered_before_what_it_calls_although_models_have_a_method_of_its_name(report):
+    code = """
+        def loss_of(model, loader):
+            model.eval()
+            return sum(criterion(model(x), y) for x, y in loader)
+
+        def train(model, loader, optimizer):
+            loss = loss_of(model, loader)
+            loss.backward()
+            optimizer.step()
+
+        def validate(model):
+            model.train()
+    """
+    assert report(code) == []

@@ -179,7 +179,7 @@ def test_a_context_of_the_data_parallel_wrapper_is_no_autocast(report, context):
     ("before", "context"),
     [
         ("ctx = autocast_for(args)", "ctx"),
-        ("ctx = helpers.maybe_autocast(args)", "ctx"),
+        ("c = helpers.maybe_autocast(args)", "c"),
         ("ctx = HalfPrecision()", "ctx"),
         ("pass", "HalfPrecision()"),
     ],
