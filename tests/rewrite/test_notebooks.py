@@ -200,6 +200,33 @@ def test_a_fix_that_would_reach_over_cells_is_refused_in_words(monkeypatch, tmp_
     assert path.read_bytes() == before
 
 
+def test_a_cell_that_mixes_line_ends_is_left_alone_and_told(tmp_path):
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": SETUP + LOOP.replace("\n", "\r\n", 1)}]}))
+    before = path.read_bytes()
+    done = apply_to(path)
+    assert done.exit_code == 2
+    assert "cell 1: it mixes line ends" in done.output
+    assert path.read_bytes() == before
+
+
+def test_a_rewrite_that_loses_a_magic_is_refused(monkeypatch, tmp_path):
+    from oomfix.rewrite import files
+
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": with_sources(lines, {})}))
+    before = path.read_bytes()
+
+    def without_magics(source, rules, options):
+        return files.Applied("".join(line for line in lines(source.text) if " magic " not in line), (), ())
+
+    monkeypatch.setattr(files, "apply_to", without_magics)
+    done = apply_to(path)
+    assert done.exit_code == 2
+    assert "cell 2: what would change moves its magics" in done.output
+    assert path.read_bytes() == before
+
+
 def test_a_broken_cell_is_told_and_the_others_are_rewritten(tmp_path):
     path = tmp_path / "train.ipynb"
     cells = [*with_sources(lines, {}), {"cell_type": "code", "source": "x = (\n"}]
