@@ -14,9 +14,11 @@ from oomfix.rewrite.cells import NotebookText
 from oomfix.rewrite.local import Fixed
 from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
 from oomfix.rewrite.writing import CannotWrite, write_source
-from oomfix.rules.base import Rule
+from oomfix.rules.base import Rule, holds
 from oomfix.script import Script
 from oomfix.source import ForeignLanguage, Source, Unreadable
+
+_IN_EVERY_LOOP = b"backward"
 
 
 class Change(NamedTuple):
@@ -153,6 +155,8 @@ def _written(outcome: FileOutcome, content: bytes, backup: bool) -> FileOutcome:
 
 def _python(path: str, data: bytes, rules: Sequence[Rule], options: Options) -> FileOutcome:
     source = Source.from_bytes(path, data)
+    if not any(holds(data, need) for need in (_IN_EVERY_LOOP, *(need for rule in rules for need in rule.needs))):
+        return FileOutcome(path)
     applied = apply_to(source, rules, options)
     if applied.text == source.text:
         return _outcome(path, applied)
@@ -185,7 +189,7 @@ def _outcome(path: str, applied: Applied) -> FileOutcome:
 def _trains(path: str) -> bool:
     try:
         data = _read(path)
-        return b"backward" in data and bool(Script.read(Source.from_bytes(path, data)).loops)
+        return _IN_EVERY_LOOP in data and bool(Script.read(Source.from_bytes(path, data)).loops)
     except (OSError, Unreadable, RecursionError):  # told when the file is named
         return False
 
