@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from oomfix.profile.batch_size import Trial, find_largest, largest_fitting
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.cards import find_card
 from oomfix.profile.report import Estimate
@@ -71,6 +72,33 @@ def estimate(
         for _ in range(steps):
             loop.step(step_optimizer)
     return simulated.report(assumptions(trace))
+
+
+def largest_batch(
+    estimate_of: Callable[[int], Estimate], *, within: str = "card", start: int = 8, most: int | None = None
+) -> int | None:
+    """The largest batch size that fits, or one at most a sixteenth smaller; None if not a single sample fits.
+
+        largest_batch(lambda rows: estimate(build, lambda: batch(rows), loss, gpu="t4"))
+
+    Args:
+        estimate_of: the estimate for a batch size.
+        within: what it is to fit: the simulated "card", or a preset such as "16gb".
+        start: the batch size to try first, at least 1.
+        most: the largest of interest; default: 64 times `start`, which is never exceeded.
+
+    Raises:
+        ValueError: `within` is neither, or `start` is below 1.
+    """
+
+    def attempt(size: int) -> Trial:
+        found = estimate_of(size)
+        if within not in found.fits:
+            raise ValueError(f"within: got {within!r}, expected one of {', '.join(found.fits)}")
+        fit = found.fits[within]
+        return Trial(size, fit.fits, found.peak_reserved_bytes, fit.budget_bytes)
+
+    return largest_fitting(find_largest(attempt, start, most))
 
 
 class _Loop:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from oomfix.profile import MemoryTrace, estimate
+from oomfix.profile import MemoryTrace, estimate, largest_batch
 
 WORKSPACE = 8_519_680  # of one cuBLAS handle before Hopper
 N = 1024
@@ -211,3 +211,19 @@ def test_torch_is_as_before_afterwards():
         assert F.binary_cross_entropy(torch.sigmoid(x @ x), torch.ones(4, 4)).dtype is torch.float32
     F.dropout(x, 0.5).sum().backward()
     assert x.grad is not None
+
+
+def test_the_largest_batch_of_a_linear_layer_is_what_the_card_leaves_room_for():
+    """A row is its input, its output and its squares, 4 KiB each, and a gradient of the output."""
+
+    def of(rows):
+        return estimate(
+            square(), lambda: torch.zeros(rows, N), lambda m, x: m(x).square().sum(), optimizer="sgd", gpu="t4"
+        )
+
+    found = largest_batch(of, start=2**16)
+    assert of(found).fits["card"].fits and not of(found + found // 16).fits["card"].fits
+    smaller = largest_batch(of, within="8gb", start=2**16)
+    assert smaller is not None and 0.35 * found < smaller < 0.55 * found
+    with pytest.raises(ValueError, match="within: got '7gb', expected one of card, 8gb"):
+        largest_batch(of, within="7gb")
