@@ -9,6 +9,7 @@ from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.autocast_end import end_autocast_edits
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
@@ -100,7 +101,11 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
         current, loops, folded = _rewrite_loops(current, options)
         ended += folded
     last = fix_locally(current, rules, options.wants_finding, options.target_torch)
-    return Applied(last.text, loops, ended + last.fixed)
+    text = last.text
+    if any(loop.rewrite != "none" for loop in loops):
+        script = Script.read(_changed(current, text), options.target_torch)
+        text = apply_edits(text, evaluation_call_edits(script))
+    return Applied(text, loops, ended + last.fixed)
 
 
 def _changed(source: Source, text: str) -> Source:

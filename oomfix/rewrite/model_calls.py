@@ -36,7 +36,7 @@ def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> l
     for loop, verdict in zip(script.loops, verdicts, strict=True):
         if verdict.form == "in-place":
             calls.update(dict.fromkeys(_models_called(script, loop, blocks)))
-    return [edit for call in calls for edit in _through(script, call, manager)]
+    return [edit for call in calls for edit in through_manager(script, call, f"{manager}.forward")]
 
 
 def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterator[ast.Call]:
@@ -55,12 +55,13 @@ def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterat
                 yield call
 
 
-def _through(script: Script, call: ast.Call, manager: str) -> Iterator[Edit]:
+def through_manager(script: Script, call: ast.Call, method: str) -> Iterator[Edit]:
+    """`model(x)` as `memory.forward(model, x)`, or another method of the manager."""
     source = script.source
     start, end = bounds(source, call.func)
     opening = source.text.index("(", end)
     comma = ", " if call.args or call.keywords else ""
-    yield Edit(start, start, f"{manager}.forward(")
+    yield Edit(start, start, f"{method}(")
     # what stands behind the parenthesis, line breaks included, stays
     broken = source.text[opening + 1 : opening + 3].lstrip(" \t").startswith(("\n", "\r"))
     yield Edit(end, opening + 1, comma.rstrip() if broken else comma)
