@@ -8,6 +8,10 @@ from typing import NamedTuple
 from oomfix.rules.base import Edit, Finding
 
 
+class EditsOverlap(ValueError):
+    """Edits that cannot be made together: a defect of whoever made them."""
+
+
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     """The text with every edit made; whatever lies outside their spans is untouched.
 
@@ -20,7 +24,8 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     `merge` gives the edits of findings that do not know of each other.
 
     Raises:
-        ValueError: an edit lies outside the text, or two edits overlap.
+        EditsOverlap: two edits overlap.
+        ValueError: an edit lies outside the text.
     """
     pieces = []
     done = 0
@@ -28,7 +33,7 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
         if not 0 <= edit.start <= edit.end <= len(text):
             raise ValueError(f"edit {edit}: expected a span inside the {len(text)} characters of the text")
         if edit.start < done:
-            raise ValueError(f"edit {edit}: overlaps the one before it, which ends at {done}")
+            raise EditsOverlap(f"edit {edit}: overlaps the one before it, which ends at {done}")
         pieces += [text[done : edit.start], edit.replacement]
         done = edit.end
     return "".join(pieces) + text[done:]

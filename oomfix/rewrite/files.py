@@ -11,6 +11,7 @@ from oomfix.discovery import Discovery, Found
 from oomfix.own_presets import Chosen, choose
 from oomfix.rewrite.apply import Applied, LoopOutcome, Options, apply_to
 from oomfix.rewrite.cells import NotebookText
+from oomfix.rewrite.edits import EditsOverlap
 from oomfix.rewrite.local import Fixed
 from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
 from oomfix.rewrite.writing import CannotWrite, write_source
@@ -129,6 +130,8 @@ class Rewriter:
             return FileOutcome(path, errors=(str(problem),)) if found.named else None
         except (Unreadable, CannotRestore, UnicodeEncodeError) as problem:
             return FileOutcome(path, errors=(str(problem),))
+        except EditsOverlap:
+            return FileOutcome(path, errors=("left as it is: its changes get in each other's way; please report it",))
         except OSError as error:
             return FileOutcome(path, errors=(f"cannot read: {error.strerror}",))
         except RecursionError:

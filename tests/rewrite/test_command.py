@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from oomfix.rewrite import files
 from oomfix.rewrite.command import apply
+from oomfix.rewrite.edits import apply_edits
+from oomfix.rules.base import Edit
 
 RUN = CliRunner()
 TRAIN = """\
@@ -110,3 +113,19 @@ def test_a_terminal_without_the_characters_of_a_file_is_no_reason_to_fail(folder
     command = [sys.executable, "-m", "oomfix", "apply", "--preset", "16gb", "--diff", "train_\u8a9e.py"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "y)  # \\u8a9e\n" in done.stdout and "train_\\u8a9e.py:7  micro-batched" in done.stderr
+
+
+def test_a_defect_in_the_changes_of_one_file_stops_no_other(folder, monkeypatch):
+    original = files.apply_to
+
+    def overlapping(source, rules, options):
+        if source.path == "train.py":
+            apply_edits(source.text, [Edit(0, 5, ""), Edit(3, 3, "x")])
+        return original(source, rules, options)
+
+    monkeypatch.setattr(files, "apply_to", overlapping)
+    done = RUN.invoke(apply, ["--preset", "16gb", "."])
+    assert done.exit_code == 2
+    assert "train.py: left as it is: its changes get in each other's way; please report it" in done.output
+    assert (folder / "train.py").read_text() == TRAIN
+    assert "memory.step" in (folder / "package" / "engine.py").read_text()
