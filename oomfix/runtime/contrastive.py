@@ -48,7 +48,7 @@ def encode_in_chunks(
     Raises:
         ValueError: `rows` is below 1, or `encode` returns a tensor without one row per sample.
 
-    Works under autocast, with a GradScaler, in `torch.no_grad` and inside a forward of `forward_backward`. Costs a
+    Works under autocast, with a GradScaler, under DDP, in `torch.no_grad` and inside a forward of `forward_backward`. Costs a
     second forward. CLIP ViT-B/32 at batch 512 peaks at 5.42 GiB in chunks of 64 instead of 24.45 (simulated A100,
     bench/results/techniques-cpu.md).
 
