@@ -48,9 +48,9 @@ def encode_in_chunks(
     Raises:
         ValueError: `rows` is below 1, or `encode` returns a tensor without one row per sample.
 
-    Works under autocast, with a GradScaler, under DDP, in `torch.no_grad` and inside a forward of `forward_backward`. Costs a
-    second forward. CLIP ViT-B/32 at batch 512 peaks at 5.42 GiB in chunks of 64 instead of 24.45 (simulated A100,
-    bench/results/techniques-cpu.md).
+    Works under autocast, with a GradScaler, under DDP, in `torch.no_grad` and inside a forward of `forward_backward`.
+    Costs a second forward. CLIP ViT-B/32 at batch 512 peaks at 5.42 GiB in chunks of 64 instead of 24.45 (simulated
+    A100, bench/results/techniques-cpu.md).
 
     Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache).
     """
