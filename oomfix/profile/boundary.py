@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.patches import Patches
@@ -20,6 +21,7 @@ from oomfix.profile.trace import MemoryTrace, Scratch, user_line
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
+_HOST = torch.device("cpu")
 
 _MASKS = (torch.bool, torch.uint8)
 
@@ -45,8 +47,15 @@ class CardTrace(MemoryTrace):
         self.assumed: Counter[tuple[str, tuple[str, int] | None]] = Counter()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pin_memory"):
+            # page-locked memory is the driver's to give, and makes no difference to the card
+            kwargs = {**kwargs, "pin_memory": False}
         if _is_cuda(kwargs.get("device")):
             return self._on_card_operation(func, args, kwargs)
+        if args and isinstance(args[0], FakeTensor) and kwargs.get("device") == _HOST:
+            return _on_host(func, args, kwargs)
+        if func is aten.copy_.default and isinstance(args[1], FakeTensor) and not isinstance(args[0], FakeTensor):
+            return args[0]
         if (answer := _ANSWERS.get(func)) is not None and any(isinstance(a, FakeTensor) for a in args):
             return answer(self, func, args, kwargs)
         return func(*args, **kwargs)
@@ -75,7 +84,6 @@ class CardTrace(MemoryTrace):
     def _on_card_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A factory or a copy whose result is to be on the card."""
         kwargs = {**kwargs, "device": torch.device("cpu")}
-        kwargs.pop("pin_memory", None)
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None
         with self.fake_mode:
@@ -87,6 +95,13 @@ class CardTrace(MemoryTrace):
                     fake = fake.contiguous(memory_format=wanted)
                 return fake
             return func(*args, **kwargs)
+
+
+def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What an operation makes on the host of a tensor on the card: of that size, in memory that nobody has touched."""
+    like = func(*args, **kwargs)
+    with no_dispatch():
+        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
 
 
 def _is_cuda(device: object) -> bool:

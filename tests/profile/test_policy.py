@@ -238,3 +238,38 @@ def test_a_card_may_be_given_by_its_number(simulated):
     assert model.to(0, torch.float64).weight.dtype is torch.float64
     with pytest.raises(RuntimeError, match="invalid device ordinal 1"):
         torch.ones(2).to(1)
+
+
+def block_outputs(context):
+    """Activations of a stack at the end of its forward, in MiB; 8 blocks save their inputs of 1 MiB each."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))).cuda()
+    inputs = on(1024, 256)
+    before = torch.cuda.memory_allocated()
+    with context:
+        loss = model(inputs).sum()
+    held = torch.cuda.memory_allocated() - before
+    loss.backward()
+    assert model[0][0].weight.grad is not None and model[0][0].weight.grad.is_cuda
+    return round(held / 2**20)
+
+
+def test_activations_in_host_memory_are_off_the_card(simulated):
+    """Of eight saved outputs, the runtime's offloading leaves those that are still on their way."""
+    from contextlib import nullcontext
+
+    from oomfix.runtime import offload_activations
+
+    workspace = 8
+    assert block_outputs(nullcontext()) == workspace + 8
+    assert block_outputs(torch.autograd.graph.save_on_cpu(pin_memory=True)) <= 1
+    assert block_outputs(offload_activations(min_bytes=0)) <= 3
+
+
+def test_what_is_made_on_the_host_of_a_tensor_on_the_card_is_real(simulated):
+    x = on(1024, 1024)
+    before = torch.cuda.memory_allocated()
+    for host in (torch.empty_like(x, device="cpu", pin_memory=True), x.new_zeros(5, device="cpu"), x.to("cpu")):
+        assert host.device.type == "cpu" and not host.is_cuda
+    host.copy_(x)
+    assert torch.cuda.memory_allocated() == before
+    assert torch.empty(3, pin_memory=True).device.type == "cpu"
