@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
@@ -15,6 +16,7 @@ from oomfix.script.names import path_of
 from oomfix.script.trace import Forward
 from oomfix.script.values import Graph
 
+_METHOD = re.compile(r"\.(\w+_)?(forward|predict|encode|decode|generate|sample|infer|get|set|compute)(_\w+)?$")
 _COLLECTING = frozenset("append extend".split())
 
 
@@ -34,9 +36,16 @@ def evaluation_call_edits(script: Script) -> list[Edit]:
     chosen: dict[ast.Call, None] = {}
     for forward in script.evaluation_forwards:
         if forward.path is not None and all(_only_evaluates(way) for way in ways[id(forward.node)]):
-            if forward.path == path_of(forward.node.func) and _is_collected(forward.node, blocks):
+            if _is_of_module(forward) and _is_collected(forward.node, blocks):
                 chosen[forward.node] = None
     return [edit for call in chosen for edit in through_manager(script, call, f"{manager}.evaluate")]
+
+
+def _is_of_module(forward: Forward) -> bool:
+    """Whether the module itself is called, not one of its methods, with nothing that the manager takes for its own."""
+    path = path_of(forward.node.func)
+    named = any(keyword.arg in (None, "batch_size") for keyword in forward.node.keywords)
+    return path is not None and path == forward.path and not _METHOD.search(path) and not named
 
 
 def _only_evaluates(forward: Forward) -> bool:

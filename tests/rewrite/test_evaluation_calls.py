@@ -56,6 +56,8 @@ def test_it_evaluates_the_same_to_the_bit_whole_and_in_parts():
         ("net.eval()\n", ""),
         ("    kept.append(probabilities)\n", "    print(probabilities)\n"),
         ("    kept.append(probabilities)\n", "    kept.append(y)\n"),
+        ("net(x)\n    prob", "net.predict_on(x)\n    prob"),
+        ("net(x)\n    prob", "net(x, batch_size=6)\n    prob"),
         ("    out = net(x)\n", "    with torch.autocast('cuda'):\n        out = net(x)\n"),
     ],
 )
