@@ -7,10 +7,8 @@ import importlib
 import os
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, ClassVar, TextIO
 
 import click
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("rich", "concise", "json", "sarif", "github")
 _INTERRUPTED = 130
-_SHOW_PROGRESS_AFTER_S = 1.0
 
 
 class _Failure(click.ClickException):
@@ -132,6 +129,7 @@ def audit(
     from oomfix.baseline import BaselineError
     from oomfix.config import Configuration, Flags
     from oomfix.pipeline import Pipeline
+    from oomfix.progress import Progress
     from oomfix.rules import all_rules
 
     if statistics and form in ("sarif", "github"):
@@ -139,7 +137,7 @@ def audit(
     if write_baseline and baseline:
         raise click.UsageError("--write-baseline: writes every finding, expected no --baseline beside it")
     flags = Flags(select, ignore, fail_on, target_torch, baseline)
-    progress = _Progress()
+    progress = Progress("auditing")
     pipeline = Pipeline(
         Auditor(all_rules()),
         Configuration(flags, _codes(), use_baselines=not write_baseline),
@@ -329,28 +327,3 @@ def _write_baseline(path: str, report: Report) -> None:
 
     count = write_baseline(path, report.findings())
     click.echo(f"{path}: {count} findings written as known", err=True)
-
-
-class _Progress:
-    """A bar on standard error, for runs that take long, where that is a terminal."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._bar: Any = None
-        self._open: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-
-    def show(self, done: int, total: int) -> None:
-        """Draw that so many files are done of so many."""
-        if self._open is None:
-            if time.monotonic() - self._start < _SHOW_PROGRESS_AFTER_S or not sys.stderr.isatty():
-                return
-            self._open = click.progressbar(length=total, label="auditing", file=sys.stderr)
-            self._bar = self._open.__enter__()
-        self._bar.update(done - self._bar.pos)

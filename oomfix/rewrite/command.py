@@ -159,10 +159,11 @@ def _options(
 
 
 def _outcomes(ctx: click.Context, rewriter: Rewriter, paths: Sequence[str], writes: bool) -> list[FileOutcome]:
-    if paths:
-        return rewriter.rewrite(paths)
-    if not writes:
-        return rewriter.rewrite(["."], only_training=True)
+    from oomfix.progress import Progress
+
+    if paths or not writes:
+        with Progress("rewriting" if writes else "reading") as progress:
+            return rewriter.rewrite(paths or ["."], only_training=not paths, progress=progress.show)
     if not sys.stdin.isatty():
         raise click.UsageError("PATH: none given, and nobody to ask; name files or folders, such as `.`")
     found = rewriter.training_files(".")

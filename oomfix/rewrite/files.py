@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from oomfix.config import Configuration, Flags
@@ -91,25 +91,35 @@ class Rewriter:
             problems = "".join(f"; {path}: {message}" for path, message in self._configuration.problems)
             raise ValueError(f"{error}{problems}") from None
 
-    def rewrite(self, paths: Sequence[str], *, only_training: bool = False) -> list[FileOutcome]:
+    def rewrite(
+        self,
+        paths: Sequence[str],
+        *,
+        only_training: bool = False,
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> list[FileOutcome]:
         """What becomes of every Python file and notebook under the paths.
 
         Args:
             only_training: pass over files without a training loop.
+            progress: told how many files are done of how many.
 
         Raises:
             ValueError: a path's project has no preset of the wanted name.
         """
         discovery = Discovery()
-        outcomes = []
+        jobs = []
         for path in dict.fromkeys(paths):
             base, overrides = self.chosen(path)
             settings = self._configuration.settings(path)
             options = self._options._replace(preset=base, overrides=overrides, target_torch=settings.target_torch)
-            for found in discovery.find(path, settings.root, settings.exclude):
-                outcome = self._rewrite(found, options)
-                if outcome is not None and (not only_training or outcome.loops):
-                    outcomes.append(outcome)
+            jobs += [(found, options) for found in discovery.find(path, settings.root, settings.exclude)]
+        outcomes = []
+        for done, (found, options) in enumerate(jobs, start=1):
+            outcome = self._rewrite(found, options)
+            if outcome is not None and (not only_training or outcome.loops):
+                outcomes.append(outcome)
+            progress(done, len(jobs))
         problems = [*self._configuration.problems, *discovery.problems]
         return outcomes + [FileOutcome(path, errors=(message,)) for path, message in problems]
 
