@@ -144,7 +144,7 @@ class Expressions(Calls):
             return NUMBER
         result = combine([left, right])
         if result.graph:
-            result = replace(result, is_tensor=True)
+            result = replace(result, is_tensor=not result.may_be_number)
         if isinstance(node.op, ast.Add | ast.Sub) and left.graph and right.graph:
             # What divides one term does not divide the loss.
             divisors = left.divisors & right.divisors
@@ -208,7 +208,7 @@ class Expressions(Calls):
         for side, other in ((body, node.orelse), (orelse, node.body)):
             if side.graph and isinstance(other, ast.Constant):
                 # `loss if loss > 0 else None`: the graph is there whenever anything is
-                return replace(side, is_tensor=False)
+                return replace(side, is_tensor=False, may_be_number=True)
         return join(body, orelse)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:

@@ -13,6 +13,7 @@ from oomfix.script.names import USUAL_NAMES, imported, path_of
 from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
+    LITERAL,
     NUMBER,
     UNKNOWN,
     Kind,
@@ -45,7 +46,7 @@ class Statements(Expressions):
     def _store(self, target: ast.expr, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
         if isinstance(value_node, ast.Constant) and value.constant is not None:
             # A literal is a setting somebody will change: both branches of what it decides are followed.
-            value = NUMBER
+            value = LITERAL
         elif isinstance(target, ast.Attribute) and isinstance(value_node, ast.Constant) and self._is_constructing():
             value = UNKNOWN  # `self.model = None`, which a subclass or a later call fills
         path = path_of(target)
@@ -144,6 +145,7 @@ class Statements(Expressions):
                 result.graph,
                 result.origins | kept,
                 divisors=old.divisors | value.divisors,
+                may_be_number=result.may_be_number,
                 carried_from=result.carried_from,
             )
         if path is not None:

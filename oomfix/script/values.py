@@ -70,6 +70,8 @@ class Value:
     """What it was divided by after it was made, as written: accumulation asks a loss for the window's size."""
     is_tensor: bool = False
     """Certainly one tensor, and no tuple, dict or output object that holds some."""
+    may_be_number: bool = False
+    """A number on another way: `penalty = 0.0`, and a tensor where a flag says so."""
     scaled: bool = False
     """Went through `GradScaler.scale`."""
     alternatives: tuple[Value, ...] = ()
@@ -87,6 +89,8 @@ _NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)
 UNKNOWN = Value()
 NUMBER = Value(Kind.NUMBER)
 NONE = Value(Kind.NUMBER, constant=None)
+LITERAL = Value(Kind.NUMBER, ref="literal")
+"""A number that is written down: `loss = 0.0`, until something else is known."""
 PLAIN_TENSOR = Value(Kind.TENSOR)
 FRESH_TENSOR = Value(Kind.TENSOR, is_tensor=True)
 """A tensor of floats that holds no graph yet; a value written into it in place brings its own along."""
@@ -107,7 +111,7 @@ def flatten(value: Value) -> Value:
 def combine(values: list[Value]) -> Value:
     """What an operation on several values gives: it carries every graph that goes in."""
     graph, origins, carried = Graph.NO, NO_ORIGINS, NO_ORIGINS
-    numbers = known = True
+    numbers = known = may_be_number = True
     for value in values:
         if value.items is not None:
             value = flatten(value)
@@ -118,9 +122,10 @@ def combine(values: list[Value]) -> Value:
             graph = max(graph, value.graph)
             origins |= value.origins
             carried |= value.carried_from
+            may_be_number = may_be_number and value.may_be_number
     if graph is Graph.NO:
         return NUMBER if numbers else (PLAIN_TENSOR if known else UNKNOWN)
-    return Value(Kind.TENSOR, graph, origins, carried_from=carried)
+    return Value(Kind.TENSOR, graph, origins, may_be_number=may_be_number, carried_from=carried)
 
 
 def join(first: Value, second: Value) -> Value:
@@ -143,6 +148,9 @@ def join(first: Value, second: Value) -> Value:
     if first.kind is second.kind and first.ref != second.ref and first.kind in _NAMED:
         return UNKNOWN
     one, other = flatten(first), flatten(second)
+    for number, value in ((first, other), (second, one)):
+        if number == LITERAL and value.graph is Graph.YES:
+            return replace(value, is_tensor=False, may_be_number=True)  # where there is anything, it is the graph
     graph = one.graph if one.graph == other.graph else Graph.MAYBE
     same_kind = one.kind is other.kind
     return Value(

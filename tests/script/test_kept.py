@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from oomfix.rules import all_rules
+
 LOOP = """
     import numpy as np
     import torch
@@ -142,3 +144,50 @@ def test_what_is_added_up_is_an_accumulation_wherever_the_total_is(report, state
 )
 def test_what_is_added_without_a_graph_or_within_a_batch_is_not(report, statement):
     assert kept(report(SUMS.replace("STATEMENT", statement))) == []
+
+
+FLAGGED = """
+    def parts_of(out, y, several):
+        if several:
+            first, second = criterion(out, y), penalty(out)
+        else:
+            first = second = 0.0
+        return criterion(out, y) + first, first, second
+
+    def train(model, loader, optimizer, several, kept):
+        total = 0.0
+        for x, y in loader:
+            loss, first, second = parts_of(model(x), y, several)
+            loss.backward()
+            optimizer.step()
+            STATEMENT
+        total = total / len(loader)
+        log["first"].append(total)
+"""
+
+
+@pytest.mark.parametrize(("statement", "found"), [("total += first", [("OOM101", 14)]), ("total += float(first)", [])])
+def test_a_term_that_a_flag_makes_a_number_is_a_tensor_otherwise(read, statement, found):
+    script = read(FLAGGED.replace("STATEMENT", statement))
+    findings = [finding for rule in all_rules() for finding in rule.check(script)]
+    assert kept((finding.code, finding.line) for finding in findings) == found
+    assert [finding.edits for finding in findings if finding.code == "OOM101"] == [()] * len(found)
+
+
+def test_a_sum_kept_for_each_epoch_may_be_a_number_and_has_no_edit(read):
+    code = """
+        for epoch in range(10):
+            total = 0.0
+            for x, y in loader:
+                loss = criterion(model(x), y)
+                loss.backward()
+                total += loss
+            total = total / len(loader)
+            history.append(total)
+            if flag: extra = criterion(model(x), y)
+            else: extra = 0.0
+            extra = extra / 2
+            history.append(extra)
+    """
+    findings = [finding for rule in all_rules() for finding in rule.check(read(code)) if finding.code == "OOM102"]
+    assert [(finding.line, bool(finding.edits)) for finding in findings] == [(8, True), (12, False)]
