@@ -23,6 +23,9 @@ EXPECTED = {
     "digits_mlp": "micro-batched",
     "gan": "in-place",
     "phases": "micro-batched",
+    "sam": "micro-batched",
+    "own_scaler": "micro-batched",
+    "by_hand": "micro-batched in-place",
 }
 
 
@@ -31,10 +34,10 @@ def test_real_training_is_the_same_to_the_bit_when_off_and_to_rounding_when_spli
     text = path.read_text()
     before = run(text)
     after = rewritten(text)
-    assert [loop.rewrite for loop in after.loops] == [EXPECTED[path.stem]]
+    assert [loop.rewrite for loop in after.loops] == EXPECTED[path.stem].split()
     assert_same_bits(before, run(after.text, preset="off"))
     split = run(rewritten(text, micro_batches=3).text)
-    assert split.calls_in_parts if EXPECTED[path.stem] == "micro-batched" and path.stem != "char_lstm" else True
+    assert split.calls_in_parts if "micro-batched" in EXPECTED[path.stem] and path.stem != "char_lstm" else True
     assert_close(before, split)
 
 
