@@ -128,7 +128,7 @@ def apply(
     else:
         if diff:
             click.echo(summary.diffs(outcomes, colour=sys.stdout.isatty()), nl=False)
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        width = shutil.get_terminal_size().columns if (sys.stderr if diff else sys.stdout).isatty() else None
         click.echo(summary.as_text(outcomes, proof, trial, written=writes, width=width), nl=False, err=diff)
         for outcome in outcomes:
             for said in outcome.errors:
