@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.batch import Batch
@@ -18,6 +16,7 @@ from oomfix.runtime.outputs import Weight
 from oomfix.runtime.probe import Draws, Probe, Writes, counters_kept
 from oomfix.runtime.referenced import generators_in
 from oomfix.runtime.running_statistics import quiet
+from oomfix.runtime.watching import HeldOut, Watch
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,7 @@ class Runs:
         holds_out: cross entropies ignore some targets of the first row. Without it a mean over targets looks
             like one over samples on rows that have no ignored target, and the difference would only show in a
             later batch.
+        light: only functions are watched, not every operation: for a forward known to draw no random numbers.
         replays: the parts draw the rows of what the whole drew. If not, they go on drawing, which is the same
             for a forward that draws sample by sample in a loop.
     """
@@ -36,6 +36,7 @@ class Runs:
     graph: bool = False
     holds_out: bool = True
     replays: bool = True
+    light: bool = False
 
 
 @dataclass
@@ -99,9 +100,15 @@ class _Comparison:
         self._writes = Writes()
         self._draws = Draws()
         self._held_out = HeldOut()
+        self._outside: list[torch.Tensor] = []
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
         found = Evidence()
+        if self._how.light:
+            holders = [(module._parameters, module._buffers) for module in modules]
+            self._outside = [
+                tensor for pair in held for names in pair for tensor in names.values() if tensor is not None
+            ]
         generators = RandomState(own=generators_in(self._forward, modules))
         try:
             with self._undisturbed(modules, found):
@@ -112,7 +119,7 @@ class _Comparison:
             said = str(error).strip().splitlines() or [""]
             found.failure = f"{type(error).__name__}: {said[0]}"
         finally:
-            found.drew = bool(self._draws.recorded) or generators.moved_outside_torch()
+            found.drew = generators.moved()
             generators.restore()
         found.held = self._held_out.something
         return found
@@ -135,10 +142,15 @@ class _Comparison:
 
     def _run(self, begin: int, end: int) -> tuple[Any, list[float], list[int]]:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
+        held_out = self._held_out if self._how.holds_out and begin == 0 else None
+        watch = Watch(end - begin, held_out, self._writes, self._outside)
+        if self._how.light:
+            with watch:
+                result = self._see(self._forward(*args, **kwargs))
+            return outputs.detached(result), watch.nll_weights, watch.selected_among
         probe = Probe(self._writes, self._draws if self._how.replays else None)
-        # the mode is passed by every function of torch, so only the runs that need it get it
-        holding = self._how.holds_out and begin == 0
-        with self._held_out.in_run(end) if holding else nullcontext(), probe:
+        # the watch is passed by every function of torch, so only the runs that need it get it
+        with nullcontext() if held_out is None else watch, probe:
             result = self._see(self._forward(*args, **kwargs))
         return outputs.detached(result), probe.nll_weights, probe.selected_among
 
@@ -158,56 +170,3 @@ class _Comparison:
                 stack.close()
                 if counters:
                     found.wrote = f"it changes {counters[0]}"
-
-
-class HeldOut:
-    """Which cross entropies of a run had targets held out, so that its first part holds out the same.
-
-    Half of the targets of the first row are ignored, or the row if it has one target, except where the whole
-    would have no target left.
-    """
-
-    def __init__(self) -> None:
-        self._decisions: list[bool] = []
-
-    @property
-    def something(self) -> bool:
-        """Whether any cross entropy had targets held out."""
-        return any(self._decisions)
-
-    def in_run(self, rows: int) -> "_Holding":
-        """Context around a run on the first `rows` rows; the first such run decides."""
-        return _Holding(rows, self._decisions, decided=bool(self._decisions))
-
-
-class _Holding(TorchFunctionMode):
-    def __init__(self, rows: int, decisions: list[bool], decided: bool) -> None:
-        super().__init__()
-        self._rows = rows
-        self._decisions = decisions
-        self._decided = iter(list(decisions)) if decided else None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (F.cross_entropy, F.nll_loss):
-            ignored = kwargs.get("ignore_index", -100)
-            if "target" in kwargs:
-                kwargs["target"] = self._without_some(kwargs["target"], ignored)
-            else:
-                args = (args[0], self._without_some(args[1], ignored), *args[2:])
-        return func(*args, **kwargs)
-
-    def _without_some(self, target: torch.Tensor, ignored: int) -> torch.Tensor:
-        held = self._hold(target, ignored) if self._decided is None or next(self._decided, False) else None
-        if self._decided is None:
-            self._decisions.append(held is not None)
-        return target if held is None else held
-
-    def _hold(self, target: torch.Tensor, ignored: int) -> torch.Tensor | None:
-        if target.is_floating_point() or not target.dim() or target.shape[0] % self._rows:
-            return None
-        by_row = target.clone().view(self._rows, -1)
-        by_row[0, : max(by_row.shape[1] // 2, 1)] = ignored
-        if self._decided is None and bool((by_row == ignored).all()):
-            return None
-        return by_row.view(target.shape)

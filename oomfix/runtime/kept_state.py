@@ -32,6 +32,14 @@ class RandomState:
         numpy: Any = sys.modules.get("numpy") if outside_torch else None
         self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
 
+    def moved(self) -> bool:
+        """Whether any of the generators has been drawn from since."""
+        if not torch.equal(torch.get_rng_state(), self._torch):
+            return True
+        if self._cuda is not None and not torch.equal(torch.cuda.get_rng_state(), self._cuda):
+            return True
+        return self.moved_outside_torch() or any(not _same(_state_of(own), state) for own, state in self._own)
+
     def moved_outside_torch(self) -> bool:
         """Whether Python's or NumPy's generator has been drawn from since; False if these were not kept."""
         if self._python is not None and random.getstate() != self._python:
@@ -58,9 +66,16 @@ class RandomState:
 
 def is_generator(value: Any) -> bool:
     """Whether `value` is a random number generator of torch, Python or NumPy that a program holds itself."""
-    numpy: Any = sys.modules.get("numpy")
-    kinds = (torch.Generator, random.Random)
-    return isinstance(value, kinds if numpy is None else (*kinds, numpy.random.Generator, numpy.random.RandomState))
+    kind = type(value)
+    known = _is_generator_type.get(kind)
+    if known is None:
+        numpy: Any = sys.modules.get("numpy")
+        of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+        known = _is_generator_type[kind] = issubclass(kind, (torch.Generator, random.Random, *of_numpy))
+    return known
+
+
+_is_generator_type: dict[type, bool] = {}
 
 
 def _state_of(generator: Any) -> Any:
@@ -69,6 +84,15 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def _same(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_same(state[key], other[key]) for key in state)
+    if isinstance(state, tuple):
+        return all(map(_same, state, other))
+    same = state == other
+    return bool(same if isinstance(same, bool) else same.all())  # of numbers, or of arrays and tensors
 
 
 def _set_state(generator: Any, state: Any) -> None:

@@ -6,8 +6,8 @@ undone. A block that writes what its second run would read (its input, its param
 be recomputed at all.
 """
 
-import copy
 import itertools
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -196,15 +196,25 @@ class Attributes:
 
 
 def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: copy.copy(value) for name, value in attributes.items() if isinstance(value, list | dict | set)}
+    found: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, dict):
+            found[name] = dict(value)
+        elif isinstance(value, list):
+            found[name] = list(value)
+        elif isinstance(value, set):
+            found[name] = set(value)
+    return found
 
 
 def _same_content(container: Any, content: Any) -> bool:
+    if not container or len(container) != len(content):
+        return not container and not content
     if isinstance(container, set):
         return bool(container == content)
-    if isinstance(container, dict):
-        return list(container) == list(content) and all(container[key] is content[key] for key in content)
-    return len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
+    if not all(map(operator.is_, container, content)):
+        return False
+    return not isinstance(container, dict) or all(map(operator.is_, container.values(), content.values()))
 
 
 def _refill(container: Any, content: Any) -> None:

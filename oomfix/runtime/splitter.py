@@ -183,8 +183,7 @@ class Splitter:
         trust = self.preset.split == "always"
         # a whole call of a window is checked too, to learn what its loss is a mean of
         most_rows = math.ceil(batch.size / (parts if parts > 1 else _QUARTERS))
-        again = known.verdict is not None and known.verdict.rule is not None
-        verdict = check(iteration.forward, batch, known.modules(), most_rows, trust, again)
+        verdict = check(iteration.forward, batch, known.modules(), most_rows, trust, known.verdict)
         known.checked(verdict)
         if trust and verdict.rule is not None and verdict.trusted:
             self._say(
@@ -260,7 +259,7 @@ class Splitter:
         if dtype is None or known.fp32:
             return
         if dtype == torch.float16 and iteration.trains and known.is_call_to_explore():
-            if check(iteration.forward, iteration.batch, known.modules(), 2, again=True).needs_gradients:
+            if check(iteration.forward, iteration.batch, known.modules(), 2).needs_gradients:
                 self._fall_back_to_fp32(known, "it differentiates by itself, and such gradients underflow in fp16")
                 return
         iteration.use_half(device_type, dtype)

@@ -19,6 +19,7 @@ class Verdict:
             there are some, what they divide by must be the same for every sample.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
         needs_gradients: the forward differentiates by itself (gradient penalties).
+        drew: it draws random numbers.
         trusted: no rule fits, but the user asked for splitting.
     """
 
@@ -29,4 +30,5 @@ class Verdict:
     nll_losses: int = 0
     held: bool = False
     needs_gradients: bool = False
+    drew: bool = True
     trusted: bool = False

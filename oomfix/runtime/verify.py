@@ -7,6 +7,7 @@ results of the parts must give the result of the whole, under one of the rules i
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from oomfix.runtime.rows import choose_rows, with_other_masks
 from oomfix.runtime.verdict import Verdict
 
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
+_FEW_ROWS = 8
 _FEWEST_ROWS = 3  # the least that make two unequal parts
 _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 6  # parameters whose gradients are compared
@@ -36,7 +38,7 @@ def check(
     modules: list[nn.Module],
     most_rows: int,
     trust: bool = False,
-    again: bool = False,
+    earlier: Verdict | None = None,
 ) -> Verdict:
     """Compare `forward` on a few rows of `batch` with `forward` on two unequal parts of them.
 
@@ -49,29 +51,30 @@ def check(
         most_rows: rows of one micro-batch, which bound what the check may hold in memory.
         trust: the user asked for splitting whatever the check says: values that no rule fits get the one that
             their shapes suggest.
-        again: an earlier check has compared full masks and gradients; leave that out.
+        earlier: the verdict of an earlier check, which compared gradients and masks too. One that allowed a split is
+            confirmed on fewer rows, without watching every operation, where that can be done.
 
     Returns:
         The verdict; an undecided one where not even two rows fit.
     """
     checking = _Check(forward, batch, modules, trust)
     most = max(min(most_rows, _MOST_ROWS), _FEWEST_ROWS)
+    may_split = earlier is not None and earlier.rule is not None
+    if earlier is not None and may_split and not earlier.drew and not trust:
+        confirmed = _with_rows_that_fit([min(most, _FEW_ROWS), _FEWEST_ROWS, 2], partial(checking.confirmed, earlier))
+        if confirmed is not None:
+            return confirmed
     found = _with_rows_that_fit([most, (most + 1) // 2, _FEWEST_ROWS, 2], checking.by_results)
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
     verdict, how, rows = found
-    if verdict.rule is None or trust or again:
+    if verdict.rule is None or trust or may_split:
         return verdict
-
-    def closer_by_masks(count: int) -> Verdict | None:
-        return checking.by_masks(count, how)
-
-    def closer_by_gradients(count: int) -> Verdict | None:
-        return checking.by_gradients(count, how)
-
+    how = replace(how, light=not verdict.drew)
     # a graph needs more memory than the runs of a check without one
-    for counts, closer in (([rows, 2], closer_by_masks), ([rows // 2, _FEWEST_ROWS, 2], closer_by_gradients)):
-        other = _with_rows_that_fit(counts, closer)
+    few = min(rows // 2, _FEW_ROWS)
+    for counts, closer in (([rows, 2], checking.by_masks), ([few, _FEWEST_ROWS, 2], checking.by_gradients)):
+        other = _with_rows_that_fit(counts, partial(closer, how))
         if other is not None and other.rule is None and not other.undecided:
             return other
     return verdict
@@ -117,7 +120,7 @@ class _Check:
                 continue  # the same runs again
             how = Runs(graph, holds_out, replays)
             evidence = compare(self._forward, self._batch, self._modules, rows, how)
-            verdict = judge(evidence, self._trust, len(rows))
+            verdict = replace(judge(evidence, self._trust, len(rows)), drew=evidence.drew)
             failed = bool(evidence.failure)
             if found is None or (found[2] and not failed) or verdict.rule is not None:
                 found = verdict, how, failed
@@ -128,7 +131,17 @@ class _Check:
         assert found is not None
         return found
 
-    def by_masks(self, count: int, how: Runs) -> Verdict | None:
+    def confirmed(self, earlier: Verdict, count: int) -> Verdict | None:
+        """An earlier verdict, if a few rows confirm all of it."""
+        rows = choose_rows(self._batch, count)
+        how = Runs(graph=earlier.needs_gradients, light=True)
+        evidence = compare(self._forward, self._batch, self._modules, rows, how)
+        verdict = judge(evidence, rows=count)
+        if verdict.rule != earlier.rule or verdict.units != earlier.units or verdict.nll_losses != earlier.nll_losses:
+            return None
+        return earlier
+
+    def by_masks(self, how: Runs, count: int) -> Verdict | None:
         """The verdict where masks that happen to be full have gaps; None if there are none, or they are refused."""
         rows = choose_rows(self._batch, count)
         batch = with_other_masks(self._batch, rows)
@@ -137,7 +150,7 @@ class _Check:
         evidence = compare(self._forward, batch, self._modules, rows, how)
         return None if evidence.failure else judge(evidence)
 
-    def by_gradients(self, count: int, how: Runs) -> Verdict | None:
+    def by_gradients(self, how: Runs, count: int) -> Verdict | None:
         """The verdict on the gradients of a few small parameters, which show factors that have no gradient."""
         rows = choose_rows(self._batch, count)
         how = replace(how, graph=True)

@@ -1,0 +1,125 @@
+"""Watching the functions of torch that a forward calls, while it runs on a few rows.
+
+Far cheaper than watching every operation (`probe.Probe`), and enough for a forward that draws no random numbers.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from oomfix.runtime.probe import Writes
+
+# functions that select among values along a dimension, or draw indices below a bound
+_SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort")
+_INDEX_DRAWS = ("randperm", "randint")
+# besides those whose names end with an underscore
+_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
+
+
+class HeldOut:
+    """Which cross entropies of a run had targets held out, so that its first part holds out the same.
+
+    Half of the targets of the first row are ignored, or the row if it has one target, except where the whole
+    would have no target left.
+    """
+
+    def __init__(self) -> None:
+        self.decisions: list[bool] = []
+        self.decided = False
+
+    @property
+    def something(self) -> bool:
+        """Whether any cross entropy had targets held out."""
+        return any(self.decisions)
+
+
+class Watch(TorchFunctionMode):
+    """Context around one run of a forward.
+
+    Attributes:
+        nll_weights: the divisor of each cross entropy with a mean, in the order of the calls.
+        selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
+
+    Args:
+        rows: samples in this run.
+        held_out: lets cross entropies ignore some targets, the same as in the first run given it; None: ignore none.
+        writes: keeps the contents of `outside` before they are written to.
+        outside: tensors that outlive the run.
+    """
+
+    def __init__(
+        self, rows: int, held_out: HeldOut | None, writes: Writes, outside: Iterable[torch.Tensor] = ()
+    ) -> None:
+        super().__init__()
+        self.nll_weights: list[float] = []
+        self.selected_among: list[int] = []
+        self._rows = rows
+        self._held_out = held_out
+        self._decided = iter(list(held_out.decisions)) if held_out is not None and held_out.decided else None
+        self._writes = writes
+        self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
+
+    def __exit__(self, *error: Any) -> None:
+        if self._held_out is not None:
+            self._held_out.decided = True
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in (F.cross_entropy, F.nll_loss):
+            return self._cross_entropy(func, args, dict(kwargs))
+        if name.endswith("_") and (not name.startswith("__") or name in _WRITES):
+            self._about_to_write(args)
+        elif name in _SELECTIONS:
+            self._select(args, kwargs)
+        elif name in _INDEX_DRAWS:
+            bounds = [number for number in args[:2] if isinstance(number, int)]
+            self.selected_among += bounds[-1:]
+        return func(*args, **kwargs)
+
+    def _about_to_write(self, args: tuple[Any, ...]) -> None:
+        for written in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:
+            if isinstance(written, torch.Tensor) and written.layout == torch.strided and not written.is_nested:
+                if written.untyped_storage()._cdata in self._outside:
+                    self._writes.about_to_write(written)
+
+    def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = args[0] if args else kwargs.get("input")
+        if isinstance(values, torch.Tensor) and values.is_floating_point() and values.dim():
+            dims = [argument for argument in args[1:] if isinstance(argument, int) and not isinstance(argument, bool)]
+            dim = kwargs.get("dim", dims[-1] if dims and -values.dim() <= dims[-1] < values.dim() else -1)
+            self.selected_among.append(values.shape[dim])
+
+    def _cross_entropy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ignored = kwargs.get("ignore_index", -100)
+        target = kwargs["target"] if "target" in kwargs else args[1]
+        target = self._without_some(target, ignored)
+        weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+        if kwargs.get("reduction", "mean") == "mean" and not target.is_floating_point():
+            counting = target != ignored
+            counted = counting.sum() if weight is None else weight[target[counting]].sum()
+            self.nll_weights.append(float(counted))
+        if "target" in kwargs:
+            return func(*args, **{**kwargs, "target": target})
+        return func(args[0], target, *args[2:], **kwargs)
+
+    def _without_some(self, target: torch.Tensor, ignored: int) -> torch.Tensor:
+        if self._held_out is None:
+            return target
+        held = self._hold(target, ignored) if self._decided is None or next(self._decided, False) else None
+        if self._decided is None:
+            self._held_out.decisions.append(held is not None)
+        return target if held is None else held
+
+    def _hold(self, target: torch.Tensor, ignored: int) -> torch.Tensor | None:
+        if target.is_floating_point() or not target.dim() or target.shape[0] % self._rows:
+            return None
+        by_row = target.clone().view(self._rows, -1)
+        by_row[0, : max(by_row.shape[1] // 2, 1)] = ignored
+        if self._decided is None and bool((by_row == ignored).all()):
+            return None
+        return by_row.view(target.shape)
