@@ -142,6 +142,9 @@ def test_what_an_object_keeps_is_named_by_its_attribute():
 def test_variables_that_hold_themselves_are_looked_into_once():
     cycle = {"tensor": torch.ones(70)}
     cycle["self"], cycle["globals"] = cycle, [cycle, globals()]
+    knot = []
+    # without end, if every way through it were followed
+    knot.extend([knot] * 1000)
     report = runtime.oom_report()
     assert next(held for held in report.largest if held.name.startswith("`cycle` of")).nbytes == 280
 
