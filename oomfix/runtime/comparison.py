@@ -105,10 +105,8 @@ class _Comparison:
     def evidence(self, modules: list[nn.Module]) -> Evidence:
         found = Evidence()
         if self._how.light:
-            holders = [(module._parameters, module._buffers) for module in modules]
-            self._outside = [
-                tensor for pair in held for names in pair for tensor in names.values() if tensor is not None
-            ]
+            holders = [names for module in modules for names in (module._parameters, module._buffers)]
+            self._outside = [held for names in holders for held in names.values() if held is not None]
         generators = RandomState(own=generators_in(self._forward, modules))
         try:
             with self._undisturbed(modules, found):
