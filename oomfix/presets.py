@@ -61,7 +61,8 @@ class Preset:
         split: "verified" splits a batch only where the loss is seen to allow it; "always" trusts the user.
         checkpointing: activation checkpointing never, when splitting is not enough, or from the start.
         clip_norm: largest gradient norm, where the script does not clip by itself; None: no clipping.
-        empty_cache_every: empty the allocator's cache every so many steps; None: only on fragmentation.
+        empty_cache_every: empty the allocator's cache every so many steps; None: only where much of it was of no
+            use even at the peak, which is looked at every hundred steps.
         expandable_segments: let the CUDA allocator grow its segments (less fragmentation).
         memory_fraction: share of the card that the allocator may reserve, above 0, at most 1.
         prefetch_factor: batches that each loader worker prepares ahead, in `loader_kwargs`.

@@ -13,6 +13,7 @@ from oomfix.runtime import compat, precision
 from oomfix.runtime.accumulation import Window, windows
 from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, shown
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.cache_janitor import CacheJanitor
 from oomfix.runtime.checkpointing import enable_checkpointing
 from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.iteration import Iteration
@@ -54,6 +55,7 @@ class MemoryManager:
         self._splitter = Splitter(preset, self._prepared)
         self._calls = PreciseCalls(preset.precision)
         self._steps = 0
+        self._janitor = CacheJanitor()
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __copy__(self) -> "MemoryManager":
@@ -224,9 +226,7 @@ class MemoryManager:
         if zero_grad:
             optimizer.zero_grad()
         self._steps += 1
-        every = self.preset.empty_cache_every
-        if every is not None and self._steps % every == 0 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
+        self._tidy_cache()
 
     def zero_grad(self, optimizer: Any) -> None:
         """Drop the gradients of `optimizer` (or of a model), except in the middle of an accumulation window."""
@@ -368,6 +368,15 @@ class MemoryManager:
         self._window.totals.begin(self._window.position)
         self._window.totals.end(self._window)
         return detached(result)
+
+    def _tidy_cache(self) -> None:
+        every = self.preset.empty_cache_every
+        if self.off:
+            return
+        if every is None:
+            self._janitor.after_step()
+        elif self._steps % every == 0 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
     def _correct(self, optimizer: Any) -> None:
         """Correct the gradients of a window that held less than expected, where that is not done yet."""

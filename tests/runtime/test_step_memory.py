@@ -139,6 +139,55 @@ def test_a_step_that_would_not_fit_a_gpu_fits(caplog):
     assert torch.cuda.max_memory_allocated() < 0.35 * 2**30
 
 
+# -- the cache -------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """What torch.cuda says of an allocator that holds 1000 MiB, none of which a tensor takes now."""
+
+    reserved_bytes, peak_bytes = 1000 * 2**20, 0
+
+    def empty(self):
+        self.reserved_bytes = 0
+
+
+@pytest.fixture
+def cache(monkeypatch):
+    found = Cache()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *device: found.reserved_bytes)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *device: found.peak_bytes)
+    monkeypatch.setattr(torch.cuda, "empty_cache", found.empty)
+    return found
+
+
+def steps(memory, model, count):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(count):
+        memory.step(optimizer)
+
+
+@pytest.mark.parametrize(("name", "every"), [("8gb", 10), ("16gb", 100)])
+def test_a_cache_that_nothing_needs_is_emptied_in_time(cache, model, name, every):
+    memory = runtime.preset(name, expandable_segments=False)
+    steps(memory, model, every - 1)
+    assert cache.reserved_bytes
+    steps(memory, model, 1)
+    assert not cache.reserved_bytes
+
+
+@pytest.mark.parametrize(("name", "emptied"), [("8gb", True), ("16gb", False)])
+def test_a_cache_that_the_peak_needed_is_emptied_by_count_only(cache, model, name, emptied):
+    cache.peak_bytes = cache.reserved_bytes
+    steps(runtime.preset(name, expandable_segments=False), model, 100)
+    assert (not cache.reserved_bytes) == emptied
+
+
+def test_off_leaves_the_cache_alone(cache, model):
+    steps(runtime.preset("off"), model, 100)
+    assert cache.reserved_bytes
+
+
 # -- the allocator ---------------------------------------------------------------------------------------------
 
 
