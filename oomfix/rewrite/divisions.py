@@ -98,6 +98,8 @@ class Divisions:
         if computes is not None:
             assert isinstance(division, ast.Assign)
             yield Edit(*bounds(self._source, division.value), self._source.segment(computes))
+        elif is_read or is_read_later:
+            yield from self._without(division)
         else:
             self._text_of(division)
             yield without(self._layout, division, self._blocks.block_of(division))

@@ -232,3 +232,8 @@ def test_a_progress_bar_with_a_name_has_the_length_of_what_it_shows():
 def test_a_comment_about_the_division_goes_with_it():
     text, _ = loop_of(window("# normalize by the number of accumulation steps", "loss = loss / k", "loss.backward()"))
     assert text == FOLDED
+
+
+def test_a_division_between_blank_lines_that_is_read_later_is_moved():
+    text, _ = loop_of(window("", "if k > 1:", "    loss = loss / k", "", "print(loss.item())", "", "loss.backward()"))
+    assert text.index("forward_backward") < text.index("if k > 1:") < text.index("print(loss.item())")
