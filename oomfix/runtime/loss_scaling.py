@@ -235,7 +235,11 @@ class _Step:
 
 
 def _multiply(leaves: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in (leaf.grad for leaf in leaves):
+        if gradient is not None:
+            numbers = gradient._values() if gradient.is_sparse else gradient
+            by_device.setdefault(numbers.device, []).append(numbers)
     with torch.no_grad():
-        for gradient in (leaf.grad for leaf in leaves):
-            if gradient is not None:
-                gradient.mul_(factor.to(gradient.device))
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, factor.to(device))
