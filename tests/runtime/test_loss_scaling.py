@@ -424,3 +424,27 @@ def test_a_checkpoint_loaded_before_the_script_turns_fp16_on_is_used(monkeypatch
     with memory.autocast("cpu", dtype=torch.float16):
         pass
     assert memory.scaler.state_dict()["scale"] == 64.0
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_fused_step_is_known_of_with_the_next_or_with_the_checkpoint_and_waits_for_nothing(memory):
+    model, x, y = Overflowing(6, 4).cuda(), X.cuda(), Y.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    known = []
+    for overflow in (False, False, True, False):
+        model.overflow = overflow
+        memory.backward(F.cross_entropy(model(x), y))
+        try:
+            torch.cuda.set_sync_debug_mode("error" if known else "default")
+            memory.step(optimizer, scheduler)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        known.append((scheduler.last_epoch, memory.skipped_steps))
+    assert known == [(0, 0), (1, 0), (2, 0), (2, 1)]
+    memory.scaler.state_dict()
+    assert (scheduler.last_epoch, memory.skipped_steps) == (3, 1)
