@@ -124,10 +124,19 @@ def is_samples(node: list[Any] | tuple[Any, ...]) -> bool:
     (type, dimensions) is no list of samples.
     """
     if isinstance(node, list):
-        return len({(child.dtype, child.dim()) if isinstance(child, torch.Tensor) else None for child in node}) <= 1
+        kinds = {(child.dtype, child.dim()) if isinstance(child, torch.Tensor) else None for child in node}
+        return len(kinds) <= 1 and not _differ_behind_the_first(node)
     lengths = {len(child) if isinstance(child, torch.Tensor) and child.dim() else -1 for child in node}
     # a tuple of equally long tensors is (input, target, ...); collate functions also make tuples of samples
     return not hasattr(node, "_fields") and (len(lengths) > 1 or lengths == {-1})
+
+
+def _differ_behind_the_first(node: list[Any]) -> bool:
+    """Whether tensors are equally long and differ in other dimensions, which images of different sizes do too."""
+    shapes = {child.shape for child in node if isinstance(child, torch.Tensor) and child.dim()}
+    lengths = {shape[0] for shape in shapes}
+    are_images = all(len(shape) == 3 and shape[0] in (1, 3, 4) for shape in shapes)
+    return len(shapes) > 1 and len(lengths) == 1 and not are_images
 
 
 def _votes(node: Any) -> Iterator[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomfix.runtime import compat, outputs
+from oomfix.runtime import compat, outputs, trees
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.oom import is_out_of_memory
@@ -146,7 +146,9 @@ class _Comparison:
             with watch:
                 result = self._see(self._forward(*args, **kwargs))
             return outputs.detached(result), watch.nll_weights, watch.selected_among
-        probe = Probe(self._writes, self._draws if self._how.replays else None)
+        given = {id(tensor) for tensor in self._batch.tensors()}
+        copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
+        probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
         # the watch is passed by every function of torch, so only the runs that need it get it
         with nullcontext() if held_out is None else watch, probe:
             result = self._see(self._forward(*args, **kwargs))

@@ -10,6 +10,7 @@ from oomfix.runtime import outputs
 from oomfix.runtime.accumulation import Divisor, Slot, Window
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.gradients import Border, GradientsAside, reached_leaves
+from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.normaliser import mean_nll_weights
@@ -63,6 +64,7 @@ class Iteration:
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
         self._generators: RandomState | None = None
+        self._kept_batch: KeptBatch | None = None
         self._in_forward = False
 
     def remember(self) -> None:
@@ -71,6 +73,7 @@ class Iteration:
         explore = known.is_call_to_explore()
         self._generators = RandomState(explore or known.draws_outside_torch, known.generators)
         known.state.keep(explore)
+        self._kept_batch = KeptBatch(self.batch, known.calls == 1 or known.writes_batch)
         if self.trains:
             self._gradients.cover(known.reached())
             self._gradients.cover(known.holding_gradients())
@@ -140,6 +143,9 @@ class Iteration:
         assert self._generators is not None
         self._generators.restore()
         lost = self.known.state.restore()
+        if self._kept_batch is not None and not self._kept_batch.restore():
+            lost.append("its batch")
+            self.known.writes_batch = True
         self._gradients.drop()
         self._slot.divisor = self._divisor_before.copy()
         if self.room is not None:
@@ -157,6 +163,7 @@ class Iteration:
         """Add the gradients to those that were there, and remember what was learned."""
         known = self.known
         known.state.ran()
+        known.writes_batch = known.writes_batch or (self._kept_batch is not None and self._kept_batch.written())
         if self._generators is not None and self._generators.moved_outside_torch():
             known.draws_outside_torch = True
         if known.sizing.splits or parts > 1:

@@ -15,6 +15,7 @@ from oomfix.runtime.running_statistics import iterates_power, uses_batch_statist
 from oomfix.runtime.sizing import Sizing
 from oomfix.runtime.verdict import Verdict
 
+_TELLING = 3  # samples that show more than rows that are repeated
 _MOST_KNOWN = 256  # flags that change in every call shall not fill the memory
 
 
@@ -31,6 +32,7 @@ class Known:
         state: what is put back after a failure.
         generators: random number generators of the program's own that it may draw from.
         draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
+        writes_batch: it was seen to write its batch in place.
         checkpointing_is_judged: gradients with and without were compared.
         fp32: autocast made it fail, or it differentiates by itself under fp16.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
@@ -49,6 +51,7 @@ class Known:
         self.state = KeptState(self.modules())
         self.generators = generators_in(forward, self.modules())
         self.draws_outside_torch = False
+        self.writes_batch = False
         self._leaves: list[weakref.ref[torch.Tensor]] = []
         self._others: list[weakref.ref[torch.Tensor]] = []
         self._device_type = ""
@@ -58,6 +61,7 @@ class Known:
         self.checkpointing_is_judged = False
         self._checked_at = 0
         self._check_again_at = 0
+        self._rows_seen = 0
         self._left_open = 0
         self._layout: tuple[tuple[Any, bool], ...] = ()
         self._whole_places: frozenset[Any] = frozenset()
@@ -94,13 +98,16 @@ class Known:
             self.verdict = None
         self._layout = layout
 
-    def check_is_due(self) -> bool:
+    def check_is_due(self, size: int) -> bool:
         """Whether the next split needs a check first: never checked, or its turn has come again.
 
         Auxiliary terms ramp up and hard-example mining kicks in later than at the first call, so a forward is
-        checked again at calls 2, 4, 8 and so on.
+        checked again at calls 2, 4, 8 and so on, and when a batch of `size` samples shows more than one of which
+        rows had to be repeated.
         """
-        return self._checked_at != self.calls and (self.verdict is None or self.calls >= self._check_again_at)
+        if self._checked_at == self.calls:
+            return False
+        return self.verdict is None or self.calls >= self._check_again_at or self._rows_seen < _TELLING <= size
 
     def look_again(self) -> None:
         """Let an undecided verdict be looked into at this call, due or not, unless it was."""
@@ -113,10 +120,14 @@ class Known:
         if verdict.undecided:
             self._look_again_soon()
 
-    def checked(self, verdict: Verdict) -> None:
-        """Remember the verdict of the check made at this call, unless an earlier one saw more."""
+    def checked(self, verdict: Verdict, size: int) -> None:
+        """Remember the verdict of the check made at this call on a batch of `size`, unless an earlier one saw more."""
         earlier = self.verdict
         self._checked_at = self.calls
+        if earlier is not None and size < _TELLING <= self._rows_seen:
+            self._check_again_at = self.calls + 1
+            return
+        self._rows_seen = size
         self._check_again_at = 1 << self.calls.bit_length()
         if verdict.undecided:
             self._look_again_soon()

@@ -355,7 +355,8 @@ def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], coun
     """A value that has the same shape for any number of rows: mean, sum, or independent of them."""
     fitting: list[Rule] = []
     by_targets = any(weight.targets != weight.rows for weight in weights)
-    for rule in (Mean("targets"), Mean("rows"), Sum()):
+    # where both means fit, the rows show no difference; that over rows is refused later where there is one
+    for rule in (Mean("rows"), Mean("targets"), Sum()):
         # an average of counts is a count of nothing; without cross entropies both means are one
         if (isinstance(rule, Mean) and counts) or (rule == Mean("targets") and not by_targets):
             continue

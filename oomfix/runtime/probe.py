@@ -1,6 +1,6 @@
 """Watching a few rows run: random draws that can be replayed, and writes that can be undone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,15 +105,16 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         writes: shared by the runs of one check, so that all are undone together.
         draws: records the random draws of the run, or answers them.
+        own: tensors made for the run, which it may write.
     """
 
-    def __init__(self, writes: Writes, draws: Draws | None) -> None:
+    def __init__(self, writes: Writes, draws: Draws | None, own: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.writes = writes
         self.nll_weights: list[float] = []
         self.selected_among: list[int] = []
         self._draws = draws
-        self._own: set[int] = set()
+        self._own = {tensor.untyped_storage()._cdata for tensor in _plain(list(own))}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -52,7 +52,6 @@ class _Kind(Enum):
     MODULE = auto()
     FUNCTION = auto()
     CONTAINER = auto()
-    CALLABLE = auto()
     OBJECT = auto()
 
 
@@ -67,9 +66,9 @@ def _kind_of(type_: type) -> _Kind:
 
 
 def _judge_type(type_: type) -> _Kind:
-    if issubclass(type_, torch.Tensor | types.ModuleType | type | int | float) and type_ is not bool:
+    if issubclass(type_, torch.Tensor | types.ModuleType | type | int | float) and not issubclass(type_, bool | Enum):
         return _Kind.NOTHING
-    if issubclass(type_, bool | str | torch.dtype | types.NoneType):
+    if issubclass(type_, bool | str | torch.dtype | types.NoneType | Enum):
         return _Kind.FLAG
     if issubclass(type_, nn.Module):
         return _Kind.MODULE
@@ -77,8 +76,7 @@ def _judge_type(type_: type) -> _Kind:
         return _Kind.FUNCTION
     if issubclass(type_, list | tuple | dict):
         return _Kind.CONTAINER
-    callable_ = any("__call__" in base.__dict__ for base in type_.__mro__)
-    return _Kind.CALLABLE if callable_ else _Kind.OBJECT
+    return _Kind.OBJECT
 
 
 def _identify(name: Any, value: Any, depth: int, found: list[Any]) -> None:
@@ -89,11 +87,9 @@ def _identify(name: Any, value: Any, depth: int, found: list[Any]) -> None:
     if kind is _Kind.FLAG:
         found.append((name, value))
     elif kind is _Kind.MODULE:
-        if value._parameters or value._modules:
-            found.append((name, id(value)))
-        else:
-            # a criterion may be made anew in each iteration
-            found.append((name, type(value), *_settings(value)))
+        # a criterion may be made anew in each iteration
+        is_model = value._parameters or value._modules
+        found.append((name, id(value) if is_model else type(value), *_settings(value)))
     elif kind is _Kind.FUNCTION:
         found.append((name, code_of(value)))
         if depth and not (getattr(value, "__module__", None) or "").startswith("torch"):
@@ -106,17 +102,23 @@ def _identify(name: Any, value: Any, depth: int, found: list[Any]) -> None:
                 # texts in a container are samples rather than flags
                 if of_names or isinstance(entry, nn.Module | bool | types.FunctionType):
                     _identify((name, key), entry, depth - 1, found)
-    elif name == "self" or (depth and kind is _Kind.CALLABLE):
-        for attribute, entry in getattr(value, "__dict__", {}).items():
-            if isinstance(entry, nn.Module | list | tuple | dict):
-                _identify((name, attribute), entry, depth - 1, found)
-        if name != "self":
+    elif name == "self" or depth:
+        attributes = getattr(value, "__dict__", {})
+        if len(attributes) <= _MOST_ENTRIES or name == "self":
             found.append((name, type(value), *_settings(value)))
+            for attribute, entry in attributes.items():
+                if isinstance(entry, nn.Module | list | tuple | dict):
+                    _identify((name, attribute), entry, depth - 1, found)
 
 
 def _settings(value: Any) -> Iterator[Any]:
-    attributes = getattr(value, "__dict__", {})
-    return (pair for pair in attributes.items() if isinstance(pair[1], bool | int | float | str | None))
+    """Flags and functions among the attributes of `value`; numbers may be schedules, which change at every call."""
+    for name, entry in getattr(value, "__dict__", {}).items():
+        kind = _kind_of(type(entry))
+        if kind is _Kind.FLAG:
+            yield name, entry
+        elif kind is _Kind.FUNCTION:
+            yield name, code_of(entry)
 
 
 def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> list[Any]:

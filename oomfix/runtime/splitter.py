@@ -178,13 +178,13 @@ class Splitter:
         known, batch = iteration.known, iteration.batch
         known.keep_whole(batch)
         alone = batch.size < 2 and not iteration.in_window
-        if alone or self.preset.split == "never" or not known.check_is_due():
+        if alone or self.preset.split == "never" or not known.check_is_due(batch.size):
             return
         trust = self.preset.split == "always"
         # a whole call of a window is checked too, to learn what its loss is a mean of
         most_rows = math.ceil(batch.size / (parts if parts > 1 else _QUARTERS))
         verdict = check(iteration.forward, batch, known.modules(), most_rows, trust, known.verdict)
-        known.checked(verdict)
+        known.checked(verdict, batch.size)
         if trust and verdict.rule is not None and verdict.trusted:
             self._say(
                 f"{known.name}: split although samples depend on each other (split='always'): each micro-batch "
@@ -207,7 +207,7 @@ class Splitter:
             return (
                 f"it uses {name!r}, which has a graph of its own that only one backward can pass (give it as argument)"
             )
-        if known.verdict is not None and known.verdict.rule is None and not known.check_is_due():
+        if known.verdict is not None and known.verdict.rule is None and not known.check_is_due(iteration.batch.size):
             return known.verdict.reason
         return None
 

@@ -25,7 +25,7 @@ _MOST_ROWS = 32  # as many as one micro-batch has, up to this
 _FEW_ROWS = 8
 _FEWEST_ROWS = 3  # the least that make two unequal parts
 _SMALL = 4096  # entries of a parameter whose gradient is compared
-_COMPARED = 6  # parameters whose gradients are compared
+_COMPARED = 24  # parameters whose gradients are compared, spread over the model
 _GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
 
 
@@ -162,10 +162,12 @@ class _Check:
         if loss is None or not loss.requires_grad or loss.numel() != 1:
             return loss, []
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
-        small = [p for p in parameters if p.requires_grad and p.numel() <= _SMALL and p.dtype in _GRADIENT_TOLERANCE]
-        if not small:
+        trained = [p for p in parameters if p.requires_grad and p.dtype in _GRADIENT_TOLERANCE]
+        if not trained:
             return loss, []
-        gradients = torch.autograd.grad(loss, small[-_COMPARED:], allow_unused=True, materialize_grads=True)
+        small = [p for p in trained if p.numel() <= _SMALL] or [min(trained, key=torch.numel)]
+        spread = small[:: -max(1, len(small) // _COMPARED)]
+        gradients = torch.autograd.grad(loss, spread, allow_unused=True, materialize_grads=True)
         return loss, [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
 
 

@@ -278,3 +278,55 @@ def test_state_in_an_attribute_is_noticed(caplog):
         memory.forward_backward(lambda x: model(x).pow(2).mean(), torch.randn(8, 4))
     assert "keeps state" in caplog.text
     assert model.hidden.shape == (8, 3)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8, 8, 1, 8), (1, 8, 8, 1, 8)])
+def test_a_batch_of_one_sample_does_not_overrule_what_more_samples_showed(sizes):
+    net, memory = nn.Linear(4, 3).double(), runtime.preset("16gb", micro_batches=4)
+
+    def dice(x, y):
+        p = net(x).sigmoid()
+        return 1 - 2 * (p * y).sum() / (p.sum() + y.sum())
+
+    for begin, size in enumerate(sizes):
+        x, y = inputs()[0][begin : begin + size], (inputs()[1][begin : begin + size] > 0).double()
+        expected = torch.autograd.grad(dice(x, y), net.weight)[0]
+        net.zero_grad()
+        memory.forward_backward(dice, x, y)
+        assert torch.allclose(net.weight.grad, expected, rtol=1e-10)
+
+
+def test_tokens_ignored_later_do_not_weigh_a_term_over_rows_wrongly():
+    table, head = nn.Embedding(20, 8).double(), nn.Linear(8, 20).double()
+    parameters = [*table.parameters(), *head.parameters()]
+
+    def forward(tokens, labels):
+        hidden = table(tokens)
+        return F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten()) + hidden.pow(2).mean()
+
+    tokens, labels = torch.randint(0, 20, (16, 6)), torch.randint(0, 20, (16, 6))
+    ignored = labels.clone()
+    ignored[:5, 2:] = -100
+    batches = [(tokens, labels)] * 4 + [(tokens, ignored)] * 3
+    assert max(gradient_errors(forward, parameters, *batches)) < 1e-12
+
+
+def custom_backward_before_a_deep_head():
+    class Coupled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient / gradient.norm()
+
+    first, head = nn.Linear(4, 3), nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    model = nn.ModuleList([first, head]).double()
+    return model, lambda x, y: F.mse_loss(head(Coupled.apply(first(x))), y)
+
+
+def test_a_coupling_that_only_early_gradients_show_is_seen():
+    model, forward = custom_backward_before_a_deep_head()
+    x, y = inputs()
+    assert max(gradient_errors(forward, [*model.parameters()], (x, y))) < 1e-12
