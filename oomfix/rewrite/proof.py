@@ -11,6 +11,8 @@ from oomfix.profile.text import size
 from oomfix.rewrite.files import FileOutcome
 from oomfix.rewrite.what_if import budget_options, card_options, contents_of
 
+_SIGKILL = 9  # has no name on Windows
+
 
 class CannotProve(Exception):
     """A run that came to no result; the message is one plain line, and what the script said has been shown."""
@@ -48,6 +50,8 @@ class Proof(NamedTuple):
         ]
         rows = [("allocated", "peak_allocated_bytes"), ("reserved", "peak_reserved_bytes")]
         text += [_row(label, before[key], after[key]) for label, key in rows]
+        text.append(_row("in the last step", _last_step(before), _last_step(after)))
+        text.append("  at the peak")
         names = dict.fromkeys((*before["breakdown"], *after["breakdown"]))
         text += [_row(f"  {name}", before["breakdown"].get(name, 0), after["breakdown"].get(name, 0)) for name in names]
         return [*text, self.verdict]
@@ -104,14 +108,20 @@ def prove(script: str, args: Sequence[str], name: str, preset: Preset, outcomes:
 def _run(
     script: str, args: Sequence[str], options: list[str], contents: Mapping[str, bytes], when: str
 ) -> Mapping[str, Any]:
-    found, _ = run_script(script, list(args), options, contents)
+    found, code = run_script(script, list(args), options, contents)
     if found is None or found["error"]:
-        raise CannotProve(f"{script}: nothing is proven: the run {when} the rewrite came to no result")
+        killed = "" if code != -_SIGKILL else ": it was killed, as when the memory of the host is full"
+        raise CannotProve(f"{script}: nothing is proven: the run {when} the rewrite came to no result{killed}")
     return found
 
 
 def _row(label: str, before: int, after: int) -> str:
     return f"  {label:<18}" + "".join(f"{size(nbytes) if nbytes else '-':>12}" for nbytes in (before, after))
+
+
+def _last_step(found: Mapping[str, Any]) -> int:
+    """The most that was allocated during the last step (bytes), when the runtime has found its sizes; 0: no step."""
+    return found["steps"][-1]["peak_allocated_bytes"] if found["steps"] else 0
 
 
 def _gib(found: Mapping[str, Any]) -> str:

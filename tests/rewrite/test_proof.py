@@ -57,6 +57,7 @@ def found(peak_gib: float, out_of_memory: str | None = None, **breakdown: int) -
         "breakdown": breakdown,
         "margin_fraction": 0.04,
         "out_of_memory": out_of_memory,
+        "steps": [] if out_of_memory else [{"peak_allocated_bytes": int((peak_gib - 1) * GIB)}],
     }
 
 
@@ -67,6 +68,8 @@ def test_both_runs_stand_side_by_side():
         "                          before       after",
         "  allocated            23.40 GiB    6.40 GiB",
         "  reserved             23.90 GiB    6.90 GiB",
+        "  in the last step     22.40 GiB    5.40 GiB",
+        "  at the peak",
         "    weights             1.00 GiB    1.00 GiB",
         "    gradients           1.00 GiB           -",
         "    temporaries                -     1.0 MiB",
@@ -105,8 +108,14 @@ def test_a_script_that_cannot_be_simulated_is_rewritten_and_told(tmp_path, monke
     monkeypatch.setattr(proof, "run_script", lambda *_: (answers.pop(0), 2))
     done = apply_to(tmp_path, "--preset", "16gb", "--prove")
     assert done.exit_code == 2
-    assert f"train.py: nothing is proven: the run {when} the rewrite came to no result" in done.output
+    assert f"train.py: nothing is proven: the run {when} the rewrite came to no result\n" in done.output
     assert "memory.forward_backward" in (tmp_path / "engine.py").read_text()
+
+
+def test_a_run_that_the_system_kills_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, "run_script", lambda *_: (None, -9))
+    done = apply_to(tmp_path, "--preset", "16gb", "--prove")
+    assert "came to no result: it was killed, as when the memory of the host is full" in done.output
 
 
 def test_a_folder_cannot_be_proven(tmp_path):
