@@ -64,9 +64,9 @@ def main(folders: Sequence[str]) -> None:
         except Unreadable:
             continue
         files += 1
-        start = time.perf_counter()
+        start = time.process_time()
         applied = apply_to(source, RULES, Options("16gb"))
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         problems += [f"{relative}: {problem}" for problem in _problems(source, applied)]
         repo, *inside = relative.parts
         for loop in applied.loops:
@@ -132,7 +132,7 @@ def _summary(rows: Sequence[Row], files: int, problems: Sequence[str], seconds: 
         f"(saliency maps, gradient norms): {100 * rewritten / max(len(training), 1):.1f} %. Read by eye: "
         f"{read['right']} right, {read['wrong']} wrong.",
         "",
-        f"Time per script: mean {1000 * sum(seconds) / max(len(seconds), 1):.0f} ms, longest "
+        f"CPU time per script: mean {1000 * sum(seconds) / max(len(seconds), 1):.0f} ms, longest "
         f"{1000 * max(seconds, default=0):.0f} ms.",
         "",
         f"Problems found (does not compile, changes again, still reported): {len(problems)}",

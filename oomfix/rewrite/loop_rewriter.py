@@ -17,6 +17,7 @@ from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, prepare_edits, unused_amp_imports
 from oomfix.rewrite.same_branches import merge_branches
+from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.window_shape import CannotFold
 from oomfix.rewrite.windows import WindowFolder
 from oomfix.rules.base import Edit
@@ -131,6 +132,9 @@ class LoopRewriter:
         if self._known is None:
             used = _first_use(self._source, self._blocks, edits, manager)
             overrides = {**_PRECISION[scaling], **self._overrides}
+            if scaling != "ours" and any(map(reads_gradients, self._source.tree.body)):
+                # without `unscale_` ahead of them the manager does not know of the script's own clips
+                overrides.pop("clip_norm", None)
             edits += header_edits(self._layout, self._names, manager, self._preset, overrides, used)
         stages = self._begun.copy()
         stages.edit(edits)

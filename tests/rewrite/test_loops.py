@@ -915,3 +915,10 @@ def test_a_comment_behind_the_backward_stands_behind_its_call():
             loss.backward()              # gradients
             optimizer.step()             # update
         """)
+
+
+def test_a_script_that_clips_where_nothing_is_scaled_is_not_clipped_again():
+    loop = "for x, y in loader:\n    model(x).sum().backward()\n    norm = optimizer.step()\n"
+    clip = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    norm"
+    assert 'precision="no-fp16", clip_norm=0.5)' in rewritten(TOP + loop, clip_norm=0.5).text
+    assert "clip_norm=" not in rewritten(TOP + loop.replace("    norm", clip), clip_norm=0.5).text

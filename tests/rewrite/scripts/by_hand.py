@@ -20,7 +20,7 @@ for step in range(20):
     print(f"{step} {loss.item():.8f}")
 
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
-for step in range(3):
+for _ in range(3):
 
     def closure():
         optimizer.zero_grad()

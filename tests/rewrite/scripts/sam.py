@@ -14,13 +14,13 @@ class SAM:
         norm = torch.stack([p.grad.norm() for p in self.params]).norm()
         self.moved = [p.grad * (self.rho / (norm + 1e-12)) for p in self.params]
         with torch.no_grad():
-            for p, move in zip(self.params, self.moved):
+            for p, move in zip(self.params, self.moved, strict=True):
                 p.add_(move)
         self.base.zero_grad()
 
     def second_step(self):
         with torch.no_grad():
-            for p, move in zip(self.params, self.moved):
+            for p, move in zip(self.params, self.moved, strict=True):
                 p.sub_(move)
         self.base.step()
         self.base.zero_grad()
