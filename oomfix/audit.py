@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from oomfix.results import FileReport, Located, Silencer, locate
-from oomfix.rules.base import TRAINS, Finding, Need, Rule, holds
+from oomfix.rules.base import TRAINS, Finding, Rule, holds
 from oomfix.source import ForeignLanguage, Source, Unreadable, decode
 from oomfix.spelling import did_you_mean
 from oomfix.suppressions import Comment, Statements, UnusedSuppression, comments
@@ -31,7 +31,9 @@ class Auditor:
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = tuple(rules)
-        self._needs = _shortest(_NEEDED_BY_AUDIT, *(rule.needs for rule in self.rules))
+        needs = [*_NEEDED_BY_AUDIT, *(need for rule in self.rules for need in rule.needs)]
+        self._words = _shortest({need for need in needs if isinstance(need, bytes)})
+        self._needs = tuple(dict.fromkeys(need for need in needs if isinstance(need, tuple)))
 
     def audit(
         self, path: str, data: bytes, target_torch: TorchVersion | None = None, *, parse_always: bool = False
@@ -56,7 +58,8 @@ class Auditor:
         return self._audit_source(source, data, target_torch)
 
     def _may_matter(self, data: bytes) -> bool:
-        return any(holds(data, need) for need in self._needs)
+        # single words first, without a call for each: most files hold none of them
+        return any(word in data for word in self._words) or any(holds(data, need) for need in self._needs)
 
     def _audit_source(self, source: Source, data: bytes, target_torch: TorchVersion | None) -> FileReport:
         errors = source.problems
@@ -182,13 +185,9 @@ class Selection(NamedTuple):
         return f"silences no finding of {', '.join(unused)}; remove it" if unused else None
 
 
-def _shortest(*groups: tuple[Need, ...]) -> tuple[Need, ...]:
-    """The needs that imply no other of them: a file holds one of these exactly when it holds one of all."""
-    needs = dict.fromkeys(need for group in groups for need in group)
-    words = [need for need in needs if isinstance(need, bytes)]
-    single = sorted(word for word in words if not any(other != word and other in word for other in words))
-    several = [need for need in needs if isinstance(need, tuple) and not any(w in part for w in words for part in need)]
-    return (*single, *several)
+def _shortest(words: set[bytes]) -> tuple[bytes, ...]:
+    """The words that contain no other of them: a file holds one of these exactly when it holds one of all."""
+    return tuple(sorted(word for word in words if not any(w != word and w in word for w in words)))
 
 
 def _located(source: Source, findings: list[Finding], silencers: list[Comment]) -> tuple[Located, ...]:

@@ -31,8 +31,8 @@ class LoadOnGpu(Rule):
         b"torch as ",
         b"torch import load",
         b"torch.serialization",
-        (b"torch import ", b", load"),
-        (b"torch import (", b" load,"),
+        (b"torch import ", b" load("),
+        (b"torch import ", b"(load("),
     )
 
     def check(self, script: Script) -> Iterator[Finding]:

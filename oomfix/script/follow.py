@@ -85,8 +85,8 @@ class Follower(Flow):
         outer, self.way = self.way, ("entry", id(function.node))
         if inside:
             self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
-        if owner is not None and not owner.training_methods:
-            self.left_by_constructor = self._modes.get(owner, {})
+        if owner is not None and (modes := self._modes.get(owner)) and not owner.training_methods:
+            self.left_by_constructor = modes
         earlier = len(self.bound)
         returned = self.run(self._frame_of_unseen_call(function, receiver), function, None)
         self.left_by_constructor = {}

@@ -10,11 +10,11 @@ from functools import reduce
 
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
-from oomfix.script.hints import looks_like_logging, looks_like_loss
+from oomfix.script.hints import Hints, looks_like_logging, looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, Names
 from oomfix.script.torch_facts import BOOKKEEPING
-from oomfix.script.trace import Guard
+from oomfix.script.trace import Guard, Trace
 from oomfix.script.values import (
     UNKNOWN,
     Kind,
@@ -29,6 +29,10 @@ _MAX_CALLS_OF_ONE_FUNCTION = 24
 
 class Functions(Core):
     """Runs a function of the file with the arguments it is called with."""
+
+    def __init__(self, module_frame: Frame, trace: Trace, hints: Hints) -> None:
+        super().__init__(module_frame, trace, hints)
+        self._parts_of_forwards: dict[Function, bool] = {}
 
     @abstractmethod
     def forward(
@@ -117,6 +121,12 @@ class Functions(Core):
 
     def _is_part_of_forward(self, function: Function) -> bool:
         """A method of a module that is part of its forward: it trains nothing, and runs neither itself nor a loader."""
+        known = self._parts_of_forwards.get(function)
+        if known is None:
+            known = self._parts_of_forwards[function] = self._reads_as_part_of_forward(function)
+        return known
+
+    def _reads_as_part_of_forward(self, function: Function) -> bool:
         if function.owner is not None and function.name in function.owner.training_methods:
             return False
         whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}

@@ -14,7 +14,6 @@ from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
     LITERAL,
-    NUMBER,
     UNKNOWN,
     Kind,
     Value,
