@@ -40,6 +40,8 @@ class Core(ABC):
         """The forward whose module's own code is being followed: what it calls is part of it."""
         self.enclosing_depth = 1 << 30
         """The loops around that forward: what the module collects in loops of its own goes with the forward."""
+        self.parts_record: set[Graph] = set()
+        """Whether gradients were recorded where the enclosing forward ran the parts of its network."""
         self.frozen_elements: set[str] = set()
         """Names of networks that were frozen one by one, in a loop over several of them."""
         self.left_by_constructor: dict[object, bool] = {}

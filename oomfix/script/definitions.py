@@ -22,6 +22,7 @@ _EVALUATION_NAME = re.compile(
     r"^(eval|valid|test|infer|predict)",
     re.IGNORECASE,
 )
+_ACTING_NAME = re.compile(r"(^|_)(select_action|get_action|act)(_|$|\d)", re.IGNORECASE)
 _MODULE_BASE = re.compile(
     r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
 )
@@ -44,6 +45,11 @@ class Function:
     def evaluates(self) -> bool:
         """Whether its name says that it evaluates, tests or predicts."""
         return bool(_EVALUATION_NAME.search(self.name)) and "train" not in self.name.lower()
+
+    @property
+    def acts(self) -> bool:
+        """Whether it asks a policy for an action: with the action, its log probability may be wanted for a loss."""
+        return bool(_ACTING_NAME.search(self.name))
 
     @property
     def is_handed_out(self) -> bool:

@@ -40,8 +40,10 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]
     if site.runs and site.runs[-1] in training_runs:
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
         return named or (_is_given_evaluation_data(forward) and not forward.escaped)
-    if forward.evaluating or (site.within_evaluation and not forward.stored):
+    if forward.evaluating:
         return True
+    if site.within_evaluation and not forward.stored:
+        return not (forward.escaped and any(function.acts for function in site.functions))
     if forward.escaped:
         return False
     if forward.made_for_evaluation:

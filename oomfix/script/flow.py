@@ -157,10 +157,12 @@ class Flow(Statements):
                     self.assign(item.optional_vars, entered, node)
             elif item.optional_vars is not None:
                 self.assign(item.optional_vars, value, node)
+        earlier = len(self.frame.exits)
         self._block(node.body)
         self.autocast, self.apex = autocast, apex
-        if self.frame.state is not None:
-            self.frame.state.grad = grad
+        for end in (self.frame.state, *self.frame.exits[earlier:]):
+            if end is not None:
+                end.grad = grad
 
     def _context_of(self, node: ast.expr, value: Value) -> Value:
         """A context manager that is made out of sight, or by a generator of the file."""

@@ -43,7 +43,7 @@ _LETTER_MODULE_NAME = re.compile(r"^([DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
 _VERB = re.compile(
     r"^(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
     r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
-    r"select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|wrap|configure|validation|training|on)(_|$)",
+    r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|wrap|configure|validation|training|on)(_|$)",
     re.IGNORECASE,
 )
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)|^(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
@@ -58,7 +58,7 @@ _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 def looks_like_module(name: str) -> bool:
     """Whether a called name is usually a network, by its last component."""
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]
-    if looks_like_loss(last) or _VERB.match(last):
+    if looks_like_loss(last) or _VERB.match(last.lstrip("_")):
         return False
     return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
 

@@ -43,7 +43,7 @@ class Training(Functions):
         """Record a forward; `method` is the module's own code for it, where that is in the file."""
         content = combine([*arguments, *keywords.values()])
         if self.enclosing_forward is not None and path not in ("self", "self.module"):
-            return self._part_of_forward(content)
+            return self._part_of_forward(content, path)
         origin = self.trace.number("forward", id(node), self.way)
         grad = Graph.NO if method is not None and _records_nothing(method) else self.state.grad
         self.trace.forwards[origin] = Forward(
@@ -68,7 +68,11 @@ class Training(Functions):
         whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
         if method is None:
             return whole
-        return _with_structure(self._inside(node, method, module, arguments, keywords, origin), whole)
+        returned = self._inside(node, method, module, arguments, keywords, origin)
+        if self.parts_record == {Graph.NO}:
+            self.trace.forwards[origin].graphless = True
+            return PLAIN_TENSOR
+        return _with_structure(returned, whole)
 
     def _site_of_forward(self, method: Function | None) -> Site:
         """Where we are; autocast that the module's own code brings along counts as well."""
@@ -128,8 +132,10 @@ class Training(Functions):
             other.startswith(prefix) and other[len(prefix) :].split(".")[0] not in own for other in self.hints.called
         ) and not any(target.startswith(prefix) for target in self.hints.assigned)
 
-    def _part_of_forward(self, content: Value) -> Value:
+    def _part_of_forward(self, content: Value, path: str | None) -> Value:
         assert self.enclosing_forward is not None
+        if not (path or "").endswith(("tokenizer", "processor")):
+            self.parts_record.add(self.state.grad)
         if self.state.grad is Graph.NO:
             return PLAIN_TENSOR
         return Value(Kind.TENSOR, self.state.grad, content.origins | {self.enclosing_forward})
@@ -145,7 +151,7 @@ class Training(Functions):
     ) -> Value:
         """Follow a module's own code for what it returns and keeps; its calls are part of the one forward."""
         outer = self.enclosing_forward, self.enclosing_depth
-        self.enclosing_forward, self.enclosing_depth = origin, len(self.loops)
+        self.enclosing_forward, self.enclosing_depth, self.parts_record = origin, len(self.loops), set()
         returned = self._follow_function(node, method, module, arguments, keywords)
         self.enclosing_forward, self.enclosing_depth = outer
         return returned

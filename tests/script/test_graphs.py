@@ -520,3 +520,27 @@ def test_a_name_that_each_round_binds_before_it_reads_carries_nothing_over(repor
             optimizer.step()
     """
     assert [code for code, _ in report(code)] == ["OOM103"]
+
+
+@pytest.mark.parametrize(
+    "leaving", ["return teacher(x)", "return None if x is None else teacher(x)", "teacher(x); return"]
+)
+def test_what_returns_from_within_no_grad_leaves_gradients_on_for_its_caller(report, leaving):
+    code = f"""
+        import torch
+
+        def target(x):
+            with torch.no_grad():
+                {leaving}
+
+        def train(loader):
+            total = 0
+            for x, y in loader:
+                target(x)
+                loss = criterion(model(x), y)
+                total += loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    """
+    assert ("OOM101", 12) in report(code)

@@ -165,3 +165,77 @@ def test_so_it_is_for_an_object_that_is_made_elsewhere(report, decorator, found)
             return kept
     """
     assert report(code) == found
+
+
+GENERATING = """
+    import torch
+
+    class Diffusion(torch.nn.Module):
+        def __init__(self, text_encoder, unet, tokenizer):
+            super().__init__()
+            self.text_encoder, self.unet, self.tokenizer = text_encoder, unet, tokenizer
+
+        def embed(self, prompt):
+            ids = self.tokenizer(prompt)
+            with torch.no_grad():
+                return self.text_encoder(ids)
+
+        def images_of(self, prompt, latents):
+            text = self.embed(prompt)
+            for t in range(50):
+                {context}:
+                    latents = latents - self.unet(latents, t, text)
+            return latents.detach().cpu().numpy()
+
+    diffusion = Diffusion(encoder, unet, tokenizer).to("cuda")
+    diffusion.eval()
+    for prompt in prompts:
+        save(diffusion.images_of(prompt, noise()))
+"""
+
+
+def test_a_method_that_runs_all_its_networks_without_gradients_records_none(report):
+    assert report(GENERATING.format(context="with torch.no_grad()")) == []
+
+
+def test_a_method_that_runs_one_of_them_with_gradients_does(report):
+    assert ("OOM201", 23) in report(GENERATING.format(context="if True"))
+
+
+@pytest.mark.parametrize("name", ["act", "select_action", "get_action"])
+@pytest.mark.parametrize(
+    ("result", "found"), [("action, dist.log_prob(action)", []), ("action.item()", [("OOM201", 8)])]
+)
+def test_a_policy_that_returns_what_a_loss_needs_is_asked_while_training(report, name, result, found):
+    code = f"""
+        import torch
+
+        class Agent:
+            def __init__(self):
+                self.policy = torch.nn.Linear(4, 2)
+
+            def {name}(self, state):
+                dist = torch.distributions.Categorical(logits=self.policy(state))
+                action = dist.sample()
+                return {result}
+
+            def learn(self, log_probs, returns):
+                (-log_probs * returns).sum().backward()
+                self.optimizer.step()
+    """
+    assert report(code) == found
+
+
+@pytest.mark.parametrize("called", ["trainer._save_model(step)", "trainer.net.grow_network()"])
+def test_saving_and_growing_run_no_network(report, called):
+    code = f"""
+        import torch
+
+        def test(trainer, loader, step):
+            trainer.net.eval()
+            with torch.no_grad():
+                for x in loader:
+                    show(trainer.net(x))
+            {called}
+    """
+    assert report(code) == []
