@@ -52,6 +52,13 @@ class Function:
         return bool(_ACTING_NAME.search(self.name))
 
     @property
+    def is_hook(self) -> bool:
+        """Whether a framework calls it, in contexts that nobody sees: `val_step` of a class built on an import."""
+        return (
+            self.owner is not None and self.owner.is_built_on_imports and self.evaluates and self.name.endswith("_step")
+        )
+
+    @property
     def is_handed_out(self) -> bool:
         """Whether the function in which it is defined returns it."""
         outer = self.closure.function
@@ -103,6 +110,12 @@ class Class:
         while more := {name for name, names in called.items() if names & training} - training:
             training |= more
         return frozenset(training)
+
+    @property
+    def is_built_on_imports(self) -> bool:
+        """Whether some of its code is in another file, and not in torch."""
+        imported = [base.ref for base in self.bases if base.kind is Kind.EXTERNAL and "." in base.ref]
+        return any(not name.startswith("torch.") for name in imported)
 
     @property
     def is_lightning(self) -> bool:

@@ -144,7 +144,7 @@ class Follower(Flow):
         assert frame.state is not None
         frame.state.names = Names(own=arguments)
         # What is handed out runs under contexts that nobody sees.
-        frame.state.grad = Graph.MAYBE if function.is_handed_out else Graph.YES
+        frame.state.grad = Graph.MAYBE if function.is_handed_out or function.is_hook else Graph.YES
         frame.state.evaluating = Layer()
         return frame
 

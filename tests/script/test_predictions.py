@@ -202,6 +202,24 @@ def test_a_method_that_runs_one_of_them_with_gradients_does(report):
     assert ("OOM201", 23) in report(GENERATING.format(context="if True"))
 
 
+@pytest.mark.parametrize(("name", "found"), [("val_step", []), ("validate", [("OOM201", 5)])])
+def test_what_a_framework_calls_may_be_called_without_gradients(report, name, found):
+    code = f"""
+        from runners import BaseRunner
+
+        class Runner(BaseRunner):
+            def {name}(self, batch):
+                out = self.model(batch)
+                self.meter.update((out - batch).abs().mean().item())
+
+            def train_step(self, batch):
+                self.model.train()
+                self.model(batch).sum().backward()
+                self.optimizer.step()
+    """
+    assert report(code) == found
+
+
 @pytest.mark.parametrize("name", ["act", "select_action", "get_action"])
 @pytest.mark.parametrize(
     ("result", "found"), [("action, dist.log_prob(action)", []), ("action.item()", [("OOM201", 8)])]
