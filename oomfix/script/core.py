@@ -35,7 +35,7 @@ class Core(ABC):
         self.autocast: Autocast | None = None
         self.apex = False
         self.handling_exception = False
-        self.second_round = False
+        self.rounds: tuple[int, ...] = ()
         self.enclosing_forward: int | None = None
         """The forward whose module's own code is being followed: what it calls is part of it."""
         self.enclosing_depth = 1 << 30
@@ -213,7 +213,7 @@ class Core(ABC):
             autocast=self.autocast,
             apex=self.apex,
             handling_exception=self.handling_exception,
-            second_round=self.second_round,
+            rounds=self.rounds,
             way=self.way,
         )
 

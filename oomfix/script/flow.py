@@ -249,9 +249,7 @@ class Flow(Statements):
         trains = any(event.site.loop is node for event in self.trace.backwards[backwards:])
         if self.frame.state is not None and (trains or self._feeds_itself(node, self.bound[bound:])):
             self._mark_carried(node, self.bound[bound:])
-            outer, self.second_round = self.second_round, True
             self._round(node, start)
-            self.second_round = outer
         if self.frame.state is None:
             self.frame.state = before
 
@@ -259,12 +257,13 @@ class Flow(Statements):
         self.scopes.append(node)
         self.loops = (*self.loops, node)
         self.runs = (*self.runs, self.trace.number("run", id(node), self.way))
+        self.rounds = (*self.rounds, self.trace.next_round())
         self._rounds.append([])
         before = self.state
         start()
         self._block(node.body)
         self.frame.state = before.after([self.frame.state, *self._rounds.pop()])
-        self.loops, self.runs = self.loops[:-1], self.runs[:-1]
+        self.loops, self.runs, self.rounds = self.loops[:-1], self.runs[:-1], self.rounds[:-1]
         self.scopes.pop()
 
     def _feeds_itself(self, node: Loop, bound: list[Path]) -> bool:

@@ -62,7 +62,7 @@ class GraphReuse:
 
     def _goes_through_again(self, other: Backward, backward: Backward) -> bool:
         """Whether a backward of the same round comes later and may go through the same graph."""
-        if other.order <= backward.order or other.site.second_round is not backward.site.second_round:
+        if other.order <= backward.order or not other.site.shares_round(backward.site):
             return False
         if (other.node is backward.node and other.site.way == backward.site.way) or _exclude_each_other(
             other, backward

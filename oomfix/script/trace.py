@@ -42,8 +42,8 @@ class Site:
     autocast: Autocast | None
     apex: bool
     handling_exception: bool
-    second_round: bool
-    """In the second round of a training loop, where what the first left behind is still there."""
+    rounds: tuple[int, ...]
+    """For each of these loops, the number of its round: some are followed twice."""
     way: tuple[Hashable, ...]
     """The calls (and rounds of loops over literals) that led here: two calls of one helper are two ways."""
 
@@ -71,6 +71,10 @@ class Site:
     def loop(self) -> Loop | None:
         """The innermost loop, or None."""
         return self.loops[-1] if self.loops else None
+
+    def shares_round(self, other: Site) -> bool:
+        """Whether both happen in the same round of every loop around both."""
+        return all(mine == theirs for mine, theirs in zip(self.rounds, other.rounds, strict=False))
 
     def run_of(self, loop: Loop) -> int | None:
         """The run of a loop that this happens in."""
@@ -214,10 +218,16 @@ class Trace:
     loops_over_parts: set[Loop] = field(default_factory=set)
     """Loops over what the iteration around them has made: losses, scales, crops."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
+    _rounds: int = 0
 
     def number(self, *key: Hashable) -> int:
         """A number for a node on one way, the same each time."""
         return self._numbers.setdefault(key, len(self._numbers))
+
+    def next_round(self) -> int:
+        """A number for a round of a loop."""
+        self._rounds += 1
+        return self._rounds
 
     def frees(self, keep: Keep) -> bool:
         """Whether a backward frees the activations of what is kept, so that only graph nodes stay alive."""

@@ -544,3 +544,36 @@ def test_what_returns_from_within_no_grad_leaves_gradients_on_for_its_caller(rep
                 optimizer.zero_grad(set_to_none=True)
     """
     assert ("OOM101", 12) in report(code)
+
+
+def test_the_rounds_of_nested_loops_are_told_apart(report):
+    code = """
+        import torch
+
+        def penalty(critic, x):
+            scores = critic(x)
+            gradient = torch.autograd.grad(scores.sum(), x, create_graph=True)[0]
+            return gradient.norm()
+
+        for x in loader:
+            for _ in range(5):
+                loss = critic(x).mean() + penalty(critic, x)
+                loss.backward(retain_graph=True)
+                optimizer.step()
+            generator_loss = -critic(generator(z)).mean()
+            generator_loss.backward()
+            generator_optimizer.step()
+    """
+    assert report(code) == [("OOM103", 11)]
+
+
+def test_a_graph_of_the_last_round_may_be_needed_behind_the_loop(report):
+    code = """
+        for x in loader:
+            for part in x.chunk(2):
+                out = model(part)
+                out.mean().backward(retain_graph=True)
+            out.max().backward()
+            optimizer.step()
+    """
+    assert report(code) == []
