@@ -179,6 +179,7 @@ def test_a_window_with_nothing_to_mend_stays_as_it_is_written(body):
             "no l",
         ),
         (window("k = 2", "(loss / k).backward()"), "`k` may be another number in the loop"),
+        (window("i += 1", "(loss / k).backward()"), "`i` is changed inside of the loop"),
         (window("(loss / 8).backward()"), "the division of the loss of line 11 by `k` is not in sight"),
         (window("if loss > 3:", "    continue", "(loss / k).backward()"), "`continue` in line 11 may leave it open"),
         (window("(loss / k).backward()", "if i > 9:", "    break"), "may leave it open"),
