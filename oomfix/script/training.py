@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from oomfix.script.contexts import autocast_under
 from oomfix.script.definitions import Function, Instance
-from oomfix.script.functions import Functions
 from oomfix.script.hints import looks_like_optimizer, looks_like_scaler
 from oomfix.script.names import path_of
+from oomfix.script.networks import Networks
 from oomfix.script.trace import Backward, Carry, Forward, Loop, Site, Step
 from oomfix.script.values import (
     NO_ORIGINS,
@@ -25,7 +25,7 @@ from oomfix.script.values import (
 )
 
 
-class Training(Functions):
+class Training(Networks):
     """Records forwards, backwards and steps, and what they leave behind."""
 
     _carrying: dict[int, tuple[ast.stmt, Loop]]
@@ -93,45 +93,6 @@ class Training(Functions):
             return all(path_of(target) == "_" for target in statement.targets)
         return isinstance(statement, ast.Expr) and statement.value is node
 
-    def freeze(self, node: ast.expr, frozen: bool) -> None:
-        """All parameters of a network are frozen, or trained again."""
-        network = self.evaluate(node)
-        while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            node = node.func.value  # `net.eval().cuda()` is `net`
-        path, binding = path_of(node), self.binding_of(node)
-        if frozen and path is not None and binding is not None and isinstance(binding.statement, ast.For):
-            self.frozen_elements.add(path)
-        if network.kind is Kind.UNKNOWN and path is not None:
-            # From here on it is known wherever it is handed to, under whatever name.
-            network = Value(Kind.MODULE, ref=self.trace.number("frozen", path, self.way))
-            self.assign(node, network, self.statement, binding.loops if binding is not None else ())
-        self.state.frozen[self._frozen_key(network, path)] = frozen
-
-    def _frozen_key(self, module: Value, path: str | None) -> object:
-        """A network made in sight, or the path under which one made elsewhere is known in a function or class."""
-        if not isinstance(module.ref, str | None):
-            return self._identity(module, path)
-        function = self.frame.function
-        if path is not None and path.startswith("self.") and function is not None:
-            return (function.owner, path)
-        holder = self.holder(path.split(".")[0]) if path is not None else None
-        return (holder.function if holder is not None else None, path)
-
-    def _requires_grad(self, node: ast.Call, function: ast.Attribute) -> Value | None:
-        """`net.requires_grad_(False)`."""
-        value = self.evaluate(node.args[0]).constant if node.args else True
-        if isinstance(value, bool):
-            self.freeze(function.value, not value)
-        return None
-
-    def _stays_frozen(self, path: str | None) -> bool:
-        """No part of the network is replaced or trained again: nothing under its path is assigned or asked for."""
-        prefix = f"{path}."
-        own = ("requires_grad_", "eval", "train", "to", "cuda", "parameters", "load_state_dict", "half", "cpu")
-        return not any(
-            other.startswith(prefix) and other[len(prefix) :].split(".")[0] not in own for other in self.hints.called
-        ) and not any(target.startswith(prefix) for target in self.hints.assigned)
-
     def _part_of_forward(self, content: Value, path: str | None) -> Value:
         assert self.enclosing_forward is not None
         if not (path or "").endswith(("tokenizer", "processor")):
@@ -161,11 +122,6 @@ class Training(Functions):
         instance = self.instance_of(module)
         method = instance.cls.find(name) if instance is not None else None
         return method if method is not None and self._is_part_of_forward(method) else None
-
-    def _identity(self, module: Value, path: str | None) -> object:
-        if isinstance(module.ref, Instance):
-            return module.ref.number
-        return module.ref if module.ref is not None else path
 
     def _through_loss(self, given: list[Value]) -> Value:
         content = combine(given)
@@ -365,20 +321,6 @@ class Training(Functions):
         if len(node.args) != 1 or not (receiver.kind is Kind.SCALER or looks_like_scaler(path)):
             return None
         return replace(flatten(self.evaluate(node.args[0])), scaled=True)
-
-    def _mode(self, node: ast.Call, function: ast.Attribute) -> Value | None:
-        receiver = self.evaluate(function.value)
-        path = path_of(function.value)
-        if isinstance(receiver.ref, Instance) and receiver.ref.cls.find(function.attr) is not None:
-            return None
-        if receiver.kind not in (Kind.MODULE, Kind.UNKNOWN, Kind.INSTANCE) or len(node.args) > 1:
-            return None
-        evaluating = function.attr == "eval"
-        if node.args:
-            truth = self.evaluate(node.args[0]).constant
-            evaluating = truth is False if function.attr == "train" else True
-        self.state.evaluating[self._identity(receiver, path)] = evaluating
-        return receiver
 
     def _call_back(self, node: ast.Call, given: list[Value]) -> None:
         """A function of the file handed to something out of sight is called by it."""
