@@ -93,6 +93,12 @@ class Batch:
         mapped.whole = self.whole
         return mapped
 
+    def numbers_per_sample(self) -> Iterator[list[int]]:
+        """For each list with one entry per sample, how many rows the tensors of each entry have: boxes, tokens."""
+        for node in (*self.args, *self.kwargs.values()):
+            if isinstance(node, list | tuple) and len(node) == self.size and is_samples(node):
+                yield [sum(len(tensor) for tensor in trees.tensors(entry) if tensor.dim()) for entry in node]
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor among the arguments."""
         yield from trees.tensors(self.args)

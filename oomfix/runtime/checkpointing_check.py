@@ -9,7 +9,8 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.checkpointing import same_gradients
 from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
-from oomfix.runtime.probe import Probe, Writes, counters_kept
+from oomfix.runtime.probe import Probe, Writes
+from oomfix.runtime.recomputation import Attributes
 from oomfix.runtime.rows import choose_rows
 
 _ROWS = 2
@@ -30,15 +31,16 @@ def changes_gradients(
         False too where two rows cannot tell, because the forward fails on them or memory does not suffice.
     """
     args, kwargs = batch.chosen(choose_rows(batch, _ROWS))
-    writes, random = Writes(), RandomState(own=generators)
+    writes, random, attributes = Writes(), RandomState(own=generators), Attributes(modules)
     out_of_memory = False
     try:
-        with counters_kept(modules), Probe(writes, None):
+        with Probe(writes, None):
             return not same_gradients(model, forward, *args, **kwargs)
     except Exception as error:  # the forward is the user's, and may fail on a few rows in any way
         out_of_memory = is_out_of_memory(error)
     finally:
         writes.undo()
+        attributes.restore()
         random.restore()
     if out_of_memory:
         free_what_is_left(thorough=True)

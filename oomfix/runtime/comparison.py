@@ -1,6 +1,6 @@
 """A forward run on a few rows together and on two unequal parts of them, with everything undone that it did."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,10 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
-from oomfix.runtime.probe import Draws, Probe, Writes, counters_kept
+from oomfix.runtime.probe import Draws, Probe, Writes
+from oomfix.runtime.recomputation import Attributes
 from oomfix.runtime.referenced import generators_in
+from oomfix.runtime.rows import make_gaps
 from oomfix.runtime.running_statistics import quiet
 from oomfix.runtime.watching import HeldOut, Watch
 
@@ -73,6 +75,7 @@ def compare(
     rows: list[int],
     how: Runs,
     see: Callable[[Any], Any] = lambda result: result,
+    gaps: Sequence[int | None] = (),
 ) -> Evidence:
     """Run `forward` on `rows` of `batch`, and on two unequal parts of them.
 
@@ -81,17 +84,25 @@ def compare(
 
     Args:
         see: what to keep of each result, called before the run ends.
+        gaps: to be made in the first row, see `rows.gaps_for_masks`.
 
     Raises:
         RuntimeError: the device ran out of memory.
     """
-    return _Comparison(forward, batch, rows, how, see).evidence(modules)
+    return _Comparison(forward, batch, rows, how, see, gaps).evidence(modules)
 
 
 class _Comparison:
     def __init__(
-        self, forward: Callable[..., Any], batch: Batch, rows: list[int], how: Runs, see: Callable[[Any], Any]
+        self,
+        forward: Callable[..., Any],
+        batch: Batch,
+        rows: list[int],
+        how: Runs,
+        see: Callable[[Any], Any],
+        gaps: Sequence[int | None],
     ) -> None:
+        self._gaps = gaps
         self._forward = forward
         self._batch = batch
         self._rows = rows
@@ -101,6 +112,8 @@ class _Comparison:
         self._draws = Draws()
         self._held_out = HeldOut()
         self._outside: list[torch.Tensor] = []
+        self._attributes = Attributes([])
+        self._left: list[dict[tuple[int, str], Any]] = []
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
         found = Evidence()
@@ -126,6 +139,7 @@ class _Comparison:
         count = len(self._rows)
         cut = min(count // 2 + 1, count - 1)
         found.whole, nll_weights, selected = self._run(0, count)
+        self._left.append(self._attributes.changes())
         found.nll_losses = len(nll_weights)
         for begin, end in ((0, cut), (cut, count)):
             if self._how.replays or begin == 0:
@@ -133,6 +147,7 @@ class _Comparison:
             if self._how.replays:
                 self._draws.replay(begin, count)
             result, weights, among = self._run(begin, end)
+            self._left.append(self._attributes.changes())
             found.parts.append(result)
             found.shares.append(Weight(end - begin, weights[0] if weights else end - begin))
             # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
@@ -140,6 +155,8 @@ class _Comparison:
 
     def _run(self, begin: int, end: int) -> tuple[Any, list[float], list[int]]:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
+        if self._gaps and begin == 0:
+            make_gaps(trees.tensors((args, kwargs)), self._gaps)
         held_out = self._held_out if self._how.holds_out and begin == 0 else None
         watch = Watch(end - begin, held_out, self._writes, self._outside)
         if self._how.light:
@@ -157,7 +174,7 @@ class _Comparison:
     @contextmanager
     def _undisturbed(self, modules: list[nn.Module], found: Evidence) -> Iterator[None]:
         with ExitStack() as stack:
-            counters = stack.enter_context(counters_kept(modules))
+            self._attributes = Attributes(modules)
             stack.enter_context(quiet(modules))
             stack.enter_context(compat.force_eager())
             stack.enter_context(torch.set_grad_enabled(self._how.graph))
@@ -168,5 +185,15 @@ class _Comparison:
                     found.wrote = "it writes parameters, buffers or other tensors that outlive it"
                     self._writes.undo()
                 stack.close()
-                if counters:
-                    found.wrote = f"it changes {counters[0]}"
+                names = [f"{type(modules[index]).__name__}.{name}" for index, name in self._attributes.changes()]
+                if self._attributes.restore() and not self._leaves_the_same():
+                    found.wrote = f"it changes {', '.join(names[:2]) or 'attributes of modules'}"
+
+    def _leaves_the_same(self) -> bool:
+        """Whether all runs left the same in attributes (a weight made of others, a mask), whatever their rows."""
+        if not self._left:
+            return False
+        first = self._left[0]
+        return all(left.keys() == first.keys() for left in self._left) and all(
+            outputs.equal(left[key], first[key]) for left in self._left[1:] for key in first
+        )

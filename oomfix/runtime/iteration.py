@@ -73,7 +73,7 @@ class Iteration:
         explore = known.is_call_to_explore()
         self._generators = RandomState(explore or known.draws_outside_torch, known.generators)
         known.state.keep(explore)
-        self._kept_batch = KeptBatch(self.batch, known.calls == 1 or known.writes_batch)
+        self._kept_batch = KeptBatch(self.batch, copies=known.calls == 1 or known.writes_batch)
         if self.trains:
             self._gradients.cover(known.reached())
             self._gradients.cover(known.holding_gradients())
@@ -120,18 +120,22 @@ class Iteration:
             raise CannotSplit("its window began when less was known of its loss", verdict)
         size = self.batch.size
         collector = verdict.rule.collector(size)
-        shares = _Shares(verdict)
+        shares, went_backward = _Shares(verdict), False
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
                 result, weights = self._forward_rows(start, stop, verdict)
                 weight = shares.of(stop - start, weights)
                 if self.trains:
-                    share = self._share(weight)
-                    if share:
-                        self._backward(self.loss_of(result), share, scaler)
+                    share, loss = self._share(weight), self.loss_of(result)
+                    # a part whose loss is a constant has nothing to add, unless all are
+                    if share and loss.requires_grad:
+                        self._backward(loss, share, scaler)
+                        went_backward = True
                 collector.add(result, weight)
                 del result
                 statistics.after_first()
+        if self.trains and not went_backward:
+            raise CannotSplit("no micro-batch has a loss with a graph")
         try:
             return collector.result()
         except NotZero:

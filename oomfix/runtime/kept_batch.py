@@ -1,5 +1,6 @@
 """The batch of a call, kept so that a forward which writes it, or takes things out of it, can start again."""
 
+import ctypes
 import operator
 from typing import Any
 
@@ -13,16 +14,16 @@ class KeptBatch:
 
     Args:
         batch: the batch.
-        copies: keep the contents of its tensors too, not only whether they change.
+        copies: keep the contents of its tensors too, in host memory, not only whether they change.
     """
 
     def __init__(self, batch: Batch, copies: bool) -> None:
         arguments = [*batch.args, *batch.kwargs.values()]
         self._containers = [(node, _content(node)) for node in arguments if isinstance(node, list | dict)]
         self._tensors = [
-            (tensor, tensor._version, tensor.detach().clone() if copies else None)
+            (tensor, tensor._version, _contents(tensor) if copies else None)
             for tensor in batch.tensors()
-            if not tensor.is_inference()
+            if not tensor.is_inference() and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel()
         ]
 
     def written(self) -> bool:
@@ -41,8 +42,15 @@ class KeptBatch:
                 if tensor._version != version:
                     whole = whole and copy is not None
                     if copy is not None:
-                        tensor.copy_(copy)
+                        found = torch.frombuffer(copy, dtype=torch.uint8).view(tensor.dtype)
+                        tensor.copy_(found.view(tensor.shape))
         return whole
+
+
+def _contents(tensor: torch.Tensor) -> bytearray:
+    # no tensor: what is short is the device's memory, and a tensor on the CPU is what a simulated card counts
+    bytes_ = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return bytearray(ctypes.string_at(bytes_.data_ptr(), bytes_.numel()))
 
 
 def _content(node: Any) -> Any:

@@ -323,7 +323,7 @@ def _is_list_of_samples(whole: list[Any], parts: Sequence[Any]) -> bool:
 def _choose_value(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule | None:
     if isinstance(whole, list):
         joined = [value for part in parts for value in part]
-        return Extend() if len(joined) == len(whole) and _equal(whole, joined) else None
+        return Extend() if len(joined) == len(whole) and equal(whole, joined) else None
     if isinstance(whole, torch.Tensor):
         return _choose_tensor(whole, parts, weights)
     if is_array(whole):
@@ -354,9 +354,10 @@ def _choose_tensor(whole: torch.Tensor, parts: Sequence[Any], weights: Sequence[
 def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], counts: bool) -> Rule | None:
     """A value that has the same shape for any number of rows: mean, sum, or independent of them."""
     fitting: list[Rule] = []
-    by_targets = any(weight.targets != weight.rows for weight in weights)
-    # where both means fit, the rows show no difference; that over rows is refused later where there is one
-    for rule in (Mean("rows"), Mean("targets"), Sum()):
+    # where targets are in proportion to rows, both means are one; that over rows is refused later where they are not
+    first = weights[0]
+    by_targets = any(weight.targets * first.rows != weight.rows * first.targets for weight in weights)
+    for rule in (Mean("targets"), Mean("rows"), Sum()):
         # an average of counts is a count of nothing; without cross entropies both means are one
         if (isinstance(rule, Mean) and counts) or (rule == Mean("targets") and not by_targets):
             continue
@@ -365,7 +366,7 @@ def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], coun
             collector.add(part, weight)
         if close(whole, collector.result()):
             fitting.append(rule)
-    if counts and all(_equal(whole, part) for part in parts):
+    if counts and all(equal(whole, part) for part in parts):
         # 0 on all rows: a count that found nothing so far; any other constant is no count
         return Sum() if fitting else Same()
     if Sum() in fitting and len(fitting) > 1:
@@ -380,6 +381,7 @@ def close(a: Any, b: Any) -> bool:
         return bool(torch.isclose(a, b, rtol=_RELATIVE[torch.float32], atol=1e-12, equal_nan=True))
     if not a.is_floating_point():
         return bool(torch.equal(a, b)) if isinstance(b, torch.Tensor) else bool((a == b).all())
+    a, b = a.detach(), b.detach()
     relative = _RELATIVE.get(a.dtype, _RELATIVE[torch.bfloat16])
     if a.device.type == "cuda" and a.dtype == torch.float32:
         relative = _RELATIVE_TF32
@@ -389,7 +391,8 @@ def close(a: Any, b: Any) -> bool:
     return torch.allclose(a, b.to(a.dtype), rtol=relative, atol=relative * scale, equal_nan=True)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values are the same, tensors up to the order in which sums were taken."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.shape == b.shape and close(a, b)
     if is_array(a):
@@ -399,7 +402,7 @@ def _equal(a: Any, b: Any) -> bool:
         return type(a) is type(b) and (a == b) is True
     if len(inner) != len(other):
         return False
-    return all(_equal(x, y) for (_, x), (_, y) in zip(inner, other, strict=True))
+    return all(equal(x, y) for (_, x), (_, y) in zip(inner, other, strict=True))
 
 
 def loss_in(result: Any) -> torch.Tensor | None:

@@ -1,15 +1,12 @@
 """Watching a few rows run: random draws that can be replayed, and writes that can be undone."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomfix.runtime import trees
-from oomfix.runtime.recomputation import Attributes
 
 _aten = torch.ops.aten
 _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
@@ -191,15 +188,3 @@ def _plain(value: Any) -> Iterator[torch.Tensor]:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-@contextmanager
-def counters_kept(modules: list[nn.Module]) -> Iterator[list[str]]:
-    """Put back attributes of modules (counters, hidden states); yields a list of the names that had changed."""
-    before = [(module, Attributes([module])) for module in modules]
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        for module, attributes in before:
-            changed += (f"{type(module).__name__}.{name}" for name in sorted(attributes.restore()))

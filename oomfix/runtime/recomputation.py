@@ -177,6 +177,17 @@ class Attributes:
             names |= {name for name, content in contents.items() if not _same_content(before[name], content)}
         return names
 
+    def changes(self) -> dict[tuple[int, str], Any]:
+        """The values of the attributes that have changed, under the number of their module and their name."""
+        found: dict[tuple[int, str], Any] = {}
+        for index, (attributes, before, contents) in enumerate(self._saved):
+            for name, value in attributes.items():
+                if name not in before or value is not before[name]:
+                    found[index, name] = value
+                elif name in contents and not _same_content(value, contents[name]):
+                    found[index, name] = list(value.items()) if isinstance(value, dict) else list(value)
+        return found
+
     def restore(self) -> set[str]:
         """Put everything back; the names of the attributes that had changed."""
         changed = set()

@@ -1,11 +1,12 @@
 """Which rows of a batch a check looks at: few, and unlike each other."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from oomfix.runtime.batch import Batch
+
+_SMALL_ROW = 16  # entries of a row that is a label, a weight or a length rather than an input
 
 
 def choose_rows(batch: Batch, count: int) -> list[int]:
@@ -18,6 +19,8 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
     size = batch.size
     spread = [index * (size - 1) // max(count - 1, 1) for index in range(count)] if count < size else list(range(size))
     telling = [counts for tensor in batch.tensors() if len(counts := _entries(tensor, size, count))]
+    telling += [sums for tensor in batch.tensors() if len(sums := _sums(tensor, size))]
+    telling += [torch.tensor(numbers) for numbers in batch.numbers_per_sample()]
     if count < size:
         unlike = list(dict.fromkeys(row for counts in telling for row in (int(counts.argmin()), int(counts.argmax()))))
         spread = list(dict.fromkeys([*unlike[: count - 2], *spread]))[:count]
@@ -32,30 +35,28 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
     return [spread[index % len(spread)] for index in range(count)]
 
 
-def with_other_masks(batch: Batch, rows: list[int]) -> Batch | None:
-    """`batch` with half of row `rows[0]` of each full (or empty) mask cleared (or filled); None if it has no such mask.
+def gaps_for_masks(batch: Batch, rows: list[int]) -> list[int | None]:
+    """For each tensor of `batch`, what clears (or fills) an entry of it if it is a full (or empty) mask on `rows`.
 
     A mean over what a mask leaves cannot be told from a mean over everything as long as the mask is full.
     """
-    found = []
+    return [_gap(tensor, rows) if _tells(tensor, batch.size, len(rows)) else None for tensor in batch.tensors()]
 
-    def other(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not _tells(leaf, batch.size, len(rows)):
-            return leaf
-        seen = leaf.detach()[rows]
-        # an index of 1 may be made 0; an index of 0 made 1 may be out of range
-        full, empty = bool((seen == 1).all()), seen.dtype == torch.bool and not bool(seen.any())
-        if not (full or empty):
-            return leaf
-        found.append(leaf)
-        changed = leaf.detach().clone()
-        row = changed[rows[0]].reshape(-1)
-        row[: max(row.numel() // 2, 1)] = 0 if full else 1
-        changed[rows[0]] = row.view(changed[rows[0]].shape)
-        return changed
 
-    mapped = batch.mapped(other)
-    return mapped if found else None
+def _gap(mask: torch.Tensor, rows: list[int]) -> int | None:
+    seen = mask.detach()[rows]
+    # an index of 1 may be made 0; an index of 0 made 1 may be out of range
+    if bool((seen == 1).all()):
+        return 0
+    return 1 if seen.dtype == torch.bool and not bool(seen.any()) else None
+
+
+def make_gaps(copies: Iterable[torch.Tensor], gaps: Iterable[int | None]) -> None:
+    """Write the gaps into half of the first row of each copy of some rows."""
+    for copy, gap in zip(copies, gaps, strict=True):
+        if gap is not None:
+            row = copy[0].view(-1)
+            row[: max(row.numel() // 2, 1)] = gap
 
 
 def _entries(tensor: torch.Tensor, size: int, rows: int) -> torch.Tensor:
@@ -70,6 +71,18 @@ def _entries(tensor: torch.Tensor, size: int, rows: int) -> torch.Tensor:
     least = 0 if not tensor.is_floating_point() and tensor.dtype != torch.bool and bool(tensor.amin() < 0) else 1
     counts = [(chunk >= least).reshape(len(chunk), -1).sum(1) for chunk in _chunks(tensor, rows)]
     return torch.cat(counts)
+
+
+def _sums(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """The sum of each row of a small tensor, NaNs apart: lengths, weights and targets may be what losses divide by."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.dim() == 0 or tensor.shape[0] != size:
+        return torch.empty(0)
+    if tensor.is_complex() or not 0 < tensor.numel() <= size * _SMALL_ROW:
+        return torch.empty(0)
+    rows = tensor.detach().reshape(size, -1)
+    if not rows.is_floating_point():
+        return rows.sum(1)
+    return rows.nansum(1) - size * rows.isnan().sum(1)
 
 
 def _tells(tensor: torch.Tensor, size: int, rows: int) -> bool:
