@@ -218,8 +218,8 @@ def report(bench: Bench, rounds: int, whole_tree: bool) -> str:
 cores, load {before:.1f} at the start and {os.getloadavg()[0]:.1f} at the end, {platform.system()}, Python
 {platform.python_version()}, ruff {bench.ruff.version}; no torch needed or imported, CPU only. Every tool uses the
 processes it starts by itself; output is thrown away; the files are in the page cache; oomfix is compiled to bytecode,
-as pip does when it installs. Peak is that of the largest process of a tool, and not below the 23 MiB of the bench. Other
-programs on the machine lengthen wall times; processor times, of all processes of a tool, they hardly change.
+as pip does when it installs. Peak is that of the largest process of a tool, and not below the 23 MiB of the bench.
+Other programs on the machine lengthen wall times; processor times, of all processes of a tool, they hardly change.
 
 ## A large tree
 
