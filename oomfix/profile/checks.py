@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
-from oomfix.runtime import outputs, rows, splitter, verify
+from oomfix.runtime import kept_batch, outputs, rows, splitter, verify
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.outputs import Rule
 from oomfix.runtime.verdict import Verdict
@@ -36,6 +37,7 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
 
     patches.set(splitter, check=checked)
     patches.set(outputs, _choose_value=of_one_value)
-    # gradients and what tells rows apart are nothing but numbers
+    # gradients, what tells rows apart, and copies of a batch are nothing but numbers
     patches.set(verify, judge_gradients=lambda evidence: None)
-    patches.set(rows, _tells=lambda *_: False)
+    patches.set(rows, _tells=lambda *_: False, _sums=lambda *_: torch.empty(0))
+    patches.set(kept_batch, _contents=lambda tensor: None)

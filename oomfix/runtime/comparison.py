@@ -10,12 +10,12 @@ from torch import nn
 
 from oomfix.runtime import compat, outputs, trees
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.kept_state import RandomState
+from oomfix.runtime.kept_state import RandomState, is_generator
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.probe import Draws, Probe, Writes
 from oomfix.runtime.recomputation import Attributes
-from oomfix.runtime.referenced import generators_in
+from oomfix.runtime.referenced import generators_in, objects_in
 from oomfix.runtime.rows import make_gaps
 from oomfix.runtime.running_statistics import quiet
 from oomfix.runtime.watching import HeldOut, Watch
@@ -120,7 +120,8 @@ class _Comparison:
         if self._how.light:
             holders = [names for module in modules for names in (module._parameters, module._buffers)]
             self._outside = [held for names in holders for held in names.values() if held is not None]
-        generators = RandomState(own=generators_in(self._forward, modules))
+        given = filter(is_generator, (*self._batch.args, *self._batch.kwargs.values()))
+        generators = RandomState(own=[*generators_in(self._forward, modules), *given])
         try:
             with self._undisturbed(modules, found):
                 self._compare(found, generators)
@@ -174,7 +175,8 @@ class _Comparison:
     @contextmanager
     def _undisturbed(self, modules: list[nn.Module], found: Evidence) -> Iterator[None]:
         with ExitStack() as stack:
-            self._attributes = Attributes(modules)
+            owners = [*modules, *objects_in(self._forward)]
+            self._attributes = Attributes(owners)
             stack.enter_context(quiet(modules))
             stack.enter_context(compat.force_eager())
             stack.enter_context(torch.set_grad_enabled(self._how.graph))
@@ -185,7 +187,7 @@ class _Comparison:
                     found.wrote = "it writes parameters, buffers or other tensors that outlive it"
                     self._writes.undo()
                 stack.close()
-                names = [f"{type(modules[index]).__name__}.{name}" for index, name in self._attributes.changes()]
+                names = [f"{type(owners[index]).__name__}.{name}" for index, name in self._attributes.changes()]
                 if self._attributes.restore() and not self._leaves_the_same():
                     found.wrote = f"it changes {', '.join(names[:2]) or 'attributes of modules'}"
 

@@ -11,12 +11,13 @@ from oomfix.runtime.accumulation import Divisor, Slot, Window
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.gradients import Border, GradientsAside, reached_leaves
 from oomfix.runtime.kept_batch import KeptBatch
-from oomfix.runtime.kept_state import RandomState
+from oomfix.runtime.kept_state import RandomState, is_generator
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import NotZero, Weight
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
+from oomfix.runtime.referenced import objects_in
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
@@ -71,13 +72,17 @@ class Iteration:
         """Keep what the run may change. May run out of memory, and be called again."""
         known = self.known
         explore = known.is_call_to_explore()
-        self._generators = RandomState(explore or known.draws_outside_torch, known.generators)
-        known.state.keep(explore)
+        self._generators = RandomState(explore or known.draws_outside_torch, self._own_generators())
+        known.state.keep(explore, lambda: objects_in(self.forward))
         self._kept_batch = KeptBatch(self.batch, copies=known.calls == 1 or known.writes_batch)
         if self.trains:
             self._gradients.cover(known.reached())
             self._gradients.cover(known.holding_gradients())
             self._gradients.cover(t for t in self.batch.tensors() if t.requires_grad and t.is_leaf)
+
+    def _own_generators(self) -> list[Any]:
+        arguments = (*self.batch.args, *self.batch.kwargs.values())
+        return [*self.known.generators, *filter(is_generator, arguments)]
 
     def device_type(self) -> str:
         """Where it runs."""
@@ -215,18 +220,24 @@ class Iteration:
 
     def _weight_of_whole(self, loss: torch.Tensor) -> Weight:
         """What a whole batch weighs in its window; decides the units of the window at its first call."""
-        verdict, slot, size = self.known.verdict or Verdict(None, undecided=True), self._slot, self.batch.size
+        verdict, slot = self.known.verdict or Verdict(None, undecided=True), self._slot
+        # a forward that takes no argument has its batch from elsewhere: that of the loader
+        size = self.batch.size if any(True for _ in self.batch.layout()) else max(self._window.samples, 1)
+        weights = mean_nll_weights(loss, max(verdict.nll_losses, 1))
         if not slot.units:
             # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
-            alone = verdict.undecided and len(mean_nll_weights(loss, 2)) == 1
+            alone = verdict.undecided and len(weights) == 1 and len(mean_nll_weights(loss, 2)) == 1
             slot.units = "targets" if alone else verdict.units
+            if slot.units == "targets" and not weights:
+                # compiled code and reentrant checkpoints hide what they divide by
+                slot.units = "rows"
         if slot.units != "targets":
             return Weight(size, size)
-        weights = mean_nll_weights(loss, max(verdict.nll_losses, 1))
         if not weights:
             raise RuntimeError(
                 f"{self.known.name}: its loss was a mean over the targets of a cross entropy at the first call of this "
-                "accumulation window and holds no cross entropy now; use the same loss throughout a window"
+                "accumulation window, and what it divides by cannot be read now; use the same loss throughout a "
+                "window, and compile the model without its loss"
             )
         return Weight(size, weights[0])
 

@@ -4,7 +4,7 @@ import operator
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -125,16 +125,18 @@ class KeptState:
         self._attributes: Attributes | None = None
         self._attributes_change = False
 
-    def keep(self, explore: bool) -> None:
+    def keep(self, explore: bool, objects: Callable[[], list[Any]] = list) -> None:
         """Remember what the coming run may change. May run out of memory, and be called again.
 
         Args:
             explore: look at everything, not only at what was seen to change.
+            objects: others whose attributes are to be kept.
         """
         if self._first and not self._places:
             self._places = [place for module in self._living() for place in _places(module)]
             self._kept = [place for place in self._places if not place.is_parameter]
-        self._attributes = Attributes(self._living()) if explore or self._attributes_change else None
+        looks = explore or self._attributes_change
+        self._attributes = Attributes([*self._living(), *objects()]) if looks else None
         self._explores = explore
         if explore:
             for place in self._places:

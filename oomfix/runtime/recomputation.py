@@ -163,10 +163,10 @@ def _versions(tensors: list[Any]) -> list[int]:
 
 
 class Attributes:
-    """The attributes of some modules at one moment, with what their containers held."""
+    """The attributes of some modules, or other objects, at one moment, with what their containers held."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._saved = [(vars(module), dict(vars(module)), _contents(vars(module))) for module in modules]
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._saved = [(vars(owner), dict(vars(owner)), _contents(vars(owner))) for owner in owners]
 
     def changed(self) -> set[str]:
         """The names of the attributes that have changed."""

@@ -128,6 +128,12 @@ def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> 
     return list({id(value): value for value in values if is_generator(value)}.values())
 
 
+def objects_in(forward: Callable[..., Any]) -> list[Any]:
+    """Objects of the program's own that `forward` is bound or refers to, and whose attributes may be its state."""
+    found = {id(value): value for _, value in _references(forward) if _kind_of(type(value)) is _Kind.OBJECT}
+    return [value for value in found.values() if 0 < len(getattr(value, "__dict__", {})) <= _MOST_ENTRIES]
+
+
 def graph_in(forward: Callable[..., Any]) -> str | None:
     """The name of a tensor made outside of `forward` that it refers to and that has a graph, if there is one."""
     for name, value in _references(forward):

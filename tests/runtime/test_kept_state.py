@@ -193,3 +193,47 @@ def test_a_forward_that_writes_its_batch_may_be_split():
 
     runtime.preset("16gb", micro_batches=4).forward_backward(forward, X.clone())
     assert sizes[-4:] == [2, 2, 2, 2]
+
+
+class Carrying:
+    """A trainer that is no module and carries a hidden state."""
+
+    def __init__(self):
+        self.model, self.hidden = nn.Linear(6, 4), None
+
+    def loss(self, x):
+        out = self.model(x) if self.hidden is None else self.model(x) + self.hidden
+        self.hidden = out.detach().mean(0)
+        return out.pow(2).mean()
+
+
+def test_state_in_an_object_that_is_no_module_is_noticed_and_left_alone_by_the_check(caplog):
+    plain, managed = Carrying(), Carrying()
+    managed.model.load_state_dict(plain.model.state_dict())
+    memory = runtime.preset("16gb", micro_batches=4)
+    for _ in range(3):
+        plain.loss(X).backward()
+        memory.forward_backward(managed.loss, X)
+    assert "it changes Carrying.hidden" in caplog.text
+    assert torch.equal(managed.hidden, plain.hidden)
+    assert torch.equal(managed.model.weight.grad, plain.model.weight.grad)
+
+
+def test_a_generator_among_the_arguments_is_put_back():
+    def train(fails):
+        runtime.reset()
+        torch.manual_seed(0)
+        model, fails, generator = nn.Linear(6, 4), [fails], torch.Generator().manual_seed(1)
+
+        def forward(x, generator):
+            loss = model(x + torch.randn(6, generator=generator)).pow(2).mean()
+            if fails[0]:
+                fails[0] = False
+                raise OutOfMemoryError("CUDA out of memory")
+            return loss
+
+        runtime.preset("16gb", split="never", checkpointing="off").forward_backward(forward, X, generator)
+        return model.weight.grad, generator.get_state()
+
+    for found, expected in zip(train(fails=True), train(fails=False), strict=True):
+        assert torch.equal(found, expected)

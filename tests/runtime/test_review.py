@@ -330,3 +330,36 @@ def test_a_coupling_that_only_early_gradients_show_is_seen():
     model, forward = custom_backward_before_a_deep_head()
     x, y = inputs()
     assert max(gradient_errors(forward, [*model.parameters()], (x, y))) < 1e-12
+
+
+def test_a_cross_entropy_that_is_hidden_in_compiled_code_weighs_by_samples_in_a_window():
+    net = nn.Linear(4, 3).double()
+    x, labels = inputs()[0][:24], LABELS[:24] % 3
+
+    class Recomputed(torch.autograd.Function):  # hides the graph of the loss, as compiled code does
+        @staticmethod
+        def forward(ctx, weight, x, y):
+            with torch.enable_grad():
+                inner = weight.detach().requires_grad_()
+                loss = F.cross_entropy(x @ inner.T, y)
+                (ctx.gradient,) = torch.autograd.grad(loss, inner)
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.gradient, None, None
+
+    expected = torch.autograd.grad(F.cross_entropy(x @ net.weight.T, labels), net.weight)[0]
+    memory = runtime.preset("16gb")
+    for rows, targets in memory.accumulate([(x[:8], labels[:8]), (x[8:16], labels[8:16]), (x[16:], labels[16:])], 3):
+        memory.forward_backward(lambda x, y: Recomputed.apply(net.weight, x, y), rows, targets)
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-10)
+
+
+def test_a_forward_without_arguments_weighs_by_the_batch_of_the_loader():
+    net, (x, y) = nn.Linear(4, 3).double(), inputs()
+    expected = torch.autograd.grad(F.mse_loss(net(x[:20]), y[:20]), net.weight)[0]
+    memory = runtime.preset("16gb")
+    for a, b in memory.accumulate([(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:20], y[16:20])], 3):
+        memory.forward_backward(lambda a=a, b=b: F.mse_loss(net(a), b))
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-10)
