@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._mode_utils import no_dispatch
 
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.patches import Patches
@@ -21,7 +20,6 @@ from oomfix.profile.trace import MemoryTrace, Scratch, user_line
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
-_HOST = torch.device("cpu")
 
 _MASKS = (torch.bool, torch.uint8)
 
@@ -52,8 +50,6 @@ class CardTrace(MemoryTrace):
             kwargs = {**kwargs, "pin_memory": False}
         if _is_cuda(kwargs.get("device")):
             return self._on_card_operation(func, args, kwargs)
-        if args and isinstance(args[0], FakeTensor) and kwargs.get("device") == _HOST:
-            return _on_host(func, args, kwargs)
         if func is aten.copy_.default and isinstance(args[1], FakeTensor) and not isinstance(args[0], FakeTensor):
             return args[0]
         if (answer := _ANSWERS.get(func)) is not None and any(isinstance(a, FakeTensor) for a in args):
@@ -95,13 +91,6 @@ class CardTrace(MemoryTrace):
                     fake = fake.contiguous(memory_format=wanted)
                 return fake
             return func(*args, **kwargs)
-
-
-def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What an operation makes on the host of a tensor on the card: of that size, in memory that nobody has touched."""
-    like = func(*args, **kwargs)
-    with no_dispatch():
-        return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
 
 
 def _is_cuda(device: object) -> bool:
@@ -308,5 +297,22 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
     )
     patches.set(torch.Tensor, to=to, cuda=cuda, type=as_type)
     patches.set(torch._C._nn, _parse_to=parse)
+
+    def like(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        # not among the operations: below Python, fake tensors are on the host, and say so to each other
+        def made(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            device = kwargs.get("device")
+            if not isinstance(tensor, FakeTensor) or device is None or torch.device(device).type != "cpu":
+                return make(tensor, *args, **kwargs)
+            shaped = make(tensor, *args, **{**kwargs, "device": None, "pin_memory": False})
+            # in memory that nobody has touched
+            return torch.empty_strided(shaped.size(), shaped.stride(), dtype=shaped.dtype)
+
+        return made
+
+    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"):
+        patches.set(torch, **{name: like(getattr(torch, name))})
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
+        patches.set(torch.Tensor, **{name: like(getattr(torch.Tensor, name))})
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, **{name: made_on_host(getattr(torch, name))})

@@ -273,3 +273,12 @@ def test_what_is_made_on_the_host_of_a_tensor_on_the_card_is_real(simulated):
     host.copy_(x)
     assert torch.cuda.memory_allocated() == before
     assert torch.empty(3, pin_memory=True).device.type == "cpu"
+
+
+def test_conversions_that_autograd_makes_stay_on_the_card(simulated):
+    """The gradient of a cast is a cast back, which torch makes below Python with the device that it knows."""
+    weight = on(1024, 1024, requires_grad=True)
+    (weight.to(torch.bfloat16) * 2).float().sum().backward()
+    simulated.trace.claim((weight.grad,), "gradients")
+    assert weight.grad.is_cuda
+    assert [s.nbytes for s in simulated.trace.storages if s.category == "gradients"] == [4 * 2**20]
