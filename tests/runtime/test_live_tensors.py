@@ -8,17 +8,29 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
-from oomfix.runtime import origins
+from oomfix.runtime import live_tensors, origins
 
 
 @pytest.fixture(autouse=True)
 def nothing_else_alive(monkeypatch):
     """What other tests left is not this test's business."""
     gc.collect()
-    before = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor | nn.Module)}
+    things = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor | nn.Module)]
+    tensors = [thing for thing in things if isinstance(thing, torch.Tensor) and thing.layout is torch.strided]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
+    before, counted = {id(thing) for thing in things}, {storage._cdata for storage in storages}
     monkeypatch.setattr(origins, "_live", {})
-    everything = gc.get_objects
+    everything, initialise = gc.get_objects, live_tensors._Census.__init__
+
+    def with_those_counted(census, device_type):
+        initialise(census, device_type)
+        census._seen |= counted
+
     monkeypatch.setattr(gc, "get_objects", lambda: [thing for thing in everything() if id(thing) not in before])
+    monkeypatch.setattr(live_tensors._Census, "__init__", with_those_counted)
+    yield
+    del things, storages  # alive until now, so that nothing new has their addresses
 
 
 def nbytes(tensors):
