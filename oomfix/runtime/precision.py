@@ -57,6 +57,9 @@ class ModelCalls:
         dtype: what autocast computes in.
     """
 
+    # inside a model that is running they only count how deep they are: blocks with them may be checkpointed
+    hooks_run_twice_unseen = True
+
     def __init__(self, modules: list[nn.Module], device_type: str, dtype: torch.dtype) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         self._device_type = device_type

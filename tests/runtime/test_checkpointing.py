@@ -573,3 +573,22 @@ def test_the_manager_takes_checkpointing_off_a_model_whose_gradients_it_changes(
     assert not is_checkpointed(unsound)
     assert caplog.text.count("is not checkpointed, because that changes its gradients") == 1
     assert all(torch.equal(a, b) for a, b in zip(unsound.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_blocks_are_checkpointed_under_any_precision(precision, caplog):
+    runs = []
+
+    class Counted(Block):
+        def forward(self, x, scale=1.0):
+            runs.append(len(x))
+            return super().forward(x, scale)
+
+    runtime.reset()
+    memory = runtime.preset("16gb", checkpointing="on", precision=precision, split="never")
+    model = memory.prepare(seeded(Network, block=Counted))
+    for _ in range(3):  # the third is no call to explore
+        runs.clear()
+        memory.forward_backward(lambda x: model(x).pow(2).mean(), torch.randn(4, 8))
+    assert "forward hooks" not in caplog.text
+    assert runs == [4] * 2 * len(model.blocks)  # once in forward, once in backward
