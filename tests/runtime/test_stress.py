@@ -97,14 +97,14 @@ class Run:
         self.left += [*self.model.state_dict().values(), torch.get_rng_state()]
 
     def step(self, memory):
-        rows, begun = [], []
+        # not an attribute: a call that starts again finds the attributes of what its forward refers to as they were
+        rows, begun, refused, self.refused = [], [], [self.refused], None
 
         def forward(x, y):
             if not begun:
                 begun.append(self.card.allocations)
-                if self.refused is not None:
-                    self.card.fail_at(self.refused)
-                    self.refused = None
+                if refused[0] is not None:
+                    self.card.fail_at(refused[0])
             rows.append(len(x))
             output = self.model(x)
             return self.criterion(output, y), output
