@@ -25,7 +25,7 @@ from oomfix.script.carried import CarriedState, carried_states
 from oomfix.script.edits import Edit, remove_statement
 from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
-from oomfix.script.gradients import are_divided, zeroed_by_hand
+from oomfix.script.gradients import are_divided, dividing_functions, zeroed_by_hand
 from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
 from oomfix.script.loops import TrainingLoop, find_training_loops
@@ -136,7 +136,11 @@ class Script:
 
     def divides_gradients(self, loop: TrainingLoop) -> bool:
         """Whether the gradients of a loop are divided by hand before its step."""
-        return are_divided(loop, self._nodes)
+        return are_divided(loop, self._dividing_functions, self._nodes)
+
+    @cached_property
+    def _dividing_functions(self) -> set[Scope]:
+        return dividing_functions(self._nodes)
 
     def kept_graphs(self) -> Iterator[Keep]:
         """Everything that is kept with its graph beyond an iteration and never backpropagated."""

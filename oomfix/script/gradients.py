@@ -30,12 +30,19 @@ def _zeroed_gradients_of(parameter: str, loop: ast.For) -> Iterator[ast.Call]:
                 yield node
 
 
-def are_divided(loop: TrainingLoop, nodes: Sequence[tuple[ast.AST, Scope]]) -> bool:
-    """Whether gradients are divided by hand before the step, where the loop is written or in what is named there.
+def dividing_functions(nodes: Sequence[tuple[ast.AST, Scope]]) -> set[Scope]:
+    """The functions that divide gradients by hand; None among them is the module itself.
 
     `nodes` are all nodes of the file, each with the function it is in.
     """
-    dividing = {function for node, function in nodes if _divides_gradients(node)}
+    return {function for node, function in nodes if _divides_gradients(node)}
+
+
+def are_divided(loop: TrainingLoop, dividing: set[Scope], nodes: Sequence[tuple[ast.AST, Scope]]) -> bool:
+    """Whether gradients are divided by hand before the step, where the loop is written or in what is named there.
+
+    `dividing` are the functions that do so, `nodes` all nodes of the file, each with the function it is in.
+    """
     if not dividing:
         return False
     events = [*loop.backwards, *loop.steps, *loop.later_steps]
