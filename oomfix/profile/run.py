@@ -123,8 +123,8 @@ def run(
             trace.end_event = trace.refused_event
         except (CannotSimulate, KeyboardInterrupt):
             raise
-        # a training script can fail in any way; its traceback belongs into the report
         except Exception as exception:
+            # a training script can fail in any way; its traceback belongs into the report
             refuse_what_cannot_be(exception)
             error = traceback.format_exc()
         finally:

@@ -292,7 +292,8 @@ class Iteration:
         try:
             scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         except BaseException:
-            # what was reached by this loss for the first time holds nothing but gradients of this call
+            # whatever ends a backward half way, Ctrl-C too, leaves gradients in leaves; those reached by this loss for
+            # the first time hold nothing but gradients of this call
             self._gradients.cover(reached_leaves(loss), touched=True)
             raise
 

@@ -356,6 +356,7 @@ class MemoryManager:
                 window.totals.meets(reached_leaves(loss), lambda leaf: leaf.grad)
                 self.scaler.scale(loss * share).backward(**options)
         except BaseException:
+            # whatever ended it, Ctrl-C in a notebook too: this batch may be run again, and shall not count twice
             slot.divisor = before
             window.totals.withdraw(slot)
             raise

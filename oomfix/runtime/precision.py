@@ -65,26 +65,26 @@ class ModelCalls:
         self._device_type = device_type
         self._dtype = dtype
         self._outermost: dict[int, weakref.ref[nn.Module]] | None = None
+        self._entered: dict[int, weakref.ref[nn.Module]] = {}
         self._depth = 0
         self._autocast: torch.autocast | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context around one run of the forward."""
-        known = self._outermost
-        if known is None:
-            targets, self._outermost = self._candidates(), {}
+        if self._outermost is None:
+            targets = self._candidates()
         else:
-            targets = [module for place in known.values() if (module := place()) is not None]
+            targets = [module for place in self._outermost.values() if (module := place()) is not None]
+        self._entered = {}
         handles: list[Any] = []
         for module in targets:
             handles.append(module.register_forward_pre_hook(self._enter))
             handles.append(module.register_forward_hook(self._leave))
         try:
             yield
-        except BaseException:
-            self._outermost = known
-            raise
+            # a run that failed may not have come to all of them
+            self._outermost = {**(self._outermost or {}), **self._entered}
         finally:
             for handle in handles:
                 handle.remove()
@@ -105,8 +105,7 @@ class ModelCalls:
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
         if self._depth == 1:
-            assert self._outermost is not None
-            self._outermost[id(module)] = weakref.ref(module)
+            self._entered[id(module)] = weakref.ref(module)
             self._autocast = torch.autocast(self._device_type, dtype=self._dtype)
             self._autocast.__enter__()  # type: ignore[no-untyped-call]
 

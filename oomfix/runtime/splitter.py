@@ -85,6 +85,7 @@ class Splitter:
                 else:
                     known.fp32, blamed = True, said
         except BaseException:
+            # whatever ended it, Ctrl-C in a notebook too: gradients and windows are left as they were before the call
             known.fp32 = known.fp32 and blamed is None
             iteration.give_up()
             raise
