@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from oomfix.runtime import trees
-from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
+from oomfix.runtime.random_state import RandomState
 
 _log = logging.getLogger("oomfix")
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import nn
 
+from oomfix.runtime.attributes import Attributes
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.checkpointing import same_gradients
-from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.probe import Probe, Writes
-from oomfix.runtime.recomputation import Attributes
+from oomfix.runtime.random_state import RandomState
 from oomfix.runtime.rows import choose_rows
 
 _ROWS = 2

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from oomfix.runtime import compat, outputs, trees
+from oomfix.runtime.attributes import Attributes
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.kept_state import RandomState, is_generator
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.probe import Draws, Probe, Writes
-from oomfix.runtime.recomputation import Attributes
+from oomfix.runtime.random_state import RandomState, is_generator
 from oomfix.runtime.referenced import generators_in, objects_in
 from oomfix.runtime.rows import make_gaps
 from oomfix.runtime.running_statistics import quiet

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oomfix.runtime import trees
+from oomfix.runtime.attributes import Attributes
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.cross_entropy import linear_cross_entropy
-from oomfix.runtime.kept_state import RandomState
-from oomfix.runtime.recomputation import Attributes, Conduct, recomputation_contexts
+from oomfix.runtime.random_state import RandomState
+from oomfix.runtime.recomputation import Conduct, recomputation_contexts
 from oomfix.runtime.referenced import reachable_modules
 
 

@@ -11,13 +11,12 @@ from oomfix.runtime.accumulation import Divisor, Slot, Window
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.gradients import Border, GradientsAside, reached_leaves
 from oomfix.runtime.kept_batch import KeptBatch
-from oomfix.runtime.kept_state import RandomState, is_generator
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import NotZero, Weight
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
-from oomfix.runtime.referenced import objects_in
+from oomfix.runtime.random_state import RandomState, is_generator
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
@@ -73,7 +72,7 @@ class Iteration:
         known = self.known
         explore = known.is_call_to_explore()
         self._generators = RandomState(explore or known.draws_outside_torch, self._own_generators())
-        known.state.keep(explore, lambda: objects_in(self.forward))
+        known.state.keep(explore, self.forward)
         self._kept_batch = KeptBatch(self.batch, copies=known.calls == 1 or known.writes_batch)
         if self.trains:
             self._gradients.cover(known.reached())

@@ -1,8 +1,6 @@
-"""What a forward changes besides gradients, kept so that a run which failed leaves no trace."""
+"""What a forward changes in its models and objects, kept so that a run which failed leaves no trace."""
 
 import operator
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,97 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from oomfix.runtime.recomputation import Attributes
-
-
-class RandomState:
-    """The state of random number generators when it was made.
-
-    Args:
-        outside_torch: Python's and NumPy's too, which takes longer than all of torch's.
-        own: generators that the program made for itself.
-    """
-
-    def __init__(self, outside_torch: bool = True, own: Iterable[Any] = ()) -> None:
-        self._torch = torch.get_rng_state()
-        # asking a GPU before CUDA runs would start it
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        self._own = [(generator, _state_of(generator)) for generator in own]
-        self._python = random.getstate() if outside_torch else None
-        # through the package: numpy 2 imports its generators when they are first used, in the forward perhaps
-        numpy: Any = sys.modules.get("numpy") if outside_torch else None
-        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
-
-    def moved(self) -> bool:
-        """Whether any of the generators has been drawn from since."""
-        if not torch.equal(torch.get_rng_state(), self._torch):
-            return True
-        if self._cuda is not None and not torch.equal(torch.cuda.get_rng_state(), self._cuda):
-            return True
-        return self.moved_outside_torch() or any(not _same(_state_of(own), state) for own, state in self._own)
-
-    def moved_outside_torch(self) -> bool:
-        """Whether Python's or NumPy's generator has been drawn from since; False if these were not kept."""
-        if self._python is not None and random.getstate() != self._python:
-            return True
-        if self._numpy is None:
-            return False
-        now, before = sys.modules["numpy"].random.get_state(legacy=False), self._numpy
-        if now["has_gauss"] != before["has_gauss"] or now["state"]["pos"] != before["state"]["pos"]:
-            return True
-        return bool((now["state"]["key"] != before["state"]["key"]).any())
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-        for generator, state in self._own:
-            _set_state(generator, state)
-        if self._python is not None:
-            random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-
-def is_generator(value: Any) -> bool:
-    """Whether `value` is a random number generator of torch, Python or NumPy that a program holds itself."""
-    kind = type(value)
-    known = _is_generator_type.get(kind)
-    if known is None:
-        numpy: Any = sys.modules.get("numpy")
-        of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-        known = _is_generator_type[kind] = issubclass(kind, (torch.Generator, random.Random, *of_numpy))
-    return known
-
-
-_is_generator_type: dict[type, bool] = {}
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
-
-
-def _same(state: Any, other: Any) -> bool:
-    if isinstance(state, dict):
-        return all(_same(state[key], other[key]) for key in state)
-    if isinstance(state, tuple):
-        return all(map(_same, state, other))
-    same = state == other
-    return bool(same if isinstance(same, bool) else same.all())  # of numbers, or of arrays and tensors
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
+from oomfix.runtime.attributes import Attributes
+from oomfix.runtime.referenced import objects_in
 
 
 class KeptState:
@@ -125,18 +34,18 @@ class KeptState:
         self._attributes: Attributes | None = None
         self._attributes_change = False
 
-    def keep(self, explore: bool, objects: Callable[[], list[Any]] = list) -> None:
+    def keep(self, explore: bool, forward: Callable[..., Any]) -> None:
         """Remember what the coming run may change. May run out of memory, and be called again.
 
         Args:
             explore: look at everything, not only at what was seen to change.
-            objects: others whose attributes are to be kept.
+            forward: what will run; attributes of the objects it refers to are kept too.
         """
         if self._first and not self._places:
             self._places = [place for module in self._living() for place in _places(module)]
             self._kept = [place for place in self._places if not place.is_parameter]
         looks = explore or self._attributes_change
-        self._attributes = Attributes([*self._living(), *objects()]) if looks else None
+        self._attributes = Attributes([*self._living(), *objects_in(forward)]) if looks else None
         self._explores = explore
         if explore:
             for place in self._places:

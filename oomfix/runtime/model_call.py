@@ -10,8 +10,8 @@ from torch import nn
 
 from oomfix.presets import Precision
 from oomfix.runtime import precision, trees
-from oomfix.runtime.kept_state import RandomState
 from oomfix.runtime.oom import is_out_of_memory
+from oomfix.runtime.random_state import RandomState
 
 _log = logging.getLogger("oomfix")
 

@@ -7,10 +7,7 @@ be recomputed at all.
 """
 
 import itertools
-import operator
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +16,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from oomfix.runtime.attributes import Attributes
+from oomfix.runtime.random_state import OutsideTorch
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def undone(module: nn.Module) -> Iterator[Changes]:
     Written parameters stay written. Yields `Changes`, filled in when the context is left.
     """
     changes = Changes()
-    attributes, draws = Attributes(module.modules()), _draws()
+    attributes, draws = Attributes(module.modules()), OutsideTorch()
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in _buffers_besides_statistics(module)]
     try:
         with torch.random.fork_rng(_cuda_devices(module)), _statistics_kept(module):
             yield changes
     finally:
-        changes.draws = not _same_draws(draws, _draws())
-        _set_draws(draws)
+        changes.draws = draws.moved()
+        draws.restore()
         changes.attributes = attributes.restore()
         with torch.no_grad():
             for buffer, version, value in buffers:
@@ -111,21 +111,21 @@ def recomputation_contexts(
     block: nn.Module, conduct: Conduct
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What surrounds the forward (nothing) and its recomputation: the `context_fn` of torch's checkpoint."""
-    return nullcontext(), _without_trace(block, conduct, _draws() if conduct.draws_outside_torch else None)
+    return nullcontext(), _without_trace(block, conduct, OutsideTorch() if conduct.draws_outside_torch else None)
 
 
 @contextmanager
-def _without_trace(block: nn.Module, conduct: Conduct, draws_of_forward: "_Draws | None") -> Iterator[None]:
+def _without_trace(block: nn.Module, conduct: Conduct, draws_of_forward: OutsideTorch | None) -> Iterator[None]:
     attributes = Attributes(block.modules()) if conduct.assigns_attributes else None
-    draws = _draws() if draws_of_forward else None
+    draws = OutsideTorch() if draws_of_forward else None
     if draws_of_forward:
-        _set_draws(draws_of_forward)
+        draws_of_forward.restore()
     try:
         with _statistics_kept(block):
             yield
     finally:
         if draws:
-            _set_draws(draws)
+            draws.restore()
         if attributes:
             attributes.restore()
 
@@ -165,98 +165,3 @@ def _independent_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _versions(tensors: list[Any]) -> list[int]:
     return [tensor._version for tensor in tensors]
-
-
-class Attributes:
-    """The attributes of some modules, or other objects, at one moment, with what their containers held."""
-
-    def __init__(self, owners: Iterable[Any]) -> None:
-        self._saved = [(vars(owner), dict(vars(owner)), _contents(vars(owner))) for owner in owners]
-
-    def changed(self) -> set[str]:
-        """The names of the attributes that have changed."""
-        names: set[str] = set()
-        for attributes, before, contents in self._saved:
-            names |= attributes.keys() ^ before.keys()
-            names |= {name for name, value in before.items() if name in attributes and attributes[name] is not value}
-            names |= {name for name, content in contents.items() if not _same_content(before[name], content)}
-        return names
-
-    def changes(self) -> dict[tuple[int, str], Any]:
-        """The values of the attributes that have changed, under the number of their module and their name."""
-        found: dict[tuple[int, str], Any] = {}
-        for index, (attributes, before, contents) in enumerate(self._saved):
-            for name, value in attributes.items():
-                if name not in before or value is not before[name]:
-                    found[index, name] = value
-                elif name in contents and not _same_content(value, contents[name]):
-                    found[index, name] = list(value.items()) if isinstance(value, dict) else list(value)
-        return found
-
-    def restore(self) -> set[str]:
-        """Put everything back; the names of the attributes that had changed."""
-        changed = set()
-        for attributes, before, contents in self._saved:
-            for name in attributes.keys() - before.keys():
-                del attributes[name]
-                changed.add(name)
-            for name, value in before.items():
-                if attributes.get(name) is not value:
-                    attributes[name] = value
-                    changed.add(name)
-            for name, content in contents.items():
-                if not _same_content(before[name], content):
-                    _refill(before[name], content)
-                    changed.add(name)
-        return changed
-
-
-def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in attributes.items():
-        if isinstance(value, dict):
-            found[name] = dict(value)
-        elif isinstance(value, list):
-            found[name] = list(value)
-        elif isinstance(value, set):
-            found[name] = set(value)
-    return found
-
-
-def _same_content(container: Any, content: Any) -> bool:
-    if not container or len(container) != len(content):
-        return not container and not content
-    if isinstance(container, set):
-        return bool(container == content)
-    if not all(map(operator.is_, container, content)):
-        return False
-    return not isinstance(container, dict) or all(map(operator.is_, container.values(), content.values()))
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, list) else container.update)(content)
-
-
-_Draws = tuple[Any, Any]
-
-
-def _draws() -> _Draws:
-    """The states of the generators of Python and NumPy."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy.random.get_state() if numpy else None
-
-
-def _set_draws(draws: _Draws) -> None:
-    python, numpy_state = draws
-    random.setstate(python)
-    if numpy_state is not None:
-        sys.modules["numpy"].random.set_state(numpy_state)
-
-
-def _same_draws(before: _Draws, after: _Draws) -> bool:
-    if before[0] != after[0]:
-        return False
-    if before[1] is None or after[1] is None:
-        return before[1] is after[1]
-    return bool((before[1][1] == after[1][1]).all()) and before[1][2:] == after[1][2:]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomfix.runtime.kept_state import is_generator
+from oomfix.runtime.random_state import is_generator
 from oomfix.runtime.trees import tensors
 
 _DEPTH = 3  # a helper's helper, or the attribute of an object in a list

@@ -1,0 +1,108 @@
+"""Random number generators of torch, Python, NumPy and of the program's own, set back to where they were."""
+
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class OutsideTorch:
+    """The state of Python's and NumPy's random number generators when it was made."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        # through the package: numpy 2 imports its generators when they are first used, in the forward perhaps
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+
+    def moved(self) -> bool:
+        """Whether one of them has been drawn from since."""
+        if random.getstate() != self._python:
+            return True
+        return self._numpy is not None and not _same(sys.modules["numpy"].random.get_state(legacy=False), self._numpy)
+
+    def restore(self) -> None:
+        """Set them back."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class RandomState:
+    """The state of random number generators when it was made.
+
+    Args:
+        outside_torch: Python's and NumPy's too, which takes longer than all of torch's.
+        own: generators that the program made for itself.
+    """
+
+    def __init__(self, outside_torch: bool = True, own: Iterable[Any] = ()) -> None:
+        self._torch = torch.get_rng_state()
+        # asking a GPU before CUDA runs would start it
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        self._own = [(generator, _state_of(generator)) for generator in own]
+        self._outside = OutsideTorch() if outside_torch else None
+
+    def moved(self) -> bool:
+        """Whether any of the generators has been drawn from since."""
+        if not torch.equal(torch.get_rng_state(), self._torch):
+            return True
+        if self._cuda is not None and not torch.equal(torch.cuda.get_rng_state(), self._cuda):
+            return True
+        return self.moved_outside_torch() or any(not _same(_state_of(own), state) for own, state in self._own)
+
+    def moved_outside_torch(self) -> bool:
+        """Whether Python's or NumPy's generator has been drawn from since; False if these were not kept."""
+        return self._outside is not None and self._outside.moved()
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        for generator, state in self._own:
+            _set_state(generator, state)
+        if self._outside is not None:
+            self._outside.restore()
+
+
+def is_generator(value: Any) -> bool:
+    """Whether `value` is a random number generator of torch, Python or NumPy that a program holds itself."""
+    kind = type(value)
+    known = _is_generator_type.get(kind)
+    if known is None:
+        numpy: Any = sys.modules.get("numpy")
+        of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+        known = _is_generator_type[kind] = issubclass(kind, (torch.Generator, random.Random, *of_numpy))
+    return known
+
+
+_is_generator_type: dict[type, bool] = {}
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def _same(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return all(_same(state[key], other[key]) for key in state)
+    if isinstance(state, tuple):
+        return all(map(_same, state, other))
+    same = state == other
+    return bool(same if isinstance(same, bool) else same.all())  # of numbers, or of arrays and tensors
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
