@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from oomfix.rewrite.equivalence import SPLIT_TOLERANCE, Comparison, Recording, compare
+from oomfix.equivalence.comparison import SPLIT_TOLERANCE, Comparison, Recording, compare
+from oomfix.equivalence.recorder_hook import SEED, read_recordings, sitecustomize
 from oomfix.rewrite.files import FileOutcome
-from oomfix.rewrite.recorder_hook import SEED, read_recordings, sitecustomize
 
 MOST_BYTES = 2 * 2**30
 """The largest folder that is copied."""

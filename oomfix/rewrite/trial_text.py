@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from oomfix.rewrite.equivalence import Step
+from oomfix.equivalence.comparison import Step
 from oomfix.rewrite.trial import Side, Trial
 
 _ROWS = 10

@@ -30,7 +30,7 @@ from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
 from oomfix.script.loops import TrainingLoop, find_training_loops
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Scope, collect
+from oomfix.script.nodes import Scope, by_function, collect
 from oomfix.script.precision import Precision
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.reuse import GraphReuse
@@ -128,7 +128,11 @@ class Script:
 
     def lost_tails(self, loop: TrainingLoop) -> list[ast.If]:
         """The decisions on which the last incomplete accumulation window of an epoch is never stepped."""
-        return lost_tails(loop, self._nodes)
+        return lost_tails(loop, self._by_function[loop.node])
+
+    @cached_property
+    def _by_function(self) -> dict[ast.AST, list[ast.AST]]:
+        return by_function(self._nodes)
 
     def loses_tail(self, loop: TrainingLoop) -> bool:
         """Whether the last incomplete accumulation window of an epoch is never stepped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | None
 """The innermost function around a node; None at module level."""
@@ -26,3 +27,13 @@ def collect(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
             elif isinstance(value, ast.AST) and not isinstance(value, _WITHOUT_CONTENT):
                 found.append((value, scope))
     return found
+
+
+def by_function(nodes: Iterable[tuple[ast.AST, Scope]]) -> dict[ast.AST, list[ast.AST]]:
+    """For each node, all nodes of the innermost function it is in (of the module level, where it is in none)."""
+    groups: dict[Scope, list[ast.AST]] = {}
+    together: dict[ast.AST, list[ast.AST]] = {}
+    for node, scope in nodes:
+        group = together[node] = groups.setdefault(scope, [])
+        group.append(node)
+    return together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -47,7 +48,12 @@ class Precision:
     def _names_an_unused_device(self, line: str) -> bool:
         """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
         named = _NAMED_DEVICE.match(line)
-        return named is not None and len(re.findall(rf"(?<!torch\.)\b{re.escape(named[1])}\b", self._source.text)) == 1
+        return named is not None and self._words[named[1]] == 1
+
+    @cached_property
+    def _words(self) -> Counter[str]:
+        """How often each word stands in the file, other than as a name of torch's."""
+        return Counter(re.findall(r"(?<!torch\.)\b\w+\b", self._source.text))
 
     @cached_property
     def trains_in_half(self) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Scope
 from oomfix.script.trace import Backward, Event, Guard, Loop, Step
 
 if TYPE_CHECKING:
@@ -165,34 +164,32 @@ def _fires_on_last_batch(guard: Guard) -> bool:
     return any(isinstance(node, ast.BoolOp) and isinstance(node.op, alternative) for node in ast.walk(guard.test))
 
 
-def lost_tails(loop: TrainingLoop, nodes: list[tuple[ast.AST, Scope]]) -> list[ast.If]:
+def lost_tails(loop: TrainingLoop, own: list[ast.AST]) -> list[ast.If]:
     """The decisions on which the last incomplete window of an epoch is never stepped.
 
-    `nodes` are all nodes of the file, each with the function it is in.
+    `own` are the nodes of the function that the loop is in.
     """
     window = loop.window
     if window is None or window.decision is None or loop.later_steps:
         return []
-    if isinstance(loop.node, ast.While) or _ends_with_a_whole_window(loop.node, nodes):
+    if isinstance(loop.node, ast.While) or _ends_with_a_whole_window(loop.node, own):
         return []
     decisions = [] if window.fires_on_last_batch else [(window.decision, window.test)]
     for guard in window.alternatives:
         if isinstance(guard.statement, ast.If) and not _fires_on_last_batch(guard):
             decisions.append((guard.statement, guard.test))
-    return [decision for decision, test in decisions if _is_counted_per_epoch(test, loop.node, nodes)]
+    return [decision for decision, test in decisions if _is_counted_per_epoch(test, loop.node, own)]
 
 
-def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, nodes: list[tuple[ast.AST, Scope]]) -> bool:
+def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
     counters = set(_names(test))
     return bool(counters & set(_names(loop.target))) or any(
-        _starts_with_the_epoch(counter, loop, nodes) for counter in counters
+        _starts_with_the_epoch(counter, loop, own) for counter in counters
     )
 
 
-def _starts_with_the_epoch(counter: str, loop: ast.For | ast.AsyncFor, nodes: list[tuple[ast.AST, Scope]]) -> bool:
+def _starts_with_the_epoch(counter: str, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
     """A counter kept by hand that is set to a number right where the loop starts, and only within one run of it."""
-    function = next(scope for node, scope in nodes if node is loop)
-    own = [node for node, scope in nodes if scope is function]
     counts = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in ast.walk(loop))
     shared = any(isinstance(node, ast.Global | ast.Nonlocal) and counter in node.names for node in own)
     leaves = any(isinstance(node, ast.If) and _breaks(node) and counter in _names(node.test) for node in ast.walk(loop))
@@ -216,10 +213,8 @@ def _sets_to_number(statement: ast.Assign, name: str) -> bool:
     return False
 
 
-def _ends_with_a_whole_window(loop: ast.For | ast.AsyncFor, nodes: list[tuple[ast.AST, Scope]]) -> bool:
+def _ends_with_a_whole_window(loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
     """`if i >= len(loader) // k * k: break`, a loop over so many batches, or `assert len(loader) % k == 0`."""
-    function = next(scope for node, scope in nodes if node is loop)
-    own = [node for node, scope in nodes if scope is function]
     values = {
         target.id: node.value
         for node in own

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from oomfix import runtime
+from oomfix.equivalence.comparison import Recording, compare
+from oomfix.equivalence.recorder import Recorder
 from oomfix.rewrite.apply import Applied, Options, apply_to
-from oomfix.rewrite.equivalence import Recording, compare
-from oomfix.rewrite.recorder import Recorder
 from oomfix.rules import all_rules
 from oomfix.source import Source
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from oomfix import runtime
-from oomfix.rewrite.equivalence import Recording, Step, compare, relative_distance
-from oomfix.rewrite.recorder import Recorder
+from oomfix.equivalence.comparison import Recording, Step, compare, relative_distance
+from oomfix.equivalence.recorder import Recorder
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from oomfix.equivalence.comparison import Recording, Step
+from oomfix.equivalence.recorder_hook import sitecustomize
 from oomfix.rewrite import trial
 from oomfix.rewrite.command import apply
-from oomfix.rewrite.equivalence import Recording, Step
-from oomfix.rewrite.recorder_hook import sitecustomize
 from oomfix.rewrite.trial import CannotCompare, Versions, try_out
 from oomfix.rewrite.trial_text import lines
 

@@ -1,6 +1,6 @@
 """Whether two runs of a training script trained the same: every optimizer step of one beside the other's.
 
-The runs are recorded by `oomfix.rewrite.recorder`. Imports no torch.
+The runs are recorded by `oomfix.equivalence.recorder`. Imports no torch.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from oomfix.rewrite.equivalence import Recording, Step
+from oomfix.equivalence.comparison import Recording, Step
 
 SEED = 0
 
@@ -31,7 +31,7 @@ try:
     import oomfix
 except ImportError:
     sys.path.append({root!r})
-from oomfix.rewrite.recorder_hook import install
+from oomfix.equivalence.recorder_hook import install
 
 install({here!r}, {folder!r})
 """
@@ -104,7 +104,7 @@ class _Starting(Loader):
 def _start(folder: str) -> None:
     import torch
 
-    from oomfix.rewrite.recorder import Recorder
+    from oomfix.equivalence.recorder import Recorder
 
     torch.manual_seed(SEED)
     if "numpy" in sys.modules:
