@@ -123,8 +123,13 @@ def _audit_in_processes(auditor: Auditor, tasks: Sequence[_Task], processes: int
     # no thread runs yet, so a fork is safe; on other systems than Linux, libraries may have started some
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with ProcessPoolExecutor(processes, context, initializer=_die_of_interrupts) as pool:
-        batches = {pool.submit(_audit_batch, auditor, batch): batch for batch in _batches(tasks)}
+        batches = {}
         try:
+            for batch in _batches(tasks):
+                try:
+                    batches[pool.submit(_audit_batch, auditor, batch)] = batch
+                except BrokenProcessPool:
+                    yield from (_died(index) for index, _, _ in batch)
             for future in as_completed(batches):
                 try:
                     yield from future.result()

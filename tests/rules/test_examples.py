@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 
 import pytest
 
@@ -50,9 +51,9 @@ def test_the_edits_give_the_fixed_code_which_is_clean(rule: Rule, example: Inval
 
 @pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.code)
 def test_a_rule_has_a_page_and_examples(rule: Rule) -> None:
-    page = type(rule).__doc__ or ""
+    page = inspect.getdoc(type(rule)) or ""
     assert rule.INVALID and rule.VALID
-    assert all(f"\n    {part}" in page for part in ("Why:", "Quiet when:", "Fix:")), page
+    assert all(f"\n{part}" in page for part in ("Why:", "Quiet when:", "Fix:")), page
 
 
 @pytest.mark.parametrize(("rule", "example"), INVALID)
