@@ -97,6 +97,11 @@ class Totals:
         slot.calls += 1
         return slot
 
+    def comes_to_the_last(self, position: int) -> bool:
+        """Whether the loss that comes next in the batch at `position` is the last of it, as in the batches before."""
+        index = self._next if position == self._position else 0
+        return index + 1 >= len(self._slots)
+
     def withdraw(self, slot: Slot) -> None:
         """The call that began with `slot` failed, and may be made again."""
         slot.calls -= 1
@@ -194,6 +199,10 @@ class Window:
         self.count += 1
         self.length = length
         self.totals = Totals()
+
+    def is_complete_with_the_next(self) -> bool:
+        """Whether the gradients of the window are complete with the loss that comes next; always, outside of one."""
+        return self.length == 1 or (self.closed and self.totals.comes_to_the_last(self.position))
 
     def belongs_to(self, loop: object) -> bool:
         """Whether `loop` is the one that began it, and has not been left."""

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.distributed import ranks_of
 from oomfix.runtime.kept_state import KeptState
 from oomfix.runtime.precision import ModelCalls, device_type_of
 from oomfix.runtime.referenced import code_of, generators_in, identity, reachable_modules
@@ -29,6 +31,7 @@ class Known:
         calls: how many have begun, this one included.
         verdict: the last check's, None before the first.
         sizing: the micro-batches that fit.
+        ranks: the processes that run it together with this one; None: it trains alone.
         state: what is put back after a failure.
         generators: random number generators of the program's own that it may draw from.
         draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
@@ -48,6 +51,7 @@ class Known:
         self.calls = 0
         self.verdict: Verdict | None = None
         self.sizing = Sizing(first_parts)
+        self.ranks = ranks_of(roots)
         self.state = KeptState(self.modules())
         self.generators = generators_in(forward, self.modules())
         self.draws_outside_torch = False
@@ -77,9 +81,9 @@ class Known:
         return [module for root in self._roots if (module := root()) is not None]
 
     def modules(self) -> list[nn.Module]:
-        """The models with everything inside them, each once."""
+        """The models with everything inside them, each once, without wrappers that have nothing but a model."""
         found = {id(module): module for root in self.roots() for module in root.modules()}
-        return list(found.values())
+        return [module for module in found.values() if not isinstance(module, DistributedDataParallel)]
 
     def device_type(self, batch: Iterable[torch.Tensor]) -> str:
         """Where the forward runs: where its models are, or else its batch. Looked up at calls to explore."""
@@ -174,9 +178,6 @@ class Known:
 
     def must_be_whole(self) -> str | None:
         """Why its batches may not be split whatever a check says, or None."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if torch.distributed.get_world_size() > 1:
-                return "its gradients are exchanged between processes during backward"
         for module in self.modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 return f"{type(module).__name__} has a backward hook, which would see gradients of parts"

@@ -15,6 +15,7 @@ from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, 
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.cache_janitor import CacheJanitor
 from oomfix.runtime.checkpointing import enable_checkpointing
+from oomfix.runtime.distributed import average_waiting
 from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import KnownForwards
@@ -218,7 +219,7 @@ class MemoryManager:
         check_schedulers(schedulers)
         check_norm(clip_norm)
         self._check_window(optimizer)
-        self._correct(optimizer)
+        self._complete(optimizer)
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
             make_step_fit(optimizer, self.preset)
@@ -245,7 +246,7 @@ class MemoryManager:
             TypeError: `optimizer` is none.
         """
         check_optimizer(optimizer)
-        self._correct(optimizer)
+        self._complete(optimizer)
         self.scaler.unscale_(optimizer)
 
     def accumulate(self, loader: Iterable[_T], k: int) -> Iterator[_T]:
@@ -379,10 +380,11 @@ class MemoryManager:
         elif self._steps % every == 0 and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
-    def _correct(self, optimizer: Any) -> None:
-        """Correct the gradients of a window that held less than expected, where that is not done yet."""
+    def _complete(self, optimizer: Any) -> None:
+        """Correct the gradients of a window that held less than expected, and average them over processes."""
         if self._window.closed and not self.off:
             self._window.totals.correct(parameters_of(optimizer))
+            average_waiting(parameters_of(optimizer))
 
     def _check_window(self, optimizer: Any) -> None:
         window = self._window

@@ -46,6 +46,13 @@ class Splitter:
 
     def run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
         """Run an iteration; when it does not fit, put everything back and run it in smaller pieces."""
+        ranks = iteration.known.ranks
+        if ranks is None:
+            return self._run(iteration, window, scaler)
+        with ranks.together(iteration.trains, window.is_complete_with_the_next()):
+            return self._run(iteration, window, scaler)
+
+    def _run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
         known = iteration.known
         known.calls += 1
         known.notice_steps()
@@ -84,6 +91,8 @@ class Splitter:
                     parts = self._smaller(iteration, parts, said)
                 else:
                     known.fp32, blamed = True, said
+            if known.ranks is not None:
+                known.ranks.confirm()
         except BaseException:
             # whatever ended it, Ctrl-C in a notebook too: gradients and windows are left as they were before the call
             known.fp32 = known.fp32 and blamed is None

@@ -1,0 +1,37 @@
+"""What processes tell each other besides tensors: small whole numbers, from host to host."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+_agreements: "weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement]" = weakref.WeakKeyDictionary()
+
+
+class Agreement:
+    """Numbers exchanged between the processes of a group, without waiting for what their devices compute.
+
+    It has connections of its own (gloo), so that nothing it sends is mixed up with the tensors of the group.
+
+    Args:
+        group: the processes; all of them make their agreement at the same point of the program.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup") -> None:
+        ranks = dist.get_process_group_ranks(group)
+        # making a group is a matter of all processes, unless it is said to be one of its members
+        everyone = len(ranks) == dist.get_world_size()
+        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not everyone)
+
+    def largest(self, numbers: list[int]) -> list[int]:
+        """The largest of what the processes give, place by place; all give as many numbers."""
+        together = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
+        return [int(number) for number in together.tolist()]
+
+
+def agreement_in(group: "dist.ProcessGroup") -> Agreement:
+    """The agreement of the processes in `group`, made at the first call."""
+    if group not in _agreements:
+        _agreements[group] = Agreement(group)
+    return _agreements[group]

@@ -1,0 +1,147 @@
+"""DistributedDataParallel: each process cuts its own batch, gradients are averaged once, and nobody waits in vain."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from oomfix import runtime
+from tests.runtime import torchrun
+from tests.runtime.data_parallel import Trouble
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """One run of all cases, since starting two processes takes most of the time."""
+    return torchrun.cases("tests/runtime/data_parallel.py")
+
+
+def worst(results):
+    return max(result["error"] for result in results)
+
+
+def test_whole_batches_train_bitwise_as_ddp_does(found):
+    assert worst(found["whole"]) == 0.0
+
+
+@pytest.mark.parametrize("case", ["fixed splits", "ragged", "options of DDP", "preparing", "large", "sparse", "unseen"])
+def test_splits_that_differ_between_processes_train_as_ddp_does(found, case):
+    assert worst(found[case]) < 1e-12
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory_on_one_process_splits_its_batch_alone(found, where):
+    results = found[f"out of memory in {where}"]
+    assert worst(results) < 1e-12
+    assert results[0]["retries"] == 0 < results[1]["retries"]
+
+
+def test_a_branch_that_one_process_did_not_take_counts_as_zero_there(found):
+    assert worst(found["branches"]) < 1e-12
+
+
+def test_parameters_that_no_process_used_stay_without_a_gradient(found):
+    for result in found["branches"]:
+        assert result["same_none"]
+        assert result["none"] == [False] * 6 + [True] * 2
+
+
+def test_a_window_is_averaged_once_when_it_closes(found):
+    assert worst(found["windows"]) < 1e-12
+    for result in found["windows"]:
+        assert result["apart"] > 1e-3
+        assert result["averages"] == 3
+
+
+def test_windows_with_two_losses_and_other_samples_on_each_process(found):
+    assert worst(found["ragged windows"]) < 1e-12
+    assert max(result["spread"] for result in found["ragged windows"]) == 0.0
+
+
+def test_a_window_that_was_left_is_averaged_by_its_step(found):
+    assert worst(found["window left"]) < 1e-12
+    assert max(result["spread"] for result in found["window left"]) == 0.0
+
+
+def test_no_sync_of_the_script_is_honoured(found):
+    assert worst(found["no_sync"]) == 0.0
+    assert found["no_sync"][0]["own"] > 1e-3
+
+
+def test_buffers_are_those_of_the_first_process(found):
+    for result in found["buffers"]:
+        assert result["error"] == result["evaluation"] == result["apart"] == 0.0
+
+
+def test_several_models_in_one_forward(found):
+    assert worst(found["several models"]) < 1e-12
+
+
+def test_gradients_are_clipped_after_they_are_averaged(found):
+    assert worst(found["clipping"]) < 1e-12
+
+
+def test_an_overflow_on_one_process_is_a_step_left_out_on_all(found):
+    for result in found["overflow"]:
+        assert (result["spread"], result["skipped"]) == (0.0, 1)
+    assert found["overflow"][0]["scale"] == found["overflow"][1]["scale"]
+
+
+def test_a_sample_that_does_not_fit_on_one_process_ends_the_call_of_all(found):
+    told, failed = found["nowhere to go"]
+    assert "process 1 failed" in told["said"] and "out of memory" in told["said"]
+    assert "1 sample(s) at a time do not fit" in failed["said"]
+    for result in (told, failed):
+        assert not result["left"]
+        assert result["error"] < 1e-12
+
+
+def test_a_mistake_in_the_forward_of_one_process_ends_the_call_of_all(found):
+    assert [result["kind"] for result in found["mistake"]] == ["RuntimeError", "KeyError"]
+    assert worst(found["mistake"]) < 1e-12
+
+
+def test_what_works_inside_of_the_backward_of_ddp_is_refused_by_name(found):
+    for result in found["refused"]:
+        hook, static = result["said"]
+        assert "communication hook" in hook
+        assert "static_graph=True" in static
+
+
+@pytest.fixture
+def single(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.second(Trouble.apply(torch.relu(self.first(x))))
+
+
+def train(wrap):
+    torch.manual_seed(0)
+    runtime.reset()
+    memory, model = runtime.preset("16gb"), wrap(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        x, y = torch.randn(8, 6), torch.randint(0, 4, (8,))
+        memory.forward_backward(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+        memory.step(optimizer)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("where", [None, "backward"])
+def test_one_process_trains_bitwise_as_without_a_process_group(single, monkeypatch, where):
+    monkeypatch.setattr(Trouble, "where", where)
+    monkeypatch.setattr(Trouble, "limit", 2)
+    alone = train(lambda model: model)
+    assert all(map(torch.equal, train(DistributedDataParallel), alone))

@@ -1,0 +1,39 @@
+"""Running a script of cases under torchrun; a run that hangs is ended, and fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *arguments: str, limit_s: float = 120) -> str:
+    """What two processes of `script`, a path below the root of the repository, print. Ends them when time is up."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    started = subprocess.Popen(
+        [*command, str(ROOT / script), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        printed, said = started.communicate(timeout=limit_s)
+    finally:
+        # torchrun and what it started: whoever waits for another process would wait on
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+    assert started.returncode == 0, said[-4000:]
+    return printed
+
+
+def cases(script: str, *names: str) -> dict[str, list[dict]]:
+    """What each process found in each case, by the name of the case; the first process comes first."""
+    text, decoder, found = run(script, *names).lstrip(), json.JSONDecoder(), {}
+    while text:
+        # lines of two processes may come out as one
+        result, end = decoder.raw_decode(text)
+        found.setdefault(result["case"], {})[result["rank"]] = result
+        text = text[end:].lstrip()
+    return {name: [of_rank[0], of_rank[1]] for name, of_rank in found.items()}
