@@ -36,8 +36,8 @@ ROUNDS = [
         "4",
         "ab40d99",
         "2026-11-21",
-        """84 of them were taken by the topic in the name of their repository (segmentation, detection, GANs, captioning,
-speech, diffusion, contrastive learning, distillation, graphs, reinforcement learning, language models), 21 by text
+        """84 of them were taken by the topic in the name of their repository (segmentation, detection, GANs, speech,
+captioning, diffusion, contrastive learning, distillation, graphs, reinforcement learning, language models), 21 by text
 search in repositories found that way for what is rare: retained graphs, sums and lists of losses, caches emptied.
 OOM104 has no certain case in it, OOM101, OOM102, OOM301, OOM304 and OOM305 have one or two each.""",
     ),
