@@ -105,6 +105,11 @@ class Blocks:
         branches = {id(parent): side for parent, side in self._branches(one)}
         return any(id(parent) in branches and branches[id(parent)] != side for parent, side in self._branches(other))
 
+    def are_apart_in(self, condition: ast.If, one: ast.AST, other: ast.AST) -> bool:
+        """Whether two nodes are in different branches of this `if`."""
+        sides = [side for node in (one, other) for parent, side in self._branches(node) if parent is condition]
+        return len(set(sides)) == 2
+
     def _branches(self, node: ast.AST) -> Iterator[tuple[ast.If, str]]:
         child = node
         for parent in self.ancestors(node):

@@ -11,6 +11,7 @@ from oomfix.rewrite.effects import is_zero_grad, last_name, leaves
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import nodes_of_scope
 from oomfix.rewrite.loops import Scaling, Verdict
+from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.script import Script
@@ -197,15 +198,8 @@ def _makes_optimizers(script: Script) -> bool:
     """Whether optimizers are made in the file."""
     return any(
         isinstance(node, ast.Call)
-        and (last_name(node) == "configure_optimizers" or _is_optimizer_class(script, node.func))
+        and (last_name(node) == "configure_optimizers" or is_optimizer_class(script, node.func))
         for node in script.imports.nodes
-    )
-
-
-def _is_optimizer_class(script: Script, function: ast.expr) -> bool:
-    qualified = script.imports.qualified(function)
-    return any(".optim" in name or name.endswith(("AdamW", "Adafactor")) for name in qualified) and not any(
-        "lr_scheduler" in name for name in qualified
     )
 
 

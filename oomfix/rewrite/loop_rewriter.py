@@ -15,13 +15,14 @@ from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
-from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, prepare_edits, unused_amp_imports
+from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, unused_amp_imports
+from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.window_shape import CannotFold
 from oomfix.rewrite.windows import WindowFolder
 from oomfix.rules.base import Edit
-from oomfix.script import Script
+from oomfix.script import Forward, Script
 from oomfix.source import Source, parse
 
 _PRECISION: dict[Scaling, Overrides] = {
@@ -128,7 +129,7 @@ class LoopRewriter:
     def _rewritten(self, scaling: Scaling) -> Source:
         manager = self._manager
         edits = InPlace(self._script, self._blocks, self._layout, self._amp, manager, scaling).edits(self.verdicts)
-        edits += prepare_edits(self._script, self._layout, self._blocks, manager, _models(self.verdicts))
+        edits += prepare_edits(self._script, self._layout, self._blocks, manager, _trained(self.verdicts))
         if self._known is None:
             used = _first_use(self._source, self._blocks, edits, manager)
             overrides = {**_PRECISION[scaling], **self._overrides}
@@ -230,10 +231,9 @@ def _why_nothing_is_gained(verdict: Verdict) -> str | None:
     return f"{verdict.sees_scale or own}; and {verdict.reason}"
 
 
-def _models(verdicts: list[Verdict]) -> set[str]:
-    """The paths of the models that rewritten loops train; those of a caller, where a helper's parameter is one."""
-    trained = {forward.path for verdict in verdicts if verdict.form != "none" for forward in verdict.loop.forwards}
-    return {path for path in trained if path is not None}
+def _trained(verdicts: list[Verdict]) -> list[Forward]:
+    """The forwards of rewritten loops."""
+    return [forward for verdict in verdicts if verdict.form != "none" for forward in verdict.loop.forwards]
 
 
 def _first_use(source: Source, blocks: Blocks, edits: list[Edit], manager: str) -> int:

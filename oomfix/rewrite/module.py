@@ -1,11 +1,10 @@
-"""What a rewritten module needs around its loops: the manager at the top, prepared models, tidy imports."""
+"""What a rewritten module needs around its loops: the manager at the top, tidy imports."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds
@@ -113,40 +112,6 @@ def _sorted_place(layout: Layout, last: ast.stmt) -> ast.stmt | None:
 def _imports_torch(run: list[ast.stmt]) -> bool:
     roots = {alias.name.split(".")[0] for node in run if isinstance(node, ast.Import) for alias in node.names}
     return "torch" in roots | {(node.module or "").split(".")[0] for node in run if isinstance(node, ast.ImportFrom)}
-
-
-def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, models: set[str]) -> list[Edit]:
-    """`memory.prepare(model)` before the statement that gives a model's parameters to its optimizer.
-
-    Args:
-        models: the access paths of the models that rewritten loops train.
-    """
-    edits = []
-    for statement, path in _given_to_optimizers(script, blocks):
-        if path in models and layout.own_lines(statement) is not None:
-            models = models - {path}
-            start = script.source.line_starts[statement.lineno - 1]
-            edits.append(Edit(start, start, f"{layout.margin(statement)}{manager}.prepare({path}){layout.newline}"))
-    return edits
-
-
-def _given_to_optimizers(script: Script, blocks: Blocks) -> list[tuple[ast.stmt, str]]:
-    """Statements that build an optimizer of `model.parameters()`, with the model's path, by line."""
-    found = []
-    for call in script.imports.nodes:
-        if not isinstance(call, ast.Call) or not call.args:
-            continue
-        qualified = script.imports.qualified(call.func)
-        if not any(name.startswith(("torch.optim.", "transformers.")) and name[-1:] != "R" for name in qualified):
-            continue
-        if any("lr_scheduler" in name for name in qualified):
-            continue
-        first = call.args[0]
-        if isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute) and first.func.attr == "parameters":
-            path = path_of(first.func.value)
-            if path is not None:
-                found.append((blocks.statement_of(call), path))
-    return sorted(found, key=lambda pair: pair[0].lineno)
 
 
 def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) -> list[Edit]:

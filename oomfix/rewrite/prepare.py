@@ -1,0 +1,247 @@
+"""`memory.prepare(model)` where a model that a rewritten loop trains is in scope: ahead of its optimizer."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.layout import Layout
+from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
+from oomfix.script import Script
+from oomfix.script.edits import Edit
+from oomfix.script.hints import looks_like_optimizer
+from oomfix.script.names import path_of
+from oomfix.script.trace import Forward
+
+_MOST_CALLS = 5
+_MOST_ASSIGNMENTS = 2
+_MOVES = frozenset({"to", "cuda"})
+_COLLECTING = frozenset({"list", "tuple", "dict", "filter", "map", "sorted", "zip"})
+
+Owner = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Place(NamedTuple):
+    """An access path in the function, class (`self.model`) or module that it means something in."""
+
+    owner: Owner
+    path: str
+
+
+class Made(NamedTuple):
+    """A statement that makes an optimizer of what the path gives parameters of."""
+
+    statement: ast.stmt
+    place: Place
+
+
+def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, trained: list[Forward]) -> list[Edit]:
+    """`memory.prepare(model)` ahead of the statement that gives a model's parameters to an optimizer.
+
+    Args:
+        trained: the forwards of rewritten loops.
+    """
+    models = _Models(script, blocks)
+    made = sorted(_optimizers_made(script, blocks, models), key=lambda one: one.statement.lineno)
+    places = {place for forward in trained for place in models.places_of(forward)}
+    chosen: dict[Place, list[ast.stmt]] = {}
+    for statement, given in made:
+        place = _trained_place(given, places)
+        if place is not None:
+            chosen.setdefault(place, []).append(statement)
+    # where no call leads from the optimizer to the loop, the same name in both means the same model
+    paths, known = {forward.path for forward in trained}, {place.path for place in chosen}
+    for statement, given in made:
+        if given.path in paths - known:
+            chosen.setdefault(given, []).append(statement)
+    edits: list[Edit] = []
+    for place, statements in chosen.items():
+        for statement in _ahead_of(place, statements, blocks):
+            if layout.own_lines(statement) is not None:
+                start = _above_comments(layout, statement)
+                text = f"{layout.margin(statement)}{manager}.prepare({place.path}){layout.newline}"
+                edits.append(Edit(start, start, text))
+    return edits
+
+
+def _trained_place(given: Place, places: set[Place]) -> Place | None:
+    """The model that a path stands for or belongs to, where a loop trains it."""
+    shorter = {
+        min(place, given, key=lambda one: len(one.path))
+        for place in places
+        if _is_part(given, place) or _is_part(place, given)
+    }
+    found = min(shorter, key=lambda one: len(one.path), default=None)
+    return None if found is None or (found.path == "self" and given.path != "self") else found
+
+
+def _is_part(part: Place, whole: Place) -> bool:
+    return part.owner is whole.owner and (part.path == whole.path or part.path.startswith(f"{whole.path}."))
+
+
+def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[ast.stmt]:
+    """The first statement; where branches of an `if` each have one: the `if`, or all, if they make the model too."""
+    first = statements[0]
+    others = [other for other in statements if blocks.exclude_each_other(first, other)]
+    ahead = first
+    for condition in blocks.conditions_of(first):
+        apart = [other for other in others if condition in blocks.conditions_of(other)]
+        if apart and place.path.split(".")[0] in names_bound(condition):
+            return list(dict.fromkeys([first, *others]))
+        if any(blocks.are_apart_in(condition, first, other) for other in apart):
+            ahead = condition
+    return [ahead]
+
+
+def _above_comments(layout: Layout, statement: ast.stmt) -> int:
+    """The offset of a statement's line, or of the comments that stand right above it."""
+    line = statement.lineno
+    while line > 1 and layout.source.lines[line - 2].startswith(f"{layout.margin(statement)}#"):
+        line -= 1
+    return layout.source.line_starts[line - 1]
+
+
+def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterator[Made]:
+    for node in script.imports.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        statement = blocks.statement_of(node)
+        targets = statement.targets if isinstance(statement, ast.Assign) and statement.value is node else []
+        named = last_name(node) not in _COLLECTING and any(looks_like_optimizer(path_of(one) or "") for one in targets)
+        if not named and not is_optimizer_class(script, node.func):
+            continue
+        scope = blocks.scope_of(statement)
+        if scope is None:
+            continue
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        given = [path for argument in arguments for path in _parameters_of(argument, statement, scope)]
+        if named:
+            given += [path for argument in arguments if (path := path_of(argument)) is not None]
+        for path in dict.fromkeys(given):
+            yield Made(statement, models.place(path, statement))
+
+
+def is_optimizer_class(script: Script, function: ast.expr) -> bool:
+    """Whether an expression is the class of an optimizer."""
+    qualified = script.imports.qualified(function)
+    return any(".optim" in name or name.endswith(("AdamW", "Adafactor")) for name in qualified) and not any(
+        "lr_scheduler" in name for name in qualified
+    )
+
+
+def _parameters_of(
+    node: ast.expr, user: ast.stmt, scope: ast.Module | FunctionNode, depth: int = _MOST_ASSIGNMENTS
+) -> Iterator[str]:
+    """The paths whose parameters an expression holds, through names that its scope binds ahead of it."""
+    names: set[str] = set()
+    for child in _without_next(node):
+        if isinstance(child, ast.Call) and last_name(child) in ("parameters", "named_parameters"):
+            assert isinstance(child.func, ast.Attribute | ast.Name)
+            path = path_of(child.func.value) if isinstance(child.func, ast.Attribute) else None
+            if path is not None:
+                yield path
+        elif isinstance(child, ast.Name):
+            names.add(child.id)
+    if not depth or not names:
+        return
+    for statement in nodes_of_scope_body(scope):
+        if isinstance(statement, ast.Assign) and statement.lineno < user.lineno and names_bound(statement) & names:
+            yield from _parameters_of(statement.value, statement, scope, depth - 1)
+
+
+def _without_next(node: ast.expr) -> Iterator[ast.AST]:
+    """The nodes under a node, but for `next(model.parameters())`, which asks for a device."""
+    if isinstance(node, ast.Call) and last_name(node) == "next":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            yield from _without_next(child)
+        else:
+            yield from ast.walk(child)
+
+
+class _Models:
+    """Finds what a model of a loop is called in the functions that lead to the loop."""
+
+    def __init__(self, script: Script, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._calls: dict[str, list[ast.Call]] = {}
+        for node in script.imports.nodes:
+            if isinstance(node, ast.Call):
+                self._calls.setdefault(last_name(node), []).append(node)
+
+    def place(self, path: str, node: ast.AST) -> Place:
+        """A path as it stands at a node: attributes of `self` belong to the class."""
+        scope = self._blocks.scope_of(node)
+        assert scope is not None
+        owner: Owner = scope
+        if path.startswith("self."):
+            owner = next(
+                (parent for parent in self._blocks.ancestors(scope) if isinstance(parent, ast.ClassDef)), scope
+            )
+        return Place(owner, path)
+
+    def places_of(self, forward: Forward) -> set[Place]:
+        """What a forward's model is called where it is run, and in the callers."""
+        if forward.path is None or self._blocks.scope_of(forward.node) is None:
+            return set()
+        found: set[Place] = set()
+        layer = {self._own(self.place(forward.path, forward.node), forward.node)}
+        for _ in range(_MOST_CALLS):
+            found |= layer
+            layer = {origin for place in layer for origin in self._origins(place)} - found
+        return found
+
+    def _own(self, place: Place, node: ast.AST) -> Place:
+        """The network itself, where the path is one of its methods."""
+        methods = [one.name for one in place.owner.body if isinstance(one, FunctionNode)]
+        called = isinstance(place.owner, ast.ClassDef) and place.path.removeprefix("self.") in methods
+        return self.place("self", node) if called else place
+
+    def _origins(self, place: Place) -> Iterator[Place]:
+        owner, path = place
+        root, _, rest = path.partition(".")
+        if isinstance(owner, ast.ClassDef):
+            yield from self._assigned_in(owner, path)
+        elif isinstance(owner, FunctionNode):
+            arguments = [*owner.args.posonlyargs, *owner.args.args]
+            position = next((index for index, argument in enumerate(arguments) if argument.arg == root), None)
+            if position is not None:
+                for call in self._calls.get(owner.name, ()):
+                    given = self._given(call, owner, position, root)
+                    if given is not None and self._blocks.scope_of(call) is not None:
+                        yield self.place(f"{given}.{rest}" if rest else given, call)
+            elif not any(root in names_bound(statement) for statement in owner.body):
+                outer = self._blocks.scope_of(owner)
+                if outer is not None:
+                    yield Place(outer, path)
+
+    def _given(self, call: ast.Call, function: FunctionNode, position: int, name: str) -> str | None:
+        """The path that a call gives as a parameter."""
+        method = isinstance(next(self._blocks.ancestors(function)), ast.ClassDef)
+        bound = method and isinstance(call.func, ast.Attribute)
+        if bound and position == 0:
+            assert isinstance(call.func, ast.Attribute)
+            return path_of(call.func.value)
+        index = position - 1 if bound else position
+        if index < len(call.args) and not any(isinstance(one, ast.Starred) for one in call.args[: index + 1]):
+            return path_of(call.args[index])
+        return next((path_of(keyword.value) for keyword in call.keywords if keyword.arg == name), None)
+
+    def _assigned_in(self, owner: ast.ClassDef, path: str) -> Iterator[Place]:
+        """What `self.model = model` takes its value from."""
+        for method in owner.body:
+            for node in nodes_of_scope_body(method) if isinstance(method, FunctionNode) else ():
+                if isinstance(node, ast.Assign) and path in map(path_of, node.targets):
+                    value = node.value
+                    while isinstance(value, ast.Call) and last_name(value) in _MOVES:
+                        if not isinstance(value.func, ast.Attribute):
+                            break
+                        value = value.func.value
+                    given = path_of(value)
+                    if given is not None and self._blocks.scope_of(node) is not None:
+                        yield self.place(given, node)

@@ -1,0 +1,144 @@
+"""Models that rewritten loops train are prepared once, ahead of their optimizer, under the name they have there."""
+
+import itertools
+import textwrap
+
+import pytest
+
+from oomfix.rewrite.apply import Options, apply_to
+from oomfix.rules import all_rules
+from oomfix.source import Source
+
+LOOP = """
+def train(network, loader, optimizer):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(network(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def prepared(text: str) -> list[tuple[str, str]]:
+    """Each call of `memory.prepare` in the rewritten script, with the line that follows it."""
+    source = Source.from_bytes("train.py", ("import torch\n" + textwrap.dedent(text)).encode())
+    lines = [line.strip() for line in apply_to(source, all_rules(), Options("16gb")).text.splitlines()]
+    return [(line, after) for line, after in itertools.pairwise(lines) if line.startswith("memory.prepare")]
+
+
+def test_a_model_is_prepared_under_its_name_in_the_caller():
+    text = LOOP + "net = Net().cuda()\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\ntrain(net, loader, opt)\n"
+    assert prepared(text) == [("memory.prepare(net)", "opt = torch.optim.SGD(net.parameters(), lr=0.1)")]
+
+
+def test_a_model_of_the_same_name_that_no_loop_trains_is_left_alone():
+    text = LOOP + "other = Net()\nnet = Net().cuda()\nopt2 = torch.optim.SGD(other.parameters(), lr=0.1)\n"
+    text += "train(net, loader, torch.optim.SGD(net.parameters(), lr=0.1))\n"
+    assert [call for call, _ in prepared(text)] == ["memory.prepare(net)"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "[*net.parameters(), *criterion.parameters()]",
+        '[{"params": net.encoder.parameters()}, {"params": net.decoder.parameters(), "lr": 1}]',
+        "params=net.parameters()",
+        "[p for p in net.parameters() if p.requires_grad]",
+    ],
+)
+def test_parameters_are_found_in_groups_and_lists(given):
+    text = LOOP + f"net = Net().cuda()\nopt = torch.optim.SGD({given}, lr=0.1)\ntrain(net, loader, opt)\n"
+    assert [call for call, _ in prepared(text)] == ["memory.prepare(net)"]
+
+
+def test_parameters_are_followed_through_a_name():
+    text = LOOP + "net = Net().cuda()\nchosen = [p for p in net.parameters()]\n"
+    text += "opt = torch.optim.SGD(chosen, lr=0.1)\ntrain(net, loader, opt)\n"
+    assert prepared(text) == [("memory.prepare(net)", "opt = torch.optim.SGD(chosen, lr=0.1)")]
+
+
+def test_asking_a_model_for_its_device_is_no_optimizer_of_it():
+    text = LOOP + "net = Net().cuda()\ndevice = next(net.parameters()).device\noptimizer = make(device)\n"
+    assert prepared(text + "train(net, loader, optimizer)\n") == []
+
+
+def test_a_function_that_makes_the_optimizer_is_enough():
+    text = LOOP + "net = Net().cuda()\noptimizer = make(args, net)\ntrain(net, loader, optimizer)\n"
+    assert prepared(text) == [("memory.prepare(net)", "optimizer = make(args, net)")]
+
+
+def test_branches_that_choose_an_optimizer_are_preceded():
+    text = (
+        LOOP
+        + """
+net = Net().cuda()
+if adam:
+    opt = torch.optim.Adam(net.parameters())
+elif nesterov:
+    opt = torch.optim.SGD(net.parameters(), nesterov=True)
+else:
+    opt = torch.optim.SGD(net.parameters())
+train(net, loader, opt)
+"""
+    )
+    assert prepared(text) == [("memory.prepare(net)", "if adam:")]
+
+
+def test_branches_that_make_the_model_prepare_it_each():
+    text = (
+        LOOP
+        + """
+if resume:
+    net = load()
+    opt = torch.optim.Adam(net.parameters())
+else:
+    net = Net()
+    opt = torch.optim.Adam(net.parameters())
+train(net, loader, opt)
+"""
+    )
+    assert prepared(text) == [("memory.prepare(net)", "opt = torch.optim.Adam(net.parameters())")] * 2
+
+
+def test_a_network_that_trains_itself_is_prepared_by_who_calls_it():
+    text = """
+class Net(torch.nn.Module):
+    def losses(self, x):
+        return self.layer(x).mean()
+
+    def train_loop(self, loader, optimizer):
+        for x in loader:
+            optimizer.zero_grad()
+            loss = self.losses(x)
+            loss.backward()
+            optimizer.step()
+
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.train_loop(loader, optimizer)
+"""
+    assert [call for call, _ in prepared(text)] == ["memory.prepare(model)"]
+
+
+def test_a_trainer_that_is_given_its_model_prepares_it():
+    text = """
+class Trainer:
+    def __init__(self, net):
+        self.net = net.to("cuda")
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def epoch(self, loader):
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.net(x), y)
+            loss.backward()
+            self.optimizer.step()
+"""
+    assert [call for call, _ in prepared(text)] == ["memory.prepare(net)"]
+
+
+def test_a_comment_stays_with_its_optimizer():
+    text = (
+        LOOP + "net = Net().cuda()\n# the optimizer\nopt = torch.optim.SGD(net.parameters())\ntrain(net, loader, opt)\n"
+    )
+    assert prepared(text) == [("memory.prepare(net)", "# the optimizer")]
