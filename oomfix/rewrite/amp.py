@@ -88,9 +88,26 @@ class Amp:
                 optimizer = self._script.source.segment(call.args[0])
                 edits.append(Edit(*bounds(self._script.source, call), f"{name}.unscale_({optimizer})"))
         if any(event.scaled for event in backwards):
+            trained = [event.node for event in (*backwards, *steps)]
             for call in self._script.imports.calls(*_SCALERS):
-                edits.append(Edit(*bounds(self._script.source, call), f"{name}.scaler"))
+                if not self._serves_others(call, trained):
+                    edits.append(Edit(*bounds(self._script.source, call), f"{name}.scaler"))
         return edits
+
+    def _serves_others(self, scaler: ast.Call, trained: list[ast.Call]) -> bool:
+        """Whether a loss scaler is made in a function that trains nothing of the file with it, for another object."""
+        scope, statement = self._blocks.scope_of(scaler), self._blocks.statement_of(scaler)
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if not isinstance(scope, FunctionNode) or not isinstance(target, ast.Name):
+            return False
+        inside = {id(node) for node in ast.walk(scope)}
+        if any(id(call) in inside for call in trained):
+            return False
+        own = {node.name for node in self._script.imports.nodes if isinstance(node, FunctionNode)}
+        users = [node for node in ast.walk(scope) if isinstance(node, ast.Call) and last_name(node) not in own]
+        taken = [name for call in users for name in ast.walk(call) if isinstance(name, ast.Name)]
+        used = [name for name in ast.walk(scope) if isinstance(name, ast.Name) and name.id == target.id]
+        return all(name in taken or name is target for name in used)
 
     def unscaled_lines(self, steps: list[Step]) -> list[int]:
         """The lines in which the script unscales by itself."""

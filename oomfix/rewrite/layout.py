@@ -46,7 +46,7 @@ class Layout:
         return line[: len(line) - len(line.lstrip(" \t"))]
 
     def own_lines(self, statement: ast.stmt) -> Lines | None:
-        """The lines that a statement fills alone, comment behind it included; None where it shares them."""
+        """The lines that a statement fills alone, with a `;` or comment behind it; None where it shares them."""
         start, end = bounds(self.source, statement)
         first = statement.lineno
         for decorator in getattr(statement, "decorator_list", ()):
@@ -56,7 +56,7 @@ class Layout:
         if self.source.text[self.source.line_starts[first - 1] : start].strip():
             return None
         rest = self.source.text[end : self._end_of_line(last)]
-        return Lines(first, last) if re.fullmatch(r"[ \t\f]*(#.*)?", rest) else None
+        return Lines(first, last) if re.fullmatch(r"[ \t\f]*;?[ \t\f]*(#.*)?", rest) else None
 
     def chunk(self, statement: ast.stmt, block: list[ast.stmt], header: int) -> Lines | None:
         """A statement's lines with the comments above it, down from the statement before it or line `header`."""

@@ -44,7 +44,7 @@ class Lifting:
         call = self._call(lift, "forward_backward", text.margin)
         _, stop = self._layout.span(backward)
         behind = self._source.text[bounds(self._source, lift.site.statement)[1] : stop].strip()
-        behind = f"  {behind}" if behind else ""
+        behind = f"  {behind}" if behind and not behind.startswith(";") else behind
         lines = [*definition, "", *comments, *call[:-1], call[-1] + behind, *after]
         return [Edit(text.start, stop, newline.join(lines)), *self._without_deleted(lift)]
 
@@ -122,7 +122,9 @@ class Lifting:
             lines.append("")
         lines += self._broken(f"{text.margin}def {self._function}(", f"{', '.join(lift.inputs)}", "):")
         lines += body
-        root = _in_brackets(lift.site.root, self._root_text(lift.site.root))
+        root = self._root_text(lift.site.root)
+        if lift.outputs or "\n" in root:
+            root = _in_brackets(lift.site.root, root)
         returned = ", ".join([root, *lift.outputs])
         if "\n" in returned or len(text.inner) + 7 + len(returned) <= self._layout.longest_line:
             return [*lines, *f"{text.inner}return {returned}".splitlines()]

@@ -20,6 +20,7 @@ Scaling = Literal["ours", "none", "script's"]
 """Who scales losses in a file: the manager, nobody (no fp16), or the script itself, precision and all."""
 
 _ENGINE_METHODS = ("step", "zero_grad", "parameters", "state_dict", "train", "eval")
+_OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine".split())
 _FRAMEWORKS = {
     "accelerate": "Accelerate runs the backward and does its own accumulation and precision",
     "fabric": "Fabric runs the backward and does its own precision",
@@ -106,6 +107,8 @@ class Judge:
         loop = verdict.loop
         if loop.framework is not None:
             return _FRAMEWORKS.get(loop.framework, f"{loop.framework} runs the training")
+        if (library := self._other_library(verdict)) is not None:
+            return f"{library} trains it, not torch"
         own = self._keep_optimizers_backwards(verdict)
         for event in verdict.backwards:
             if (reason := self._why_backward_stays(event)) is not None:
@@ -117,6 +120,17 @@ class Judge:
         verdict.sees_scale = own or self._hand_over_steps(verdict) or self._watch.why_seen(verdict)
         if verdict.scaled and verdict.sees_scale is None:
             verdict.sees_scale = self._amp.why_left_alone(verdict.backwards)
+        return None
+
+    def _other_library(self, verdict: Verdict) -> str | None:
+        """The library, other than torch, that an optimizer of the loop is made by."""
+        optimizers = {step.optimizer for step in verdict.steps}
+        for node in self._script.imports.nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                if optimizers & set(map(path_of, node.targets)):
+                    roots = {name.split(".")[0] for name in self._script.imports.qualified(node.value.func)}
+                    if found := roots & _OTHER_LIBRARIES:
+                        return min(found)
         return None
 
     def _keep_optimizers_backwards(self, verdict: Verdict) -> str | None:
@@ -155,6 +169,8 @@ class Judge:
         if not isinstance(node.func, ast.Attribute) or node.func.attr != "backward":
             return f"`{ast.unparse(node.func)}` in line {line} runs backward and step out of sight"
         qualified = self._script.imports.qualified(node.func)
+        if qualified & {"torch.distributed.autograd.backward"}:
+            return f"`torch.distributed.autograd` runs the backward of line {line} on several machines (RPC)"
         if qualified & {"torch.autograd.backward"}:
             return f"`torch.autograd.backward` in line {line} may differentiate several tensors"
         if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):

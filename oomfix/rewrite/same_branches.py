@@ -1,4 +1,7 @@
-"""An `if` whose branches have become the same is one of them: `if amp: ... else: ...` once precision is handed over."""
+"""An `if` whose branches have become the same is one of them: `if amp: ... else: ...` once precision is handed over.
+
+Where only their backwards are alike, these run ahead of the `if`, so that the loss they go through can be lifted.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.layout import Layout, Lines
+from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
 from oomfix.source import Source
@@ -22,7 +26,7 @@ class Merged(NamedTuple):
 
 
 def merge_branches(source: Source, manager: str) -> Merged:
-    """The edits that put the first branch in the place of an `if` with two equal ones.
+    """The edits that put the first branch in the place of an `if` with two equal ones, or what both begin with ahead.
 
     Only branches that train through the manager are looked at: the script never had equal ones of its own.
     """
@@ -33,9 +37,10 @@ def merge_branches(source: Source, manager: str) -> Merged:
     edits: list[Edit] = []
     gone: set[int] = set()
     for branch in dict.fromkeys(branch for call in calls for branch in blocks.conditions_of(call)[:1]):
-        edit = _merged(branch, layout, blocks)
-        if edit is not None:
-            edits.append(edit)
+        merged = _merged(branch, layout, blocks)
+        found = [merged] if merged is not None else _hoisted(branch, layout, blocks, manager)
+        if found:
+            edits += found
             other = {id(node) for statement in branch.orelse for node in ast.walk(statement)}
             gone |= {number for number, call in enumerate(backwards) if id(call) in other}
     return Merged(edits, gone)
@@ -49,13 +54,10 @@ def _method(call: ast.Call, manager: str) -> str | None:
 
 
 def _merged(branch: ast.If, layout: Layout, blocks: Blocks) -> Edit | None:
-    if [ast.dump(one) for one in branch.body] != [ast.dump(other) for other in branch.orelse]:
-        return None
-    if any(isinstance(node, ast.Call | ast.NamedExpr | ast.Await) for node in ast.walk(branch.test)):
-        return None
-    outer = next(blocks.ancestors(branch))
     own = layout.own_lines(branch)
-    if own is None or (isinstance(outer, ast.If) and branch in outer.orelse and len(outer.orelse) == 1):
+    if own is None or not _may_go(branch, blocks):
+        return None
+    if [ast.dump(one) for one in branch.body] != [ast.dump(other) for other in branch.orelse]:
         return None
     chunks = [layout.chunk(statement, branch.body, branch.lineno) for statement in branch.body]
     if any(chunk is None for chunk in chunks) or branch.body[0].lineno == branch.lineno:
@@ -63,6 +65,38 @@ def _merged(branch: ast.If, layout: Layout, blocks: Blocks) -> Edit | None:
     inner, margin = layout.margin(branch.body[0]), layout.margin(branch)
     lines = layout.moved(Lines(_first_of(chunks), _last_of(chunks)), inner, margin)
     return Edit(*layout.span(own), layout.newline.join(lines))
+
+
+def _may_go(branch: ast.If, blocks: Blocks) -> bool:
+    """Whether asking the test has no effect, and the `if` is no `elif`."""
+    if any(isinstance(node, ast.Call | ast.NamedExpr | ast.Await) for node in ast.walk(branch.test)):
+        return False
+    outer = next(blocks.ancestors(branch))
+    return not (isinstance(outer, ast.If) and branch in outer.orelse and len(outer.orelse) == 1)
+
+
+def _hoisted(branch: ast.If, layout: Layout, blocks: Blocks, manager: str) -> list[Edit]:
+    """The backwards that both branches begin with, as one ahead of the `if`.
+
+    `memory.backward(scaler.scale(loss) if scaler is not None else loss)`. Nothing where a branch holds nothing else.
+    """
+    if not branch.orelse or not _may_go(branch, blocks) or min(len(branch.body), len(branch.orelse)) < 2:
+        return []
+    losses, edits = [], []
+    for block in (branch.body, branch.orelse):
+        first, lines = block[0], layout.own_lines(block[0])
+        if lines is None or not isinstance(first, ast.Expr) or not isinstance(first.value, ast.Call):
+            return []
+        if _method(first.value, manager) != "backward" or len(first.value.args) != 1 or first.value.keywords:
+            return []
+        losses.append(layout.source.segment(first.value.args[0]))
+        edits.append(without(layout, first, block))
+    text = layout.source.segment(branch.test)
+    test = f"({text})" if isinstance(branch.test, ast.IfExp | ast.Lambda) else text
+    loss = losses[0] if losses[0] == losses[1] else f"{losses[0]} if {test} else {losses[1]}"
+    start = layout.source.line_starts[branch.lineno - 1]
+    call = f"{layout.margin(branch)}{manager}.backward({loss}){layout.newline}"
+    return [Edit(start, start, call), *edits]
 
 
 def _first_of(chunks: list[Lines | None]) -> int:

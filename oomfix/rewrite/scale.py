@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _CLIPPING = ("clip_grad", "clip_gradient", "clip_coef")
 _TWO_STEPS = frozenset({"first_step", "second_step", "ascent_step", "descent_step"})
-_BLIND_TO_SCALE = frozenset({"zero_", "detach_", "requires_grad_"})
+_WITHOUT_NUMBERS = frozenset("shape size dtype device dim ndim numel is_sparse is_cuda layout".split())
+_BLIND_TO_SCALE = frozenset({"zero_", "detach_", "requires_grad_"}) | _WITHOUT_NUMBERS
 
 
 class ScaleWatch:
@@ -174,12 +175,16 @@ def _clips_or_reads(statement: ast.stmt) -> bool:
 
 
 def reads_gradients(node: ast.AST) -> bool:
-    """Whether a node clips or reads gradients."""
+    """Whether a node clips or reads gradients; their shape tells nothing of them."""
+    described: set[int] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Call) and last_name(child).startswith(_CLIPPING):
             return True
-        if isinstance(child, ast.Attribute) and child.attr == "grad" and isinstance(child.ctx, ast.Load):
-            return True
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
+            if child.attr in _WITHOUT_NUMBERS:
+                described.add(id(child.value))
+            elif child.attr == "grad" and id(child) not in described:
+                return True
     return False
 
 

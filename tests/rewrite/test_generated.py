@@ -22,6 +22,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
 criterion = nn.CrossEntropyLoss()
 scaler = GradScaler()
+use_amp = bool(len(inputs))
 total, correct, seen, window = 0.0, 0, 0, 4
 """
 HEADERS = {
@@ -94,6 +95,7 @@ def scripts(draw) -> Generated:
         late = draw(st.booleans())
         ahead = [] if late else [zero]
         step = [*step, zero] if late else step
+    branched = amp and not windowed and draw(st.booleans())
     if draw(st.booleans()):
         step = [*step, "scheduler.step()"]
 
@@ -102,7 +104,15 @@ def scripts(draw) -> Generated:
         keep = ["whole = loss"] if whole else []
         root = whole.replace("loss", "whole") if whole else scaled
         backward = [f"scaler.scale({root}).backward()" if amp else f"({root}).backward()"]
-        lines = [*ahead, "seen += x.size(0)", *loss, *keep, *between, *rescale, *backward, *step, *after]
+        train = [*backward, *step]
+        if branched:
+            plain = [
+                f"({root}).backward()",
+                *(line.replace("scaler.step(optimizer)", "optimizer.step()") for line in step),
+            ]
+            plain = [line for line in plain if "scaler" not in line]
+            train = ["if use_amp:", *(f"    {line}" for line in train), "else:", *(f"    {line}" for line in plain)]
+        lines = [*ahead, "seen += x.size(0)", *loss, *keep, *between, *rescale, *train, *after]
         if whole:
             lines = [line.replace("% window == 0:", "% window == 0 or i + 1 == len(loader):") for line in lines]
         return TOP + PLACES[place](header, fetch, lines, epochs) + END

@@ -682,6 +682,112 @@ def test_branches_that_differ_or_are_chosen_by_a_call_stay():
     assert "if flip():" in text
 
 
+UNSEEN_AUTOCAST = """\
+scaler = torch.cuda.amp.GradScaler() if args.fp16 else None
+for x, y in loader:
+    loss = model(x, y)
+    optimizer.zero_grad()
+    if scaler is not None:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_backwards_that_both_branches_begin_with_run_ahead_of_them_so_that_the_batch_is_split():
+    text, forms = apply(UNSEEN_AUTOCAST)
+    assert forms == [("micro-batched", None)]
+    assert text.endswith("""
+    def forward(x, y):
+        loss = model(x, y)
+        return scaler.scale(loss) if scaler is not None else loss
+
+    memory.forward_backward(forward, x, y)
+    if scaler is not None:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+""")
+
+
+def test_a_branch_that_does_something_ahead_of_its_backward_keeps_it():
+    text, _ = apply(UNSEEN_AUTOCAST.replace("        loss.backward()", "        print(loss)\n        loss.backward()"))
+    assert "        print(loss)\n        loss.backward()\n" in text
+
+
+def test_a_loop_with_semicolons_is_split_and_keeps_them():
+    assert loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad();
+            loss = F.cross_entropy(model(x), y);
+            loss.backward();
+            optimizer.step();
+        """) == textwrap.dedent("""\
+        for x, y in loader:
+            def forward(x, y):
+                loss = F.cross_entropy(model(x), y);
+                return loss
+
+            memory.forward_backward(forward, x, y);
+            memory.step(optimizer);
+        """)
+
+
+def test_the_shape_of_a_gradient_tells_nothing_of_its_scale():
+    body = """\
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            print([p.grad.{} for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    assert "unscale_" not in loop_of(body.format("shape"))
+    assert "memory.unscale_(optimizer)\n    print" in loop_of(body.format("sum()"))
+
+
+def test_what_another_library_trains_is_left_alone():
+    text, forms = apply("""\
+        import tinygrad
+
+        tiny = tinygrad.nn.optim.Adam(parameters)
+        for x, y in loader:
+            tiny.zero_grad()
+            loss = network(x, y).mean()
+            loss.backward()
+            tiny.step()
+        """)
+    assert forms == [("none", "tinygrad trains it, not torch")]
+    assert "memory" not in text
+
+
+def test_a_loss_scaler_that_another_object_uses_stays():
+    text, _ = apply("""\
+        def ours(scaler):
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = F.cross_entropy(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+
+        def theirs():
+            scaler = torch.amp.GradScaler("cuda")
+            surgeon.train(optimizer, scaler=scaler)
+
+
+        ours(torch.amp.GradScaler("cuda"))
+        """)
+    assert 'scaler = torch.amp.GradScaler("cuda")\n    surgeon' in text
+    assert text.endswith("ours(memory.scaler)\n")
+
+
 def test_every_name_is_an_output_where_the_script_reads_names_that_it_does_not_write_down():
     text, forms = apply("""\
         def train():
