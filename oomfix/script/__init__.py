@@ -164,7 +164,7 @@ class Script:
 
     @cached_property
     def _reuse(self) -> GraphReuse:
-        return GraphReuse(self.trace, self.imports.nodes)
+        return GraphReuse(self.trace, self._nodes)
 
     @cached_property
     def precision(self) -> Precision:

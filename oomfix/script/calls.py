@@ -166,7 +166,7 @@ class Calls(Unseen):
             known = last in torch_facts.TORCH_GRAPH_FREE or content.kind is not Kind.UNKNOWN
             return PLAIN_TENSOR if known else UNKNOWN
         if last in torch_facts.INDEX_REDUCTIONS:
-            return self._values_and_indices(content, len(given))
+            return content if _compares(last, given) else self._values_and_indices(content, len(given))
         if _divisors(last, given[1:]):
             return replace(content, divisors=given[0].divisors | _divisors(last, given[1:]))
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
@@ -224,6 +224,8 @@ class Calls(Unseen):
         match receiver.kind:
             case Kind.MODULE:
                 return self._module_method(node, receiver, name, path, arguments, keywords)
+            case Kind.SEQUENCE if name in torch_facts.REDUCTIONS:
+                return self._tensor_method(name, flatten(receiver), given)  # `torch.min(first, second).mean()`
             case Kind.CONTAINER | Kind.SEQUENCE:
                 return self._container_method(node, receiver, name, given)
             case Kind.ACCELERATOR:
@@ -367,6 +369,11 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "train": Calls._mode,
     "eval": Calls._mode,
 }
+
+
+def _compares(name: str, given: list[Value]) -> bool:
+    """Whether `torch.min` or `torch.max` takes the smaller or larger of two tensors, and not along a dimension."""
+    return name in ("min", "max") and len(given) > 1 and given[1].kind is Kind.TENSOR
 
 
 def _divisors(name: str, given: list[Value]) -> frozenset[str]:

@@ -157,10 +157,12 @@ class Flow(Statements):
                     self.assign(item.optional_vars, entered, node)
             elif item.optional_vars is not None:
                 self.assign(item.optional_vars, value, node)
-        earlier = len(self.frame.exits)
+        left = self._rounds[-1] if self._rounds else []
+        earlier, earlier_left = len(self.frame.exits), len(left)
         self._block(node.body)
         self.autocast, self.apex = autocast, apex
-        for end in (self.frame.state, *self.frame.exits[earlier:]):
+        # `return`, `break` and `continue` leave the context as well.
+        for end in (self.frame.state, *self.frame.exits[earlier:], *left[earlier_left:]):
             if end is not None:
                 end.grad = grad
 

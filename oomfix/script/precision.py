@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from oomfix.script.imports import Imports
 from oomfix.script.loops import TrainingLoop
+from oomfix.script.names import path_of
 from oomfix.script.trace import Forward, Trace
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _CUDA = re.compile(r"cuda|\bgpu|accelerat|fabric", re.IGNORECASE)
 _DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
-_OTHER_DEVICE = re.compile(r"^\s*\w*device\w*\s*=\s*(torch\.device\()?[\"'](cpu|mps)[\"']|torch_xla", re.MULTILINE)
+_OTHER_DEVICES = frozenset({"cpu", "mps"})
 _NAMED_DEVICE = re.compile(r"\s*(?:self\.)?(\w+)\s*=\s*torch\.device\(")
 _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
@@ -43,7 +44,18 @@ class Precision:
     def may_use_cuda(self) -> bool:
         """Whether the script may run on a GPU: it names one, or a device that is not said to be another."""
         text = "\n".join(line for line in self._source.lines if not self._names_an_unused_device(line))
-        return bool(_CUDA.search(text)) or (bool(_DEVICE.search(text)) and not _OTHER_DEVICE.search(text))
+        return bool(_CUDA.search(text)) or (bool(_DEVICE.search(text)) and not self._runs_elsewhere)
+
+    @cached_property
+    def _runs_elsewhere(self) -> bool:
+        """Whether a device is set that is no GPU of CUDA; the default of a parameter is for the caller to change."""
+        return "torch_xla" in self._source.text or any(
+            isinstance(node, ast.Assign)
+            and "device" in (path_of(node.targets[0]) or ".").lower()
+            and "." not in (path_of(node.targets[0]) or ".")
+            and _names_only(node.value, _OTHER_DEVICES)
+            for node in self._imports.nodes
+        )
 
     def _names_an_unused_device(self, line: str) -> bool:
         """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
@@ -99,3 +111,12 @@ class Precision:
         functions = dict.fromkeys(function for event in events for function in event.site.functions)
         owners = [function.owner.node if function.owner is not None else function.node for function in functions]
         yield from dict.fromkeys(node for node in owners if isinstance(node, definitions))
+
+
+def _names_only(node: ast.expr, devices: frozenset[str]) -> bool:
+    """`"cpu"`, `torch.device("cpu")`, `"mps" if ... else "cpu"`: a device that can only be one of some."""
+    if isinstance(node, ast.IfExp):
+        return _names_only(node.body, devices) and _names_only(node.orelse, devices)
+    if isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "device" and node.args:
+        return _names_only(node.args[0], devices)
+    return isinstance(node, ast.Constant) and node.value in devices

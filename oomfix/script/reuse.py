@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from oomfix.script.names import path_of
-from oomfix.script.rounds import carries_over
+from oomfix.script.nodes import Scope
+from oomfix.script.rounds import carries_over, read_first
 from oomfix.script.trace import Backward, Event, Loop, Trace
 
 _COMPUTING = frozenset("softmax log_softmax exp sigmoid tanh relu matmul mm bmm normalize sqrt pow mean sum".split())
@@ -18,10 +19,10 @@ class GraphReuse:
 
     Args:
         trace: what happens in the script.
-        nodes: all nodes of the file.
+        nodes: all nodes of the file, each with the function it is in.
     """
 
-    def __init__(self, trace: Trace, nodes: Sequence[ast.AST]) -> None:
+    def __init__(self, trace: Trace, nodes: Sequence[tuple[ast.AST, Scope]]) -> None:
         self._trace = trace
         self._nodes = nodes
 
@@ -50,15 +51,24 @@ class GraphReuse:
         return through
 
     def _uses_older_tensors(self, loop: Loop) -> bool:
-        """Whether the loop reads something computed before it (`weights = alpha.softmax(0)`), graph and all."""
-        inside = range(loop.lineno, (loop.end_lineno or loop.lineno) + 1)
-        computed = {
-            path_of(target)
-            for node in self._nodes
-            if isinstance(node, ast.Assign) and node.lineno not in inside and _computes(node.value)
-            for target in node.targets
+        """Whether a round reads something computed before the loop (`weights = alpha.softmax(0)`), graph and all."""
+        older = {
+            name
+            for name, statement, scope in self._computed
+            if not _encloses(loop, statement) and (scope is None or _encloses(scope, loop))
         }
-        return any(isinstance(node, ast.Name) and node.id in computed for node in ast.walk(loop))
+        return bool(older) and bool(older & read_first(loop))
+
+    @cached_property
+    def _computed(self) -> list[tuple[str, ast.Assign, Scope]]:
+        """The names that hold the result of arithmetic, with the assignment and the function it is in."""
+        return [
+            (target.id, node, scope)
+            for node, scope in self._nodes
+            if isinstance(node, ast.Assign) and _computes(node.value)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        ]
 
     def _goes_through_again(self, other: Backward, backward: Backward) -> bool:
         """Whether a backward of the same round comes later and may go through the same graph."""
@@ -70,6 +80,11 @@ class GraphReuse:
             return False
         unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
         return bool(other.origins & backward.origins) or (unseen and other.node is not backward.node)
+
+
+def _encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
+    """Whether one statement stands in the other."""
+    return outer.lineno <= inner.lineno <= (outer.end_lineno or outer.lineno)
 
 
 def _exclude_each_other(first: Event, second: Event) -> bool:

@@ -19,11 +19,14 @@ def carries_over(loop: Loop) -> bool:
         for target in node.targets
         for name in _names(target)
     }
-    if not copied:
-        return False
+    return bool(copied) and bool(copied & read_first(loop))
+
+
+def read_first(loop: Loop) -> set[str]:
+    """The names that a round reads before it has bound them for certain: they come from before it."""
     reading = _Reading()
     reading.block(loop.body, set(_names(loop.target)) if isinstance(loop, ast.For | ast.AsyncFor) else set())
-    return bool(copied & reading.early)
+    return reading.early
 
 
 class _Reading:

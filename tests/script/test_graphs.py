@@ -577,3 +577,108 @@ def test_a_graph_of_the_last_round_may_be_needed_behind_the_loop(report):
             optimizer.step()
     """
     assert report(code) == []
+
+
+@pytest.mark.parametrize("leaving", ["break", "continue"])
+def test_what_leaves_the_round_from_within_no_grad_leaves_gradients_on_behind_it(report, leaving):
+    code = f"""
+    import torch
+
+    def train(model, loader):
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            model.eval()
+            with torch.no_grad():
+                score = metric(model(x), y)
+                if score > best:
+                    {leaving}
+            model.train()
+        model.eval()
+        out = model(test_x)
+        print(out.max())
+    """
+    assert report(code) == [("OOM201", 14)]
+
+
+PPO = """
+    import torch
+
+    def update(actor, optimizer, batches, device):
+        for states, actions, old, advantages in batches:
+            distribution = torch.distributions.Beta(*actor(states))
+            ratio = torch.exp(distribution.log_prob(actions) - old)
+            bounded = torch.clamp(ratio, 0.9, 1.1)
+            loss = {loss}
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "-torch.min(ratio * advantages, bounded * advantages).mean()",
+        "torch.max(-ratio * advantages, -bounded * advantages).sum()",
+        "-torch.min(ratio, limit).mean()",
+        "-(ratio * advantages).min(bounded * advantages).mean()",
+    ],
+)
+def test_the_smaller_of_two_tensors_carries_the_graphs_of_both(report, loss):
+    assert report(PPO.format(loss=loss)) == [("OOM202", 5)]
+
+
+SHARED = """
+    import torch
+
+    class Agent:
+        def act(self, state):
+            {elsewhere} = torch.tanh(self.actor(state)).detach()
+            return {elsewhere}.item()
+
+        def update(self, optimizer):
+            for state, action, value in self.memory:
+                loss = criterion(self.critic(state, action), value)
+                optimizer.zero_grad()
+                loss.backward(retain_graph=True)
+                optimizer.step()
+"""
+
+
+def test_a_name_computed_in_another_function_is_not_shared_by_the_rounds(report):
+    assert ("OOM103", 12) in report(SHARED.format(elsewhere="action"))
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [("mixed = torch.softmax(weights, 0)", ""), ("mixed = torch.softmax(weights, 0)", "mixed = mixed * x")],
+)
+def test_a_tensor_computed_before_the_loop_may_be_shared_by_the_rounds(report, before, inside):
+    code = f"""
+    import torch
+
+    def fit(model, loader, weights, optimizer):
+        {before}
+        for x, y in loader:
+            {inside}
+            loss = criterion(model(x * mixed), y)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+    """
+    assert ("OOM103", 8) not in report(code)
+
+
+def test_a_tensor_that_each_round_computes_first_is_not_shared(report):
+    code = """
+    import torch
+
+    def fit(model, loader, weights, optimizer):
+        mixed = torch.softmax(weights, 0)
+        show(mixed)
+        for x, y in loader:
+            mixed = torch.softmax(x, 0)
+            loss = criterion(model(mixed), y)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+    """
+    assert ("OOM103", 9) in report(code)

@@ -307,3 +307,37 @@ def test_a_loss_object_that_is_fed_and_backpropagated_carries_the_graph(report):
 )
 def test_a_network_from_elsewhere_is_one(report, code):
     assert [found[0] for found in report(code)] == ["OOM202"]
+
+
+DEVICE = """
+    import torch
+
+    class Learner:
+        def __init__(self, net{default}):
+            {assigned}
+            self.net = net.to(device)
+
+        def learn(self, loader, optimizer):
+            for x, y in loader:
+                loss = criterion(self.net(x), y)
+                loss.backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "assigned",
+    [
+        "device = 'cpu'",
+        "device = torch.device('cpu')",
+        "device = torch.device('mps' if torch.backends.mps.is_available() else 'cpu')",
+        "device = 'mps' if torch.backends.mps.is_available() else 'cpu'",
+    ],
+)
+def test_a_script_that_sets_another_device_is_left_alone(report, assigned):
+    assert codes(report(DEVICE.format(default="", assigned=assigned))) == []
+
+
+@pytest.mark.parametrize("default", [", device='cpu'", ",\n                device='cpu',\n                lr=1e-3"])
+def test_a_default_of_a_parameter_is_for_the_caller_to_change(report, default):
+    assert codes(report(DEVICE.format(default=default, assigned="self.device = device"))) == ["OOM202"]
