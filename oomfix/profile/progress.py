@@ -2,8 +2,6 @@
 
 from collections import Counter
 
-import torch
-
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.refusals import CannotSimulate
 
@@ -43,8 +41,13 @@ class Progress:
         if self._built == self._stage:
             self._trace.start_again()
 
-    def stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """A hook to run after every optimizer step.
+    @property
+    def without_optimizer(self) -> bool:
+        """Whether the script has built no optimizer so far."""
+        return self._built == 0
+
+    def stepped(self) -> None:
+        """Another step is done.
 
         Raises:
             EnoughSteps: the steps that were asked for are done.

@@ -24,6 +24,8 @@ def refuse_what_cannot_be(error: Exception) -> None:
         raise CannotSimulate(f"the result of {error.args[0]} depends on data, which a simulated card has not") from None
     if kind == "UnsupportedOperatorException":
         raise CannotSimulate(f"{error.args[0]} has no shape rule, as custom CUDA operations often lack") from None
+    if "_share_fd_: only available on CPU" in str(error):
+        raise CannotSimulate("it shares its model with other processes, and one process is simulated") from None
     if "invalid device ordinal" in str(error):
         raise CannotSimulate("it uses a second card, and one is simulated") from None
     if isinstance(error, FileNotFoundError) and error.filename:

@@ -34,6 +34,7 @@ from oomfix.profile.progress import EnoughSteps, Progress
 from oomfix.profile.ranks import Ranks, shares
 from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
+from oomfix.profile.steps_by_hand import StepsByHand
 from oomfix.profile.tracker import OutOfMemoryError
 
 _GIB = 2**30
@@ -112,7 +113,8 @@ def run(
         loaders = Loaders(simulated.patches, trace, progress, batch_size)
         overlay(simulated.patches, rewritten)
         answer_checks(simulated.patches, trace, independent)
-        stop = register_optimizer_step_post_hook(progress.stepped)
+        StepsByHand(simulated.patches, trace, lambda: progress.without_optimizer, progress.stepped)
+        stop = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: progress.stepped())
         try:
             _execute(script, args)
             progress.ended()
@@ -126,7 +128,7 @@ def run(
         except Exception as exception:
             # a training script can fail in any way; its traceback belongs into the report
             refuse_what_cannot_be(exception)
-            error = traceback.format_exc()
+            error = _traceback(exception, os.path.abspath(script))
         finally:
             stop.remove()
         result = simulated.report(assumptions(trace))
@@ -151,6 +153,14 @@ def run(
         "error": error,
         **found,
     }
+
+
+def _traceback(error: Exception, path: str) -> str:
+    """An error's traceback as the script alone would have shown it: without the frames that run the script."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != path:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(frames or error.__traceback__)))
 
 
 def _execute(script: str, args: list[str]) -> None:

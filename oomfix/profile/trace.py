@@ -77,6 +77,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         end_event: the position up to which they count; None: to the last.
         refused_event: the position at the last request that was refused; None: none was.
         running: how many operations are under way, above 0 inside an operation's own code.
+        before_forward: called where a model's forward begins, those of its submodules and of backwards left out.
 
     Source: one weak reference per storage, as in torch.distributed._tools.mem_tracker.
     """
@@ -99,6 +100,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refused_event: int | None = None
         self.peak_phase = "setup"
         self.running = 0
+        self.before_forward: Callable[[], None] = lambda: None
         self._peak_bytes = 0
         self.steps: list[tuple[int, int, int]] = []
         self._optimizers: dict[int, int] = {}
@@ -168,6 +170,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From here on storages are born in `phase`."""
         if self.phases[-1][1] != phase:
             self.phases.append((len(self.events), phase))
+
+    def end_step(self, optimizer: int) -> None:
+        """A training step ends here, of the optimizer of this number."""
+        self.steps.append((len(self.events), self.allocator.allocated_bytes, optimizer))
+        self.enter_phase("between")
 
     @property
     def phase(self) -> str:
@@ -313,14 +320,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.claim_optimizer(optimizer)
         number = self._optimizers.setdefault(id(optimizer), len(self._optimizers))
-        self.steps.append((len(self.events), self.allocator.allocated_bytes, number))
-        self.enter_phase("between")
+        self.end_step(number)
 
     def _named(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A module's call that says which module is running."""
 
         def call_named(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self._modules and not in_backward():
+                self.before_forward()
                 if module not in self._watched:
                     self.watch(module)
                 self.enter_phase("forward")

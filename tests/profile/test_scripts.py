@@ -85,7 +85,23 @@ for _ in range(3):
     memory.step(optimizer)
 assert whole >= 1
 """
-SOURCES = {"crash": CRASH, "cpu_only": CPU_ONLY, "large": LARGE, "recovering": RECOVERING}
+SHARED_MODEL = "import torch\ntorch.nn.Linear(2, 2).cuda().share_memory()\n"
+BY_HAND = """
+import torch
+
+model = torch.nn.Linear(1024, 1024).cuda()
+seen = 0
+while True:
+    x = torch.randn(64, 1024, device="cuda")
+    model(x).pow(2).mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+            parameter.grad = None
+    seen += 1
+    assert seen < 3, "the third iteration is not asked for"
+"""
+SOURCES = {"by_hand": BY_HAND, "crash": CRASH, "cpu_only": CPU_ONLY, "large": LARGE, "recovering": RECOVERING}
 BUDGETS_GIB = {"large": 5, "recovering": 2}
 
 
@@ -195,6 +211,14 @@ def test_what_had_to_be_assumed_is_said_with_file_and_line(runs):
     assert any(sentence.startswith("torch.save wrote nothing") for sentence in assumptions)
 
 
+def test_steps_without_an_optimizer_are_seen(runs):
+    """4 MiB of weights, as much of gradients, and the scaled gradient that the update makes."""
+    found = runs("by_hand").found
+    assert found["error"] is None and found["stopped"] and len(found["steps"]) == 2
+    assert found["breakdown"]["gradients"] == pytest.approx(4 * 2**20, rel=0.01)
+    assert all(4 * 2**20 < step["live_bytes"] < 5 * 2**20 + 16.25 * 2**20 for step in found["steps"])
+
+
 def test_recurrent_layers_have_their_own_margin(runs):
     assert runs("word_lstm").found["margin_fraction"] == pytest.approx(0.10)
 
@@ -261,7 +285,10 @@ def test_a_script_on_the_runtime_recovers_on_a_card_that_is_too_small(runs):
 
 def test_a_script_that_fails_shows_its_own_traceback(runs):
     run = runs("crash")
-    assert run.code == 1 and "KeyError: 'mine'" in run.stderr and "KeyError: 'mine'" in run.found["error"]
+    assert run.code == 1 and "KeyError: 'mine'" in run.stderr
+    first, where, *_, last = run.found["error"].splitlines()
+    assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'mine'")
+    assert where.endswith('crash.py", line 3, in <module>')
 
 
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs):
@@ -278,6 +305,7 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs):
         (SEVERAL_PROCESSES, "it trains in several processes"),
         ("open('no_such_file.csv')\n", "it needs the file no_such_file.csv"),
         (DOWNLOAD, "it downloads from data.example, which cannot be reached"),
+        (SHARED_MODEL, "it shares its model with other processes"),
         (DEVICE_MAP, "its device map spreads a model over 0, cpu: one card is simulated"),
         ("raise SystemExit(3)\n", "it ended itself with exit code 3"),
     ],
