@@ -1,69 +1,91 @@
 """Attributes of modules and other objects, kept so that they can be compared and put back."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 
+def namespace(owner: Any) -> MutableMapping[str, Any]:
+    """The attributes of `owner`, or the mapping that stands for them; written to, it changes them."""
+    return owner if isinstance(owner, MutableMapping) else vars(owner)
+
+
 class Attributes:
-    """The attributes of some modules, or other objects, at one moment, with what their containers held."""
+    """The attributes of some modules, or other objects, at one moment, with what their containers held.
+
+    Args:
+        owners: objects with attributes, or mappings that stand for such.
+    """
 
     def __init__(self, owners: Iterable[Any]) -> None:
-        self._saved = [(vars(owner), dict(vars(owner)), _contents(vars(owner))) for owner in owners]
+        self._saved: list[tuple[MutableMapping[str, Any], dict[str, Any], dict[str, Any]]] = []
+        # every module has a dozen empty dictionaries for hooks, which one look can tell apart from filled ones
+        self._empty: list[Any] = []
+        self._places: list[tuple[int, str]] = []
+        for index, owner in enumerate(owners):
+            attributes = namespace(owner)
+            before, contents = dict(attributes), {}
+            for name, value in before.items():
+                if isinstance(value, dict | list | set):
+                    if value:
+                        contents[name] = value.copy()
+                    else:
+                        self._empty.append(value)
+                        self._places.append((index, name))
+            self._saved.append((attributes, before, contents))
 
     def changed(self) -> set[str]:
         """The names of the attributes that have changed."""
-        names: set[str] = set()
-        for attributes, before, contents in self._saved:
-            names |= attributes.keys() ^ before.keys()
-            names |= {name for name, value in before.items() if name in attributes and attributes[name] is not value}
-            names |= {name for name, content in contents.items() if not _same_content(before[name], content)}
-        return names
+        return {name for _, name in self.changes()}
 
     def changes(self) -> dict[tuple[int, str], Any]:
-        """The values of the attributes that have changed, under the number of their module and their name."""
+        """The values of the attributes that have changed, under the number of their owner and their name.
+
+        Of a container that was changed itself a copy; None for an attribute that is gone.
+        """
         found: dict[tuple[int, str], Any] = {}
         for index, (attributes, before, contents) in enumerate(self._saved):
-            for name, value in attributes.items():
-                if name not in before or value is not before[name]:
-                    found[index, name] = value
-                elif name in contents and not _same_content(value, contents[name]):
-                    found[index, name] = list(value.items()) if isinstance(value, dict) else list(value)
+            if not _same_values(attributes, before):
+                for name in attributes.keys() | before.keys():
+                    value = attributes.get(name)
+                    if name not in before or value is not before[name]:
+                        found[index, name] = value
+            for name, content in contents.items():
+                if (index, name) not in found and not _same_content(before[name], content):
+                    found[index, name] = before[name].copy()
+        if any(self._empty):
+            for place, container in zip(self._places, self._empty, strict=True):
+                if container:
+                    found.setdefault(place, container.copy())
         return found
 
     def restore(self) -> set[str]:
         """Put everything back; the names of the attributes that had changed."""
-        changed = set()
-        for attributes, before, contents in self._saved:
-            for name in attributes.keys() - before.keys():
+        changes = self.changes()
+        for index, name in changes:
+            attributes, before, _ = self._saved[index]
+            if name not in before:
                 del attributes[name]
-                changed.add(name)
-            for name, value in before.items():
-                if attributes.get(name) is not value:
-                    attributes[name] = value
-                    changed.add(name)
+            elif name not in attributes or attributes[name] is not before[name]:
+                attributes[name] = before[name]
+        for _, before, contents in self._saved if changes else ():
             for name, content in contents.items():
                 if not _same_content(before[name], content):
                     _refill(before[name], content)
-                    changed.add(name)
-        return changed
+        for container in self._empty if changes else ():
+            container.clear()
+        return {name for _, name in changes}
 
 
-def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in attributes.items():
-        if isinstance(value, dict):
-            found[name] = dict(value)
-        elif isinstance(value, list):
-            found[name] = list(value)
-        elif isinstance(value, set):
-            found[name] = set(value)
-    return found
+def _same_values(attributes: MutableMapping[str, Any], before: dict[str, Any]) -> bool:
+    return attributes.keys() == before.keys() and all(
+        map(operator.is_, map(attributes.__getitem__, before), before.values())
+    )
 
 
 def _same_content(container: Any, content: Any) -> bool:
-    if not container or len(container) != len(content):
-        return not container and not content
+    if len(container) != len(content):
+        return False
     if isinstance(container, set):
         return bool(container == content)
     if not all(map(operator.is_, container, content)):

@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from oomfix.runtime import compat, outputs, trees
-from oomfix.runtime.attributes import Attributes
+from oomfix.runtime.attributes import Attributes, namespace
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.probe import Draws, Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
-from oomfix.runtime.referenced import generators_in, objects_in
+from oomfix.runtime.referenced import generators_in, state_of
 from oomfix.runtime.rows import make_gaps
 from oomfix.runtime.running_statistics import quiet
+from oomfix.runtime.variables import Variables
 from oomfix.runtime.watching import HeldOut, Watch
 
 
@@ -50,10 +52,13 @@ class Evidence:
         parts: the results on the two parts.
         shares: what each part weighs.
         failure: why the forward failed, if it did; there are no results then.
-        wrote: what it changes that outlives it, as a sentence.
+        wrote: what it changes that outlives it, and may depend on, as a sentence.
+        left: attributes that it changes, does not depend on, and that depend on the samples.
         nll_losses: cross entropies with a mean.
+        calls: functions or operations of the run on all rows.
         drew: random numbers were drawn.
         held: targets were held out.
+        differentiates: the forward runs a backward of its own.
         selects: a selection (topk, a random permutation) was made among as many entries as there are rows.
     """
 
@@ -62,10 +67,25 @@ class Evidence:
     shares: list[Weight] = field(default_factory=list)
     failure: str = ""
     wrote: str = ""
+    left: tuple[LeftAttribute, ...] = ()
     nll_losses: int = 0
+    calls: int = 0
     drew: bool = False
     held: bool = False
+    differentiates: bool = False
     selects: bool = False
+
+
+@dataclass
+class _Run:
+    """What one run showed; see `Evidence` and `probe.Probe`."""
+
+    result: Any
+    left: Left
+    nll_weights: list[float]
+    selected_among: list[int]
+    calls: int
+    differentiates: bool
 
 
 def compare(
@@ -113,7 +133,7 @@ class _Comparison:
         self._held_out = HeldOut()
         self._outside: list[torch.Tensor] = []
         self._attributes = Attributes([])
-        self._left: list[dict[tuple[int, str], Any]] = []
+        self._owners: list[Any] = []
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
         found = Evidence()
@@ -139,22 +159,47 @@ class _Comparison:
     def _compare(self, found: Evidence, generators: RandomState) -> None:
         count = len(self._rows)
         cut = min(count // 2 + 1, count - 1)
-        found.whole, nll_weights, selected = self._run(0, count)
-        self._left.append(self._attributes.changes())
-        found.nll_losses = len(nll_weights)
+        whole = self._run(0, count)
+        found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
+        found.nll_losses = len(whole.nll_weights)
+        left = []
         for begin, end in ((0, cut), (cut, count)):
             if self._how.replays or begin == 0:
                 generators.restore()
             if self._how.replays:
                 self._draws.replay(begin, count)
-            result, weights, among = self._run(begin, end)
-            self._left.append(self._attributes.changes())
-            found.parts.append(result)
-            found.shares.append(Weight(end - begin, weights[0] if weights else end - begin))
+            part = self._run(begin, end)
+            left.append(part.left)
+            found.parts.append(part.result)
+            found.shares.append(Weight(end - begin, part.nll_weights[0] if part.nll_weights else end - begin))
             # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
-            found.selects |= any(total != part for total, part in zip(selected, among, strict=False))
+            pairs = zip(whole.selected_among, part.selected_among, strict=False)
+            found.selects |= any(total != among for total, among in pairs)
+        depends = left_by(whole.left, left, found.shares)
+        if depends is None or (depends and not self._repeats(whole, generators)):
+            names = [self._name(*key) for key in whole.left]
+            found.wrote = f"it changes {', '.join(names[:2])}"
+        found.left = tuple(attribute for attribute in depends or () if not attribute.has_rows)
 
-    def _run(self, begin: int, end: int) -> tuple[Any, list[float], list[int]]:
+    def _repeats(self, whole: _Run, generators: RandomState) -> bool:
+        """Whether the forward gives the same again, though it finds what it left in attributes."""
+        for (owner, name), value in whole.left.items():
+            namespace(self._owners[owner])[name] = value
+        generators.restore()
+        if self._how.replays:
+            self._draws.replay(0, len(self._rows))
+        try:
+            return outputs.equal(self._run(0, len(self._rows)).result, whole.result)
+        except Exception as error:  # the forward is the user's, and may fail on its own state in any way
+            if is_out_of_memory(error):
+                raise
+            return False
+
+    def _name(self, owner: int, name: str) -> str:
+        is_variable = isinstance(self._owners[owner], Variables)
+        return f"the variable {name!r}" if is_variable else f"{type(self._owners[owner]).__name__}.{name}"
+
+    def _run(self, begin: int, end: int) -> _Run:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
         if self._gaps and begin == 0:
             make_gaps(trees.tensors((args, kwargs)), self._gaps)
@@ -162,40 +207,35 @@ class _Comparison:
         watch = Watch(end - begin, held_out, self._writes, self._outside)
         if self._how.light:
             with watch:
-                result = self._see(self._forward(*args, **kwargs))
-            return outputs.detached(result), watch.nll_weights, watch.selected_among
+                result = self._forward(*args, **kwargs)
+                calls = watch.calls
+                result = outputs.detached(self._see(result))
+            return _Run(result, self._changes(), watch.nll_weights, watch.selected_among, calls, False)
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
         # the watch is passed by every function of torch, so only the runs that need it get it
         with nullcontext() if held_out is None else watch, probe:
-            result = self._see(self._forward(*args, **kwargs))
-        return outputs.detached(result), probe.nll_weights, probe.selected_among
+            result = self._forward(*args, **kwargs)
+            calls, differentiates = probe.calls, probe.differentiates
+            result = outputs.detached(self._see(result))
+        return _Run(result, self._changes(), probe.nll_weights, probe.selected_among, calls, differentiates)
+
+    def _changes(self) -> Left:
+        return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}
 
     @contextmanager
     def _undisturbed(self, modules: list[nn.Module], found: Evidence) -> Iterator[None]:
         with ExitStack() as stack:
-            owners = [*modules, *objects_in(self._forward)]
-            self._attributes = Attributes(owners)
             stack.enter_context(quiet(modules))
             stack.enter_context(compat.force_eager())
             stack.enter_context(torch.set_grad_enabled(self._how.graph))
+            self._owners = [*modules, *state_of(self._forward)]
+            self._attributes = Attributes(self._owners)
             try:
                 yield
             finally:
                 if self._writes:
                     found.wrote = "it writes parameters, buffers or other tensors that outlive it"
                     self._writes.undo()
-                stack.close()
-                names = [f"{type(owners[index]).__name__}.{name}" for index, name in self._attributes.changes()]
-                if self._attributes.restore() and not self._leaves_the_same():
-                    found.wrote = f"it changes {', '.join(names[:2]) or 'attributes of modules'}"
-
-    def _leaves_the_same(self) -> bool:
-        """Whether all runs left the same in attributes (a weight made of others, a mask), whatever their rows."""
-        if not self._left:
-            return False
-        first = self._left[0]
-        return all(left.keys() == first.keys() for left in self._left) and all(
-            outputs.equal(left[key], first[key]) for left in self._left[1:] for key in first
-        )
+                self._attributes.restore()

@@ -1,6 +1,7 @@
 """Gradients of a call, apart from those that were there before it, so that a failed call leaves no trace."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -80,25 +81,57 @@ def _scale(gradients: list[torch.Tensor], factor: float) -> None:
             torch._foreach_mul_(gradients, factor)
 
 
-def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Every tensor that the backward of `loss` accumulates a gradient into: its AccumulateGrad nodes' variables.
+@dataclass(frozen=True)
+class Reach:
+    """What the backward of a loss comes to.
+
+    Attributes:
+        leaves: the tensors it accumulates gradients into: the variables of its AccumulateGrad nodes.
+        oldest: the sequence number of the first node of the graph that was made, leaves apart.
+    """
+
+    leaves: list[torch.Tensor]
+    oldest: int
+
+    def began_before(self, node: int) -> bool:
+        """Whether the graph has nodes that were there before the one numbered `node`, see `next_node`."""
+        return self.oldest < node
+
+
+_LEAF = 2**64 - 1  # the sequence number of all AccumulateGrad nodes
+
+
+def next_node() -> int:
+    """The sequence number that the next node of a graph will have. Each thread counts its own."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def reach(loss: torch.Tensor) -> Reach:
+    """What the backward of `loss` comes to.
 
     The graph's shape outlives a backward that failed, so this works before and after.
     """
     leaves: list[torch.Tensor] = []
     if loss.grad_fn is None:
-        return [loss] if loss.requires_grad else []
-    stack, seen = [loss.grad_fn], {loss.grad_fn}
+        return Reach([loss] if loss.requires_grad else [], _LEAF)
+    stack, seen, oldest = [loss.grad_fn], {loss.grad_fn}, loss.grad_fn._sequence_nr()
     while stack:
         for node, _ in stack.pop().next_functions:
             if node is None or node in seen:
                 continue
             seen.add(node)
             stack.append(node)
+            oldest = min(oldest, node._sequence_nr())
             variable = getattr(node, "variable", None)
             if isinstance(variable, torch.Tensor):
                 leaves.append(variable)
-    return leaves
+    return Reach(leaves, oldest)
+
+
+def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Every tensor that the backward of `loss` accumulates a gradient into."""
+    return reach(loss).leaves
 
 
 class Border:
@@ -110,6 +143,9 @@ class Border:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._inputs = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in tensors if tensor.grad_fn}
+
+    def __bool__(self) -> bool:
+        return bool(self._inputs)
 
     def inside(self, batch: Batch) -> Batch:
         """The batch with leaves in place of those inputs."""

@@ -9,14 +9,16 @@ import torch
 from oomfix.runtime import outputs
 from oomfix.runtime.accumulation import Divisor, Slot, Window
 from oomfix.runtime.batch import Batch, balanced
-from oomfix.runtime.gradients import Border, GradientsAside, reached_leaves
+from oomfix.runtime.gradients import Border, GradientsAside, next_node, reach
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known, has_hook
+from oomfix.runtime.left_attributes import LeftBehind
 from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import NotZero, Weight
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
+from oomfix.runtime.referenced import graph_in, leaves_in, state_of
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
@@ -46,6 +48,7 @@ class Iteration:
     Attributes:
         room: holds the memory of the optimizer's state while this is set.
         in_window: the loss shares its step with other calls.
+        graph_is_spent: a backward that failed has passed a graph made before the call, which none can pass again.
     """
 
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
@@ -53,6 +56,7 @@ class Iteration:
         self.forward = forward
         self._tensors = list(batch.tensors())
         self._border = Border(self._tensors if trains else ())
+        self._given = batch
         self.batch = self._border.inside(batch)
         self.trains = trains
         self.room: OptimizerRoom | None = None
@@ -66,6 +70,8 @@ class Iteration:
         self._generators: RandomState | None = None
         self._kept_batch: KeptBatch | None = None
         self._in_forward = False
+        self._first_node = 0
+        self.graph_is_spent = False
 
     def remember(self) -> None:
         """Keep what the run may change. May run out of memory, and be called again."""
@@ -78,6 +84,10 @@ class Iteration:
             self._gradients.cover(known.reached())
             self._gradients.cover(known.holding_gradients())
             self._gradients.cover(t for t in self.batch.tensors() if t.requires_grad and t.is_leaf)
+
+    def _owners(self) -> list[Any]:
+        """Where the forward leaves attributes, numbered as in a check."""
+        return [*self.known.modules(), *state_of(self.forward)]
 
     def _own_generators(self) -> list[Any]:
         arguments = (*self.batch.args, *self.batch.kwargs.values())
@@ -115,6 +125,7 @@ class Iteration:
         if self.known.fp32:
             self._model_calls = None
         self._parts = parts
+        self._first_node = next_node()
         if parts == 1:
             return self._run_whole(scaler)
         verdict = self.known.verdict
@@ -124,6 +135,7 @@ class Iteration:
             raise CannotSplit("its window began when less was known of its loss", verdict)
         size = self.batch.size
         collector = verdict.rule.collector(size)
+        left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
         shares, went_backward = _Shares(verdict), False
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
@@ -136,15 +148,29 @@ class Iteration:
                         self._backward(loss, share, scaler)
                         went_backward = True
                 collector.add(result, weight)
+                left.add(weight)
                 del result
                 statistics.after_first()
         if self.trains and not went_backward:
             raise CannotSplit("no micro-batch has a loss with a graph")
         try:
+            left.put_together()
             return collector.result()
         except NotZero:
             reason = "the rows checked left open how one of its results is put together"
         raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+
+    def complete(self) -> None:
+        """To be called when all micro-batches have run: the gradients get the right size, and flow on behind inputs.
+
+        May run out of memory, where a graph behind the inputs does; `graph_is_spent` then.
+        """
+        if self.trains and not self.in_window:
+            self._gradients.scale(self._slot.divisor.correction())
+        if self._border:
+            self.graph_is_spent = True
+            self._gradients.cover(self._border.leaves_behind())
+            self._border.flow_on()
 
     def put_back(self) -> list[str]:
         """Leave no trace of a run that failed; returns the names of tensors whose old contents are not known."""
@@ -168,7 +194,7 @@ class Iteration:
             self._window.totals.withdraw(self._slot)
 
     def finish(self, parts: int) -> None:
-        """Add the gradients to those that were there, and remember what was learned."""
+        """Add the gradients to those that were there, and remember what was learned. To be called after `complete`."""
         known = self.known
         known.state.ran()
         known.writes_batch = known.writes_batch or (self._kept_batch is not None and self._kept_batch.written())
@@ -179,16 +205,10 @@ class Iteration:
         if not self.trains:
             return
         if self.in_window:
-            totals = self._window.totals
-            totals.meets(self._gradients.leaves, self._gradients.earlier)
-            totals.meets(self._border.leaves_behind(), lambda leaf: leaf.grad)
-            self._gradients.merge()
-            self._border.flow_on()
-            totals.end(self._window)
-            return
-        self._gradients.scale(self._slot.divisor.correction())
+            self._window.totals.meets(self._gradients.leaves, self._gradients.earlier)
         self._gradients.merge()
-        self._border.flow_on()
+        if self.in_window:
+            self._window.totals.end(self._window)
 
     @staticmethod
     def loss_of(result: Any) -> torch.Tensor:
@@ -210,6 +230,11 @@ class Iteration:
         result = self._call(self.batch.args, self.batch.kwargs)
         if self.trains:
             loss = self.loss_of(result)
+            if not loss.requires_grad:
+                raise ValueError(
+                    "forward: returned a loss without a graph (requires_grad is False); was it detached, made of "
+                    "numbers, or computed under no_grad?"
+                )
             share = 1.0
             if self.in_window:
                 share = self._share(self._weight_of_whole(loss))
@@ -278,13 +303,24 @@ class Iteration:
 
     def _backward(self, loss: torch.Tensor, share: float, scaler: torch.amp.GradScaler) -> None:
         known = self.known
+        explores = known.is_call_to_explore()
         # what the loss reaches may change at any call; a whole call outside a window is put back as it failed
-        if self._parts > 1 or self.in_window or known.is_call_to_explore():
-            leaves = reached_leaves(loss)
-            self._gradients.cover(leaves)
-            if self._parts > 1 and any(has_hook(leaf) for leaf in leaves):
+        if self._parts > 1 or self.in_window or self._border or explores:
+            found = reach(loss)
+            if (self._parts > 1 or self._border) and found.began_before(self._first_node):
+                self._open_border()
+                name = graph_in(self.forward)
+                what = "a tensor made before" if name is None else repr(name)
+                raise CannotSplit(
+                    f"it uses {what}, which has a graph of its own that only one backward can pass (give it as "
+                    "argument)"
+                )
+            self._gradients.cover(found.leaves)
+            if self._parts > 1 and any(has_hook(leaf) for leaf in found.leaves):
                 raise CannotSplit("a parameter has a hook, which would see gradients of parts")
-            known.reaches([leaf for leaf in leaves if leaf.requires_grad])
+            known.reaches([leaf for leaf in found.leaves if leaf.requires_grad])
+            if explores:
+                known.may_reach(leaves_in(self.forward, (self.batch.args, self.batch.kwargs)))
         if self.room is not None:
             self.room.hold([leaf for leaf in self._gradients.leaves if isinstance(leaf, torch.nn.Parameter)])
         scaled = loss if share == 1.0 else loss * share
@@ -293,8 +329,15 @@ class Iteration:
         except BaseException:
             # whatever ends a backward half way, Ctrl-C too, leaves gradients in leaves; those reached by this loss for
             # the first time hold nothing but gradients of this call
-            self._gradients.cover(reached_leaves(loss), touched=True)
+            found = reach(loss)
+            self._gradients.cover(found.leaves, touched=True)
+            self.graph_is_spent = found.began_before(self._first_node)
             raise
+
+    def _open_border(self) -> None:
+        """Let backward pass the graphs behind the inputs: they are used from elsewhere too, so it must pass once."""
+        self._border = Border(())
+        self.batch = self._given
 
 
 class _Shares:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from oomfix.runtime.attributes import Attributes
-from oomfix.runtime.referenced import objects_in
+from oomfix.runtime.referenced import state_of
 
 
 class KeptState:
@@ -45,7 +45,7 @@ class KeptState:
             self._places = [place for module in self._living() for place in _places(module)]
             self._kept = [place for place in self._places if not place.is_parameter]
         looks = explore or self._attributes_change
-        self._attributes = Attributes([*self._living(), *objects_in(forward)]) if looks else None
+        self._attributes = Attributes([*self._living(), *state_of(forward)]) if looks else None
         self._explores = explore
         if explore:
             for place in self._places:

@@ -155,7 +155,7 @@ class Known:
         return (leaf for place in self._leaves if (leaf := place()) is not None)
 
     def holding_gradients(self) -> Iterator[torch.Tensor]:
-        """Parameters that its loss has not been seen to reach, but might this time, and that hold a gradient."""
+        """Leaves that its loss has not been seen to reach, but might this time, and that hold a gradient."""
         return (leaf for place in self._others if (leaf := place()) is not None and leaf.grad is not None)
 
     def reaches(self, leaves: list[torch.Tensor]) -> None:
@@ -163,11 +163,14 @@ class Known:
         known = {id(leaf) for leaf in self.reached()}
         self._leaves = [place for place in self._leaves if place() is not None]
         self._leaves += [weakref.ref(leaf) for leaf in leaves if id(leaf) not in known]
-        known |= {id(leaf) for leaf in leaves}
-        others = [p for module in self.modules() for p in module._parameters.values() if p is not None]
-        self._others = [weakref.ref(parameter) for parameter in others if id(parameter) not in known]
         if self._first_version is None and leaves:
             self._first_version = leaves[0]._version
+
+    def may_reach(self, loose: Iterable[torch.Tensor]) -> None:
+        """Remember what the loss might reach at a later call: parameters of its models, and `loose` ones."""
+        known = {id(leaf) for leaf in self.reached()}
+        inside = [p for module in self.modules() for p in module._parameters.values() if p is not None]
+        self._others = [weakref.ref(parameter) for parameter in (*inside, *loose) if id(parameter) not in known]
 
     def notice_steps(self) -> None:
         """Learn from the version of a parameter whether an optimizer has stepped since the first call."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from oomfix.runtime.random_state import is_generator
 from oomfix.runtime.trees import tensors
+from oomfix.runtime.variables import Variables, assigned_outside
 
 _DEPTH = 3  # a helper's helper, or the attribute of an object in a list
 _MOST_ENTRIES = 64  # of a container: longer ones hold data, not models or flags
@@ -92,7 +93,7 @@ def _identify(name: Any, value: Any, depth: int, found: list[Any]) -> None:
         found.append((name, id(value) if is_model else type(value), *_settings(value)))
     elif kind is _Kind.FUNCTION:
         found.append((name, code_of(value)))
-        if depth and not (getattr(value, "__module__", None) or "").startswith("torch"):
+        if depth and not _of_torch(value):
             for inner, bound in _references(value):
                 _identify((name, inner), bound, depth - 1, found)
     elif kind is _Kind.CONTAINER:
@@ -128,10 +129,16 @@ def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> 
     return list({id(value): value for value in values if is_generator(value)}.values())
 
 
-def objects_in(forward: Callable[..., Any]) -> list[Any]:
-    """Objects of the program's own that `forward` is bound or refers to, and whose attributes may be its state."""
+def state_of(forward: Callable[..., Any]) -> list[Any]:
+    """Where `forward` may keep state, its modules apart: objects that it refers to, and variables that it assigns."""
     found = {id(value): value for _, value in _references(forward) if _kind_of(type(value)) is _Kind.OBJECT}
-    return [value for value in found.values() if 0 < len(getattr(value, "__dict__", {})) <= _MOST_ENTRIES]
+    objects = [value for value in found.values() if 0 < len(getattr(value, "__dict__", {})) <= _MOST_ENTRIES]
+    helpers = [
+        value for _, value in _references(forward) if _kind_of(type(value)) is _Kind.FUNCTION and not _of_torch(value)
+    ]
+    functions = [function for helper in (forward, *helpers) if (function := _function_of(helper)) is not None]
+    variables = [Variables(function) for function in functions if any(assigned_outside(function.__code__))]
+    return [*objects, *variables]
 
 
 def graph_in(forward: Callable[..., Any]) -> str | None:
@@ -146,7 +153,17 @@ def graph_in(forward: Callable[..., Any]) -> str | None:
 
 def reachable_modules(forward: Callable[..., Any], arguments: Any = ()) -> list[nn.Module]:
     """Modules that `forward` can get at, or is given: helper functions, objects and containers looked into."""
-    found: dict[int, nn.Module] = {}
+    return [value for value in _reachable(forward, arguments) if isinstance(value, nn.Module)]
+
+
+def leaves_in(forward: Callable[..., Any], arguments: Any = ()) -> list[torch.Tensor]:
+    """Parameters outside of modules that `forward` can get at, or is given, and other tensors that want a gradient."""
+    found = (value for value in _reachable(forward, arguments) if isinstance(value, torch.Tensor))
+    return [value for value in found if value.is_leaf and (value.requires_grad or isinstance(value, nn.Parameter))]
+
+
+def _reachable(forward: Callable[..., Any], arguments: Any) -> Iterator[Any]:
+    """Everything that `forward` can get at, up to some depth, each once; modules are not looked into."""
     seen: set[int] = set()
     layer: list[Any] = [forward, arguments]
     for _ in range(_DEPTH + 1):
@@ -155,12 +172,14 @@ def reachable_modules(forward: Callable[..., Any], arguments: Any = ()) -> list[
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, nn.Module):
-                found[id(value)] = value
-            else:
+            yield value
+            if not isinstance(value, nn.Module):
                 following += _inside(value)
         layer = following
-    return list(found.values())
+
+
+def _of_torch(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
 
 
 def _function_of(forward: Any) -> types.FunctionType | None:
@@ -226,8 +245,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 def _inside(value: Any) -> list[Any]:
     """What to look at next: a helper of this program, or an object that holds models."""
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        module = getattr(value, "__module__", None) or ""
-        return [] if module.split(".")[0] == "torch" else [found for _, found in _references(value)]
+        return [] if _of_torch(value) else [found for _, found in _references(value)]
     if isinstance(value, dict):
         return list(value.values()) if len(value) <= _MOST_ENTRIES else []
     if isinstance(value, list | tuple):

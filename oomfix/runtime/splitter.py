@@ -16,7 +16,6 @@ from oomfix.runtime.checkpointing_check import changes_gradients
 from oomfix.runtime.iteration import CannotSplit, Iteration
 from oomfix.runtime.known import Known
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
-from oomfix.runtime.referenced import graph_in
 from oomfix.runtime.verify import check
 
 _log = logging.getLogger("oomfix")
@@ -73,6 +72,7 @@ class Splitter:
                 said = None
                 try:
                     result = iteration.run(parts, scaler)
+                    iteration.complete()
                     break
                 except CannotSplit as error:
                     known.found_out(error.verdict)
@@ -83,6 +83,12 @@ class Splitter:
                         raise
                     said = str(error).splitlines()[0] if str(error) else type(error).__name__
                 self._put_back(iteration)
+                if said is not None and out_of_memory and iteration.graph_is_spent:
+                    free_what_is_left(thorough=True)
+                    raise DoesNotFitError(
+                        f"{known.name}: out of memory in the backward of a graph made before the call, which cannot be "
+                        f"tried twice; make that graph inside of the forward. torch said: {said}"
+                    )
                 if said is None:
                     parts = self._whole(known, self._reason(iteration) or why)
                 elif out_of_memory:
@@ -213,10 +219,6 @@ class Splitter:
             return reason
         if iteration.batch.size < 2:
             return "it is a single sample"
-        if iteration.trains and (name := graph_in(iteration.forward)) is not None:
-            return (
-                f"it uses {name!r}, which has a graph of its own that only one backward can pass (give it as argument)"
-            )
         if known.verdict is not None and known.verdict.rule is None and not known.check_is_due(iteration.batch.size):
             return known.verdict.reason
         return None
@@ -269,7 +271,7 @@ class Splitter:
         if dtype is None or known.fp32:
             return
         if dtype == torch.float16 and iteration.trains and known.is_call_to_explore():
-            if check(iteration.forward, iteration.batch, known.modules(), 2).needs_gradients:
+            if check(iteration.forward, iteration.batch, known.modules(), 2).differentiates:
                 self._fall_back_to_fp32(known, "it differentiates by itself, and such gradients underflow in fp16")
                 return
         iteration.use_half(device_type, dtype)

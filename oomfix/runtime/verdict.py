@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from oomfix.runtime.left_attributes import LeftAttribute
 from oomfix.runtime.outputs import Rule
 
 
@@ -18,8 +19,12 @@ class Verdict:
         nll_losses: cross entropies with a mean that the forward computes. If `units` is not "targets" although
             there are some, what they divide by must be the same for every sample.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
-        needs_gradients: the forward differentiates by itself (gradient penalties).
+        needs_gradients: the forward fails without a graph.
+        differentiates: it runs a backward of its own (gradient penalties).
         drew: it draws random numbers.
+        calls: operations that it ran, or functions that it called where it draws nothing, as the gradients of parts
+            were compared. Another number shows that it has become another computation.
+        left: attributes that it leaves behind, which depend on the samples.
         trusted: no rule fits, but the user asked for splitting.
     """
 
@@ -30,5 +35,8 @@ class Verdict:
     nll_losses: int = 0
     held: bool = False
     needs_gradients: bool = False
+    differentiates: bool = False
     drew: bool = True
+    calls: int = 0
+    left: tuple[LeftAttribute, ...] = ()
     trusted: bool = False

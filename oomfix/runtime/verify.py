@@ -16,6 +16,7 @@ from torch import nn
 from oomfix.runtime import outputs
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence, Runs, compare
+from oomfix.runtime.gradients import next_node, reach
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.outputs import Mean, Rule, Sum, Zero
 from oomfix.runtime.rows import choose_rows, gaps_for_masks
@@ -52,32 +53,37 @@ def check(
         trust: the user asked for splitting whatever the check says: values that no rule fits get the one that
             their shapes suggest.
         earlier: the verdict of an earlier check, which compared gradients and masks too. One that allowed a split is
-            confirmed on fewer rows, without watching every operation, where that can be done.
+            confirmed on fewer rows, without watching every operation, where that can be done; gradients and masks are
+            compared again where the forward has become another computation, by the number of its calls.
 
     Returns:
         The verdict; an undecided one where not even two rows fit.
     """
     checking = _Check(forward, batch, modules, trust)
     most = max(min(most_rows, _MOST_ROWS), _FEWEST_ROWS)
+    few = [max(min(most // 2, _FEW_ROWS), _FEWEST_ROWS), _FEWEST_ROWS, 2]
     may_split = earlier is not None and earlier.rule is not None
     if earlier is not None and may_split and not earlier.drew and not trust:
-        confirmed = _with_rows_that_fit([min(most, _FEW_ROWS), _FEWEST_ROWS, 2], partial(checking.confirmed, earlier))
+        confirmed = _with_rows_that_fit(few, partial(checking.confirmed, earlier))
         if confirmed is not None:
             return confirmed
     found = _with_rows_that_fit([most, (most + 1) // 2, _FEWEST_ROWS, 2], checking.by_results)
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
     verdict, how, rows = found
-    if verdict.rule is None or trust or may_split:
+    if verdict.rule is None or trust or (earlier is not None and verdict.drew and verdict.calls == earlier.calls):
         return verdict
     how = replace(how, light=not verdict.drew)
+    masked = _with_rows_that_fit([rows, 2], partial(checking.by_masks, how))
+    if masked is not None and masked.rule is None and not masked.undecided:
+        return masked
     # a graph needs more memory than the runs of a check without one
-    few = min(rows // 2, _FEW_ROWS)
-    for counts, closer in (([rows, 2], checking.by_masks), ([few, _FEWEST_ROWS, 2], checking.by_gradients)):
-        other = _with_rows_that_fit(counts, partial(closer, how))
-        if other is not None and other.rule is None and not other.undecided:
-            return other
-    return verdict
+    gradients = _with_rows_that_fit(few, partial(checking.by_gradients, how))
+    if gradients is None:
+        return verdict
+    if gradients.rule is None and not gradients.undecided:
+        return gradients
+    return verdict if verdict.drew else replace(verdict, calls=gradients.calls)
 
 
 def _with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:
@@ -120,7 +126,8 @@ class _Check:
                 continue  # the same runs again
             how = Runs(graph, holds_out, replays)
             evidence = compare(self._forward, self._batch, self._modules, rows, how)
-            verdict = replace(judge(evidence, self._trust, len(rows)), drew=evidence.drew)
+            # penalties are told of whatever the verdict is
+            verdict = replace(judge(evidence, self._trust, len(rows)), differentiates=evidence.differentiates)
             failed = bool(evidence.failure)
             if found is None or (found[2] and not failed) or verdict.rule is not None:
                 found = verdict, how, failed
@@ -137,9 +144,8 @@ class _Check:
         how = Runs(graph=earlier.needs_gradients, light=True)
         evidence = compare(self._forward, self._batch, self._modules, rows, how)
         verdict = judge(evidence, rows=count)
-        if verdict.rule != earlier.rule or verdict.units != earlier.units or verdict.nll_losses != earlier.nll_losses:
-            return None
-        return earlier
+        same = replace(earlier, drew=verdict.drew, held=verdict.held, needs_gradients=False, differentiates=False)
+        return earlier if verdict == same else None
 
     def by_masks(self, how: Runs, count: int) -> Verdict | None:
         """The verdict where masks that happen to be full have gaps; None if there are none, or they are refused."""
@@ -153,14 +159,16 @@ class _Check:
     def by_gradients(self, how: Runs, count: int) -> Verdict | None:
         """The verdict on the gradients of a few small parameters, which show factors that have no gradient."""
         rows = choose_rows(self._batch, count)
-        how = replace(how, graph=True)
-        evidence = compare(self._forward, self._batch, self._modules, rows, how, self._loss_and_gradients)
-        return None if evidence.failure else judge_gradients(evidence)
+        # a checkpoint in the forward runs again in backward, where no targets can be held out
+        how = replace(how, graph=True, holds_out=False)
+        see = partial(self._loss_and_gradients, next_node())
+        evidence = compare(self._forward, self._batch, self._modules, rows, how, see)
+        return None if evidence.failure else replace(judge_gradients(evidence), calls=evidence.calls)
 
-    def _loss_and_gradients(self, result: Any) -> tuple[Any, list[torch.Tensor]]:
+    def _loss_and_gradients(self, first_node: int, result: Any) -> tuple[Any, list[torch.Tensor]]:
         loss = outputs.loss_in(result)
-        if loss is None or not loss.requires_grad or loss.numel() != 1:
-            return loss, []
+        if loss is None or not loss.requires_grad or loss.numel() != 1 or reach(loss).began_before(first_node):
+            return loss, []  # a graph that was there before the check is not for it to pass
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
         trained = [p for p in parameters if p.requires_grad and p.dtype in _GRADIENT_TOLERANCE]
         if not trained:
@@ -186,22 +194,33 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
     trusted = trust and (rule is None or bool(evidence.wrote))
     if rule is None and trust:
         rule = outputs.likely(evidence.whole, evidence.parts[0])
+    of_loss = rule if loss is None else _rule_of_loss(evidence)
     if rule is None:
-        return Verdict(None, "samples depend on each other: a few rows give something else in two parts")
+        found = "samples depend on each other: a few rows give something else in two parts"
+        of_others = "what a few rows return besides the loss cannot be put together from two parts"
+        return Verdict(None, found if of_loss is None else of_others)
     if evidence.selects and not trust:
         return Verdict(None, "it selects among the samples of a batch, which a few rows cannot show")
-    of_loss = rule if loss is None else _rule_of_loss(evidence)
     if loss is not None and not trust and _leaves_open(of_loss, evidence):
         return Verdict(None, "its loss is 0 on a few rows, which leaves open what it is a mean of", undecided=True)
-    return Verdict(rule, units=_units(of_loss), nll_losses=evidence.nll_losses, held=evidence.held, trusted=trusted)
+    return Verdict(
+        rule,
+        units=_units(of_loss),
+        nll_losses=evidence.nll_losses,
+        held=evidence.held,
+        drew=evidence.drew,
+        calls=evidence.calls,
+        left=evidence.left,
+        trusted=trusted,
+    )
 
 
-def judge_gradients(evidence: Evidence) -> Verdict | None:
-    """The verdict that losses and gradients give; None where they cannot be compared."""
+def judge_gradients(evidence: Evidence) -> Verdict:
+    """The verdict that losses and gradients give; undecided where they cannot be compared."""
     loss, gradients = evidence.whole
     rule = outputs.choose(loss, [part[0] for part in evidence.parts], evidence.shares) if gradients else None
     if rule is None or rule == Zero():
-        return None
+        return Verdict(None, undecided=True)
     # where the true gradient is 0 (the bias of attention's keys), rounding of the others is all there is
     largest = max(float(of_part.abs().max()) for _, of_parts in evidence.parts for of_part in of_parts)
     for index, gradient in enumerate(gradients):

@@ -41,6 +41,7 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         nll_weights: the divisor of each cross entropy with a mean, in the order of the calls.
+        calls: functions that were called.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
 
     Args:
@@ -56,6 +57,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.nll_weights: list[float] = []
         self.selected_among: list[int] = []
+        self.calls = 0
         self._rows = rows
         self._held_out = held_out
         self._decided = iter(list(held_out.decisions)) if held_out is not None and held_out.decided else None
@@ -69,6 +71,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.calls += 1
         name = getattr(func, "__name__", "")
         if func in (F.cross_entropy, F.nll_loss):
             return self._cross_entropy(func, args, dict(kwargs))

@@ -237,3 +237,39 @@ def test_a_generator_among_the_arguments_is_put_back():
 
     for found, expected in zip(train(fails=True), train(fails=False), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_loose_parameter_first_used_between_calls_to_explore_keeps_its_earlier_gradient():
+    net, scale, used, fails = nn.Linear(6, 4).double(), nn.Parameter(torch.rand(4).double()), [False], [False]
+
+    class Holder:
+        def __init__(self):
+            self.scale = scale
+
+    class Trouble(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if fails[0]:
+                fails[0] = False
+                raise OutOfMemoryError("CUDA out of memory")
+            return gradient
+
+    holder, x = Holder(), X.double()
+
+    def forward(x):
+        output = Trouble.apply(net(x))
+        return (output * holder.scale if used[0] else output).pow(2).mean()
+
+    memory = runtime.preset("16gb", checkpointing="off")
+    for _ in range(2):
+        memory.forward_backward(forward, x)
+    scale.grad, used[0] = torch.ones(4).double(), True
+    expected = torch.autograd.grad(forward(x), scale)[0] + 1
+    fails[0] = True
+    memory.forward_backward(forward, x)  # the third call: not one to explore
+    assert not fails[0]
+    assert torch.allclose(scale.grad, expected, rtol=1e-12)

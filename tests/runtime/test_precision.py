@@ -144,6 +144,33 @@ def test_gradient_penalties_never_run_in_fp16(caplog, rows, split):
     assert "differentiates by itself" in caplog.text
 
 
+def test_a_hook_on_an_activation_is_no_gradient_penalty():
+    net, dtypes = nn.Linear(6, 4), []
+
+    def forward(x):
+        output = net(x)
+        output.register_hook(lambda gradient: gradient * 0.5)  # fails without a graph, as penalties do
+        return output.pow(2).mean()
+
+    net.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    runtime.preset("16gb", precision="fp16").forward_backward(forward, torch.randn(8, 6))
+    assert dtypes[-1] == torch.float16
+
+
+def test_a_penalty_that_turns_gradients_on_for_itself_never_runs_in_fp16():
+    net, dtypes = nn.Linear(6, 1), []
+
+    def forward(x):
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        return net(x).mean() + slope.pow(2).mean()
+
+    net.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    runtime.preset("16gb", precision="fp16").forward_backward(forward, torch.randn(8, 6))
+    assert dtypes[-1] == torch.float32
+
+
 def test_a_gradient_penalty_that_begins_later_leaves_fp16_at_the_next_look():
     model, calls = Recording(), [0]
 

@@ -363,3 +363,25 @@ def test_a_forward_without_arguments_weighs_by_the_batch_of_the_loader():
     for a, b in memory.accumulate([(x[:8], y[:8]), (x[8:16], y[8:16]), (x[16:20], y[16:20])], 3):
         memory.forward_backward(lambda a=a, b=b: F.mse_loss(net(a), b))
     assert torch.allclose(net.weight.grad, expected, rtol=1e-10)
+
+
+def normalised_gradient(output):
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / gradient.norm())
+    return output
+
+
+def hook_on_an_activation(net):
+    return lambda x, y: F.mse_loss(normalised_gradient(net(x)), y)
+
+
+@pytest.mark.parametrize("loss", [balanced_losses, hook_on_an_activation])
+def test_a_coupling_that_only_gradients_show_is_seen_at_the_check_after_it_begins(loss):
+    net, (x, y) = nn.Linear(4, 3).double(), inputs()
+
+    def forward(x, y, late):
+        return loss(net)(x, y) if bool(late) else F.mse_loss(net(x), y)
+
+    begins = torch.tensor([False, True])
+    batches = [(x, y, begins[0])] * 3 + [(x, y, begins[1])] * 4
+    assert max(gradient_errors(forward, [*net.parameters()], *batches)) < 1e-12

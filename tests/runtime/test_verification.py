@@ -479,3 +479,25 @@ def test_rows_with_targets_that_count_are_chosen_and_the_mean_over_them_is_seen(
     verdict = verdict_of(lambda x, y: F.cross_entropy(model(x), y), model, batch=(X, y))
     assert verdict.rule is not None
     assert verdict.units == "targets"
+
+
+def test_a_cross_entropy_in_a_checkpoint_is_split():
+    net, x = nn.Linear(6, 4).double(), X.double()
+    y = torch.where(torch.arange(16) % 5 == 0, -100, Y)
+
+    def loss(x, y):
+        return torch.utils.checkpoint.checkpoint(lambda h: F.cross_entropy(h, y), net(x), use_reentrant=False)
+
+    sizes = []
+    memory = runtime.preset("16gb", micro_batches=4)
+    expected = torch.autograd.grad(loss(x, y), net.weight)[0]
+    memory.forward_backward(lambda x, y: (sizes.append(len(x)), loss(x, y))[1], x, y)
+    assert sizes[-4:] == [4, 4, 4, 4]
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-12)
+
+
+def test_a_result_that_cannot_be_put_together_is_not_called_a_coupled_loss():
+    net = nn.Linear(6, 4)
+    found = verdict_of(lambda x, y: (F.cross_entropy(net(x), y), net(x).abs().max()), net)
+    assert found.rule is None
+    assert "return besides the loss" in found.reason

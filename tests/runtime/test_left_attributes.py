@@ -1,0 +1,141 @@
+"""An attribute that every run writes before it reads it is no state; one that a run reads first is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oomfix import runtime
+
+X, Y = torch.randn(16, 5, 4).double(), torch.randn(16, 5, 4).double()
+
+
+class KeepsItsMap(nn.Module):
+    """Keeps its attention for whoever wants to look at it, and reads it itself later in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.attention, self.auxiliary, self.seen = nn.Linear(4, 4), None, 0.0, 0
+
+    def forward(self, x):
+        self.attention = (self.query(x) @ x.transpose(1, 2)).softmax(-1)
+        self.auxiliary, self.seen = self.attention.pow(2).mean(), len(x)
+        return self.attention @ self.query(x)
+
+
+class Follows(KeepsItsMap):
+    """Reads what the run before has left."""
+
+    def forward(self, x):
+        before = 0.0 if self.attention is None else self.attention.pow(2).mean().detach()
+        return super().forward(x) + before
+
+
+def train(model, calls=3, **overrides):
+    """Gradients of each call, and the sizes of the last call's pieces."""
+    memory, sizes, gradients = runtime.preset("16gb", **overrides), [], []
+
+    def forward(x, y):
+        sizes.append(len(x))
+        return F.mse_loss(model(x), y) + 0.1 * model.auxiliary
+
+    for _ in range(calls):
+        model.zero_grad()
+        memory.forward_backward(forward, X, Y)
+        gradients.append(model.query.weight.grad)
+    return gradients, sizes, model
+
+
+@pytest.fixture
+def models():
+    def make(kind):
+        first, second = kind().double(), kind().double()
+        second.load_state_dict(first.state_dict())
+        return first, second
+
+    return make
+
+
+def test_a_forward_that_keeps_its_attention_map_is_split(models):
+    whole, split = models(KeepsItsMap)
+    expected = train(whole, split="never")[0]
+    runtime.reset()
+    gradients, sizes, _ = train(split, micro_batches=4)
+    assert sizes[-4:] == [4, 4, 4, 4]
+    for found, gradient in zip(gradients, expected, strict=True):
+        assert torch.allclose(found, gradient, rtol=1e-12)
+
+
+def test_numbers_left_in_attributes_are_those_of_the_whole_batch(models):
+    whole, split = models(KeepsItsMap)
+    train(whole, split="never")
+    runtime.reset()
+    train(split, micro_batches=4)
+    assert torch.allclose(split.auxiliary, whole.auxiliary, rtol=1e-12)
+    assert split.seen == 16
+
+
+def test_an_attribute_that_is_read_first_keeps_the_batch_whole(models):
+    whole, split = models(Follows)
+    expected = train(whole, split="never")[0]
+    runtime.reset()
+    gradients, sizes, _ = train(split, micro_batches=4)
+    assert sizes[-1] == 16
+    for found, gradient in zip(gradients, expected, strict=True):
+        assert torch.equal(found, gradient)
+
+
+_calls = 0
+
+
+@pytest.mark.parametrize("kind", ["nonlocal", "global", "in a helper"])
+def test_a_variable_that_a_forward_counts_in_is_not_counted_in_by_checks(kind, caplog):
+    global _calls
+    net, calls, _calls = nn.Linear(4, 4).double(), 0, 0
+
+    def count():
+        nonlocal calls
+        calls += 1
+
+    def counts_itself(x, y):
+        nonlocal calls
+        calls += 1
+        return F.mse_loss(net(x), y)
+
+    def counts_in_the_module(x, y):
+        global _calls
+        _calls += 1
+        return F.mse_loss(net(x), y)
+
+    def counts_in_a_helper(x, y):
+        count()
+        return F.mse_loss(net(x), y)
+
+    forwards = {"nonlocal": counts_itself, "global": counts_in_the_module, "in a helper": counts_in_a_helper}
+    memory = runtime.preset("16gb", micro_batches=4)
+    for _ in range(4):
+        memory.forward_backward(forwards[kind], X, Y)
+    assert (_calls if kind == "global" else calls) == 4
+    assert "keeps state of its own between calls: it changes the variable" in caplog.text
+
+
+def test_a_hidden_state_in_a_variable_is_put_back_when_a_call_starts_again():
+    def train(fails):
+        runtime.reset()
+        torch.manual_seed(0)
+        net, hidden, fails = nn.Linear(4, 4).double(), torch.zeros(4).double(), [fails]
+
+        def forward(x):
+            nonlocal hidden
+            output = net(x) + hidden
+            hidden = output.detach().mean((0, 1))
+            if fails[0]:
+                fails[0] = False
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return output.pow(2).mean()
+
+        runtime.preset("16gb", checkpointing="off", split="never").forward_backward(forward, X)
+        return hidden, net.weight.grad
+
+    for found, expected in zip(train(fails=True), train(fails=False), strict=True):
+        assert torch.equal(found, expected)
