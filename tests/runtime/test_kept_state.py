@@ -240,7 +240,7 @@ def test_a_generator_among_the_arguments_is_put_back():
 
 
 def test_a_loose_parameter_first_used_between_calls_to_explore_keeps_its_earlier_gradient():
-    net, scale, used, fails = nn.Linear(6, 4).double(), nn.Parameter(torch.rand(4).double()), [False], [False]
+    net, scale, used, fails = nn.Linear(6, 4).double(), nn.Parameter(torch.rand(4).double()), [0], [0]
 
     class Holder:
         def __init__(self):
@@ -254,7 +254,7 @@ def test_a_loose_parameter_first_used_between_calls_to_explore_keeps_its_earlier
         @staticmethod
         def backward(ctx, gradient):
             if fails[0]:
-                fails[0] = False
+                fails[0] = 0
                 raise OutOfMemoryError("CUDA out of memory")
             return gradient
 
@@ -267,9 +267,9 @@ def test_a_loose_parameter_first_used_between_calls_to_explore_keeps_its_earlier
     memory = runtime.preset("16gb", checkpointing="off")
     for _ in range(2):
         memory.forward_backward(forward, x)
-    scale.grad, used[0] = torch.ones(4).double(), True
+    scale.grad, used[0] = torch.ones(4).double(), 1
     expected = torch.autograd.grad(forward(x), scale)[0] + 1
-    fails[0] = True
+    fails[0] = 1
     memory.forward_backward(forward, x)  # the third call: not one to explore
     assert not fails[0]
     assert torch.allclose(scale.grad, expected, rtol=1e-12)
