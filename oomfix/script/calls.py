@@ -65,7 +65,7 @@ class Calls(Unseen):
             case Kind.MODULE:
                 if self._takes_the_name_of(node, path):
                     return function
-                if looks_like_loss(path or ""):
+                if self.hints.is_loss(path or ""):
                     return self._through_loss([*arguments, *keywords.values()])
                 return self.forward(node, function, path, arguments, keywords, method=self._own(function, "forward"))
             case Kind.LOSS:
@@ -254,7 +254,7 @@ class Calls(Unseen):
             return NUMBER if not combine(given).graph else UNKNOWN
         if name == "forward" and isinstance(node.func, ast.Attribute):
             base = path_of(node.func.value)
-            if looks_like_loss(base or ""):
+            if self.hints.is_loss(base or ""):
                 return self._through_loss(given)
             return self.forward(node, Value(Kind.MODULE, ref=base), base, arguments, keywords)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None

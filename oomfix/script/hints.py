@@ -46,7 +46,8 @@ _VERB = re.compile(
     r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|wrap|configure|validation|training|on)(_|$)",
     re.IGNORECASE,
 )
-_LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)|^(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
+_LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
+_LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
 _WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
 _OPTIMIZER_NAME = re.compile(
     r"(^|_)(opt[a-z]?|optim\w*|opt_\w+)\d*$|_opt$|\w[Oo]ptimi[sz]er$",
@@ -85,7 +86,8 @@ def looks_like_logging(path: str) -> bool:
 
 def looks_like_loss(name: str) -> bool:
     """Whether a called name is usually a criterion."""
-    return bool(_LOSS_NAME.search(name.rsplit(".", 1)[-1].split("[", 1)[0]))
+    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
+    return bool(_LOSS_NAME.search(last) or _LOSS_ABBREVIATION.match(last))
 
 
 def looks_like_optimizer(name: str) -> bool:
@@ -120,6 +122,11 @@ class Hints:
     """The paths that the calls of one class or function are assigned to, moved to a device or not."""
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
+
+    def is_loss(self, path: str) -> bool:
+        """Whether a called path is usually a criterion; a mere abbreviation says less than its uses (`self.ctc`)."""
+        abbreviated = bool(_LOSS_ABBREVIATION.match(path.rsplit(".", 1)[-1]))
+        return looks_like_loss(path) and not (abbreviated and path in self.modules)
 
     def is_module(self, path: str) -> bool:
         """Whether the uses of a called path say that it is a network."""

@@ -49,7 +49,7 @@ class Unseen(Containers):
             if self._takes_the_name_of(node, path):
                 return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
             if self.hints.is_module(path) or (not imported and looks_like_module(path)):
-                if not looks_like_loss(path):
+                if not self.hints.is_loss(path):
                     return self.forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)

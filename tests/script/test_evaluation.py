@@ -614,3 +614,74 @@ def test_a_function_is_entered_before_what_it_calls_although_models_have_a_metho
             model.train()
     """
     assert report(code) == []
+
+
+WITHIN_TRAINING = """
+    import torch
+    generator = torch.nn.Linear(3, 3)
+
+    def {name}(noise):
+        images = generator(noise)
+        {end}
+
+    for epoch in range(9):
+        for x, noise in loader:
+            loss = criterion(generator(x), x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            {call}
+"""
+
+
+@pytest.mark.parametrize("name", ["save_samples", "plot_images", "show_progress", "display_generated"])
+def test_a_function_that_shows_or_saves_what_a_network_makes_evaluates(report, name):
+    code = WITHIN_TRAINING.format(name=name, end="utils.save_image(images, 'x.png')", call=f"{name}(noise)")
+    assert report(code) == [("OOM201", 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "call"),
+    [
+        ("make_samples", "writer.add_images(images)", "make_samples(noise)"),
+        ("save_and_score", "return images.mean()", "save_and_score(noise).backward()"),
+        ("resave_images", "utils.save_image(images, 'x.png')", "resave_images(noise)"),
+    ],
+)
+def test_a_function_with_another_name_or_with_a_backward_through_it_does_not(report, name, end, call):
+    assert report(WITHIN_TRAINING.format(name=name, end=end, call=call)) == []
+
+
+ACTING = """
+    import torch
+
+    class Agent:
+        def __init__(self):
+            self.actor = torch.nn.Linear(3, 3)
+
+        def {name}(self, state):
+            scores = self.actor(state)
+            {end}
+
+        def play(self, env):
+            state = env.reset()
+            while True:
+                {use}
+                loss = self.actor(self.memory.sample()).sum()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("name", ["choose_action", "take_action", "pick_action", "select_action"])
+def test_choosing_an_action_needs_no_gradients(report, name):
+    use = f"state, reward, done, _ = env.step(self.{name}(state))"
+    assert report(ACTING.format(name=name, end="return scores.argmax().item()", use=use)) == [("OOM201", 8)]
+
+
+@pytest.mark.parametrize("name", ["choose_action", "take_action"])
+def test_an_action_that_leaves_with_its_log_probability_may_be_trained_through(report, name):
+    end = "dist = Categorical(logits=scores); return dist.sample(), dist.log_prob(0)"
+    use = f"action, log_prob = self.{name}(state); done = self.memory.store(state, action.item(), log_prob)"
+    assert report(ACTING.format(name=name, end=end, use=use)) == []

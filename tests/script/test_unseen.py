@@ -251,3 +251,28 @@ def test_weights_that_a_network_is_given_are_trained_through_it(report):
             optimizer.step()
     """
     assert [found for found, _ in report(code) if found != "OOM202"] == []
+
+
+ABBREVIATED = """
+    class Trainer:
+        def __init__(self):
+            self.net = Net().cuda()
+            self.ctc = {made}
+            self.optimizer = Adam({parameters})
+
+        def validate(self, loader):
+            self.net.eval()
+            for x, y in loader:
+                value = self.ctc({given})
+            return 0
+"""
+
+
+def test_an_abbreviation_of_a_loss_is_a_network_where_its_weights_are_trained(report):
+    code = ABBREVIATED.format(made="Critic()", parameters="self.ctc.parameters()", given="x")
+    assert report(code) == [("OOM201", 10)]
+
+
+@pytest.mark.parametrize("made", ["Criterion()", "build()"])
+def test_an_abbreviation_of_a_loss_is_one_otherwise(report, made):
+    assert report(ABBREVIATED.format(made=made, parameters="self.net.parameters()", given="x, y")) == []
