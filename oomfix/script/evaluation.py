@@ -36,14 +36,16 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
 
 def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]) -> bool:
     site = forward.site
-    named = site.function is not None and site.function.evaluates
+    # An action may leave with its log probability, and a loss out of sight go back through that.
+    acted = forward.escaped and any(function.acts for function in site.functions)
+    named = site.function is not None and site.function.evaluates and not acted
     if site.runs and site.runs[-1] in training_runs:
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
         return named or (_is_given_evaluation_data(forward) and not forward.escaped)
     if forward.evaluating:
         return True
     if site.within_evaluation and not forward.stored:
-        return not (forward.escaped and any(function.acts for function in site.functions))
+        return not acted
     if forward.escaped:
         return False
     if forward.made_for_evaluation:

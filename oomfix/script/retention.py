@@ -32,6 +32,8 @@ def _grows_by_iteration(keep: Keep, trace: Trace, training_runs: set[int]) -> bo
         return False
     if any(_resets(other, keep.target) for other in keep.crossed[0].body if other is not keep.statement):
         return False
+    if _is_a_step(keep, outside, trace):
+        return False
     forwards = list(trace.forwards_of(keep.origins))
     if not forwards:
         return any(run in training_runs for run in keep.site.runs[outside:])
@@ -41,6 +43,18 @@ def _grows_by_iteration(keep: Keep, trace: Trace, training_runs: set[int]) -> bo
         if not evaluating and not (function is not None and function.evaluates):
             return False
     return any(keep.crossed[0] in forward.site.loops for forward in forwards)
+
+
+def _is_a_step(keep: Keep, outside: int, trace: Trace) -> bool:
+    """Its function goes backwards once, later and where the target was made: its loops are the steps of one sample."""
+    site = keep.site
+    return site.function is not None and any(
+        backward.site.function is site.function
+        and backward.site.way == site.way
+        and backward.site.loops == site.loops[:outside]
+        and backward.node.lineno > keep.node.lineno
+        for backward in trace.backwards
+    )
 
 
 def attention_maps(trace: Trace) -> list[ModuleAttribute]:

@@ -191,3 +191,32 @@ def test_a_sum_kept_for_each_epoch_may_be_a_number_and_has_no_edit(read):
     """
     findings = [finding for rule in all_rules() for finding in rule.check(read(code)) if finding.code == "OOM102"]
     assert [(finding.line, bool(finding.edits)) for finding in findings] == [(8, True), (12, False)]
+
+
+STEPWISE = """
+    import torch
+
+    def train(encoder, head, x, y, optimizer):
+        {before}
+        outputs = torch.zeros(300, 8, device=device)
+        for i in range(x.size(0)):
+            out = encoder(x[i])
+            outputs[i] = out[0, 0]
+        {after}
+        return 0
+"""
+LEARN = "loss = criterion(head(x), y); loss.backward(); optimizer.step()"
+
+
+def test_what_the_steps_of_one_sample_leave_goes_with_the_function(report):
+    assert kept(report(STEPWISE.format(before="pass", after=LEARN))) == []
+
+
+@pytest.mark.parametrize("before", ["pass", LEARN])
+def test_what_a_function_keeps_without_a_backward_to_come_grows(report, before):
+    assert kept(report(STEPWISE.format(before=before, after="pass"))) == [("OOM102", 8)]
+
+
+def test_a_backward_in_every_round_makes_no_step_of_the_function(report):
+    code = STEPWISE.format(before="pass", after="pass").replace("outputs[i]", f"{LEARN}; outputs[i]")
+    assert kept(report(code)) == [("OOM102", 8)]
