@@ -4,12 +4,15 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from oomfix.runtime import trees
+
+Place = tuple[Any, ...]
 
 
 class Batch:
@@ -25,7 +28,7 @@ class Batch:
         size: number of samples; None infers it from the largest agreement of dimension 0.
 
     Attributes:
-        whole: positions and names of arguments that are not cut though they are as long as the batch.
+        whole: places of tensors and lists that are not cut though they are as long as the batch, as in `layout`.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None = None) -> None:
@@ -34,7 +37,9 @@ class Batch:
         self.args = args
         self.kwargs = kwargs
         self._size = size
-        self.whole: frozenset[Any] = frozenset()
+        self.whole: frozenset[Place] = frozenset()
+        if size is not None and size > 1:
+            self._check_that_something_has(size)
 
     @property
     def size(self) -> int:
@@ -42,8 +47,24 @@ class Batch:
         if self._size is None:
             votes = Counter(size for node in (*self.args, *self.kwargs.values()) for size in _votes(node))
             # ties go to the first argument, which is the input nearly always
-            self._size = max(votes, key=votes.__getitem__) if votes else 1
+            self._size = self._unless_length(max(votes, key=votes.__getitem__), votes) if votes else 1
         return self._size
+
+    def _unless_length(self, size: int, votes: Counter[int]) -> int:
+        """`size`, or the samples of the first tensor [samples, size, ...] where a mask [size, size] shows a length."""
+        first = next(self.tensors(), None)
+        if first is None or first.dim() < 2 or first.shape[0] not in votes or first.shape[0] == size != first.shape[1]:
+            return size
+        squares = (tensor for tensor in self.tensors() if tensor.dim() > 1 and tensor.shape[:2] == (size, size))
+        return int(first.shape[0]) if first.shape[1] == size and any(True for _ in squares) else size
+
+    def _check_that_something_has(self, size: int) -> None:
+        lengths = sorted({length for node in (*self.args, *self.kwargs.values()) for length in _votes(node)})
+        if lengths and self.whole_because() is None and not any(cut for _, cut in self.layout()):
+            raise ValueError(
+                f"batch_size: got {size}, expected the length of dimension 0 of a tensor, or of a list, among the "
+                f"arguments (found {', '.join(map(str, lengths))})"
+            )
 
     def whole_because(self) -> str | None:
         """Why this batch cannot be cut, or None if it can."""
@@ -70,21 +91,17 @@ class Batch:
         return self._cut_by(take)
 
     def _cut_by(self, take: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        size = self.size
-        whole = self.whole
-        args = tuple(node if place in whole else _cut(node, size, take) for place, node in enumerate(self.args))
-        named = self.kwargs.items()
-        return args, {name: node if name in whole else _cut(node, size, take) for name, node in named}
+        cut = partial(_cut, size=self.size, take=take, whole=self.whole)
+        args = tuple(cut(node, (place,)) for place, node in enumerate(self.args))
+        return args, {name: cut(node, (name,)) for name, node in self.kwargs.items()}
 
-    def layout(self) -> tuple[tuple[Any, bool], ...]:
-        """For each argument with tensors or lists in it, its position or name, and whether it is cut."""
-        size, found = self.size, []
-        places: list[tuple[Any, Any]] = [*enumerate(self.args), *self.kwargs.items()]
-        for place, node in places:
-            lengths = list(_votes(node))
-            if lengths:
-                found.append((place, place not in self.whole and size in lengths))
-        return tuple(found)
+    def layout(self) -> Iterator[tuple[Place, bool]]:
+        """For each tensor, array and list of samples, its place and whether it is cut.
+
+        A place is the position or name of an argument, followed by the keys that lead to the tensor inside of it.
+        """
+        for place, node in (*enumerate(self.args), *self.kwargs.items()):
+            yield from _layout(node, (place,), self.size, self.whole)
 
     def mapped(self, function: Callable[[Any], Any]) -> "Batch":
         """The batch with `function` applied to every leaf."""
@@ -156,15 +173,35 @@ def _votes(node: Any) -> Iterator[int]:
             yield from _votes(child)
 
 
-def _cut(node: Any, size: int, take: Callable[[Any], Any]) -> Any:
+def _cut(node: Any, place: Place, size: int, take: Callable[[Any], Any], whole: frozenset[Place]) -> Any:
+    if place in whole:
+        return node
     if isinstance(node, torch.Tensor) or is_array(node):
         return take(node) if node.ndim and node.shape[0] == size else node
-    if isinstance(node, list | tuple) and len(node) == size and is_samples(node):
+    if _is_list_of(node, size):
         return take(node)
     inner = trees.children(node)
     if inner is None:
         return node
-    return trees.rebuilt(node, [_cut(child, size, take) for _, child in inner])
+    return trees.rebuilt(node, [_cut(child, (*place, key), size, take, whole) for key, child in inner])
+
+
+def _layout(node: Any, place: Place, size: int, whole: frozenset[Place]) -> Iterator[tuple[Place, bool]]:
+    """The same walk as of `_cut`."""
+    if isinstance(node, torch.Tensor) or is_array(node):
+        if node.ndim:
+            yield place, place not in whole and node.shape[0] == size
+    elif place in whole:
+        yield place, False
+    elif _is_list_of(node, size):
+        yield place, True
+    else:
+        for key, child in trees.children(node) or ():
+            yield from _layout(child, (*place, key), size, whole)
+
+
+def _is_list_of(node: Any, size: int) -> bool:
+    return isinstance(node, list | tuple) and len(node) == size and is_samples(node)
 
 
 def _uncuttable(node: Any) -> str | None:

@@ -13,7 +13,7 @@ from oomfix.runtime.gradients import Border, GradientsAside, next_node, reach
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.left_attributes import LeftBehind
-from oomfix.runtime.normaliser import mean_nll_weights
+from oomfix.runtime.normaliser import mean_nll_weights, share_targets
 from oomfix.runtime.outputs import NotZero, Weight
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
@@ -132,7 +132,7 @@ class Iteration:
         assert verdict is not None and verdict.rule is not None
         self._slot.units = self._slot.units or verdict.units
         if self._slot.units != verdict.units:
-            raise CannotSplit("its window began when less was known of its loss", verdict)
+            raise CannotSplit("its window is averaged in another way, which was decided at its first batch", verdict)
         size = self.batch.size
         collector = verdict.rule.collector(size)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
@@ -252,8 +252,8 @@ class Iteration:
             # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
             alone = verdict.undecided and len(weights) == 1 and len(mean_nll_weights(loss, 2)) == 1
             slot.units = "targets" if alone else verdict.units
-            if slot.units == "targets" and not weights:
-                # compiled code and reentrant checkpoints hide what they divide by
+            # compiled code and reentrant checkpoints hide what they divide by
+            if slot.units == "targets" and (not weights or not share_targets(loss, verdict.nll_losses)):
                 slot.units = "rows"
         if slot.units != "targets":
             return Weight(size, size)
@@ -263,14 +263,27 @@ class Iteration:
                 "accumulation window, and what it divides by cannot be read now; use the same loss throughout a "
                 "window, and compile the model without its loss"
             )
+        if max(weights) != min(weights):
+            raise RuntimeError(
+                f"{self.known.name}: its cross entropies had the same targets at the first call of this accumulation "
+                f"window, and now divide by {weights}, which cannot be weighed apart any more; use the same targets "
+                "throughout a window"
+            )
         return Weight(size, weights[0])
 
     def _forward_rows(self, start: int, stop: int, verdict: Verdict) -> tuple[Any, list[float]]:
         args, kwargs = self.batch.rows(start, stop)
         if self.trains:
             result = self._call(args, kwargs)
-            weights = mean_nll_weights(self.loss_of(result), verdict.nll_losses) if verdict.nll_losses else []
-            return result, weights
+            if not verdict.nll_losses:
+                return result, []
+            loss = self.loss_of(result)
+            if self._slot.units == "targets" and self.in_window and not share_targets(loss, verdict.nll_losses):
+                if self._slot.calls == 1:
+                    self._slot.units = "rows"
+                reason = "its cross entropies have targets of their own, which no window can weigh apart"
+                raise CannotSplit(reason, Verdict(None, reason, nll_losses=verdict.nll_losses))
+            return result, mean_nll_weights(loss, verdict.nll_losses)
         if not verdict.nll_losses:
             return self._call(args, kwargs), []
         # without a graph the divisors are read as they are computed

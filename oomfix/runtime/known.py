@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oomfix.runtime.batch import Batch
+from oomfix.runtime.batch import Batch, Place
 from oomfix.runtime.distributed import ranks_of
 from oomfix.runtime.kept_state import KeptState
 from oomfix.runtime.precision import ModelCalls, device_type_of
@@ -67,8 +67,8 @@ class Known:
         self._check_again_at = 0
         self._rows_seen = 0
         self._left_open = 0
-        self._layout: tuple[tuple[Any, bool], ...] = ()
-        self._whole_places: frozenset[Any] = frozenset()
+        self._cut_before: dict[Place, bool] = {}
+        self._whole_places: frozenset[Place] = frozenset()
         self._first_version: int | None = None
 
     @property
@@ -94,13 +94,13 @@ class Known:
         return self._device_type
 
     def keep_whole(self, batch: Batch) -> None:
-        """Leave arguments of `batch` whole that have been whole before: a short batch may be as long as they are."""
+        """Leave what has been whole before in `batch` whole: a short batch may be as long as it is."""
         batch.whole = self._whole_places
-        layout = batch.layout()
-        self._whole_places |= {place for place, cut in layout if not cut}
-        if self.verdict is not None and layout != self._layout:
+        layout = dict(batch.layout())
+        self._whole_places |= {place for place, cut in layout.items() if not cut}
+        if self.verdict is not None and any(self._cut_before.get(place) != cut for place, cut in layout.items()):
             self.verdict = None
-        self._layout = layout
+        self._cut_before.update(layout)
 
     def check_is_due(self, size: int) -> bool:
         """Whether the next split needs a check first: never checked, or its turn has come again.

@@ -18,9 +18,12 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
     """
     size = batch.size
     spread = [index * (size - 1) // max(count - 1, 1) for index in range(count)] if count < size else list(range(size))
-    telling = [counts for tensor in batch.tensors() if len(counts := _entries(tensor, size, count))]
-    telling += [sums for tensor in batch.tensors() if len(sums := _sums(tensor, size))]
-    telling += [torch.tensor(numbers) for numbers in batch.numbers_per_sample()]
+    # few rows show what one tensor tells apart: labels to ignore rather than tokens
+    tensors = sorted(batch.tensors(), key=_has_labels_to_ignore, reverse=True)
+    counted = [counts for tensor in tensors if len(counts := _entries(tensor, size, count))]
+    counted += [sums for tensor in batch.tensors() if len(sums := _sums(tensor, size))]
+    counted += [torch.tensor(numbers) for numbers in batch.numbers_per_sample()]
+    telling = [counts for counts in counted if bool((counts != counts[0]).any())]
     if count < size:
         unlike = list(dict.fromkeys(row for counts in telling for row in (int(counts.argmin()), int(counts.argmax()))))
         spread = list(dict.fromkeys([*unlike[: count - 2], *spread]))[:count]
@@ -68,9 +71,15 @@ def _entries(tensor: torch.Tensor, size: int, rows: int) -> torch.Tensor:
     if not _tells(tensor, size, rows):
         return torch.empty(0)
     # class 0 is a label like any other where negative ones stand for those to ignore
-    least = 0 if not tensor.is_floating_point() and tensor.dtype != torch.bool and bool(tensor.amin() < 0) else 1
+    least = 0 if _has_labels_to_ignore(tensor) else 1
     counts = [(chunk >= least).reshape(len(chunk), -1).sum(1) for chunk in _chunks(tensor, rows)]
     return torch.cat(counts)
+
+
+def _has_labels_to_ignore(tensor: torch.Tensor) -> bool:
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_complex() or not tensor.numel():
+        return False
+    return not tensor.is_floating_point() and tensor.dtype != torch.bool and bool(tensor.amin() < 0)
 
 
 def _sums(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -204,3 +204,10 @@ def test_near_misses_are_taken(clip_norm):
         pass
     assert [len(batch) for batch in memory.accumulate(iter([X]), 2)] == [8]
     assert runtime.MemoryManager(presets.get("8gb")).preset.name == "8gb"
+
+
+def test_a_batch_size_that_nothing_has_is_refused_and_what_there_is_is_named():
+    net, x = torch.nn.Linear(4, 3), torch.randn(16, 4)
+    with pytest.raises(ValueError, match=r"batch_size: got 8, expected .* \(found 16\)"):
+        runtime.preset("16gb").forward_backward(lambda x: net(x).mean(), x, batch_size=8)
+    runtime.preset("16gb").forward_backward(lambda: net(x).mean(), batch_size=8)  # its batch is not given

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
+from oomfix.runtime.batch import Batch
 
 LABELS = torch.arange(64) % 20
 
@@ -385,3 +386,108 @@ def test_a_coupling_that_only_gradients_show_is_seen_at_the_check_after_it_begin
     begins = torch.tensor([False, True])
     batches = [(x, y, begins[0])] * 3 + [(x, y, begins[1])] * 4
     assert max(gradient_errors(forward, [*net.parameters()], *batches)) < 1e-12
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_cross_entropies_with_targets_of_their_own_weigh_by_samples_in_a_window(parts):
+    net, x = nn.Linear(4, 6).double(), inputs()[0][:16]
+    first, second = torch.arange(16) % 3, torch.arange(16) % 2
+    first[8:14] = -100  # of the second batch only
+
+    def forward(x, a, b):
+        output = net(x)
+        return F.cross_entropy(output[:, :3], a) + F.cross_entropy(output[:, 3:], b)
+
+    batches = [(x[:8], first[:8], second[:8]), (x[8:], first[8:], second[8:])]
+    expected = torch.autograd.grad(sum(forward(*batch) / 2 for batch in batches), net.weight)[0]
+    memory = runtime.preset("16gb", micro_batches=parts)
+    for batch in memory.accumulate(batches, 2):
+        memory.forward_backward(forward, *batch)
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_cross_entropies_with_the_same_targets_weigh_by_targets_in_a_window(parts):
+    net, x, y = nn.Linear(4, 6).double(), inputs()[0][:16], torch.arange(16) % 3
+    y[9:14] = -100
+
+    def forward(x, y):
+        output = net(x)
+        return F.cross_entropy(output[:, :3], y) + 0.4 * F.cross_entropy(output[:, 3:], y)
+
+    expected = torch.autograd.grad(forward(x, y), net.weight)[0]
+    memory = runtime.preset("16gb", micro_batches=parts)
+    for batch in memory.accumulate([(x[:8], y[:8]), (x[8:], y[8:])], 2):
+        memory.forward_backward(forward, *batch)
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-12)
+
+
+def test_targets_that_part_ways_within_a_window_are_refused():
+    net, x, y = nn.Linear(4, 6).double(), inputs()[0][:16], torch.arange(16) % 3
+    other = y.clone()
+    other[9:14] = -100
+
+    def forward(x, a, b):
+        output = net(x)
+        return F.cross_entropy(output[:, :3], a) + F.cross_entropy(output[:, 3:], b)
+
+    memory = runtime.preset("16gb")
+    windows = memory.accumulate([(x[:8], y[:8], y[:8]), (x[8:], y[8:], other[8:])], 2)
+    memory.forward_backward(forward, *next(windows))
+    with pytest.raises(RuntimeError, match="cannot be weighed apart any more"):
+        memory.forward_backward(forward, *next(windows))
+
+
+@pytest.mark.parametrize("nested", [dict, list])
+def test_what_was_whole_inside_a_container_stays_whole_in_a_batch_as_long(nested):
+    net, x, centres = nn.Linear(4, 3).double(), inputs()[0], torch.randn(8, 3).double()
+
+    def forward(batch):
+        x, (centres,) = (batch["x"], batch["more"].values()) if nested is dict else (batch[0], batch[1].values())
+        return torch.cdist(net(x), centres).min(1).values.mean()
+
+    def batch(x):
+        more = {"centres": centres}
+        return {"x": x, "more": more} if nested is dict else [x, more]
+
+    batches = [(batch(x),), (batch(x),), (batch(x[:8]),)]
+    assert max(gradient_errors(forward, [*net.parameters()], *batches)) < 1e-12
+
+
+@pytest.mark.parametrize("tokens_tell", [False, True])
+def test_labels_to_ignore_are_looked_at_before_tokens_where_three_rows_are_checked(tokens_tell):
+    table, net = nn.Embedding(50, 4).double(), nn.Linear(4, 3).double()
+    tokens, labels = torch.randint(1, 50, (12, 6)), torch.randint(0, 3, (12, 6))
+    labels[7, 1:] = -100
+    if tokens_tell:
+        tokens[4, 3:] = 0
+
+    def forward(tokens, labels):
+        counts = labels != -100
+        losses = F.cross_entropy(net(table(tokens)).flatten(0, 1), labels.flatten(), reduction="none")
+        return (losses.view_as(labels) * counts).sum() / counts.sum()
+
+    assert max(gradient_errors(forward, [*net.parameters(), *table.parameters()], (tokens, labels))) < 1e-12
+
+
+def test_positions_and_masks_of_the_length_do_not_make_it_the_batch_size():
+    net, x = nn.Linear(4, 4).double(), torch.randn(26, 12, 4).double()
+    positions, mask, sizes = torch.randn(12, 4).double(), torch.ones(12, 12).double(), []
+
+    def forward(x, positions, mask):
+        sizes.append(len(x))
+        return (mask @ (net(x) + positions)).pow(2).mean()
+
+    expected = torch.autograd.grad(forward(x, positions, mask), net.weight)[0]
+    memory = runtime.preset("16gb", micro_batches=2)
+    for begin in memory.accumulate([0, 8, 16, 24], 4):
+        memory.forward_backward(forward, x[begin : begin + 8], positions, mask)
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-12)
+    memory.forward_backward(forward, x[:8], positions, mask)
+    assert sizes[-2:] == [4, 4]
+
+
+def test_a_time_major_batch_is_not_cut_along_time():
+    x, lengths, labels = torch.randn(12, 8, 4), torch.full((8,), 12), torch.zeros(8)
+    assert Batch((x, lengths, labels), {}).size == 8
+    assert Batch((x, torch.randn(8, 4), torch.randn(8, 2)), {}).size == 8
