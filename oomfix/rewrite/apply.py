@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.amp import Amp
-from oomfix.rewrite.autocast_end import end_autocast_edits
+from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
@@ -98,7 +98,7 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     if options.runtime:
         if options.wants("OOM305"):
             current, ended = _end_autocast(source, options)
-        current, loops, folded = _rewrite_loops(current, options)
+        current, loops, folded = _with_metrics_apart(current, options)
         ended += folded
     last = fix_locally(current, rules, options.wants_finding, options.target_torch)
     text = last.text
@@ -128,10 +128,30 @@ def _end_autocast(source: Source, options: Options) -> tuple[Source, tuple[Fixed
     return _changed(source, apply_edits(source.text, edits.values())), fixed
 
 
-def _rewrite_loops(source: Source, options: Options) -> tuple[Source, tuple[LoopOutcome, ...], tuple[Fixed, ...]]:
+_Rewritten = tuple[Source, tuple[LoopOutcome, ...], tuple[Fixed, ...]]
+
+
+def _with_metrics_apart(source: Source, options: Options) -> _Rewritten:
+    """The loops rewritten; metrics leave the autocast blocks of those that are split, to see whole batches."""
     script = Script.read(source, options.target_torch)
+    found = _rewrite_loops(script, options)
+    if "autocast" not in source.text or not script.loops:
+        return found
+    blocks = Blocks(source.tree)
+    edits = metric_edits(script, blocks, Layout(source), Amp(script, blocks))
+    while edits:
+        moved = _changed(source, apply_edits(source.text, [edit for of_loop in edits.values() for edit in of_loop]))
+        other = _rewrite_loops(Script.read(moved, options.target_torch), options)
+        split = {loop.line for loop in other[1] if loop.rewrite == "micro-batched"}
+        if edits.keys() <= split:
+            return other
+        edits = {line: of_loop for line, of_loop in edits.items() if line in split}
+    return found
+
+
+def _rewrite_loops(script: Script, options: Options) -> _Rewritten:
     if not script.loops:
-        return source, (), ()
+        return script.source, (), ()
     rewriter = LoopRewriter(script, options.preset, options.overrides, options.wants)
     rewritten = rewriter.rewrite()
     fixed = tuple(Fixed(code, line, _MENDED[code]) for code, line in rewriter.mended)

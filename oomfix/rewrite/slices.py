@@ -254,12 +254,13 @@ class Slicer:
 def _without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], list[ast.stmt]] | None:
     """The slice without the `loss = loss / k` at its end, which the returned expression does instead.
 
-    `if k > 1: loss = loss / k` becomes `loss / k if k > 1 else loss`.
+    `loss = loss.mean() / k` is taken likewise, and `if k > 1: loss = loss / k` becomes `loss / k if k > 1 else loss`.
     """
-    if len(chosen) < 2 or not isinstance(site.root, ast.Name):
+    named = _scaled_by_script(site.root) or site.root
+    if len(chosen) < 2 or not isinstance(named, ast.Name):
         return None
     last = site.block[chosen[-1]]
-    loss = site.root.id
+    loss = named.id
     test = None
     statement = last
     if isinstance(last, ast.If) and len(last.body) == 1 and not last.orelse:
@@ -271,12 +272,33 @@ def _without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], li
         value = ast.BinOp(ast.Name(loss, ast.Load()), statement.op, statement.value)
     else:
         return None
-    if any(True for _ in effects.calls_in(last)) or loss not in names_read(value):
+    if any(not _reduces(call, loss) for call in effects.calls_in(last)) or loss not in names_read(value):
         return None
     if test is not None:
         value = ast.IfExp(test, value, ast.Name(loss, ast.Load()))
+    if isinstance(site.root, ast.Call):
+        value = ast.Call(site.root.func, [value], [])
     root = ast.parse(ast.unparse(value), mode="eval").body
     return replace(site, root=root), chosen[:-1], [last]
+
+
+def _scaled_by_script(root: ast.expr) -> ast.expr | None:
+    """`loss` for `scaler.scale(loss)`."""
+    if isinstance(root, ast.Call) and effects.last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
+        return root.args[0]
+    return None
+
+
+def _reduces(call: ast.Call, loss: str) -> bool:
+    """`loss.mean()`, `loss.sum()`."""
+    function = call.func
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr in ("mean", "sum")
+        and path_of(function.value) == loss
+        and not call.args
+        and not call.keywords
+    )
 
 
 def _bound_afresh(statement: ast.stmt) -> set[str]:

@@ -68,9 +68,11 @@ def scripts(draw) -> Generated:
     amp, clip, windowed = draw(st.booleans()), draw(st.booleans()), folded or draw(st.booleans())
     kind = draw(st.sampled_from(sorted(LOSSES)))
     loss = LOSSES[kind]
+    between = draw(st.lists(st.sampled_from(BETWEEN), max_size=2, unique=True))
+    if amp and draw(st.booleans()):
+        loss, between = [*loss, *between], []
     if amp:
         loss = ["with autocast():", *(f"    {line}" for line in loss)]
-    between = draw(st.lists(st.sampled_from(BETWEEN), max_size=2, unique=True))
     after = draw(st.lists(st.sampled_from(AFTER), max_size=3, unique=True))
     # a loss that may be a sum is folded only where it is divided
     divided = draw(

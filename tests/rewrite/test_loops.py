@@ -788,6 +788,73 @@ def test_a_loss_scaler_that_another_object_uses_stays():
     assert text.endswith("ours(memory.scaler)\n")
 
 
+METRICS = """\
+seen = []
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda"):
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        seen.append(loss.item())
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_metrics_at_the_end_of_an_autocast_block_follow_the_call():
+    text, forms = apply(METRICS)
+    assert forms == [("micro-batched", None)]
+    assert text.endswith("""
+    def forward(x, y):
+        with memory.autocast("cuda"):
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+        return loss
+
+    loss = memory.forward_backward(forward, x, y)
+    seen.append(loss.item())
+    memory.step(optimizer)
+""")
+
+
+def test_metrics_that_a_part_of_a_batch_would_print_follow_the_call():
+    assert loop_of(
+        METRICS.replace("seen.append(loss.item())", "print(loss.item())").removeprefix("seen = []\n")
+    ).endswith("    print(loss.item())\n    memory.step(optimizer)\n")
+
+
+def test_an_autocast_block_stays_whole_where_the_loop_is_not_split_for_it():
+    text, forms = apply(METRICS.replace("loss.backward()", "loss.backward(retain_graph=True)\n    loss.backward()"))
+    assert forms[0][0] == "in-place"
+    assert "        seen.append(loss.item())\n    memory" in text
+
+
+@pytest.mark.parametrize("statement", ["other = seen.append(model(x))", "seen.append(model(x))", "loss += out.sum()"])
+def test_what_the_loss_needs_or_runs_the_network_stays_in_its_autocast_block(statement):
+    text, _ = apply(METRICS.replace("seen.append(loss.item())", statement))
+    assert f"        {statement}\n" in text.replace("memory.forward(model, x)", "model(x)")
+
+
+def test_a_mean_over_cards_that_is_divided_and_scaled_by_the_script_is_returned_so():
+    text, forms = apply("""\
+        for i, (x, y) in enumerate(loader):
+            losses = []
+            with unseen():
+                loss = model(x, y)
+            losses.append(loss.mean().item())
+            loss = loss.mean() / 4
+            scaler.scale(loss).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if (i + 1) % 4 == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "return scaler.scale(loss.mean() / 4), loss\n" in text
+    assert "_, loss = memory.forward_backward(forward, x, y)\n    losses.append(loss.mean().item())\n" in text
+
+
 def test_every_name_is_an_output_where_the_script_reads_names_that_it_does_not_write_down():
     text, forms = apply("""\
         def train():
