@@ -118,17 +118,17 @@ class OnNoHost(offloading._Parked):
 def offloading_simulated() -> Iterator[list[int]]:
     """Let `offload_activations` move tensors off the simulated card and back; yields the bytes moved."""
     moved: list[int] = []
-    copied = offloading._Host._copied
+    copied = offloading.HostMemory._copied
 
-    def to_host(self: offloading._Host, tensor: torch.Tensor) -> offloading._Parked:
+    def to_host(self: offloading.HostMemory, tensor: torch.Tensor) -> offloading._Parked:
         moved.append(tensor.numel() * tensor.element_size())
         return OnNoHost(tensor)
 
-    offloading._Host._copied = to_host
+    offloading.HostMemory._copied = to_host
     try:
         yield moved
     finally:
-        offloading._Host._copied = copied
+        offloading.HostMemory._copied = copied
 
 
 def simulated_peak_gib(technique: Technique, workload: Workload) -> tuple[float, float]:

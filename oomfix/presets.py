@@ -23,18 +23,20 @@ from typing import Any, Literal, NoReturn
 
 Precision = Literal["auto", "no-fp16", "bf16", "fp16", "fp32"]
 Split = Literal["verified", "always", "never"]
-Checkpointing = Literal["off", "if-needed", "on"]
-LeanStep = Literal["off", "if-needed", "on"]
+Policy = Literal["off", "if-needed", "on"]
 
 CUDA_CONTEXT_GIB = 600 / 1024
 MEMORY_FRACTION = 0.95
 ENVIRONMENT_VARIABLE = "OOMFIX_PRESET"
 
+_POLICIES = ("off", "if-needed", "on")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("auto", "no-fp16", "bf16", "fp16", "fp32"),
     "split": ("verified", "always", "never"),
-    "checkpointing": ("off", "if-needed", "on"),
-    "lean_step": ("off", "if-needed", "on"),
+    "chunked_loss": _POLICIES,
+    "checkpointing": _POLICIES,
+    "offloading": _POLICIES,
+    "lean_step": _POLICIES,
 }
 
 
@@ -59,7 +61,10 @@ class Preset:
         precision: "auto" is bf16 where the device has it, else fp16 with loss scaling, fp32 on the CPU; "no-fp16" is
             fp32 instead of fp16, for scripts that read or change gradients where a loss scale would be seen.
         split: "verified" splits a batch only where the loss is seen to allow it; "always" trusts the user.
-        checkpointing: activation checkpointing never, when splitting is not enough, or from the start.
+        chunked_loss: cross entropies over large logits a few rows at a time never, when splitting is not enough, or
+            from the start.
+        checkpointing: activation checkpointing never, when both are not enough, or from the start.
+        offloading: activations in host memory never, when all of that is not enough, or from the start.
         clip_norm: largest gradient norm, where the script does not clip by itself; None: no clipping.
         empty_cache_every: empty the allocator's cache every so many steps; None: only where much of it was of no
             use even at the peak, which is looked at every hundred steps.
@@ -82,14 +87,16 @@ class Preset:
     first_micro_batches: int
     precision: Precision
     split: Split
-    checkpointing: Checkpointing
+    chunked_loss: Policy
+    checkpointing: Policy
+    offloading: Policy
     clip_norm: float | None
     empty_cache_every: int | None
     expandable_segments: bool
     memory_fraction: float
     prefetch_factor: int
     pin_memory: bool
-    lean_step: LeanStep
+    lean_step: Policy
     card: Card | None
 
     def __post_init__(self) -> None:
@@ -227,7 +234,7 @@ def _for_card(
     name: str,
     card: Card,
     first_micro_batches: int,
-    checkpointing: Checkpointing = "if-needed",
+    checkpointing: Policy = "if-needed",
     empty_cache_every: int | None = None,
 ) -> Preset:
     return Preset(
@@ -237,7 +244,9 @@ def _for_card(
         first_micro_batches=first_micro_batches,
         precision="auto",
         split="verified",
+        chunked_loss="if-needed",
         checkpointing=checkpointing,
+        offloading="if-needed",
         clip_norm=None,
         empty_cache_every=empty_cache_every,
         expandable_segments=True,
@@ -275,7 +284,9 @@ _OFF = Preset(
     first_micro_batches=1,
     precision="fp32",
     split="never",
+    chunked_loss="off",
     checkpointing="off",
+    offloading="off",
     clip_norm=None,
     empty_cache_every=None,
     expandable_segments=False,

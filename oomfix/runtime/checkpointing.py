@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from oomfix.presets import Checkpointing
+from oomfix.presets import Policy
 from oomfix.runtime.checkpointed_block import CheckpointedBlock, can_be_wrapped, unwrap, wrap
+from oomfix.runtime.offloading import is_weight
 from oomfix.runtime.outputs import loss_in
 from oomfix.runtime.recomputation import undone
 
@@ -25,7 +26,7 @@ _SMALL = 65536  # entries of a parameter whose gradient is compared
 _switched: "weakref.WeakKeyDictionary[nn.Module, bool | None]" = weakref.WeakKeyDictionary()
 
 
-def enable_checkpointing(model: nn.Module, policy: Checkpointing = "on") -> list[str]:
+def enable_checkpointing(model: nn.Module, policy: Policy = "on") -> list[str]:
     """Let `model` keep only the inputs of its blocks for backward, and run the blocks again there.
 
     A block is run once more at its first use, on copies of its inputs: one that writes its input, its
@@ -77,6 +78,34 @@ def disable_checkpointing(model: nn.Module) -> None:
 def is_checkpointed(model: nn.Module) -> bool:
     """Whether `enable_checkpointing` has put checkpointing on some part of `model`."""
     return any(isinstance(module, CheckpointedBlock) or module in _switched for module in model.modules())
+
+
+def bytes_saved_by_checkpointing(model: nn.Module, forward: Callable[..., Any], *rows: Any, **named_rows: Any) -> int:
+    """How much less is kept for backward when `forward` ends than without the checkpointing of `model`, in bytes.
+
+    Runs forward twice; arguments, and what is as it was afterwards, as for `same_gradients`.
+    """
+
+    def kept_bytes() -> int:
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            # weights are there in any case, and not in proportion to the rows
+            if tensor.layout is torch.strided and not tensor.is_nested and not is_weight(tensor):
+                storage = tensor.untyped_storage()
+                kept[storage._cdata] = storage.nbytes()
+            # detached: an operation that saved its own output would otherwise keep itself alive for ever
+            return tensor.detach()
+
+        with undone(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = forward(*rows, **named_rows)
+        # until here it holds what was counted: no address was used twice
+        del result
+        return sum(kept.values())
+
+    checkpointed_bytes = kept_bytes()
+    with _without_checkpointing(model):
+        return kept_bytes() - checkpointed_bytes
 
 
 def same_gradients(model: nn.Module, forward: Callable[..., Any], *rows: Any, **named_rows: Any) -> bool:

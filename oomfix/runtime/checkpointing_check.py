@@ -1,41 +1,49 @@
-"""Does checkpointing leave the gradients of a forward as they are? Tried on two rows of its first batch."""
+"""What does checkpointing do to a forward? Tried on two rows of its first batch."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
 from oomfix.runtime.attributes import Attributes
-from oomfix.runtime.batch import Batch
-from oomfix.runtime.checkpointing import same_gradients
+from oomfix.runtime.checkpointing import bytes_saved_by_checkpointing, same_gradients
+from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.random_state import RandomState
 from oomfix.runtime.rows import choose_rows
 
-_ROWS = 2
+ROWS = 2
 
 
-def changes_gradients(
-    model: nn.Module, forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], generators: list[Any]
-) -> bool:
-    """Whether checkpointing `model` changes the gradients of `forward`; nothing remains of the runs.
+class Effect(NamedTuple):
+    """What checkpointing a model does to a forward.
 
-    Args:
-        model: a model that is checkpointed, all or in part.
-        forward, batch: as given to the manager.
-        modules: every module that the forward may run.
-        generators: random number generators of the program's own that it may draw from.
+    Attributes:
+        same_gradients: they are what they are without it.
+        saved_bytes: what is kept less for backward, for each sample.
+    """
+
+    same_gradients: bool
+    saved_bytes: float
+
+
+def try_checkpointing(model: nn.Module, iteration: Iteration) -> Effect | None:
+    """The effect of the checkpointing of `model` on `ROWS` rows of a call's batch; nothing remains of the runs.
 
     Returns:
-        False too where two rows cannot tell, because the forward fails on them or memory does not suffice.
+        None where so few rows cannot tell, because the forward fails on them or memory does not suffice.
     """
-    args, kwargs = batch.chosen(choose_rows(batch, _ROWS))
-    writes, random, attributes = Writes(), RandomState(own=generators), Attributes(modules)
+    known = iteration.known
+    args, kwargs = iteration.batch.chosen(choose_rows(iteration.batch, ROWS))
+    writes, random = Writes(), RandomState(own=known.generators)
+    attributes = Attributes(known.modules())
     out_of_memory = False
     try:
         with Probe(writes, None):
-            return not same_gradients(model, forward, *args, **kwargs)
+            if not same_gradients(model, iteration.forward, *args, **kwargs):
+                return Effect(False, 0.0)
+            saved = bytes_saved_by_checkpointing(model, iteration.in_its_precision, *args, **kwargs)
+            return Effect(True, saved / ROWS)
     except Exception as error:  # the forward is the user's, and may fail on a few rows in any way
         out_of_memory = is_out_of_memory(error)
     finally:
@@ -44,4 +52,4 @@ def changes_gradients(
         random.restore()
     if out_of_memory:
         free_what_is_left(thorough=True)
-    return False
+    return None

@@ -58,3 +58,15 @@ def active_autocast_dtype(device_type: str) -> torch.dtype | None:
         return autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     is_enabled = torch.is_autocast_cpu_enabled if device_type == "cpu" else torch.is_autocast_enabled
     return autocast_dtype(device_type) if is_enabled() else None  # type: ignore[no-untyped-call]
+
+
+def may_be_inside_checkpoint() -> bool:
+    """Whether what runs now may be run again in backward by torch.utils.checkpoint (without reentrance).
+
+    Versions of torch that do not say (before 2.5) are taken for yes.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:
+        return True
+    hooks = top(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -13,7 +13,7 @@ from oomfix.runtime import compat
 
 Reduction = Literal["mean", "sum", "none"]
 
-_CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20
 _COUNTED, _IGNORED = 0, -100
 
 
@@ -277,7 +277,7 @@ def _precise(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _rows_for(classes: int) -> int:
-    return max(1, _CHUNK_BYTES // (4 * classes))
+    return max(1, CHUNK_BYTES // (4 * classes))
 
 
 def _check(

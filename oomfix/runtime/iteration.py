@@ -49,6 +49,7 @@ class Iteration:
         room: holds the memory of the optimizer's state while this is set.
         in_window: the loss shares its step with other calls.
         graph_is_spent: a backward that failed has passed a graph made before the call, which none can pass again.
+        around_forward: makes the context that each forward runs in.
     """
 
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
@@ -65,6 +66,7 @@ class Iteration:
         self._divisor_before = Divisor()
         self._parts = 1
         self.in_window = False
+        self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
         self._generators: RandomState | None = None
@@ -292,14 +294,18 @@ class Iteration:
             return self._call(args, kwargs), probe.nll_weights
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context: AbstractContextManager[None] = nullcontext()
-        if self._model_calls is not None:
-            context = self._model_calls.active()
         self._in_forward = True
-        with context:
-            result = self.forward(*args, **kwargs)
+        with self.around_forward():
+            result = self.in_its_precision(*args, **kwargs)
         self._in_forward = False
         return result
+
+    def in_its_precision(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward returns, with its models under autocast where this call uses it."""
+        if self._model_calls is None:
+            return self.forward(*args, **kwargs)
+        with self._model_calls.active():
+            return self.forward(*args, **kwargs)
 
     def _share(self, weight: Weight) -> float:
         """The factor for the loss of a micro-batch; 0 where it has nothing to add."""

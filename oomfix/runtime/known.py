@@ -36,7 +36,6 @@ class Known:
         generators: random number generators of the program's own that it may draw from.
         draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
         writes_batch: it was seen to write its batch in place.
-        checkpointing_is_judged: gradients with and without were compared.
         fp32: autocast made it fail, or it differentiates by itself under fp16.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
     """
@@ -62,7 +61,6 @@ class Known:
         self.model_calls: ModelCalls | None = None
         self.fp32 = False
         self.steps_seen = False
-        self.checkpointing_is_judged = False
         self._checked_at = 0
         self._check_again_at = 0
         self._rows_seen = 0

@@ -14,11 +14,11 @@ from oomfix.runtime.accumulation import Window, windows
 from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, shown
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.cache_janitor import CacheJanitor
-from oomfix.runtime.checkpointing import enable_checkpointing
 from oomfix.runtime.distributed import average_waiting
 from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import KnownForwards
+from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.loss_scaling import LossScaler
 from oomfix.runtime.model_call import PreciseCalls
@@ -53,7 +53,8 @@ class MemoryManager:
         self._evaluations = KnownForwards(preset.first_micro_batches)
         self._window = Window()
         self._scaler: LossScaler | None = None
-        self._splitter = Splitter(preset, self._prepared)
+        self._ladder = Ladder(preset, self._prepared)
+        self._splitter = Splitter(preset, self._ladder)
         self._calls = PreciseCalls(preset.precision)
         self._steps = 0
         self._janitor = CacheJanitor()
@@ -86,7 +87,7 @@ class MemoryManager:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
         self._prepared.add(model)
-        enable_checkpointing(model, self.preset.checkpointing)
+        self._ladder.prepare(model)
         return model
 
     def loader_kwargs(self, num_workers: int | None = None) -> dict[str, Any]:
@@ -322,6 +323,7 @@ class MemoryManager:
             loss_scale=None if scaler is None else scaler.get_scale(),
             retries=self._splitter.retries,
             windows=self._window.count,
+            techniques=self._ladder.reports(),
         )
 
     # -- loops that cannot be split -------------------------------------------------------------------------

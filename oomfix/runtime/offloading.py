@@ -15,7 +15,7 @@ _COPIES_IN_FLIGHT = 2
 
 
 @contextmanager
-def offload_activations(min_bytes: int = _MIB) -> Iterator[None]:
+def offload_activations(min_bytes: int = _MIB) -> Iterator["HostMemory"]:
     """Keep what is saved for backward in host memory (page-locked on CUDA) while the context is active.
 
     Put it around the forward; backward may run after it. A tensor that several operations save is copied once.
@@ -23,6 +23,9 @@ def offload_activations(min_bytes: int = _MIB) -> Iterator[None]:
 
     Args:
         min_bytes: tensors smaller than this stay on the device (bytes).
+
+    Yields:
+        The memory they wait in, whose `moved_bytes` says how much has left the device so far.
 
     Raises:
         ValueError: `min_bytes` is negative.
@@ -40,10 +43,10 @@ def offload_activations(min_bytes: int = _MIB) -> Iterator[None]:
     """
     if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
         raise ValueError(f"min_bytes: got {min_bytes!r}, expected a number of bytes, at least 0")
-    host = _Host(min_bytes)
+    host = HostMemory(min_bytes)
     try:
         with saved_tensors_hooks(host.pack, _unpack):
-            yield
+            yield host
     finally:
         host.finish_copies()
 
@@ -62,10 +65,15 @@ class _Parked:
         return torch.empty_like(self.host, device=self.device, pin_memory=False).copy_(self.host, non_blocking=True)
 
 
-class _Host:
-    """Where the tensors of one context go."""
+class HostMemory:
+    """Where the tensors of one context go.
+
+    Attributes:
+        moved_bytes: what has left the device (bytes); all of it is off the device when forward ends.
+    """
 
     def __init__(self, min_bytes: int) -> None:
+        self.moved_bytes = 0
         self._min_bytes = min_bytes
         # the storage stands beside the copy: the address of a dead one may have been given to another
         self._parked: dict[tuple[Any, ...], tuple[weakref.ref[Any], weakref.ref[_Parked]]] = {}
@@ -74,7 +82,7 @@ class _Host:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Parked:
         """What autograd keeps instead of `tensor`."""
-        if not _is_movable(tensor) or _nbytes(tensor) < self._min_bytes or _is_weight(tensor):
+        if not _is_movable(tensor) or _nbytes(tensor) < self._min_bytes or is_weight(tensor):
             return tensor
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -84,6 +92,7 @@ class _Host:
             if parked is not None and its_storage() is storage:
                 return parked
         parked = self._copied(tensor)
+        self.moved_bytes += _nbytes(tensor)
         self._parked[key] = (weakref.ref(storage), weakref.ref(parked))
         return parked
 
@@ -135,7 +144,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return 0 if nbytes > tensor.untyped_storage().nbytes() else nbytes
 
 
-def _is_weight(tensor: torch.Tensor) -> bool:
+def is_weight(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a parameter, a view of one, or what autocast has made of one and keeps."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):

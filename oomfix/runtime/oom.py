@@ -19,6 +19,11 @@ _MESSAGES = (
 )
 
 
+# Made before any other graph, for `_empty_the_ready_queue`.
+_leaf = torch.zeros((), requires_grad=True)
+_first_result = _leaf * 1.0
+
+
 class DoesNotFitError(OutOfMemoryError):  # type: ignore[misc, valid-type]
     """Not even the smallest piece of work that is still exact fits the memory; the message names the choices.
 
@@ -45,6 +50,16 @@ def free_what_is_left(thorough: bool = False) -> None:
     To be called outside the `except` that caught the error: inside it, the traceback still holds the frames
     that failed, and they hold their tensors.
     """
+    _empty_the_ready_queue()
     gc.collect(2 if thorough else 1)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+def _empty_the_ready_queue() -> None:
+    """Let autograd forget the operations of a failed backward that were ready to run on the CPU, and their tensors.
+
+    It does so only when a later backward comes to them, and it takes those first that were recorded last: a graph
+    that was recorded before all others comes to all.
+    """
+    torch.autograd.grad(_first_result, _leaf, retain_graph=True)

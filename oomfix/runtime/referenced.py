@@ -217,8 +217,9 @@ def _references(forward: Any) -> Iterator[tuple[str, Any]]:
     for argument in (*getattr(forward, "args", ()), *(getattr(forward, "keywords", None) or {}).values()):
         yield "argument", argument
     function = _function_of(forward)
-    if function is None:
+    if function is None or type(forward).__dict__.get("__call__") is function:
         yield "self", forward
+    if function is None:
         return
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

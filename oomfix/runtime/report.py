@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from oomfix.presets import Preset
 from oomfix.runtime.known import Known
 
+_MIB, _GIB = 2**20, 2**30
+
 
 @dataclass(frozen=True)
 class ForwardReport:
@@ -38,7 +40,7 @@ class ForwardReport:
         splits = verdict is not None and verdict.rule is not None
         asked = preset.micro_batches if trains else "auto"
         return cls(
-            name=known.name.rpartition("<locals>.")[2],
+            name=short_name(known),
             trains=trains,
             calls=known.calls,
             micro_batches=asked if splits and isinstance(asked, int) and asked > 1 else None,
@@ -64,12 +66,40 @@ class ForwardReport:
 
 
 @dataclass(frozen=True)
+class TechniqueReport:
+    """A technique that is on for one forward.
+
+    Attributes:
+        name: what is on, as "checkpointing 12 blocks".
+        forward: the forward's name.
+        since: the number of its training call that was the first with it.
+        because: why it is on.
+        saved_bytes: what it saves in a call, for the micro-batches of the last; None: not known.
+        measured: what that is, and how it is known.
+    """
+
+    name: str
+    forward: str
+    since: int
+    because: str
+    saved_bytes: int | None
+    measured: str
+
+    def __str__(self) -> str:
+        saved = "what it saves was not measured"
+        if self.saved_bytes is not None:
+            saved = f"saves {_bytes(self.saved_bytes)} ({self.measured})"
+        return f"{self.forward}: {self.name} since training call {self.since}, because {self.because}; {saved}"
+
+
+@dataclass(frozen=True)
 class Report:
     """A summary of the run so far; `str` of it is a few lines of text.
 
     Attributes:
         preset: name of the preset.
         forwards: what became of each forward.
+        techniques: what is on besides splitting, which `forwards` tells of.
         steps: optimizer steps, those left out included.
         skipped_steps: steps left out because fp16 gradients overflowed.
         loss_scale: what losses are multiplied by in fp16; None: precision is another.
@@ -84,6 +114,7 @@ class Report:
     loss_scale: float | None
     retries: int
     windows: int
+    techniques: tuple[TechniqueReport, ...] = ()
 
     @property
     def largest(self) -> dict[str, int | None]:
@@ -106,12 +137,17 @@ class Report:
             lines.append(f"  ran out of memory {_count(self.retries, 'time')}, and went on in smaller pieces")
         if self.windows:
             lines.append(f"  {_count(self.windows, 'accumulation window')}")
-        return "\n".join([*lines, *(f"  {forward}" for forward in self.forwards)])
+        return "\n".join([*lines, *(f"  {line}" for line in (*self.forwards, *self.techniques))])
 
 
 def forward_reports(forwards: Iterable[Known], preset: Preset, trains: bool) -> tuple[ForwardReport, ...]:
     """The reports of forwards that have been called."""
     return tuple(ForwardReport.of(known, preset, trains) for known in forwards if known.calls)
+
+
+def short_name(known: Known) -> str:
+    """The name of a forward, without that of the function it was defined in."""
+    return known.name.rpartition("<locals>.")[2]
 
 
 def _whole_because(known: Known, preset: Preset, trains: bool) -> str | None:
@@ -125,3 +161,7 @@ def _whole_because(known: Known, preset: Preset, trains: bool) -> str | None:
 
 def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _bytes(number: int) -> str:
+    return f"{number / _GIB:.2f} GiB" if number >= _GIB // 10 else f"{number / _MIB:.1f} MiB"

@@ -2,19 +2,16 @@
 
 import logging
 import math
-from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
 
 from oomfix.presets import Preset
 from oomfix.runtime import precision, sizing
 from oomfix.runtime.accumulation import Window
-from oomfix.runtime.checkpointing import disable_checkpointing, enable_checkpointing, is_checkpointed
-from oomfix.runtime.checkpointing_check import changes_gradients
 from oomfix.runtime.iteration import CannotSplit, Iteration
 from oomfix.runtime.known import Known
+from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 from oomfix.runtime.verify import check
 
@@ -28,18 +25,17 @@ class Splitter:
 
     Args:
         preset: the policies.
-        prepared: models that were given to `prepare`.
+        ladder: the techniques for calls that splitting does not make fit.
 
     Attributes:
         retries: calls that ran out of memory and started again, each time counted.
     """
 
-    def __init__(self, preset: Preset, prepared: Collection[nn.Module]) -> None:
+    def __init__(self, preset: Preset, ladder: Ladder) -> None:
         self.preset = preset
         self.retries = 0
-        self._prepared = prepared
+        self._ladder = ladder
         self._room = sizing.OptimizerRoom()
-        self._checkpointed = False
         self._limited = False
         self._said: set[str] = set()
 
@@ -56,8 +52,8 @@ class Splitter:
         known.calls += 1
         known.notice_steps()
         self._choose_precision(iteration)
-        if iteration.trains and self.preset.checkpointing == "on" and not known.checkpointing_is_judged:
-            self._doubt_checkpointing(iteration)
+        if iteration.trains:
+            self._ladder.begin(iteration)
         iteration.join_window(window)
         if iteration.trains and not known.steps_seen and self.preset.micro_batches == "auto":
             iteration.room = self._room
@@ -109,6 +105,7 @@ class Splitter:
         if blamed is not None:
             self._fall_back_to_fp32(known, blamed)
         iteration.finish(parts)
+        self._ladder.finish(iteration, parts, self._reason(iteration) if failures else None)
         return result
 
     @staticmethod
@@ -163,7 +160,9 @@ class Splitter:
                 )
                 return allowed
             reason = self._reason(iteration)
-        if self._checkpoint(iteration):
+        if iteration.trains and self._ladder.climb(iteration):
+            # larger micro-batches may fit now; later calls try them
+            known.sizing.forget_failures()
             return parts
         if iteration.room is not None:
             # the optimizer may need less than was kept free for it; everything may fit without that
@@ -227,39 +226,16 @@ class Splitter:
         self._say(f"{known.name}: batches run whole, because {reason}.", f"whole {known.name} {reason}")
         return 1
 
-    def _checkpoint(self, iteration: Iteration) -> bool:
-        """Turn checkpointing on where the preset keeps it for this case; whether anything changed."""
-        if self.preset.checkpointing != "if-needed" or self._checkpointed:
-            return False
-        known = iteration.known
-        self._checkpointed = True
-        names = [name for model in {*known.roots(), *self._prepared} for name in enable_checkpointing(model, "on")]
-        if names:
-            self._say(f"{known.name}: splitting is not enough; checkpointing {len(names)} blocks.", "checkpointing")
-            self._doubt_checkpointing(iteration)
-        return bool(names)
-
-    def _doubt_checkpointing(self, iteration: Iteration) -> None:
-        """Take checkpointing off models whose gradients it changes; looked at once for each forward."""
-        known = iteration.known
-        known.checkpointing_is_judged = True
-        for model in {*known.roots(), *self._prepared}:
-            batch = iteration.batch
-            if is_checkpointed(model) and changes_gradients(
-                model, iteration.forward, batch, known.modules(), known.generators
-            ):
-                disable_checkpointing(model)
-                name = type(model).__name__
-                self._say(f"{known.name}: {name} is not checkpointed, because that changes its gradients.", name)
-
     def _no_way_out(self, iteration: Iteration, parts: int, reason: str | None, said: str) -> str:
         rows = math.ceil(iteration.batch.size / parts)
-        choices = ["checkpointing='on'"] if not self._checkpointed and self.preset.checkpointing != "on" else []
+        choices = self._ladder.choices() if iteration.trains else []
         if reason is not None and self.preset.split == "verified" and iteration.batch.size > 1:
             choices.append("split='always' (gradients are then not those of the whole batch)")
         choices += ["smaller samples (resolution, sequence length)", "a smaller model", "a smaller batch"]
         why = f"the batch cannot be split, because {reason}" if reason else f"{rows} sample(s) at a time do not fit"
-        return f"{iteration.known.name}: out of memory, and {why}. Choices: {'; '.join(choices)}. torch said: {said}"
+        even = self._ladder.told(iteration.known)
+        name = iteration.known.name
+        return f"{name}: out of memory{even}, and {why}. Choices: {'; '.join(choices)}. torch said: {said}"
 
     def _choose_precision(self, iteration: Iteration) -> None:
         known = iteration.known

@@ -21,10 +21,10 @@ TECHNIQUES = [CHECKPOINTING, OFFLOADING, SPLITTING, AMP, COMPILE, LINEAR_LOSS, I
 def moved(monkeypatch):
     """Lets tensors on the CPU count as on a card; lists the shapes of what was moved."""
     shapes = []
-    copied = offloading._Host._copied
+    copied = offloading.HostMemory._copied
     monkeypatch.setattr(offloading, "_on_accelerator", lambda tensor: True)
     monkeypatch.setattr(
-        offloading._Host, "_copied", lambda self, tensor: shapes.append(tensor.shape) or copied(self, tensor)
+        offloading.HostMemory, "_copied", lambda self, tensor: shapes.append(tensor.shape) or copied(self, tensor)
     )
     return shapes
 

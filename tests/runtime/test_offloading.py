@@ -31,14 +31,14 @@ class Encoder(nn.Module):
 def moved(monkeypatch):
     """Lets tensors on the CPU count as on a card; lists the shapes of what was moved."""
     shapes = []
-    copied = offloading._Host._copied
+    copied = offloading.HostMemory._copied
 
     def noted(self, tensor):
         shapes.append(tuple(tensor.shape))
         return copied(self, tensor)
 
     monkeypatch.setattr(offloading, "_on_accelerator", lambda tensor: True)
-    monkeypatch.setattr(offloading._Host, "_copied", noted)
+    monkeypatch.setattr(offloading.HostMemory, "_copied", noted)
     return shapes
 
 
@@ -217,7 +217,7 @@ def test_the_card_holds_less(monkeypatch):
     def to_host_of_the_simulated_card(self, tensor):
         return offloading._Parked(tensor.detach().cpu(), tensor.device, None)
 
-    monkeypatch.setattr(offloading._Host, "_copied", to_host_of_the_simulated_card)
+    monkeypatch.setattr(offloading.HostMemory, "_copied", to_host_of_the_simulated_card)
 
     def estimated(offloads):
         def loss(model, x):

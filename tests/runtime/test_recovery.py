@@ -14,7 +14,7 @@ from torch import nn
 from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
+from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 
 
 class Trouble(torch.autograd.Function):
@@ -183,6 +183,29 @@ def test_no_frame_of_the_failure_is_alive_when_the_second_try_begins():
     finally:
         gc.enable()
     assert all(not references for references in alive)
+
+
+def test_what_was_ready_to_run_in_a_failed_backward_is_freed():
+    """Autograd keeps operations that were ready when another one failed, with all that they saved, until it runs on."""
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise OutOfMemoryError("CUDA out of memory")
+
+    with SimulatedCard() as card:
+        x = torch.randn(64, 64, requires_grad=True)
+        before = card.current_bytes
+        loss = x.exp().sum() + Failing.apply(x).sum()
+        with pytest.raises(OutOfMemoryError):
+            loss.backward()
+        del loss
+        free_what_is_left()
+        assert card.current_bytes == before
 
 
 def test_the_optimizer_step_is_never_tried_twice():

@@ -1,0 +1,148 @@
+"""The rungs of the ladder: techniques that a forward can take when its call runs out of memory."""
+
+from contextlib import ExitStack
+from typing import Protocol
+
+from oomfix.presets import Policy, Preset
+from oomfix.runtime import compat
+from oomfix.runtime.checkpointed_models import CheckpointedModels
+from oomfix.runtime.checkpointing_check import ROWS
+from oomfix.runtime.chunked_losses import ChunkedLosses
+from oomfix.runtime.iteration import Iteration
+from oomfix.runtime.known import Known
+from oomfix.runtime.offloading import HostMemory, offload_activations
+
+
+class Rung(Protocol):
+    """A technique, for one forward.
+
+    Attributes:
+        field: the field of `Preset` that says when to use it.
+        measured: what `saved_bytes` is, and how it is known.
+    """
+
+    field: str
+    measured: str
+
+    @staticmethod
+    def policy(preset: Preset) -> Policy:
+        """When a preset wants it."""
+        ...
+
+    def take(self, iteration: Iteration) -> bool:
+        """Switch it on; False where it has nothing to offer to this forward."""
+        ...
+
+    def around(self, stack: ExitStack) -> None:
+        """Enter what has to surround each forward."""
+        ...
+
+    def told(self, known: Known) -> str:
+        """What is on for a forward, as it follows "with"."""
+        ...
+
+    def saved_bytes(self, known: Known, rows: int) -> int | None:
+        """What it saves in calls with micro-batches of `rows` samples, as last seen; None: not known."""
+        ...
+
+
+class ChunkedLoss:
+    """Cross entropies of large logits, a few rows at a time."""
+
+    field = "chunked_loss"
+    measured = "at least: a copy of the logits in backward"
+
+    @staticmethod
+    def policy(preset: Preset) -> Policy:
+        """As `Rung.policy`."""
+        return preset.chunked_loss
+
+    def __init__(self, models: CheckpointedModels) -> None:
+        self._context = ChunkedLosses()
+
+    def take(self, iteration: Iteration) -> bool:
+        """As `Rung.take`: compiled code computes its own losses, and gradients of gradients do not pass."""
+        known = iteration.known
+        differentiates = known.verdict is not None and known.verdict.needs_gradients
+        return not differentiates and not any(map(compat.is_compiled, known.modules()))
+
+    def around(self, stack: ExitStack) -> None:
+        """As `Rung.around`."""
+        stack.enter_context(self._context)
+
+    def told(self, known: Known) -> str:
+        """As `Rung.told`."""
+        return "cross entropy in chunks"
+
+    def saved_bytes(self, known: Known, rows: int) -> int | None:
+        """As `Rung.saved_bytes`: the largest loss so far; 0 where none was large enough."""
+        return self._context.saved_bytes
+
+
+class Checkpointing:
+    """Activation checkpointing of the models that a forward runs."""
+
+    field = "checkpointing"
+    measured = f"kept for backward, measured on {ROWS} samples"
+
+    @staticmethod
+    def policy(preset: Preset) -> Policy:
+        """As `Rung.policy`."""
+        return preset.checkpointing
+
+    def __init__(self, models: CheckpointedModels) -> None:
+        self._models = models
+
+    def take(self, iteration: Iteration) -> bool:
+        """As `Rung.take`: False where everything is checkpointed already, or may not be."""
+        known = iteration.known
+        changed = [self._models.checkpoint(model) for model in self._models.of(known)]
+        return any(changed) and self._models.doubt(iteration)
+
+    def around(self, stack: ExitStack) -> None:
+        """Nothing: it is on the models."""
+
+    def told(self, known: Known) -> str:
+        """As `Rung.told`."""
+        blocks = self._models.blocks(known)
+        return f"checkpointing {blocks} block{'s' if blocks != 1 else ''}"
+
+    def saved_bytes(self, known: Known, rows: int) -> int | None:
+        """As `Rung.saved_bytes`: None where the forward failed on so few samples."""
+        return self._models.saved_bytes(known, rows)
+
+
+class Offloading:
+    """Activations in host memory."""
+
+    field = "offloading"
+    measured = "moved to the host by one micro-batch"
+
+    @staticmethod
+    def policy(preset: Preset) -> Policy:
+        """As `Rung.policy`."""
+        return preset.offloading
+
+    def __init__(self, models: CheckpointedModels) -> None:
+        self._host: HostMemory | None = None
+        self._moved = 0
+
+    def take(self, iteration: Iteration) -> bool:
+        """As `Rung.take`: on the CPU there is nowhere to move them."""
+        return iteration.device_type() != "cpu"
+
+    def around(self, stack: ExitStack) -> None:
+        """As `Rung.around`."""
+        self._moved = self._most()
+        self._host = stack.enter_context(offload_activations())
+
+    def told(self, known: Known) -> str:
+        """As `Rung.told`."""
+        return "activations in host memory"
+
+    def saved_bytes(self, known: Known, rows: int) -> int | None:
+        """As `Rung.saved_bytes`: the most that one forward moved."""
+        return self._most()
+
+    def _most(self) -> int:
+        return max(self._moved, self._host.moved_bytes if self._host is not None else 0)
