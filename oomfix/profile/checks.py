@@ -38,7 +38,7 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
     patches.set(splitter, check=checked)
     patches.set(outputs, _choose_value=of_one_value)
     # gradients, what tells rows apart, and copies of a batch are nothing but numbers
-    patches.set(verify, judge_gradients=lambda evidence: None)
+    patches.set(verify, judge_gradients=lambda evidence: Verdict(None, undecided=True))
     patches.set(checkpointing, _close=lambda a, b: (a is None) == (b is None))
     patches.set(rows, _tells=lambda *_: False, _sums=lambda *_: torch.empty(0))
     patches.set(kept_batch, _contents=lambda tensor: None)

@@ -63,7 +63,7 @@ class ChunkedLoss:
     def take(self, iteration: Iteration) -> bool:
         """As `Rung.take`: compiled code computes its own losses, and gradients of gradients do not pass."""
         known = iteration.known
-        differentiates = known.verdict is not None and known.verdict.needs_gradients
+        differentiates = known.verdict is not None and known.verdict.differentiates
         return not differentiates and not any(map(compat.is_compiled, known.modules()))
 
     def around(self, stack: ExitStack) -> None:

@@ -113,10 +113,8 @@ class _Check:
         rows = choose_rows(self._batch, count)
         verdict, how, failed = self._best(rows, graph=False)
         if failed:
-            # a forward that differentiates by itself fails without gradients; one that fails in any case says nothing
-            differentiated, with_graph, still_fails = self._best(rows, graph=True)
-            if not still_fails:
-                verdict, how = differentiated, with_graph
+            # a forward that differentiates by itself fails without gradients
+            verdict, how, _ = self._best(rows, graph=True)
         return replace(verdict, needs_gradients=how.graph), how, count
 
     def _best(self, rows: list[int], graph: bool) -> tuple[Verdict, Runs, bool]:
