@@ -13,6 +13,8 @@ def namespace(owner: Any) -> MutableMapping[str, Any]:
 class Attributes:
     """The attributes of some modules, or other objects, at one moment, with what their containers held.
 
+    Containers in containers too (a history of several losses), but not deeper: that is data.
+
     Args:
         owners: objects with attributes, or mappings that stand for such.
     """
@@ -22,6 +24,7 @@ class Attributes:
         # every module has a dozen empty dictionaries for hooks, which one look can tell apart from filled ones
         self._empty: list[Any] = []
         self._places: list[tuple[int, str]] = []
+        self._inner: list[tuple[tuple[int, str], Any, Any]] = []
         for index, owner in enumerate(owners):
             attributes = namespace(owner)
             before, contents = dict(attributes), {}
@@ -29,6 +32,9 @@ class Attributes:
                 if isinstance(value, dict | list | set):
                     if value:
                         contents[name] = value.copy()
+                        for inner in value.values() if isinstance(value, dict) else value:
+                            if isinstance(inner, dict | list | set):
+                                self._inner.append(((index, name), inner, inner.copy()))
                     else:
                         self._empty.append(value)
                         self._places.append((index, name))
@@ -53,6 +59,9 @@ class Attributes:
             for name, content in contents.items():
                 if (index, name) not in found and not _same_content(before[name], content):
                     found[index, name] = before[name].copy()
+        for (index, name), container, content in self._inner:
+            if (index, name) not in found and not _same_content(container, content):
+                found[index, name] = self._saved[index][1][name].copy()
         if any(self._empty):
             for place, container in zip(self._places, self._empty, strict=True):
                 if container:
@@ -72,6 +81,9 @@ class Attributes:
             for name, content in contents.items():
                 if not _same_content(before[name], content):
                     _refill(before[name], content)
+        for _, container, content in self._inner if changes else ():
+            if not _same_content(container, content):
+                _refill(container, content)
         for container in self._empty if changes else ():
             container.clear()
         return {name for _, name in changes}

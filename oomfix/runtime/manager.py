@@ -122,7 +122,8 @@ class MemoryManager:
                 loss first or under "loss", and whatever else is wanted of the batch.
             batch: tensors of shape [samples, ...], lists with one entry per sample, containers of them; the rest
                 is passed on whole.
-            batch_size: number of samples, where it cannot be told from the shapes.
+            batch_size: number of samples, where it cannot be told from the shapes. 1: all of it is one sample, an
+                episode for example, or the forward keeps state of its own; it is never cut, and recovers all the same.
             named: more of the batch, by name.
 
         Returns:

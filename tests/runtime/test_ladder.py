@@ -177,6 +177,47 @@ def test_a_single_sample_climbs_and_larger_micro_batches_are_tried_again(card):
     assert max(sizes) == 8
 
 
+def test_an_episode_is_one_sample_whose_state_counts_once(card, relative_error):
+    """`batch_size=1` keeps a batch whole without a check; what a failed run left in its model is taken back."""
+
+    class Episodes(Net):
+        def __init__(self):
+            super().__init__()
+            self.history, self.weight, self.runs = {"losses": []}, 1.0, []
+
+        def loss(self, x, y):
+            self.runs.append(len(x))
+            loss = coupled_loss(self, x, y)
+            self.history["losses"].append(float(loss.detach()))
+            loss = self.weight * loss
+            self.weight = 0.1 + sum(self.history["losses"]) / len(self.history["losses"])
+            return loss
+
+    def train(model, forward_backward):
+        torch.manual_seed(5)
+        for _ in range(3):
+            forward_backward(torch.randn(24, 16).double(), torch.randint(0, 50, (24,)))
+        return model
+
+    model = Episodes().double()
+    reference = copy.deepcopy(model)
+    train(reference, lambda x, y: reference.loss(x, y).backward())
+    memory = runtime.preset("16gb")
+    Failing.failures = 2
+
+    def forward(x, y):
+        loss = model.loss(x, y)
+        loss.register_hook(Failing(model, Failing.failures).fail)
+        return loss
+
+    train(model, lambda x, y: memory.forward_backward(forward, x, y, batch_size=1))
+    assert [technique.name for technique in memory.report().techniques] == [CHUNKS, BLOCKS]
+    assert relative_error(model, reference) < 1e-12
+    assert model.runs == [24, 24, 24]
+    assert model.history["losses"] == pytest.approx(reference.history["losses"], rel=1e-12)
+    assert model.weight == pytest.approx(reference.weight, rel=1e-12)
+
+
 def test_evaluation_takes_no_rung(card):
     def forward(x):
         raise OutOfMemoryError("CUDA out of memory")
