@@ -11,6 +11,7 @@ from oomfix.script.edits import Edit, line_start, newline_of, wrap
 from oomfix.script.hints import looks_like_training
 from oomfix.script.names import path_of
 from oomfix.script.trace import Forward, Loop, Trace
+from oomfix.script.windows import is_window_test
 
 if TYPE_CHECKING:
     from oomfix.script import Script
@@ -25,12 +26,13 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
     `training_runs` are the runs of loops in which a backward happens.
     """
     trained = [backward.order for backward in trace.backwards if backward.site.function is None]
+    waited_for = {id(guard.statement) for backward in trace.backwards for guard in backward.site.guards}
     return [
         forward
         for forward in trace.forwards.values()
         if forward.direct
         and forward.origin not in trace.backpropagated
-        and _is_evaluation(forward, training_runs, trained)
+        and (_is_evaluation(forward, training_runs, trained) or _is_a_sample(forward, training_runs, waited_for))
     ]
 
 
@@ -54,6 +56,43 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]
         return site.function is None and any(order < forward.order for order in trained)
     within_training = any(run in training_runs for run in site.runs[:-1])
     return not within_training or _says_evaluation(site.loop)
+
+
+def _is_a_sample(forward: Forward, training_runs: set[int], waited_for: set[int]) -> bool:
+    """`if i % 100 == 0: images = generator(noise)` in a training iteration: a look at the network, now and then.
+
+    `waited_for` are the decisions that a backward waits for; what the rest of the iteration reads is part of it.
+    """
+    site = forward.site
+    if forward.escaped or not site.runs or site.runs[-1] not in training_runs:
+        return False
+    return any(
+        isinstance(guard.statement, ast.If)
+        and guard.value
+        and is_window_test(guard.test)
+        and id(guard.statement) not in waited_for
+        and not _is_read_later(guard.statement, forward, site.loops[-1])
+        for guard in site.guards
+    )
+
+
+def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:
+    """Whether what is assigned from a forward is read in its loop after the decision that it is made under."""
+    taken = {
+        path_of(target)
+        for statement in ast.walk(decision)
+        if isinstance(statement, ast.Assign) and any(node is forward.node for node in ast.walk(statement.value))
+        for listed in statement.targets
+        for target in (listed.elts if isinstance(listed, ast.Tuple) else [listed])
+    }
+    end = decision.end_lineno or decision.lineno
+    return any(
+        isinstance(node, ast.Name | ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and node.lineno > end
+        and path_of(node) in taken
+        for node in ast.walk(loop)
+    )
 
 
 def _is_given_evaluation_data(forward: Forward) -> bool:

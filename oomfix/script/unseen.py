@@ -11,6 +11,7 @@ from oomfix.script.hints import (
     looks_like_logging,
     looks_like_loss,
     looks_like_module,
+    looks_like_optimizer,
     looks_like_training,
 )
 from oomfix.script.names import path_of
@@ -96,7 +97,8 @@ class Unseen(Containers):
     def _is_given_what_it_trains(self, node: ast.Call, given: list[Value]) -> bool:
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in given):
             return True
-        return any(path in self.hints.modules for path in map(path_of, node.args))
+        paths = [path_of(argument) or "" for argument in (*node.args, *(keyword.value for keyword in node.keywords))]
+        return any(path in self.hints.modules or looks_like_optimizer(path) for path in paths)
 
     def _made_to_be_module(self, node: ast.Call) -> bool:
         """The call is assigned to a path that is used as a network."""

@@ -685,3 +685,45 @@ def test_an_action_that_leaves_with_its_log_probability_may_be_trained_through(r
     end = "dist = Categorical(logits=scores); return dist.sample(), dist.log_prob(0)"
     use = f"action, log_prob = self.{name}(state); done = self.memory.store(state, action.item(), log_prob)"
     assert report(ACTING.format(name=name, end=end, use=use)) == []
+
+
+SAMPLED = """
+    import torch
+    generator = torch.nn.Linear(3, 3)
+
+    for epoch in range(9):
+        for i, (x, noise) in enumerate(loader):
+            images = generator(noise)
+            loss = criterion(images, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            {sampling}
+"""
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        "if i % 100 == 0: utils.save_image(generator(fixed), 'x.png')",
+        "if i % 100 == 0: images = generator(fixed); utils.save_image(images.detach(), 'x.png')",
+        "if (i + 1) % 100 == 0 or i == len(loader) - 1: writer.add_images(generator(fixed))",
+    ],
+)
+def test_a_look_at_the_network_every_few_iterations_is_an_evaluation(report, sampling):
+    assert report(SAMPLED.format(sampling=sampling)) == [("OOM201", 11)]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        "if i % 5 == 0: made = generator(noise); optimizer.zero_grad(); made.mean().backward(); optimizer.step()",
+        "if i % 5 == 0: made = generator(noise).detach(); critic_loss = score(critic, made); critic_loss.backward()",
+        "if i % 5 == 0: made = generator(noise).detach()\n            critic(made).backward()",
+        "if i % 5 == 0: adversarial_step(generator(noise), optimizer)",
+        "if warm: utils.save_image(generator(fixed), 'x.png')",
+        "if i % 100 == 0:\n                with torch.no_grad(): utils.save_image(generator(fixed), 'x.png')",
+    ],
+)
+def test_every_few_iterations_may_also_be_a_step_of_training(report, sampling):
+    assert ("OOM201", 11) not in report(SAMPLED.format(sampling=sampling))
