@@ -106,6 +106,10 @@ class Iteration:
             known.model_calls = ModelCalls(known.roots(), device_type, dtype)
         self._model_calls = known.model_calls
 
+    def precision(self) -> str:
+        """What its models compute in, for a log."""
+        return "fp32" if self._model_calls is None else f"{self._model_calls.dtype_name} autocast"
+
     def failed_in_half(self) -> bool:
         """Whether autocast may be to blame for a failure: it was used, in a forward."""
         return self._model_calls is not None and self._in_forward and not self.known.fp32

@@ -66,6 +66,8 @@ class Ladder:
             climber.take_what_is_on(iteration)
         climber.take_what_others_took(iteration)
         climber.surround(iteration)
+        if iteration.known.calls == 1:
+            climber.say_what_is_on(iteration)
 
     def climb(self, iteration: Iteration) -> bool:
         """Take the next rung for a call that ran out of memory and was put back; False where none is left."""
@@ -114,6 +116,7 @@ class _Climber:
         self.taken: list[_Taken] = []
         self._climbed = False
         self._rows = 0
+        self._split_since = 0
 
     def take_what_is_on(self, iteration: Iteration) -> None:
         """Take what the preset has "on", except checkpointing, which `prepare` puts on models."""
@@ -128,6 +131,18 @@ class _Climber:
         on = self._preset.checkpointing == "on"
         because = f"preset {self._preset.name} has it on" if on else "another forward of the model needed it"
         self.taken.append(_Taken(Checkpointing(self._models), iteration.known.calls, because))
+
+    def say_what_is_on(self, iteration: Iteration) -> None:
+        """One line about what the forward begins with, and what is left for when memory asks for it."""
+        known = iteration.known
+        later = ["micro-batches"] if self._preset.split != "never" and self._preset.micro_batches == "auto" else []
+        taken = {type(taken.rung) for taken in self.taken}
+        later += [rung.title for rung in self._left if type(rung) not in taken]
+        begins = iteration.precision() + "".join(f", {begun.rung.told(known)}" for begun in self.taken)
+        _log.info(
+            f"{known.name}: preset {self._preset.name} begins with {begins}; "
+            f"when memory asks for it: {', '.join(later) or 'nothing'}."
+        )
 
     def take_next(self, iteration: Iteration) -> bool:
         """Take the first rung that has something to offer."""
@@ -158,9 +173,9 @@ class _Climber:
 
     def finish(self, iteration: Iteration, parts: int, reason: str | None) -> None:
         """Say what this call took, in one line, and leave what was of no use."""
-        if not self.taken:
-            return
         self._rows = math.ceil(iteration.batch.size / parts)
+        if parts > 1 and not self._split_since:
+            self._split_since = iteration.known.calls
         if not self._climbed:
             return
         self._climbed = False
@@ -175,12 +190,12 @@ class _Climber:
 
     def reports(self, known: Known) -> Iterator[TechniqueReport]:
         """What is on."""
+        name = short_name(known)
+        if self._split_since:
+            asked = self._preset.micro_batches
+            because = "whole batches ran out of memory" if asked == "auto" else f"micro_batches={asked} was asked for"
+            yield TechniqueReport("micro-batches", name, f"training call {self._split_since}", because)
         for taken in self.taken:
-            yield TechniqueReport(
-                taken.rung.told(known),
-                short_name(known),
-                taken.since,
-                taken.because,
-                taken.rung.saved_bytes(known, self._rows),
-                taken.rung.measured,
-            )
+            rung, since = taken.rung, f"training call {taken.since}"
+            saved_bytes = rung.saved_bytes(known, self._rows)
+            yield TechniqueReport(rung.told(known), name, since, taken.because, saved_bytes, rung.measured)

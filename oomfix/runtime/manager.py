@@ -25,7 +25,7 @@ from oomfix.runtime.model_call import PreciseCalls
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.optimizers import check_optimizer, check_schedulers, parameters_of
 from oomfix.runtime.outputs import detached
-from oomfix.runtime.report import Report, forward_reports
+from oomfix.runtime.report import Report, TechniqueReport, forward_reports
 from oomfix.runtime.splitter import Splitter
 from oomfix.runtime.step_memory import make_step_fit
 from oomfix.runtime.stepping import check_norm, clip_and_step
@@ -59,6 +59,7 @@ class MemoryManager:
         self._steps = 0
         self._janitor = CacheJanitor()
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lean_steps: list[TechniqueReport] = []
 
     def __copy__(self) -> "MemoryManager":
         return self
@@ -224,7 +225,8 @@ class MemoryManager:
         self._complete(optimizer)
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
-            make_step_fit(optimizer, self.preset)
+            if (done := make_step_fit(optimizer, self.preset)) is not None:
+                self._lean_steps.append(done)
         clip_and_step(optimizer, self.scaler, clip_norm, self.preset.clip_norm, schedulers)
         if zero_grad:
             optimizer.zero_grad()
@@ -324,7 +326,7 @@ class MemoryManager:
             loss_scale=None if scaler is None else scaler.get_scale(),
             retries=self._splitter.retries,
             windows=self._window.count,
-            techniques=self._ladder.reports(),
+            techniques=(*self._ladder.reports(), *self._lean_steps),
         )
 
     # -- loops that cannot be split -------------------------------------------------------------------------

@@ -69,6 +69,11 @@ class ModelCalls:
         self._depth = 0
         self._autocast: torch.autocast | None = None
 
+    @property
+    def dtype_name(self) -> str:
+        """ "bf16" or "fp16"."""
+        return "bf16" if self._dtype == torch.bfloat16 else "fp16"
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context around one run of the forward."""

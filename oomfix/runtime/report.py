@@ -67,29 +67,29 @@ class ForwardReport:
 
 @dataclass(frozen=True)
 class TechniqueReport:
-    """A technique that is on for one forward.
+    """A technique that is on.
 
     Attributes:
-        name: what is on, as "checkpointing 12 blocks".
-        forward: the forward's name.
-        since: the number of its training call that was the first with it.
+        name: the technique, as "checkpointing 12 blocks".
+        of: the forward or the optimizer that it is on for.
+        since: when it began, as "training call 3" (of its forward) or "step 1".
         because: why it is on.
-        saved_bytes: what it saves in a call, for the micro-batches of the last; None: not known.
-        measured: what that is, and how it is known.
+        saved_bytes: what it saves in a call, for the micro-batches of the last; None: not measured.
+        measured: what that is, and how it is known; "" where it is not.
     """
 
     name: str
-    forward: str
-    since: int
+    of: str
+    since: str
     because: str
-    saved_bytes: int | None
-    measured: str
+    saved_bytes: int | None = None
+    measured: str = ""
 
     def __str__(self) -> str:
-        saved = "what it saves was not measured"
+        saved = "what it saves is not measured"
         if self.saved_bytes is not None:
             saved = f"saves {_bytes(self.saved_bytes)} ({self.measured})"
-        return f"{self.forward}: {self.name} since training call {self.since}, because {self.because}; {saved}"
+        return f"{self.of}: {self.name} since {self.since}, because {self.because}; {saved}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Report:
     Attributes:
         preset: name of the preset.
         forwards: what became of each forward.
-        techniques: what is on besides splitting, which `forwards` tells of.
+        techniques: what is on, since when, why, and what it saves.
         steps: optimizer steps, those left out included.
         skipped_steps: steps left out because fp16 gradients overflowed.
         loss_scale: what losses are multiplied by in fp16; None: precision is another.

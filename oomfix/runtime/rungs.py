@@ -18,10 +18,12 @@ class Rung(Protocol):
 
     Attributes:
         field: the field of `Preset` that says when to use it.
+        title: what to call it.
         measured: what `saved_bytes` is, and how it is known.
     """
 
     field: str
+    title: str
     measured: str
 
     @staticmethod
@@ -50,6 +52,7 @@ class ChunkedLoss:
     """Cross entropies of large logits, a few rows at a time."""
 
     field = "chunked_loss"
+    title = "cross entropy in chunks"
     measured = "at least: a copy of the logits in backward"
 
     @staticmethod
@@ -72,7 +75,7 @@ class ChunkedLoss:
 
     def told(self, known: Known) -> str:
         """As `Rung.told`."""
-        return "cross entropy in chunks"
+        return self.title
 
     def saved_bytes(self, known: Known, rows: int) -> int | None:
         """As `Rung.saved_bytes`: the largest loss so far; 0 where none was large enough."""
@@ -83,6 +86,7 @@ class Checkpointing:
     """Activation checkpointing of the models that a forward runs."""
 
     field = "checkpointing"
+    title = "checkpointing"
     measured = f"kept for backward, measured on {ROWS} samples"
 
     @staticmethod
@@ -105,7 +109,7 @@ class Checkpointing:
     def told(self, known: Known) -> str:
         """As `Rung.told`."""
         blocks = self._models.blocks(known)
-        return f"checkpointing {blocks} block{'s' if blocks != 1 else ''}"
+        return f"{self.title} {blocks} block{'s' if blocks != 1 else ''}"
 
     def saved_bytes(self, known: Known, rows: int) -> int | None:
         """As `Rung.saved_bytes`: None where the forward failed on so few samples."""
@@ -116,6 +120,7 @@ class Offloading:
     """Activations in host memory."""
 
     field = "offloading"
+    title = "activations in host memory"
     measured = "moved to the host by one micro-batch"
 
     @staticmethod
@@ -138,7 +143,7 @@ class Offloading:
 
     def told(self, known: Known) -> str:
         """As `Rung.told`."""
-        return "activations in host memory"
+        return self.title
 
     def saved_bytes(self, known: Known, rows: int) -> int | None:
         """As `Rung.saved_bytes`: the most that one forward moved."""

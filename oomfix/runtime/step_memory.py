@@ -12,6 +12,7 @@ import torch
 from oomfix.presets import Preset
 from oomfix.runtime.optimizer_choice import use_lean_step
 from oomfix.runtime.optimizers import innermost
+from oomfix.runtime.report import TechniqueReport
 
 _log = logging.getLogger("oomfix")
 _GIB = 2**30
@@ -22,7 +23,7 @@ _STATE = 2
 _TEMPORARIES = 2
 
 
-def make_step_fit(optimizer: Any, preset: Preset) -> None:
+def make_step_fit(optimizer: Any, preset: Preset) -> TechniqueReport | None:
     """Give `optimizer` a form of its step without copies of all parameters, where the preset asks for it.
 
     "if-needed" does so where state and temporaries would be more than what the budget leaves on a GPU. An optimizer
@@ -31,26 +32,34 @@ def make_step_fit(optimizer: Any, preset: Preset) -> None:
     Args:
         optimizer: has gradients, and has not stepped yet.
         preset: with `lean_step` and the budget.
+
+    Returns:
+        What was done and why, for a report; None: nothing.
     """
     inner = innermost(optimizer)
     if preset.lean_step == "off" or not isinstance(inner, torch.optim.Optimizer):
-        return
+        return None
     if any(group.get("foreach") is not None or group.get("fused") is not None for group in inner.param_groups):
-        return
+        return None
     if preset.lean_step == "on":
-        use_lean_step(inner)
-        return
+        return _lean(inner, f"preset {preset.name} has it on")
     for device, wanted in _step_bytes(inner).items():
         left = bytes_left(device, preset)
         if left is None or wanted <= left:
             continue
-        form = use_lean_step(inner)
-        if form != "as it was":
-            _log.warning(
-                f"{type(inner).__name__}: its first step needs about {wanted / _GIB:.2f} GiB and {left / _GIB:.2f} GiB "
-                f"are left; it steps {'fused' if form == 'fused' else 'one parameter at a time'} instead."
-            )
-        return
+        done = _lean(inner, f"its first step needs about {wanted / _GIB:.2f} GiB and {left / _GIB:.2f} GiB are left")
+        if done is not None:
+            _log.warning(f"{done.of}: {done.because}; it goes on with a {done.name}.")
+        return done
+    return None
+
+
+def _lean(optimizer: torch.optim.Optimizer, because: str) -> TechniqueReport | None:
+    form = use_lean_step(optimizer)
+    if form == "as it was":
+        return None
+    name = "fused step" if form == "fused" else "step of one parameter at a time"
+    return TechniqueReport(name, type(optimizer).__name__, "its first step", because)
 
 
 def bytes_left(device: torch.device, preset: Preset) -> int | None:

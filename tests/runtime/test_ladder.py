@@ -173,7 +173,7 @@ def test_a_single_sample_climbs_and_larger_micro_batches_are_tried_again(card):
     for _ in range(4):
         sizes.clear()
         memory.forward_backward(forward, x, y)
-    assert [technique.name for technique in memory.report().techniques] == [BLOCKS]
+    assert [technique.name for technique in memory.report().techniques] == ["micro-batches", BLOCKS]
     assert max(sizes) == 8
 
 
@@ -270,3 +270,16 @@ def test_the_report_says_since_when_and_why(card, batch):
     line = str(memory.report()).splitlines()[-1]
     assert line.startswith(f"  Failing: {HOST} since training call 2, because the call ran out of memory; saves ")
     assert line.endswith("MiB (moved to the host by one micro-batch)")
+
+
+def test_one_line_says_what_a_forward_begins_with_and_what_is_left(card, batch, caplog):
+    caplog.set_level("INFO", "oomfix")
+    memory = runtime.preset("16gb", checkpointing="on", precision="bf16")
+    model = memory.prepare(Net().double())
+    forward = Failing(model, 0)
+    for _ in range(2):
+        memory.forward_backward(forward, *batch)
+    assert caplog.messages == [
+        f"Failing: preset 16gb begins with bf16 autocast, {BLOCKS}; when memory asks for it: micro-batches, "
+        f"{CHUNKS}, {HOST}."
+    ]

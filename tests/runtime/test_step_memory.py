@@ -89,10 +89,13 @@ def test_a_preset_that_says_off_leaves_every_optimizer_alone(model, monkeypatch,
     assert form(optimizer) == [(None, False)]
 
 
-def test_on_means_from_the_first_step(model):
-    optimizer = adamw(model)
-    step(runtime.preset("16gb", lean_step="on"), model, optimizer)
+def test_on_means_from_the_first_step_and_is_reported(model):
+    memory, optimizer = runtime.preset("16gb", lean_step="on"), adamw(model)
+    step(memory, model, optimizer)
     assert form(optimizer)[0][0] is False
+    assert str(memory.report().techniques[-1]) == (
+        "AdamW: fused step since its first step, because preset 16gb has it on; what it saves is not measured"
+    )
 
 
 def test_an_optimizer_inside_a_wrapper_is_found(model, monkeypatch):
