@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oomfix.runtime.batch import Batch, Place
 from oomfix.runtime.distributed import ranks_of
+from oomfix.runtime.identity import Numbers, identity
 from oomfix.runtime.kept_state import KeptState
 from oomfix.runtime.precision import ModelCalls, device_type_of
-from oomfix.runtime.referenced import code_of, generators_in, identity, reachable_modules
+from oomfix.runtime.referenced import code_of, generators_in, reachable_modules
 from oomfix.runtime.running_statistics import iterates_power, uses_batch_statistics
 from oomfix.runtime.sizing import Sizing
 from oomfix.runtime.verdict import Verdict
@@ -68,6 +69,11 @@ class Known:
         self._cut_before: dict[Place, bool] = {}
         self._whole_places: frozenset[Place] = frozenset()
         self._first_version: int | None = None
+        self._numbers: Numbers = ()
+        self._moving: frozenset[int] = frozenset()
+        self._number_moved = False
+        self._checks_for_numbers = 0
+        self._modes: list[bool] = []
 
     @property
     def alive(self) -> bool:
@@ -170,6 +176,31 @@ class Known:
         inside = [p for module in self.modules() for p in module._parameters.values() if p is not None]
         self._others = [weakref.ref(parameter) for parameter in (*inside, *loose) if id(parameter) not in known]
 
+    def notice_numbers(self, numbers: Numbers) -> None:
+        """Learn which of the numbers that the forward reads have changed, before a call.
+
+        One that changes again and again is a counter, or follows a schedule. One that stood still until now may turn
+        on a term of the loss, so the forward is checked as if it were new, in one of sixteen calls at most.
+        """
+        before, self._numbers = self._numbers, numbers
+        moving: frozenset[int] = frozenset()
+        if numbers != before and len(numbers) == len(before):
+            pairs = zip(before, numbers, strict=True)
+            moving = frozenset(index for index, (old, new) in enumerate(pairs) if old != new)
+            self._number_moved = self._number_moved or not moving <= self._moving
+        self._moving = moving
+        if self._number_moved and self.verdict is not None and self._checks_for_numbers * 16 <= self.calls:
+            self._checks_for_numbers += self.calls + 1 < self._check_again_at
+            self._number_moved = False
+            self.verdict = None
+
+    def notice_modes(self) -> None:
+        """Forget the verdict if a module has another mode than at the last check: layers frozen, or in training."""
+        modes = [module.training for module in self.modules()]
+        if self.verdict is not None and modes != self._modes:
+            self.verdict = None
+        self._modes = modes
+
     def notice_steps(self) -> None:
         """Learn from the version of a parameter whether an optimizer has stepped since the first call."""
         first = next(self.reached(), None)
@@ -215,7 +246,8 @@ class KnownForwards:
 
     def about(self, forward: Callable[..., Any], trains: bool, batch: Batch, prepared: Iterable[nn.Module]) -> Known:
         """What is known about `forward` with this batch: nothing if it, a model or a flag of it is new."""
-        key = (trains, identity(forward, batch.args, batch.kwargs))
+        what, numbers = identity(forward, batch.args, batch.kwargs)
+        key = (trains, what)
         known = self._known.get(key)
         if known is None or not known.alive:
             self._known = {key: known for key, known in self._known.items() if known.alive}
@@ -223,6 +255,7 @@ class KnownForwards:
             reachable = reachable_modules(forward, (batch.args, batch.kwargs))
             roots = list(dict.fromkeys([*reachable, *prepared]))
             known = self._known[key] = Known(forward, roots, self._first_parts)
+        known.notice_numbers(numbers)
         return known
 
     def __iter__(self) -> Iterator[Known]:

@@ -1,9 +1,9 @@
-"""Which models a forward runs: found by reading what its code refers to, without running it."""
+"""What a forward refers to (models, generators, state), found by reading its code, without running it."""
 
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from oomfix.runtime.trees import tensors
 from oomfix.runtime.variables import Variables, assigned_outside
 
 _DEPTH = 3  # a helper's helper, or the attribute of an object in a list
-_MOST_ENTRIES = 64  # of a container: longer ones hold data, not models or flags
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+MOST_ENTRIES = 64  # of a container: longer ones hold data, not models or flags
 
 
 def code_of(forward: Callable[..., Any]) -> Any:
@@ -27,125 +28,33 @@ def code_of(forward: Callable[..., Any]) -> Any:
     return type(forward) if function is None else function.__code__
 
 
-def identity(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells `forward`, called with these arguments, from other forwards: equal where what is known applies.
-
-    The code, the models, functions, criteria and flags that it is bound to (closure, defaults, arguments of a
-    partial), and the flags and models among its arguments. A function that a loop defines anew from the same
-    things stays the same. This is called for every batch, so it is written for speed.
-    """
-    found: list[Any] = [code_of(forward)]
-    for name, value in _references(forward):
-        _identify(name, value, 2, found)
-    for place, argument in enumerate(args):
-        if type(argument) is not torch.Tensor:
-            _identify(place, argument, 1, found)
-    for argument_name, argument in kwargs.items():
-        _identify(argument_name, argument, 1, found)
-    return tuple(found)
-
-
-class _Kind(Enum):
-    """What tells two values of a type apart."""
-
-    NOTHING = auto()
-    FLAG = auto()
-    MODULE = auto()
-    FUNCTION = auto()
-    CONTAINER = auto()
-    OBJECT = auto()
-
-
-_kinds: dict[type, _Kind] = {}
-
-
-def _kind_of(type_: type) -> _Kind:
-    kind = _kinds.get(type_)
-    if kind is None:
-        kind = _kinds[type_] = _judge_type(type_)
-    return kind
-
-
-def _judge_type(type_: type) -> _Kind:
-    if issubclass(type_, torch.Tensor | types.ModuleType | type | int | float) and not issubclass(type_, bool | Enum):
-        return _Kind.NOTHING
-    if issubclass(type_, bool | str | torch.dtype | types.NoneType | Enum):
-        return _Kind.FLAG
-    if issubclass(type_, nn.Module):
-        return _Kind.MODULE
-    if issubclass(type_, types.FunctionType | types.MethodType | functools.partial):
-        return _Kind.FUNCTION
-    if issubclass(type_, list | tuple | dict):
-        return _Kind.CONTAINER
-    return _Kind.OBJECT
-
-
-def _identify(name: Any, value: Any, depth: int, found: list[Any]) -> None:
-    """Append to `found` what tells `value` from others under the same name."""
-    kind = _kind_of(type(value))
-    if kind is _Kind.NOTHING:
-        return
-    if kind is _Kind.FLAG:
-        found.append((name, value))
-    elif kind is _Kind.MODULE:
-        # a criterion may be made anew in each iteration
-        is_model = value._parameters or value._modules
-        found.append((name, id(value) if is_model else type(value), *_settings(value)))
-    elif kind is _Kind.FUNCTION:
-        found.append((name, code_of(value)))
-        if depth and not _of_torch(value):
-            for inner, bound in _references(value):
-                _identify((name, inner), bound, depth - 1, found)
-    elif kind is _Kind.CONTAINER:
-        if depth and len(value) <= _MOST_ENTRIES:
-            of_names = isinstance(value, dict)
-            for key, entry in value.items() if of_names else enumerate(value):
-                # texts in a container are samples rather than flags
-                if of_names or isinstance(entry, nn.Module | bool | types.FunctionType):
-                    _identify((name, key), entry, depth - 1, found)
-    elif name == "self" or depth:
-        attributes = getattr(value, "__dict__", {})
-        if len(attributes) <= _MOST_ENTRIES or name == "self":
-            found.append((name, type(value), *_settings(value)))
-            for attribute, entry in attributes.items():
-                if isinstance(entry, nn.Module | list | tuple | dict):
-                    _identify((name, attribute), entry, depth - 1, found)
-
-
-def _settings(value: Any) -> Iterator[Any]:
-    """Flags and functions among the attributes of `value`; numbers may be schedules, which change at every call."""
-    for name, entry in getattr(value, "__dict__", {}).items():
-        kind = _kind_of(type(entry))
-        if kind is _Kind.FLAG:
-            yield name, entry
-        elif kind is _Kind.FUNCTION:
-            yield name, code_of(entry)
-
-
 def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> list[Any]:
     """Random number generators of the program's own that `forward` refers to, or its modules hold."""
-    values = [value for _, value in _references(forward)]
+    values = [value for _, value in references(forward)]
     values += [value for module in modules for value in vars(module).values()]
     return list({id(value): value for value in values if is_generator(value)}.values())
 
 
 def state_of(forward: Callable[..., Any]) -> list[Any]:
     """Where `forward` may keep state, its modules apart: objects that it refers to, and variables that it assigns."""
-    found = {id(value): value for _, value in _references(forward) if _kind_of(type(value)) is _Kind.OBJECT}
-    objects = [value for value in found.values() if 0 < len(getattr(value, "__dict__", {})) <= _MOST_ENTRIES]
-    helpers = [
-        value for _, value in _references(forward) if _kind_of(type(value)) is _Kind.FUNCTION and not _of_torch(value)
-    ]
+    values = {id(value): value for _, value in references(forward)}.values()
+    objects = [value for value in values if _is_object(value) and 0 < len(vars(value)) <= MOST_ENTRIES]
+    helpers = [value for value in values if isinstance(value, _FUNCTIONS) and not is_of_torch(value)]
     functions = [function for helper in (forward, *helpers) if (function := _function_of(helper)) is not None]
     variables = [Variables(function) for function in functions if any(assigned_outside(function.__code__))]
     return [*objects, *variables]
 
 
+def _is_object(value: Any) -> bool:
+    """Whether `value` is an object of the program's own, rather than data, code or a module."""
+    others = (torch.Tensor, nn.Module, types.ModuleType, type, str, int, float, list, tuple, dict, Enum, *_FUNCTIONS)
+    return hasattr(value, "__dict__") and not isinstance(value, others)
+
+
 def graph_in(forward: Callable[..., Any]) -> str | None:
     """The name of a tensor made outside of `forward` that it refers to and that has a graph, if there is one."""
-    for name, value in _references(forward):
-        kind = _kind_of(type(value))
-        if isinstance(value, torch.Tensor) or (kind is _Kind.CONTAINER and len(value) <= _MOST_ENTRIES):
+    for name, value in references(forward):
+        if isinstance(value, torch.Tensor) or (isinstance(value, list | tuple | dict) and len(value) <= MOST_ENTRIES):
             if any(tensor.grad_fn is not None for tensor in tensors(value)):
                 return name
     return None
@@ -178,7 +87,8 @@ def _reachable(forward: Callable[..., Any], arguments: Any) -> Iterator[Any]:
         layer = following
 
 
-def _of_torch(function: Any) -> bool:
+def is_of_torch(function: Any) -> bool:
+    """Whether `function` is one of torch's own."""
     return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
 
 
@@ -207,7 +117,8 @@ def _function_of(forward: Any) -> types.FunctionType | None:
     return None
 
 
-def _references(forward: Any) -> Iterator[tuple[str, Any]]:
+def references(forward: Any) -> Iterator[tuple[str, Any]]:
+    """Everything that `forward` is bound or refers to, under its name: owner, arguments, closure, globals, defaults."""
     if isinstance(forward, nn.Module):
         yield "forward", forward
         return
@@ -228,29 +139,29 @@ def _references(forward: Any) -> Iterator[tuple[str, Any]]:
         except ValueError:
             continue  # a name that is not bound yet
     names = function.__globals__
-    for name in _names_in(code):
+    for name in names_in(code):
         if name in names:
             yield name, names[name]
     for default in function.__defaults__ or ():
         yield "default", default
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Global names and attributes in `code`, and in the lambdas and comprehensions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
 
 
 def _inside(value: Any) -> list[Any]:
     """What to look at next: a helper of this program, or an object that holds models."""
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        return [] if _of_torch(value) else [found for _, found in _references(value)]
+    if isinstance(value, _FUNCTIONS):
+        return [] if is_of_torch(value) else [found for _, found in references(value)]
     if isinstance(value, dict):
-        return list(value.values()) if len(value) <= _MOST_ENTRIES else []
+        return list(value.values()) if len(value) <= MOST_ENTRIES else []
     if isinstance(value, list | tuple):
-        return list(value) if len(value) <= _MOST_ENTRIES else []
+        return list(value) if len(value) <= MOST_ENTRIES else []
     if isinstance(value, type | types.ModuleType | str | bytes | int | float | type(None)):
         return []
     return list(getattr(value, "__dict__", {}).values())

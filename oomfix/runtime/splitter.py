@@ -192,6 +192,7 @@ class Splitter:
     def _check(self, iteration: Iteration, parts: int) -> None:
         known, batch = iteration.known, iteration.batch
         known.keep_whole(batch)
+        known.notice_modes()
         alone = batch.size < 2 and not iteration.in_window
         if alone or self.preset.split == "never" or not known.check_is_due(batch.size):
             return

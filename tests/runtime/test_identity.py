@@ -115,9 +115,81 @@ def function_of_a_criterion(model):
     return lambda late: (forward, (criteria[late],))
 
 
+def namespace_of_the_trainer(model):
+    class Reading(Trainer):
+        def loss(self, x, y):
+            return (coupled if self.settings.coupled else independent)(self.model(x), y)
+
+    trainer = Reading(model, independent)
+    trainer.settings = argparse.Namespace(coupled=False)
+
+    def turn(late):
+        trainer.settings.coupled = late
+        return trainer.loss, ()
+
+    return turn
+
+
+def number_of_an_epoch(model):
+    epoch = 0
+
+    def forward(x, y):
+        return (coupled if epoch else independent)(model(x), y)
+
+    def turn(late):
+        nonlocal epoch
+        epoch = int(late)
+        return forward, ()
+
+    return turn
+
+
+def weight_in_the_trainer(model):
+    class Weighted(Trainer):
+        weight = 0.0
+
+        def loss(self, x, y):
+            return self.both(self.model(x), y)
+
+        def both(self, output, y):
+            return independent(output, y) + self.weight * coupled(output, y)
+
+    trainer = Weighted(model, independent)
+
+    def turn(late):
+        trainer.weight = 0.5 * late
+        return trainer.loss, ()
+
+    return turn
+
+
+def number_beside_a_counter(model):
+    state = argparse.Namespace(step=0, stage=1)
+
+    def forward(x, y, step, stage):
+        return (coupled if stage > 1 else independent)(model(x), y) * (1 + 0 * step)
+
+    def turn(late):
+        state.step += 1
+        return forward, (state.step, 1 + late)
+
+    return turn
+
+
+def mode_of_a_layer(model):
+    inner = nn.Sequential(model)
+
+    def turn(late):
+        inner[0].train(late)
+        return (lambda x, y: independent(inner(x), y)), ()
+
+    return turn
+
+
 CHANGES = [
     another_trainer, flag_of_the_trainer, flag_of_the_model, mode_of_the_model, namespace, member_of_an_enumeration,
-    function_of_a_criterion,
+    function_of_a_criterion, namespace_of_the_trainer, number_of_an_epoch, weight_in_the_trainer,
+    number_beside_a_counter, mode_of_a_layer,
 ]  # fmt: skip
 
 
@@ -146,3 +218,19 @@ def test_a_number_that_follows_a_schedule_does_not_make_a_forward_new():
         criterion.scale = 0.1 * call
         memory.forward_backward(forward, X, Y)
     assert set(checks) == {1, 2, 4, 8}
+
+
+def test_a_number_that_moves_now_and_then_has_the_forward_checked_in_one_call_of_sixteen_at_most():
+    model, checks = Centred().double().eval(), set()
+    state = argparse.Namespace(windows=0)
+
+    def forward(x, y, windows):
+        if not torch.is_grad_enabled():
+            checks.add(call)
+        return independent(model(x), y) * (1 + windows)
+
+    memory = runtime.preset("16gb", micro_batches=4)
+    for call in range(1, 65):
+        state.windows += call % 4 == 0
+        memory.forward_backward(forward, X, Y, state.windows)
+    assert len(checks - {1, 2, 4, 8, 16, 32, 64}) <= 5
