@@ -56,6 +56,7 @@ class Lift:
         deletes: names to take out of a `del`, since they no longer exist where it stands.
         own: names bound only on some ways through the slice, and read on the same ones.
         all_names_are_read: something reads names of the scope that it does not write down.
+        state: what the slice leaves behind in objects, which the runtime can put back.
         rescaled: `loss = loss / k` at the end of the slice, done again behind what reads the loss before it.
     """
 
@@ -72,3 +73,4 @@ class Lift:
     own: set[str] = field(default_factory=set)
     rescaled: list[ast.stmt] = field(default_factory=list)
     all_names_are_read: bool = False
+    state: str | None = None

@@ -56,6 +56,7 @@ def lift_backwards(script: Script, order: list[tuple[Verdict, bool]], manager: s
             owner.reason = _among_several(str(reason), [call.lineno for _, call in group])
         else:
             owner.form, owner.reason = "micro-batched", None
+            owner.state = lifter.state
     return edits
 
 
@@ -66,7 +67,11 @@ def _among_several(reason: str, lines: list[int]) -> str:
 
 
 class _Lifter:
-    """Lifts slices out of a text whose backwards are the manager's."""
+    """Lifts slices out of a text whose backwards are the manager's.
+
+    Attributes:
+        state: what the slices that were lifted last leave behind in objects.
+    """
 
     def __init__(self, script: Script, manager: str) -> None:
         source = script.source
@@ -76,6 +81,7 @@ class _Lifter:
         self._slicer = Slicer(source.tree, Helpers(source.tree), self._forwards)
         self._function = Names(source.tree).free("forward", "forward_batch")
         self._lifting = Lifting(Layout(source), manager)
+        self.state: str | None = None
 
     def _only_resets(self, forward: Forward) -> bool:
         """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""
@@ -99,6 +105,9 @@ class _Lifter:
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
+        self.state = next((lift.state for lift in lifts if lift.state is not None), None)
+        if self.state is not None and len(lifts) > 1:
+            raise CannotLift(f"{self.state}, which another loss may go through")
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
         return edits

@@ -187,6 +187,8 @@ class LoopRewriter:
             if verdict.form != "none" and verdict.sees_scale is not None:
                 said = f"{_SAID[scaling]}: {self._begun.with_lines_before(verdict.sees_scale)}"
                 verdict.notes.append(said)
+            if verdict.form == "micro-batched" and verdict.state is not None:
+                verdict.notes.append(f"{verdict.state}: batches run whole, and again in less memory where it runs out")
             if verdict.reason is not None and not (verdict.form == "in-place" and verdict.liftable):
                 verdict.reason = self._begun.with_lines_before(verdict.reason)
 

@@ -44,6 +44,7 @@ class Verdict:
         kept_steps: those that stay as they are.
         sees_scale: why its gradients must not be scaled by the manager, or None.
         scaled: whether the script scales its loss.
+        state: what a lifted slice leaves behind in objects, None where nothing is seen.
         notes: what else the summary has to say.
     """
 
@@ -55,6 +56,7 @@ class Verdict:
     steps: list[Step] = field(default_factory=list)
     kept_steps: list[Step] = field(default_factory=list)
     sees_scale: str | None = None
+    state: str | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

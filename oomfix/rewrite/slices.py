@@ -148,8 +148,16 @@ class Slicer:
         declared = _declared_names(lift.site.scope)
         if shared := names_bound(statement) & declared:
             raise CannotLift(f"line {line} writes {sorted(shared)[0]}, which belongs to a scope around it")
-        if (found := self._helpers.lasting_effect(statement)) is not None:
-            raise CannotLift(f"{found}, and would do so for every part of a batch")
+        self._check_effect(statement, lift)
+
+    def _check_effect(self, node: ast.AST, lift: Lift) -> None:
+        """What is left behind in attributes, the runtime sees, and runs such batches whole."""
+        effect = self._helpers.lasting_effect(node)
+        if effect is None:
+            return
+        if not effect.may_be_put_back:
+            raise CannotLift(f"{effect.told}, and would do so for every part of a batch")
+        lift.state = effect.told
 
     def _check_frame_readers(self, lift: Lift) -> bool:
         """Whether the scope reads names that it does not write down: `locals()["loss"]`."""
@@ -176,8 +184,8 @@ class Slicer:
             for path in changed_paths(statement):
                 if path.split(".")[0] not in made:
                     raise CannotLift(f"line {statement.lineno} changes {path}, which was made outside of the slice")
-        if self._runs_forward(lift.site.root) and (found := self._helpers.lasting_effect(lift.site.root)):
-            raise CannotLift(f"{found}, and would do so for every part of a batch")
+        if self._runs_forward(lift.site.root):
+            self._check_effect(lift.site.root, lift)
 
     def _check_branch(self, lift: Lift) -> None:
         """Whether the `if` around a backward may be asked before the loss is known, and leaves it as it is."""
@@ -204,6 +212,8 @@ class Slicer:
             statement = block[index]
             if effects.is_zero_grad(statement):
                 lift.before.append(statement)
+            elif index < first_forward and lift.state is not None:
+                raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
             elif index < first_forward:
                 self._check_passing(statement, [block[other] for other in chosen if other < index])
                 lift.before.append(statement)

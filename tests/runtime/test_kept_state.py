@@ -25,6 +25,7 @@ class Stateful(nn.Module):
         self.student, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
         self.register_buffer("queue", torch.zeros(4))
         self.seen, self.names = 0, []
+        self.history = {"seen": [], "weights": [0.0, {}]}
         self.generator = torch.Generator().manual_seed(3)
         self.dice = random.Random(5)
         self.numpy = np.random.default_rng(7)
@@ -32,6 +33,7 @@ class Stateful(nn.Module):
     def forward(self, x):
         self.seen += 1
         self.names.append(self.seen)
+        self.history["seen"].append(self.seen)
         self.last = self.student(x).detach()
         self.queue = self.queue + self.last.mean(0)
         with torch.no_grad():
@@ -42,7 +44,7 @@ class Stateful(nn.Module):
     def state(self):
         draws = [torch.randn(1, generator=self.generator), self.dice.random(), self.numpy.random()]
         rest = [self.seen, self.names, self.last, self.queue]
-        return [*self.blocks.state_dict().values(), self.teacher.weight, *rest, *draws]
+        return [self.history["seen"], *self.blocks.state_dict().values(), self.teacher.weight, *rest, *draws]
 
 
 def train(fails_at=None, calls=4):

@@ -1,0 +1,98 @@
+"""Slices that leave something behind in attributes: lifted where the runtime can put it back, else left in place."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.weight, self.seen = 1.0, 0
+        self.history = {"loss": [], "size": []}
+
+    def remember(self, loss, x):
+        self.seen += 1
+        self.history["loss"].append(loss.item())
+        self.weight = sum(self.history["loss"][-3:]) / 3
+
+    def loss(self, x):
+        loss = self.layer(x).pow(2).mean()
+        self.remember(loss, x)
+        return self.weight * loss
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in torch.randn(6, 8, 4):
+    optimizer.zero_grad()
+    loss = model.loss(x)
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.10f} {model.seen} {model.history['loss'][-1]:.10f} {len(model.history['loss'])}")
+"""
+
+
+def outcome(text: str) -> tuple[str, str | None, tuple[str, ...]]:
+    (loop,) = rewritten(text).loops
+    return loop.rewrite, loop.reason, loop.notes
+
+
+def test_a_loss_that_depends_on_state_is_lifted_and_the_state_stays_what_it_was():
+    rewrite, _, notes = outcome(SCRIPT)
+    assert rewrite == "micro-batched"
+    assert [note for note in notes if note.startswith("`remember` counts in self.seen: batches run whole")]
+    # asked for parts, the runtime looks at a few rows first, which calls `remember` too
+    split = run(rewritten(SCRIPT, micro_batches=2).text)
+    assert_same_bits(run(SCRIPT), split)
+    assert split.calls_in_parts == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("self.seen += 1", "global total\n        total += 1"),
+        ("self.seen += 1", "self.meter.count += 1"),
+        ("self.seen += 1", "self.of_the_class += 1"),
+        ("self.seen += 1", "self.meter.update(loss)"),
+        ('{"loss": [], "size": []}', "Journal()"),
+    ],
+)
+def test_what_the_runtime_cannot_put_back_keeps_the_loop_in_place(before, after):
+    assert before in SCRIPT
+    rewrite, reason, _ = outcome(SCRIPT.replace(before, after))
+    assert rewrite == "in-place"
+    assert reason is not None and reason.endswith("would do so for every part of a batch")
+
+
+def test_state_of_an_object_with_many_attributes_keeps_it_in_place():
+    many = "".join(f"        self.setting_{number} = {number}\n" for number in range(60))
+    rewrite, _, _ = outcome(SCRIPT.replace("        self.history =", f"{many}        self.history ="))
+    assert rewrite == "in-place"
+
+
+def test_state_of_an_object_that_the_loop_does_not_name_keeps_it_in_place():
+    rewrite, _, _ = outcome(SCRIPT.replace("model.loss(x)", "models[0].loss(x)"))
+    assert rewrite == "in-place"
+
+
+def test_state_between_two_losses_keeps_the_loop_in_place():
+    text = textwrap.dedent("""\
+    for x in torch.randn(6, 8, 4):
+        optimizer.zero_grad()
+        loss = model.loss(x)
+        loss.backward()
+        other = model.loss(x)
+        other.backward()
+        optimizer.step()
+    """)
+    rewrite, reason, _ = outcome(SCRIPT[: SCRIPT.index("for x")] + text)
+    assert rewrite == "in-place"
+    assert reason is not None and reason.endswith("which another loss may go through")
