@@ -106,7 +106,7 @@ def _messages(text: str) -> list[tuple[int, int]]:
         match.start() for pattern in (_REQUEST, _WITHOUT_NUMBERS, _ON_THE_HOST) for match in pattern.finditer(text)
     )
     if not starts and _IN_WORDS.search(text):
-        # somebody tells of an error without quoting it: all of the text is what is known
+        # all of the text is what is known of an error that somebody tells of without quoting it
         return [(len(text), len(text))]
     ends = [*starts[1:], len(text)] if starts else []
     return [(start, min(end, start + _MESSAGE_CHARACTERS)) for start, end in zip(starts, ends, strict=True)]
@@ -127,8 +127,9 @@ def _crash(text: str, start: int, end: int) -> Crash:
     above = text[max(0, start - _CONTEXT_CHARACTERS) : start]
     traceback = above[max(0, above.rfind("Traceback (most recent call last)")) :]
     frames = tuple((file, int(line), name, code.strip()) for file, line, name, code in _FRAME.findall(traceback))
+    told = None if message else _IN_WORDS.search(text)
     return Crash(
-        line=text.count("\n", 0, start) + 1,
+        line=text.count("\n", 0, told.start() if told else start) + 1,
         message=message,
         requested=_bytes(*request.groups()) if request and request.group(1) else None,
         capacity=sizes["allowed"] or sizes["capacity"],
@@ -302,10 +303,12 @@ def _numbers(crash: Crash) -> tuple[str, ...]:
 
 
 def _preset(crash: Crash) -> str:
-    """The largest preset whose card is no larger than the one that ran out."""
+    """The largest preset whose card is no larger than the one that ran out; "auto", which reads it, if not known."""
+    if not crash.capacity:
+        return "auto"
     names = ["8gb"]
     for preset in PRESETS.values():
-        if preset.card is not None and crash.capacity and preset.card.capacity_gib * GIB <= 1.02 * crash.capacity:
+        if preset.card is not None and preset.card.capacity_gib * GIB <= 1.02 * crash.capacity:
             names.append(preset.name)
     return names[-1]
 

@@ -108,6 +108,16 @@ def test_the_advice_names_the_preset_of_the_card():
     assert any("--preset 16gb" in cure for cure in only(FEW_SHOT).cures)
 
 
+def test_a_card_of_unknown_size_is_left_to_the_preset_that_reads_it():
+    (found,) = diagnose("CUDA out of memory. Tried to allocate 600.00 MiB.")
+    assert found.cures[0] == "`oomfix apply --preset auto train.py`"
+
+
+def test_an_error_that_is_only_told_of_has_the_line_where_it_is_told():
+    (found,) = diagnose("epoch 2\ntraining crashed, out of memory\nat night\n")
+    assert (found.crash.line, found.kind) == (2, "leak")
+
+
 def test_the_write_up_that_died_at_its_second_stage_is_told_so_and_that_memory_was_fragmented():
     found = only(CAMOUFLAGE)
     assert found.kind == "stage switch" and "Stage 2" in found.evidence[0]
