@@ -1,6 +1,7 @@
 """What processes tell each other besides tensors: small whole numbers, from host to host."""
 
 import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,23 @@ class Agreement:
         everyone = len(ranks) == dist.get_world_size()
         self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not everyone)
 
-    def largest(self, numbers: list[int]) -> list[int]:
-        """The largest of what the processes give, place by place; all give as many numbers."""
+    def largest(self, numbers: list[int], limit_s: float | None = None) -> list[int]:
+        """The largest of what the processes give, place by place; all give as many numbers.
+
+        Args:
+            numbers: what this process gives.
+            limit_s: how long to wait for the others (seconds); None: as long as the program set when it began.
+
+        Raises:
+            RuntimeError: another process is gone, or did not come in time.
+        """
         together = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        if limit_s is not None:
+            # of the operation, not of the wait for it: one that nobody waits for keeps the process from ending
+            options.timeout = timedelta(seconds=limit_s)
+        self._group.allreduce([together], options).wait()
         return [int(number) for number in together.tolist()]
 
 

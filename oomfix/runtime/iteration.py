@@ -85,6 +85,7 @@ class Iteration:
         if self.trains:
             self._gradients.cover(known.reached())
             self._gradients.cover(known.holding_gradients())
+            self._gradients.cover(known.ranks.shards())
             self._gradients.cover(t for t in self.batch.tensors() if t.requires_grad and t.is_leaf)
 
     def _owners(self) -> list[Any]:
@@ -153,6 +154,9 @@ class Iteration:
                     if share and loss.requires_grad:
                         self._backward(loss, share, scaler)
                         went_backward = True
+                    elif self.known.ranks.in_step:
+                        # the mean loss of no targets is NaN; the backward is one that other processes wait in
+                        self._backward(loss.nan_to_num(), share, scaler)
                 collector.add(result, weight)
                 left.add(weight)
                 del result
@@ -177,6 +181,37 @@ class Iteration:
             self.graph_is_spent = True
             self._gradients.cover(self._border.leaves_behind())
             self._border.flow_on()
+
+    def correction(self) -> float:
+        """The factor by which gradients are off because batch or window held other amounts than its first part."""
+        return self._slot.divisor.correction() if self.trains and self._window.closed else 1.0
+
+    def expect_what_was_seen(self) -> None:
+        """Divide by what the batch holds from the beginning, when it is run again.
+
+        Raises:
+            RuntimeError: it shares a window with batches that cannot be run again.
+        """
+        if self.in_window:
+            raise RuntimeError(
+                "accumulate: the batches of this window differ in size (or in targets that count) between processes, "
+                "and FSDP2 has averaged their gradients already. Use batches of one size, drop_last=True, or one "
+                "larger batch in place of a window; forward_backward splits it as memory asks for"
+            )
+        self._divisor_before = Divisor(expected=self._slot.divisor.total)
+
+    def run_smallest(self, parts: int, scaler: torch.amp.GradScaler) -> None:
+        """Forward and backward as often as `run` would, on the fewest samples: what other processes wait for."""
+        for _ in range(parts):
+            result = self.call_smallest()
+            if self.trains:
+                scaler.scale(self.loss_of(result)).backward()  # type: ignore[no-untyped-call]
+            del result
+
+    def call_smallest(self) -> Any:
+        """Forward on the fewest samples."""
+        args, kwargs = self.batch.rows(0, min(self.known.least_rows(), self.batch.size))
+        return self._call(args, kwargs)
 
     def put_back(self) -> list[str]:
         """Leave no trace of a run that failed; returns the names of tensors whose old contents are not known."""

@@ -32,7 +32,7 @@ class Known:
         calls: how many have begun, this one included.
         verdict: the last check's, None before the first.
         sizing: the micro-batches that fit.
-        ranks: the processes that run it together with this one; None: it trains alone.
+        ranks: the processes that run it together with this one.
         state: what is put back after a failure.
         generators: random number generators of the program's own that it may draw from.
         draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
@@ -51,7 +51,7 @@ class Known:
         self.calls = 0
         self.verdict: Verdict | None = None
         self.sizing = Sizing(first_parts)
-        self.ranks = ranks_of(roots)
+        self.ranks = ranks_of(forward, roots)
         self.state = KeptState(self.modules())
         self.generators = generators_in(forward, self.modules())
         self.draws_outside_torch = False
@@ -210,6 +210,8 @@ class Known:
 
     def must_be_whole(self) -> str | None:
         """Why its batches may not be split whatever a check says, or None."""
+        if self.ranks.whole_because is not None:
+            return self.ranks.whole_because
         for module in self.modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 return f"{type(module).__name__} has a backward hook, which would see gradients of parts"

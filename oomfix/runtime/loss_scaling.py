@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState
 from oomfix.runtime import trees
 from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.optimizers import ScalerView, has_gradients, parameters_of
+from oomfix.runtime.sharding import own_part
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -238,7 +239,7 @@ def _multiply(leaves: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in (leaf.grad for leaf in leaves):
         if gradient is not None:
-            numbers = gradient._values() if gradient.is_sparse else gradient
+            numbers = gradient._values() if gradient.is_sparse else own_part(gradient)
             by_device.setdefault(numbers.device, []).append(numbers)
     with torch.no_grad():
         for device, gradients in by_device.items():

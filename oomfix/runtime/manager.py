@@ -14,7 +14,6 @@ from oomfix.runtime.accumulation import Window, windows
 from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, shown
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.cache_janitor import CacheJanitor
-from oomfix.runtime.distributed import average_waiting
 from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import KnownForwards
@@ -25,6 +24,7 @@ from oomfix.runtime.model_call import PreciseCalls
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.optimizers import check_optimizer, check_schedulers, parameters_of
 from oomfix.runtime.outputs import detached
+from oomfix.runtime.replicas import average_waiting
 from oomfix.runtime.report import Report, TechniqueReport, forward_reports
 from oomfix.runtime.splitter import Splitter
 from oomfix.runtime.step_memory import make_step_fit

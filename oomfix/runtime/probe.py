@@ -156,7 +156,8 @@ class _Kind:
         self.selects = _SELECTIONS.get(func, 0)
         self.bound = _INDEX_DRAWS.get(func)
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
-        self.writes = func._schema.is_mutable or func in _BATCH_NORMS
+        # FSDP2 puts whole parameters together in memory of its own
+        self.writes = (func._schema.is_mutable and func.namespace != "fsdp") or func in _BATCH_NORMS
         # lift_fresh calls its result a view, of a tensor that was made for it alone
         self.views = any(alias is not None for alias in aliases) and func is not _aten.lift_fresh.default
 

@@ -92,6 +92,34 @@ def is_of_torch(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
 
 
+def names_used(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> set[str]:
+    """Names of globals and attributes in the code of `forward`, of its helpers and of the forwards of `modules`.
+
+    Code of torch itself is left out, and so are methods that none of that code names.
+    """
+    found: set[str] = set()
+    seen: set[Any] = set()
+    waiting: list[tuple[Any, Any]] = [(forward, getattr(forward, "__self__", None))]
+    waiting += [(type(module).forward, module) for module in modules]
+    while waiting:
+        value, owner = waiting.pop()
+        function = _function_of(value)
+        if function is None or function.__code__ in seen or (function.__module__ or "").split(".")[0] == "torch":
+            continue
+        seen.add(function.__code__)
+        names = set(_names_in(function.__code__))
+        found |= names
+        for thing in (owner, *(bound for _, bound in _references(value))):
+            if isinstance(thing, type) and issubclass(thing, torch.autograd.Function):
+                waiting.append((thing.forward, None))
+            elif isinstance(thing, types.FunctionType | types.MethodType | functools.partial):
+                waiting.append((thing, getattr(thing, "__self__", None)))
+            elif thing is not None and not isinstance(thing, type | types.ModuleType | torch.Tensor):
+                methods = (getattr(type(thing), name, None) for name in names)
+                waiting += [(method, thing) for method in methods if isinstance(method, types.FunctionType)]
+    return found
+
+
 def _function_of(forward: Any) -> types.FunctionType | None:
     seen: set[int] = set()
     while id(forward) not in seen:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from oomfix.presets import Preset
 from oomfix.runtime import precision, sizing
 from oomfix.runtime.accumulation import Window
+from oomfix.runtime.distributed import ELSEWHERE, Outcome
 from oomfix.runtime.iteration import CannotSplit, Iteration
 from oomfix.runtime.known import Known
 from oomfix.runtime.ladder import Ladder
@@ -41,21 +43,18 @@ class Splitter:
 
     def run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
         """Run an iteration; when it does not fit, put everything back and run it in smaller pieces."""
-        ranks = iteration.known.ranks
-        if ranks is None:
-            return self._run(iteration, window, scaler)
-        with ranks.together(iteration.trains, window.is_complete_with_the_next()):
+        with iteration.known.ranks.together(iteration.trains, window.is_complete_with_the_next()):
             return self._run(iteration, window, scaler)
 
     def _run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
-        known = iteration.known
+        known, ranks = iteration.known, iteration.known.ranks
         known.calls += 1
         known.notice_steps()
         self._choose_precision(iteration)
         if iteration.trains:
             self._ladder.begin(iteration)
         iteration.join_window(window)
-        if iteration.trains and not known.steps_seen and self.preset.micro_batches == "auto":
+        if iteration.trains and not known.steps_seen and self.preset.micro_batches == "auto" and not ranks.in_step:
             iteration.room = self._room
         blamed: str | None = None
         failures = 0
@@ -65,36 +64,41 @@ class Splitter:
             while True:
                 # an exception keeps the frames that failed, and they keep their tensors: only its text leaves
                 # the `except`
-                said = None
+                said = ELSEWHERE
+                ranks.begin_try()
                 try:
                     result = iteration.run(parts, scaler)
                     iteration.complete()
-                    break
+                    outcome = Outcome.FINE
                 except CannotSplit as error:
                     known.found_out(error.verdict)
-                    why = str(error)
+                    outcome, said = Outcome.WHOLE, str(error)
                 except _MayBePrecision as error:
-                    out_of_memory = is_out_of_memory(error)
-                    if not out_of_memory and not iteration.failed_in_half():
+                    outcome = Outcome.FINER if is_out_of_memory(error) else Outcome.IN_FP32
+                    if outcome is Outcome.IN_FP32 and not iteration.failed_in_half():
                         raise
                     said = str(error).splitlines()[0] if str(error) else type(error).__name__
+                outcome = ranks.agreed(outcome, partial(iteration.run_smallest, parts, scaler))
+                if outcome is Outcome.FINE:
+                    if ranks.all_have(iteration.correction()):
+                        break
+                    # gradients are averaged already, with other weights than they should have
+                    iteration.expect_what_was_seen()
                 self._put_back(iteration)
-                if said is not None and out_of_memory and iteration.graph_is_spent:
+                if outcome is Outcome.FINER and iteration.graph_is_spent:
                     free_what_is_left(thorough=True)
                     raise DoesNotFitError(
                         f"{known.name}: out of memory in the backward of a graph made before the call, which cannot be "
                         f"tried twice; make that graph inside of the forward. torch said: {said}"
                     )
-                if said is None:
-                    parts = self._whole(known, self._reason(iteration) or why)
-                elif out_of_memory:
+                if outcome is Outcome.WHOLE:
+                    parts = self._whole(known, self._reason(iteration) or said)
+                elif outcome is Outcome.FINER:
                     failures += 1
                     free_what_is_left(thorough=failures > 2)
                     parts = self._smaller(iteration, parts, said)
-                else:
+                elif outcome is Outcome.IN_FP32:
                     known.fp32, blamed = True, said
-            if known.ranks is not None:
-                known.ranks.confirm()
         except BaseException:
             # whatever ended it, Ctrl-C in a notebook too: gradients and windows are left as they were before the call
             known.fp32 = known.fp32 and blamed is None
@@ -139,6 +143,7 @@ class Splitter:
             parts = 1
         if known.sizing.splits:
             parts = max(parts, known.sizing.parts(iteration.batch.size, known.least_rows()))
+        parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())
         return self._allowed(iteration, parts) if parts > 1 else 1
 
     def _smaller(self, iteration: Iteration, parts: int, said: str) -> int:
@@ -150,7 +155,10 @@ class Splitter:
         following = None
         if reason is None:
             following = known.sizing.failed(iteration.batch.size, parts, known.least_rows())
+        if known.ranks.any_of(following is None):
+            following = None
         if following is not None:
+            following = known.ranks.same_parts(following, iteration.batch.size // known.least_rows())
             allowed = self._allowed(iteration, following)
             if allowed > 1:
                 self._say(
@@ -175,12 +183,12 @@ class Splitter:
         """`parts`, or 1 where the batch may not be split."""
         known = iteration.known
         known.keep_whole(iteration.batch)
-        reason = self._reason(iteration)
-        if reason is None:
+        refused = self._refused(iteration)
+        if refused is None:
             self._check(iteration, parts)
-            reason = self._reason(iteration)
-        if reason is not None:
-            return self._whole(known, reason)
+            refused = self._refused(iteration)
+        if refused is not None:
+            return self._whole(known, refused)
         if iteration.trains and known.compares_samples():
             self._say(
                 f"{known.name}: BatchNorm (or a spectral norm) will see {parts} micro-batches instead of one "
@@ -194,12 +202,18 @@ class Splitter:
         known.keep_whole(batch)
         known.notice_modes()
         alone = batch.size < 2 and not iteration.in_window
-        if alone or self.preset.split == "never" or not known.check_is_due(batch.size):
+        due = not alone and known.check_is_due(batch.size)
+        if self.preset.split == "never" or not known.ranks.any_of(due):
             return
         trust = self.preset.split == "always"
         # a whole call of a window is checked too, to learn what its loss is a mean of
         most_rows = math.ceil(batch.size / (parts if parts > 1 else _QUARTERS))
-        verdict = check(iteration.forward, batch, known.modules(), most_rows, trust, known.verdict)
+        sharded = bool(known.ranks.shards())
+        verdict = known.ranks.check_together(
+            iteration.forward,
+            lambda forward: check(forward, batch, known.modules(), most_rows, trust, known.verdict, sharded),
+            iteration.call_smallest,
+        )
         known.checked(verdict, batch.size)
         if trust and verdict.rule is not None and verdict.trusted:
             self._say(
@@ -207,6 +221,12 @@ class Splitter:
                 "is trained as if it were the whole batch, and the gradients are not those of the batch.",
                 f"trust {known.name}",
             )
+
+    def _refused(self, iteration: Iteration) -> str | None:
+        """Why the batch has to stay whole, here or in a process in step with this one; None if it need not."""
+        reason = self._reason(iteration)
+        somewhere = iteration.known.ranks.any_of(reason is not None)
+        return ELSEWHERE if somewhere and reason is None else reason
 
     def _reason(self, iteration: Iteration) -> str | None:
         """Why the batch has to stay whole, as far as known; None if nothing speaks against splitting."""
@@ -230,7 +250,8 @@ class Splitter:
     def _no_way_out(self, iteration: Iteration, parts: int, reason: str | None, said: str) -> str:
         rows = math.ceil(iteration.batch.size / parts)
         choices = self._ladder.choices() if iteration.trains else []
-        if reason is not None and self.preset.split == "verified" and iteration.batch.size > 1:
+        may_be_split = iteration.batch.size > 1 and (not iteration.trains or iteration.known.must_be_whole() is None)
+        if reason is not None and self.preset.split == "verified" and may_be_split:
             choices.append("split='always' (gradients are then not those of the whole batch)")
         choices += ["smaller samples (resolution, sequence length)", "a smaller model", "a smaller batch"]
         why = f"the batch cannot be split, because {reason}" if reason else f"{rows} sample(s) at a time do not fit"
@@ -248,7 +269,11 @@ class Splitter:
         if dtype is None or known.fp32:
             return
         if dtype == torch.float16 and iteration.trains and known.is_call_to_explore():
-            if check(iteration.forward, iteration.batch, known.modules(), 2).differentiates:
+            batch, modules = iteration.batch, known.modules()
+            verdict = known.ranks.check_together(
+                iteration.forward, lambda forward: check(forward, batch, modules, 2), iteration.call_smallest
+            )
+            if known.ranks.any_of(verdict.differentiates):
                 self._fall_back_to_fp32(known, "it differentiates by itself, and such gradients underflow in fp16")
                 return
         iteration.use_half(device_type, dtype)

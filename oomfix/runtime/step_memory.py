@@ -13,6 +13,7 @@ from oomfix.presets import Preset
 from oomfix.runtime.optimizer_choice import use_lean_step
 from oomfix.runtime.optimizers import innermost
 from oomfix.runtime.report import TechniqueReport
+from oomfix.runtime.sharding import own_part
 
 _log = logging.getLogger("oomfix")
 _GIB = 2**30
@@ -80,6 +81,6 @@ def _step_bytes(optimizer: torch.optim.Optimizer) -> dict[torch.device, int]:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 copies = _TEMPORARIES + (0 if optimizer.state.get(parameter) else _STATE)
-                size = copies * parameter.numel() * parameter.element_size()
+                size = copies * own_part(parameter).numel() * parameter.element_size()
                 wanted[parameter.device] = wanted.get(parameter.device, 0) + size
     return wanted

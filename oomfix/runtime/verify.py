@@ -40,6 +40,7 @@ def check(
     most_rows: int,
     trust: bool = False,
     earlier: Verdict | None = None,
+    sharded: bool = False,
 ) -> Verdict:
     """Compare `forward` on a few rows of `batch` with `forward` on two unequal parts of them.
 
@@ -55,6 +56,7 @@ def check(
         earlier: the verdict of an earlier check, which compared gradients and masks too. One that allowed a split is
             confirmed on fewer rows, without watching every operation, where that can be done; gradients and masks are
             compared again where the forward has become another computation, by the number of its calls.
+        sharded: parameters are spread over processes, and have no gradients that could be compared.
 
     Returns:
         The verdict; an undecided one where not even two rows fit.
@@ -77,6 +79,8 @@ def check(
     masked = _with_rows_that_fit([rows, 2], partial(checking.by_masks, how))
     if masked is not None and masked.rule is None and not masked.undecided:
         return masked
+    if sharded:
+        return verdict
     # a graph needs more memory than the runs of a check without one
     gradients = _with_rows_that_fit(few, partial(checking.by_gradients, how))
     if gradients is None:
