@@ -22,7 +22,9 @@ class Agreement:
         ranks = dist.get_process_group_ranks(group)
         # making a group is a matter of all processes, unless it is said to be one of its members
         everyone = len(ranks) == dist.get_world_size()
-        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not everyone)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=not everyone)
+        # torch holds it until destroy_process_group, and its threads shall end there
+        self._group = weakref.ref(made)
 
     def largest(self, numbers: list[int], limit_s: float | None = None) -> list[int]:
         """The largest of what the processes give, place by place; all give as many numbers.
@@ -40,7 +42,10 @@ class Agreement:
         if limit_s is not None:
             # of the operation, not of the wait for it: one that nobody waits for keeps the process from ending
             options.timeout = timedelta(seconds=limit_s)
-        self._group.allreduce([together], options).wait()
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed")
+        group.allreduce([together], options).wait()
         return [int(number) for number in together.tolist()]
 
 

@@ -3,14 +3,17 @@
 import json
 import logging
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.nn.functional import all_gather as from_all
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from oomfix import runtime
@@ -115,6 +118,18 @@ def shards_in_windows(rank):
     return {"error": error(model, plain(together))}
 
 
+def shards_in_uneven_windows(rank):
+    """A window that holds other numbers of samples on each process cannot be weighed any more, and says so."""
+    data, model, memory, said = list(batches(2)), sharded(), memory_of(), ""
+    data[1] = tuple(part[: 6 + rank] for part in data[1])
+    try:
+        for x, y in memory.accumulate(data, 2):
+            memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    except RuntimeError as failure:
+        said = str(failure)
+    return {"said": said}
+
+
 def shards_overflow(rank):
     """fp16 overflows in one step on one process: all leave it out, and their scales stay the same."""
     memory = memory_of(precision="fp16")
@@ -202,7 +217,7 @@ def norms_out_of_memory(rank):
 def norms_apart(rank):
     """One process runs out of memory where the other is past the point of starting again: both end."""
     model, memory, said = normalised(trouble=False), memory_of(), ""
-    distributed._WAIT_S = 5.0
+    distributed._WAIT_S = 2.0
     Trouble.where, Trouble.limit = "forward", 4 if rank == 1 else 10**9
     try:
         ours(model, batches(1), memory)
@@ -255,9 +270,6 @@ def unforeseen(rank):
 
 
 def refused(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     class Engine(nn.Linear):
         __module__ = "deepspeed.runtime.engine"
 
@@ -274,12 +286,16 @@ def refused(rank):
     return {"said": said}
 
 
+# they end a process for good, so each is run by itself
+LAST = {"norms apart": norms_apart}
+
 CASES = {
     "shards": shards,
     "shards split": shards_split,
     "shards clipped": shards_clipped,
     "shards ragged": shards_ragged,
     "shards in windows": shards_in_windows,
+    "shards in uneven windows": shards_in_uneven_windows,
     "shards overflow": shards_overflow,
     "shards evaluated": shards_evaluated,
     "shards fail together": shards_fail_together,
@@ -296,9 +312,10 @@ CASES = {
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("oomfix").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
     dist.init_process_group("gloo")
     for name in sys.argv[1:] or CASES:
-        found = CASES[name](dist.get_rank())
+        found = {**CASES, **LAST}[name](dist.get_rank())
         print(json.dumps({"case": name, "rank": dist.get_rank(), **found}), flush=True)
     dist.destroy_process_group()

@@ -10,8 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run(script: str, *arguments: str, limit_s: float = 120) -> str:
-    """What two processes of `script`, a path below the root of the repository, print. Ends them when time is up."""
+def run(script: str, *arguments: str, limit_s: float = 120) -> tuple[int, str, str]:
+    """Run `script`, a path below the root of the repository, as two processes, and end them when time is up.
+
+    Returns:
+        The exit status, and what they wrote to standard output and standard error.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = subprocess.Popen(
         [*command, str(ROOT / script), *arguments],
@@ -24,13 +28,14 @@ def run(script: str, *arguments: str, limit_s: float = 120) -> str:
         # torchrun and what it started: whoever waits for another process would wait on
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
-    assert started.returncode == 0, said[-4000:]
-    return printed
+    return started.returncode, printed, said
 
 
 def cases(script: str, *names: str) -> dict[str, list[dict]]:
     """What each process found in each case, by the name of the case; the first process comes first."""
-    text, decoder, found = run(script, *names).lstrip(), json.JSONDecoder(), {}
+    status, printed, said = run(script, *names)
+    assert status == 0, said[-4000:]
+    text, decoder, found = printed.lstrip(), json.JSONDecoder(), {}
     while text:
         # lines of two processes may come out as one
         result, end = decoder.raw_decode(text)
