@@ -104,15 +104,15 @@ def names_used(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> set
     while waiting:
         value, owner = waiting.pop()
         function = _function_of(value)
-        if function is None or function.__code__ in seen or (function.__module__ or "").split(".")[0] == "torch":
+        if function is None or function.__code__ in seen or is_of_torch(function):
             continue
         seen.add(function.__code__)
-        names = set(_names_in(function.__code__))
+        names = set(names_in(function.__code__))
         found |= names
-        for thing in (owner, *(bound for _, bound in _references(value))):
+        for thing in (owner, *(bound for _, bound in references(value))):
             if isinstance(thing, type) and issubclass(thing, torch.autograd.Function):
                 waiting.append((thing.forward, None))
-            elif isinstance(thing, types.FunctionType | types.MethodType | functools.partial):
+            elif isinstance(thing, _FUNCTIONS):
                 waiting.append((thing, getattr(thing, "__self__", None)))
             elif thing is not None and not isinstance(thing, type | types.ModuleType | torch.Tensor):
                 methods = (getattr(type(thing), name, None) for name in names)
