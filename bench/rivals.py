@@ -1,4 +1,7 @@
-"""The other tools, each in a virtual environment of its own: TorchFix asks for an older libcst than the rest."""
+"""The other tools, each in a virtual environment of its own: TorchFix asks for an older libcst than the rest.
+
+The training libraries run in the process of the bench, with the same torch: they are only made importable.
+"""
 
 import subprocess
 import sys
@@ -11,6 +14,30 @@ REQUIREMENTS = {
     "torch-preflight": "torch-preflight",  # the newest there is: the tables say which
     "ruff": "ruff==0.17.5",
 }
+
+
+LIBRARIES = {
+    "accelerate": "accelerate==1.15.0",
+    "lightning_fabric": "lightning-fabric==2.6.6",
+    "lightning_utilities": "lightning-utilities==0.15.3",
+}
+
+
+def libraries(folder: Path) -> list[str]:
+    """Make the training libraries importable in this process, beside its own torch; returns names with versions.
+
+    They go into a folder of their own, without what they depend on: torch is that of this process, and so is the rest
+    (what transformers needs is enough).
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install them.
+    """
+    target = folder / "libraries"
+    if not all((target / name).is_dir() for name in LIBRARIES):
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+        subprocess.run([*pip, *LIBRARIES.values()], check=True)
+    sys.path.append(str(target))
+    return [requirement.replace("==", " ") for requirement in LIBRARIES.values()]
 
 
 class Rival:

@@ -12,6 +12,7 @@ from oomfix.runtime.batch import Batch, Place
 from oomfix.runtime.distributed import ranks_of
 from oomfix.runtime.identity import Numbers, identity
 from oomfix.runtime.kept_state import KeptState
+from oomfix.runtime.optimizers import parameters_of
 from oomfix.runtime.precision import ModelCalls, device_type_of
 from oomfix.runtime.referenced import code_of, generators_in, reachable_modules
 from oomfix.runtime.running_statistics import iterates_power, uses_batch_statistics
@@ -205,6 +206,15 @@ class Known:
         """Learn from the version of a parameter whether an optimizer has stepped since the first call."""
         first = next(self.reached(), None)
         if not self.steps_seen and first is not None and first._version != self._first_version:
+            self.steps_seen = True
+            self.sizing.forget_failures()
+
+    def stepped(self, optimizer: Any) -> None:
+        """Learn that `optimizer` has stepped: fused forms leave the versions of parameters as they were."""
+        if self.steps_seen:
+            return
+        stepped = {id(parameter) for parameter in parameters_of(optimizer)}
+        if any(id(leaf) in stepped for leaf in self.reached()):
             self.steps_seen = True
             self.sizing.forget_failures()
 

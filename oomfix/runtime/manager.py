@@ -22,7 +22,7 @@ from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.loss_scaling import LossScaler
 from oomfix.runtime.model_call import PreciseCalls
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
-from oomfix.runtime.optimizers import check_optimizer, check_schedulers, parameters_of
+from oomfix.runtime.optimizers import check_optimizer, check_schedulers, innermost, parameters_of
 from oomfix.runtime.outputs import detached
 from oomfix.runtime.replicas import average_waiting
 from oomfix.runtime.report import Report, TechniqueReport, forward_reports
@@ -231,6 +231,7 @@ class MemoryManager:
         if zero_grad:
             optimizer.zero_grad()
         self._steps += 1
+        self._notice_step(optimizer)
         self._tidy_cache()
 
     def zero_grad(self, optimizer: Any) -> None:
@@ -375,6 +376,12 @@ class MemoryManager:
         self._window.totals.begin(self._window.position)
         self._window.totals.end(self._window)
         return detached(result)
+
+    def _notice_step(self, optimizer: Any) -> None:
+        """Let forwards know that the state of `optimizer` is there; an overflow may have kept it from stepping."""
+        if not self.scaler.is_enabled() or getattr(innermost(optimizer), "state", None):
+            for known in self._forwards:
+                known.stepped(optimizer)
 
     def _tidy_cache(self) -> None:
         every = self.preset.empty_cache_every

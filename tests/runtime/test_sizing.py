@@ -102,6 +102,34 @@ def test_the_room_is_two_numbers_per_parameter_and_is_given_back():
         assert card.current_bytes == 0
 
 
+@pytest.mark.parametrize("form", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_the_room_is_held_until_the_first_step_only(form, monkeypatch):
+    """Fused forms leave no trace in the versions of parameters."""
+    model, held, calls = nn.Linear(6, 4), set(), []
+    monkeypatch.setattr(OptimizerRoom, "hold", lambda self, parameters: held.add(len(calls)))
+    memory, optimizer = runtime.preset("16gb"), torch.optim.AdamW(model.parameters())
+    for group in optimizer.param_groups:
+        group.update(form)
+    for _ in range(3):
+        memory.forward_backward(lambda x: model(x).pow(2).mean(), torch.randn(12, 6))
+        memory.step(optimizer)
+        calls.append(optimizer)
+    assert held == {0}
+
+
+def test_the_room_stays_while_overflows_keep_the_optimizer_from_stepping(monkeypatch):
+    model, held, calls = nn.Linear(6, 4), set(), []
+    monkeypatch.setattr(OptimizerRoom, "hold", lambda self, parameters: held.add(len(calls)))
+    memory, optimizer = runtime.preset("16gb", precision="fp16"), torch.optim.AdamW(model.parameters())
+    for call in range(3):
+        memory.forward_backward(lambda x: model(x).pow(2).mean(), torch.randn(12, 6))
+        if call == 0:
+            model.weight.grad.fill_(float("inf"))
+        memory.step(optimizer)
+        calls.append(optimizer)
+    assert held == {0, 1}
+
+
 def test_an_optimizer_that_needs_less_than_the_room_is_not_refused():
     model = nn.Linear(256, 256)
     x = torch.randn(4, 256)
