@@ -43,7 +43,9 @@ _LETTER_MODULE_NAME = re.compile(r"^([DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
 _VERB = re.compile(
     r"^(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
     r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
-    r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|wrap|configure|validation|training|on)(_|$)",
+    r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|"
+    r"wrap|unwrap|configure|validation|training|on|clone|move|merge|fuse|prune|quantize|shard|consolidate|push|upload|"
+    r"download|fetch|import|find|remove|delete|replace|patch|check|is|has)(_|$)",
     re.IGNORECASE,
 )
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)

@@ -646,6 +646,8 @@ def test_a_function_that_shows_or_saves_what_a_network_makes_evaluates(report, n
         ("make_samples", "writer.add_images(images)", "make_samples(noise)"),
         ("save_and_score", "return images.mean()", "save_and_score(noise).backward()"),
         ("resave_images", "utils.save_image(images, 'x.png')", "resave_images(noise)"),
+        ("save_model", "torch.jit.save(images)", "save_model(noise)"),
+        ("save_last_checkpoint", "torch.jit.save(images)", "save_last_checkpoint(noise)"),
     ],
 )
 def test_a_function_with_another_name_or_with_a_backward_through_it_does_not(report, name, end, call):

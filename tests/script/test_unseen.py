@@ -276,3 +276,24 @@ def test_an_abbreviation_of_a_loss_is_a_network_where_its_weights_are_trained(re
 @pytest.mark.parametrize("made", ["Criterion()", "build()"])
 def test_an_abbreviation_of_a_loss_is_one_otherwise(report, made):
     assert report(ABBREVIATED.format(made=made, parameters="self.net.parameters()", given="x, y")) == []
+
+
+@pytest.mark.parametrize("called", ["unwrap_model", "tools.clone_net", "push_model", "hub.is_model", "fuse_network"])
+def test_what_is_done_to_a_network_is_no_forward(report, called):
+    code = f"""
+        def evaluate(model, args):
+            inner = {called}(model)
+            return inner.name
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize("called", ["model", "self.net", "unwrapped_model", "isolated_network"])
+def test_what_is_named_like_a_network_is_one(report, called):
+    code = f"""
+        def evaluate(self, loader, unwrapped_model, isolated_network, model):
+            for x in loader:
+                out = {called}(x)
+            return 0
+    """
+    assert report(code) == [("OOM201", 3)]
