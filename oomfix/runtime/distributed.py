@@ -8,13 +8,13 @@ Where processes wait for each other inside of a forward or a backward (FSDP2, Sy
 all), they go in step: they agree on the number of micro-batches before, and on how each try ended.
 """
 
+import functools
 import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
-from functools import wraps
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from oomfix.runtime.agreement import agreement_in
 from oomfix.runtime.exchanges import Exchanges
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.replicas import Replica
+from oomfix.runtime.sharding import is_sharded
 from oomfix.runtime.verdict import Verdict
 
 
@@ -194,7 +195,7 @@ class Processes(Ranks):
         if not self.in_step:
             return check(forward)
 
-        @wraps(forward)
+        @functools.wraps(forward)
         def in_step(*args: Any, **kwargs: Any) -> Any:
             self.any_of(True)
             self._exchanges.begin()
@@ -299,6 +300,25 @@ def _everyone() -> "dist.ProcessGroup":
 def _coded(outcome: Outcome) -> int:
     """The outcome with the number of this process, so that the largest tells who."""
     return outcome * dist.get_world_size() + dist.get_rank() if outcome else 0
+
+
+@functools.cache
+def _averages_in_backward() -> bool:
+    """Whether a model of this program averages gradients by itself; looked up once, since it takes a while."""
+    things = gc.get_objects()
+    return any(issubclass(type(thing), DistributedDataParallel) or is_sharded(thing) for thing in things)
+
+
+def same_everywhere(factor: float) -> bool:
+    """Whether gradients that a plain backward has averaged over processes may be multiplied by `factor`.
+
+    They may where all processes do so. To be called by all of them at the same point.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return True
+    number = round(factor * _FINE)
+    largest, smallest = agreement_in(_everyone()).largest([number, -number])
+    return largest == -smallest or not _averages_in_backward()
 
 
 def ranks_of(forward: Callable[..., Any], roots: Sequence[nn.Module]) -> Ranks:

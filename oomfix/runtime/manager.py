@@ -14,6 +14,7 @@ from oomfix.runtime.accumulation import Window, windows
 from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, shown
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.cache_janitor import CacheJanitor
+from oomfix.runtime.distributed import same_everywhere
 from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import KnownForwards
@@ -362,6 +363,11 @@ class MemoryManager:
             if share:
                 window.totals.meets(reached_leaves(loss), lambda leaf: leaf.grad)
                 self.scaler.scale(loss * share).backward(**options)
+            if window.closed and not same_everywhere(slot.divisor.correction()):
+                raise RuntimeError(
+                    "backward: the batches of this accumulation window differ in size between processes, and their "
+                    "gradients are averaged over processes already; use memory.forward_backward, or batches of one size"
+                )
         except BaseException:
             # whatever ended it, Ctrl-C in a notebook too: this batch may be run again, and shall not count twice
             slot.divisor = before

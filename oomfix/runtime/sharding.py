@@ -111,8 +111,8 @@ class _QuietExchange:
         return self._exchange(*args, **named)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to `module`."""
+def is_sharded(module: Any) -> bool:
+    """Whether `module` is one that `fully_shard` was applied to."""
     # whoever shards has imported this; importing it for nobody takes a good part of a second
     if "torch.distributed.fsdp" not in sys.modules and "torch.distributed._composable" not in sys.modules:
         return False

@@ -246,6 +246,24 @@ def ragged_windows(rank):
     return {"error": error(model, reference), "spread": spread(model)}
 
 
+def plain_backward_in_windows(rank):
+    """`memory.backward` leaves averaging to DDP: right for batches of one size, refused where sizes differ."""
+    data, memory, model, reference, said = list(batches(3)), memory_of(), made(Net), made(Net), ""
+    optimizer = sgd(model)
+    for x, y in memory.accumulate(data, 2):
+        memory.backward(F.cross_entropy(model(x), y))
+        if memory.window_closed:
+            memory.step(optimizer)
+    plain(reference, [tuple(torch.cat(parts) for parts in zip(*data[:2], strict=True)), data[2]])
+    data[1] = tuple(part[: 6 + rank] for part in data[1])
+    try:
+        for x, y in memory.accumulate(data, 2):
+            memory.backward(F.cross_entropy(model(x), y))
+    except RuntimeError as failure:
+        said = str(failure)
+    return {"error": error(model, reference), "said": said}
+
+
 def window_left(rank):
     """A window that is left early is averaged by the step after it."""
     data, memory, model = list(batches(4)), memory_of(), made(Net)
@@ -462,6 +480,7 @@ CASES = {
     "branches": branches,
     "windows": windows,
     "ragged windows": ragged_windows,
+    "plain backward in windows": plain_backward_in_windows,
     "window left": window_left,
     "no_sync": no_sync,
     "buffers": buffers,

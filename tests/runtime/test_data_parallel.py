@@ -61,6 +61,11 @@ def test_windows_with_two_losses_and_other_samples_on_each_process(found):
     assert max(result["spread"] for result in found["ragged windows"]) == 0.0
 
 
+def test_a_window_of_plain_backwards_is_averaged_by_ddp_and_refused_where_sizes_differ(found):
+    assert worst(found["plain backward in windows"]) < 1e-12
+    assert all("differ in size between processes" in result["said"] for result in found["plain backward in windows"])
+
+
 def test_a_window_that_was_left_is_averaged_by_its_step(found):
     assert worst(found["window left"]) < 1e-12
     assert max(result["spread"] for result in found["window left"]) == 0.0
