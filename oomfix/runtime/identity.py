@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from oomfix.runtime.referenced import MOST_ENTRIES, code_of, is_of_torch, names_in, references
 
@@ -52,6 +53,7 @@ class _Kind(Enum):
     NUMBER = auto()
     FLAG = auto()
     MODULE = auto()
+    WRAPPER = auto()
     FUNCTION = auto()
     CONTAINER = auto()
     SETTINGS = auto()
@@ -75,6 +77,8 @@ def _judge_type(type_: type) -> _Kind:
         return _Kind.NUMBER
     if issubclass(type_, torch.Tensor | types.ModuleType | type):
         return _Kind.NOTHING
+    if issubclass(type_, DistributedDataParallel):
+        return _Kind.WRAPPER
     if issubclass(type_, nn.Module):
         return _Kind.MODULE
     if issubclass(type_, types.FunctionType | types.MethodType | functools.partial):
@@ -116,6 +120,10 @@ class _Look:
             is_model = value._parameters or value._modules
             self.key.append((name, id(value) if is_model else type(value)))
             self._settings(value, code_of(value), depth)
+        elif kind is _Kind.WRAPPER:
+            # its own flags say where it is between two exchanges
+            self.key.append((name, id(value)))
+            self.at(name, value.module, depth)
         elif kind is _Kind.FUNCTION:
             self.key.append((name, code_of(value)))
             if depth and not is_of_torch(value):

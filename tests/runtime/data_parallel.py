@@ -219,7 +219,8 @@ def windows(rank):
         else:
             memory.step(optimizer)
     replicas.average_gradients = average
-    return {"error": error(model, reference), "apart": min(apart), "averages": len(sent)}
+    calls = [forward.calls for forward in memory.report().forwards]
+    return {"error": error(model, reference), "apart": min(apart), "averages": len(sent), "calls": calls}
 
 
 def ragged_windows(rank):

@@ -1,5 +1,7 @@
 """DistributedDataParallel: each process cuts its own batch, gradients are averaged once, and nobody waits in vain."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,6 +56,10 @@ def test_a_window_is_averaged_once_when_it_closes(found):
     for result in found["windows"]:
         assert result["apart"] > 1e-3
         assert result["averages"] == 3
+
+
+def test_a_forward_is_the_same_inside_and_at_the_end_of_a_window(found):
+    assert [result["calls"] for result in found["windows"]] == [[7], [7]]
 
 
 def test_windows_with_two_losses_and_other_samples_on_each_process(found):
@@ -114,6 +120,16 @@ def test_what_works_inside_of_the_backward_of_ddp_is_refused_by_name(found):
         hook, static = result["said"]
         assert "communication hook" in hook
         assert "static_graph=True" in static
+
+
+@pytest.mark.parametrize("arguments", [(), ("--shard",)], ids=["replicas", "shards"])
+def test_the_example_trains_two_processes_alike(arguments):
+    status, printed, said = torchrun.run("examples/distributed.py", *arguments)
+    assert status == 0, said[-4000:]
+    assert "batches in 2 micro-batches, 3 training calls" in printed
+    for rank in (0, 1):
+        losses = re.findall(rf"process {rank}: loss ([\d.]+)", printed)
+        assert len(losses) == 3 and float(losses[-1]) < float(losses[0])
 
 
 @pytest.fixture
