@@ -137,7 +137,9 @@ class Lifting:
 
     def _call(self, lift: Lift, method: str, margin: str) -> list[str]:
         start = f"{margin}{_targets(lift)}{self._manager}.{method}("
-        return self._broken(start, ", ".join([self._function, *lift.inputs]), ")")
+        # one sample: never cut, since it keeps state
+        size = ["batch_size=1"] if lift.state is not None else []
+        return self._broken(start, ", ".join([self._function, *lift.inputs, *size]), ")")
 
     def _broken(self, start: str, inside: str, end: str) -> list[str]:
         """One line, or three where it would be too long."""
