@@ -9,7 +9,7 @@ from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import is_zero_grad, last_name, leaves
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.liveness import nodes_of_scope
+from oomfix.rewrite.liveness import names_bound, names_read, nodes_of_scope
 from oomfix.rewrite.loops import Scaling, Verdict
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.removal import without
@@ -103,9 +103,10 @@ class InPlace:
     def _reset_ahead(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> ast.stmt | None:
         """`optimizer.zero_grad()` ahead of the one backward of the file, in one block with it and the one step.
 
-        It stays where the optimizer comes from another file: a loop there may have left gradients behind.
+        It stays where the optimizer comes from another file: a loop there may have left gradients behind; and where
+        another one may come after it, whose parameters have gathered gradients meanwhile (stages of a training).
         """
-        if not _makes_optimizers(self._script):
+        if not _makes_one_optimizer(self._script, self._blocks):
             return None
         if len(verdicts) != 1 or len(verdicts[0].steps) != 1 or len(verdicts[0].backwards) != 1:
             return None
@@ -194,13 +195,27 @@ class InPlace:
         return found
 
 
-def _makes_optimizers(script: Script) -> bool:
-    """Whether optimizers are made in the file."""
-    return any(
-        isinstance(node, ast.Call)
-        and (last_name(node) == "configure_optimizers" or is_optimizer_class(script, node.func))
+def _makes_one_optimizer(script: Script, blocks: Blocks) -> bool:
+    """Whether a file makes an optimizer, and no second one for what the first one trains or leaves alone."""
+    made = [
+        node
         for node in script.imports.nodes
-    )
+        if isinstance(node, ast.Call)
+        and (last_name(node) == "configure_optimizers" or is_optimizer_class(script, node.func))
+    ]
+    apart = blocks.exclude_each_other
+    if any(not apart(one, other) for number, one in enumerate(made) for other in made[:number]):
+        return False
+    return bool(made) and not any(_is_made_again(node, blocks) for node in made)
+
+
+def _is_made_again(node: ast.Call, blocks: Blocks) -> bool:
+    """Whether an optimizer is made in a loop, of something that was made ahead of the loop."""
+    loop = blocks.loop_of(node)
+    if loop is None:
+        return False
+    bound = {name for statement in loop.body for name in names_bound(statement)}
+    return not any(names_read(argument) & bound for argument in node.args)
 
 
 def _resets(statement: ast.stmt, path: str | None) -> bool:

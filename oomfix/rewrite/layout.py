@@ -86,6 +86,13 @@ class Layout:
             last = number if line.strip() else last
         return last
 
+    def above_comments(self, statement: ast.stmt) -> int:
+        """The offset of a statement's line, or of the comments that stand right above it."""
+        line = statement.lineno
+        while line > 1 and self.source.lines[line - 2].startswith(f"{self.margin(statement)}#"):
+            line -= 1
+        return self.source.line_starts[line - 1]
+
     def moved(self, lines: Lines, before: str, after: str) -> list[str]:
         """The lines with the margin `after` instead of `before`, without line ends; insides of strings stay."""
         result = []

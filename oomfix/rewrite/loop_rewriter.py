@@ -15,16 +15,18 @@ from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
-from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, unused_amp_imports
+from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, runtime_name, unused_amp_imports
 from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.stages import stage_edits
 from oomfix.rewrite.window_shape import CannotFold
 from oomfix.rewrite.windows import WindowFolder
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
 from oomfix.source import Source, parse
 
+WINDOW_STAYS = "its accumulation window stays"
 _PRECISION: dict[Scaling, Overrides] = {
     "ours": {},
     "none": {"precision": "no-fp16"},
@@ -105,7 +107,7 @@ class LoopRewriter:
             try:
                 folded = folder.fold(verdict) if verdict.form != "none" else None
             except CannotFold as reason:
-                verdict.notes.append(f"its accumulation window stays: {reason}")
+                verdict.notes.append(f"{WINDOW_STAYS}: {reason}")
                 continue
             if folded is not None:
                 edits += folded.edits
@@ -131,6 +133,7 @@ class LoopRewriter:
         edits = InPlace(self._script, self._blocks, self._layout, self._amp, manager, scaling).edits(self.verdicts)
         edits += prepare_edits(self._script, self._layout, self._blocks, manager, _trained(self.verdicts))
         if self._known is None:
+            edits += self._stages()
             used = _first_use(self._source, self._blocks, edits, manager)
             overrides = {**_PRECISION[scaling], **self._overrides}
             if scaling != "ours" and any(map(reads_gradients, self._source.tree.body)):
@@ -152,6 +155,13 @@ class LoopRewriter:
         if scaling != "script's" and any(verdict.form == "in-place" for verdict in self.verdicts):
             stages.edit(model_call_edits(Script.read(stages.source, self._target), self.verdicts, manager))
         return stages.source
+
+    def _stages(self) -> list[Edit]:
+        """Transitions between stages, where no loop may leave gradients behind that the next stage would add to."""
+        stays = any(note.startswith(WINDOW_STAYS) for verdict in self.verdicts for note in verdict.notes)
+        if stays or any(verdict.form == "none" for verdict in self.verdicts):
+            return []
+        return stage_edits(self._script, self._layout, self._blocks, f"{runtime_name(self._names)}.free")
 
     def _share(self) -> None:
         """Loops whose backwards are those of another become what that one became."""

@@ -59,6 +59,11 @@ def manager_in(script: Script) -> str | None:
     return None
 
 
+def runtime_name(names: Names) -> str:
+    """What a module that does not import the runtime yet is to call it."""
+    return names.free("runtime", "oomfix_runtime")
+
+
 def header_edits(
     layout: Layout, names: Names, manager: str, preset: str, overrides: Overrides, first_use: int
 ) -> list[Edit]:
@@ -72,7 +77,7 @@ def header_edits(
         overrides: fields of `Preset` to change.
         first_use: the first line outside of functions that will need the manager.
     """
-    imported = names.free("runtime", "oomfix_runtime")
+    imported = runtime_name(names)
     alias = "" if imported == "runtime" else f" as {imported}"
     quote = _quote(layout)
     options = "".join(f", {field}={_literal(value, quote)}" for field, value in overrides.items())

@@ -61,7 +61,7 @@ def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, 
     for place, statements in chosen.items():
         for statement in _ahead_of(place, statements, blocks):
             if layout.own_lines(statement) is not None:
-                start = _above_comments(layout, statement)
+                start = layout.above_comments(statement)
                 text = f"{layout.margin(statement)}{manager}.prepare({place.path}){layout.newline}"
                 edits.append(Edit(start, start, text))
     return edits
@@ -79,7 +79,9 @@ def _trained_place(given: Place, places: set[Place]) -> Place | None:
 
 
 def _is_part(part: Place, whole: Place) -> bool:
-    return part.owner is whole.owner and (part.path == whole.path or part.path.startswith(f"{whole.path}."))
+    return part.owner is whole.owner and (
+        part.path == whole.path or part.path.startswith((f"{whole.path}.", f"{whole.path}["))
+    )
 
 
 def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[ast.stmt]:
@@ -94,14 +96,6 @@ def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[
         if any(blocks.are_apart_in(condition, first, other) for other in apart):
             ahead = condition
     return [ahead]
-
-
-def _above_comments(layout: Layout, statement: ast.stmt) -> int:
-    """The offset of a statement's line, or of the comments that stand right above it."""
-    line = statement.lineno
-    while line > 1 and layout.source.lines[line - 2].startswith(f"{layout.margin(statement)}#"):
-        line -= 1
-    return layout.source.line_starts[line - 1]
 
 
 def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterator[Made]:
