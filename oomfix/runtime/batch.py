@@ -47,7 +47,9 @@ class Batch:
         if self._size is None:
             votes = Counter(size for node in (*self.args, *self.kwargs.values()) for size in _votes(node))
             # ties go to the first argument, which is the input nearly always
-            self._size = self._unless_length(max(votes, key=votes.__getitem__), votes) if votes else 1
+            self._size = max(votes, key=votes.__getitem__) if votes else 1
+            if len(votes) > 1:
+                self._size = self._unless_length(self._size, votes)
         return self._size
 
     def _unless_length(self, size: int, votes: Counter[int]) -> int:

@@ -58,7 +58,10 @@ class Iteration:
         self._tensors = list(batch.tensors())
         self._border = Border(self._tensors if trains else ())
         self._given = batch
-        self.batch = self._border.inside(batch)
+        self.batch = batch
+        if self._border:
+            self.batch = self._border.inside(batch)
+            self._tensors = list(self.batch.tensors())
         self.trains = trains
         self.room: OptimizerRoom | None = None
         self._window = Window()
@@ -81,12 +84,12 @@ class Iteration:
         explore = known.is_call_to_explore()
         self._generators = RandomState(explore or known.draws_outside_torch, self._own_generators())
         known.state.keep(explore, self.forward)
-        self._kept_batch = KeptBatch(self.batch, copies=known.calls == 1 or known.writes_batch)
+        self._kept_batch = KeptBatch(self.batch, self._tensors, copies=known.calls == 1 or known.writes_batch)
         if self.trains:
             self._gradients.cover(known.reached())
             self._gradients.cover(known.holding_gradients())
             self._gradients.cover(known.ranks.shards())
-            self._gradients.cover(t for t in self.batch.tensors() if t.requires_grad and t.is_leaf)
+            self._gradients.cover(t for t in self._tensors if t.requires_grad and t.is_leaf)
 
     def _owners(self) -> list[Any]:
         """Where the forward leaves attributes, numbered as in a check."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,15 +15,16 @@ class KeptBatch:
 
     Args:
         batch: the batch.
+        tensors: every tensor in it.
         copies: keep the contents of its tensors too, in host memory, not only whether they change.
     """
 
-    def __init__(self, batch: Batch, copies: bool) -> None:
+    def __init__(self, batch: Batch, tensors: Iterable[torch.Tensor], copies: bool) -> None:
         arguments = [*batch.args, *batch.kwargs.values()]
         self._containers = [(node, _content(node)) for node in arguments if isinstance(node, list | dict)]
         self._tensors = [
             (tensor, tensor._version, _contents(tensor) if copies else None)
-            for tensor in batch.tensors()
+            for tensor in tensors
             if not tensor.is_inference() and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel()
         ]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from oomfix.runtime.attributes import Attributes
+from oomfix.runtime.kept_statistics import KeptStatistics, has_statistics
 from oomfix.runtime.referenced import state_of
 
 
@@ -24,7 +24,9 @@ class KeptState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         self._modules = [weakref.ref(module) for module in modules]
+        self._statistics = KeptStatistics(filter(has_statistics, modules))
         self._places: list[_Place] = []
         self._kept: list[_Place] = []
         self._tensors: list[torch.Tensor] = []
@@ -59,6 +61,7 @@ class KeptState:
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._tensors)
+        self._statistics.keep()
 
     def ran(self) -> None:
         """To be called after a run that went well; learns what forwards change."""
@@ -67,7 +70,7 @@ class KeptState:
         self._attributes_change = self._attributes_change or bool(self._attributes.changed())
         self._attributes = None
         before = len(self._kept)
-        self._kept = [place for place in self._places if place.is_norm or place.changes or place.changed()]
+        self._kept = [place for place in self._places if place.changes or place.changed()]
         for place in self._kept:
             place.changes = True
         if self._first or len(self._kept) != before:
@@ -80,6 +83,7 @@ class KeptState:
             for place, tensor, copy in zip(self._kept, self._tensors, self._copies, strict=True):
                 tensor.copy_(copy)
                 place.put(tensor)
+        self._statistics.restore()
         if self._attributes is not None:
             self._attributes.restore()
         kept = {id(place) for place in self._kept}
@@ -109,7 +113,6 @@ class _Place:
         self._seen: tuple[int, int] | None = None
         self.name = f"{type(module).__name__}.{key}"
         self.is_parameter = holder == "_parameters"
-        self.is_norm = holder == "_buffers" and isinstance(module, _NormBase)
         self.changes = False
 
     def tensor(self) -> torch.Tensor | None:
@@ -136,7 +139,7 @@ class _Place:
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    for holder in ("_buffers", "_parameters", "__dict__"):
+    for holder in ("_parameters", "__dict__") if has_statistics(module) else ("_buffers", "_parameters", "__dict__"):
         for key, value in getattr(module, holder).items():
             if isinstance(value, torch.Tensor):
                 yield _Place(module, holder, key)
