@@ -130,7 +130,7 @@ class Calls(Unseen):
         if kind is not None:
             return Value(kind, ref=(name, self.trace.number("made", id(node), self.way)))
         if name.startswith("torch."):
-            return self._torch_function(name, last, given, keywords)
+            return self.computed(self._torch_function(name, last, given, keywords))
         if last in ("tqdm", "trange", "track", "prefetch"):
             return flatten(given[0]) if given else UNKNOWN
         return self._unknown(node, path, arguments, keywords, imported=True)
@@ -273,6 +273,7 @@ class Calls(Unseen):
         """`total.add_(loss)`."""
         path, binding = path_of(total), self.binding_of(total)
         if path is not None and binding is not None:
+            value = self.computed(value)
             kept = self.keep(node, path, node.args[0], value, "add", binding.loops)
             grown = result.with_graph(result.graph, result.origins | kept)
             self.assign(total, grown, binding.statement, binding.loops)
@@ -336,6 +337,8 @@ class Calls(Unseen):
         if name == "to" and _has_integers(given):
             return PLAIN_TENSOR
         content = combine([receiver, *given])
+        if not name.endswith("_") and name not in _SAME_MODULE:
+            content = self.computed(content)
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(given))
         return replace(

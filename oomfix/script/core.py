@@ -12,7 +12,7 @@ from oomfix.script.hints import Hints, scoped
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, ModuleAttribute, Site, Trace
-from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, flatten
+from oomfix.script.values import NO_ORIGINS, PLAIN_TENSOR, UNKNOWN, Graph, Kind, Value, flatten
 
 Path = str | tuple[int, str]
 """What is bound: a name or access path, or an attribute of an object by the object's number."""
@@ -199,6 +199,10 @@ class Core(ABC):
             single = content
         for target in targets:
             self.assign(target, single, statement, loops)
+
+    def computed(self, value: Value) -> Value:
+        """What an operation gives here: under `no_grad` a tensor without a graph, whatever goes in."""
+        return PLAIN_TENSOR if value.graph and self.state.grad is Graph.NO else value
 
     # Events
 

@@ -142,7 +142,7 @@ class Expressions(Calls):
             return Value(Kind.CONTAINER, content.graph, content.origins)
         if left.kind is Kind.NUMBER and left.graph is Graph.NO and isinstance(left.constant, str):
             return NUMBER
-        result = combine([left, right])
+        result = self.computed(combine([left, right]))
         if result.graph:
             result = replace(result, is_tensor=not result.may_be_number)
         if isinstance(node.op, ast.Add | ast.Sub) and left.graph and right.graph:

@@ -21,6 +21,8 @@ from oomfix.script.values import (
     flatten,
 )
 
+_CONCATENATIONS = frozenset({"torch.cat", "torch.concat", "torch.hstack", "torch.vstack"})
+
 
 class Statements(Expressions):
     """One method per kind of statement that has no body to follow."""
@@ -36,7 +38,12 @@ class Statements(Expressions):
     def _assign(self, node: ast.Assign) -> None:
         value = self.evaluate(node.value)
         for target in node.targets:
-            self._store(target, value, node, node.value)
+            pairs = _pairs(target, node.value, value)
+            if pairs:
+                for part, part_value, written in pairs:
+                    self._store(part, part_value, node, written)
+            else:
+                self._store(target, value, node, node.value)
 
     def _annotated(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -52,7 +59,7 @@ class Statements(Expressions):
         if isinstance(target, ast.Subscript) and path is None:
             self._store_entry(target, value, statement, value_node)
         elif path is not None and (added := _added(value_node, path)):
-            self._accumulate(target, path, value, statement, added)
+            self._accumulate(target, path, value, statement, value_node, added)
         else:
             self.assign(target, value, statement, self._age_of_first_entry(target))
 
@@ -71,18 +78,25 @@ class Statements(Expressions):
         return None
 
     def _accumulate(
-        self, target: ast.expr, path: str, value: Value, statement: ast.stmt, added: list[ast.expr]
+        self,
+        target: ast.expr,
+        path: str,
+        value: Value,
+        statement: ast.stmt,
+        written: ast.expr,
+        added: list[ast.expr],
     ) -> None:
-        """`total = total + loss`, `total = 0.9 * total + 0.1 * loss`, `kept = [*kept, loss]`."""
+        """`total = total + loss`, `kept = [*kept, loss]`, `kept = torch.cat([kept, loss])`."""
         loops = self._age(target, self.binding_of(target))
         values = [(node, self.evaluate(node)) for node in added]
         carrying = [(node, node_value) for node, node_value in values if flatten(node_value).graph]
         kept: frozenset[int] = frozenset()
-        if carrying:
+        if carrying and flatten(value).graph:
             term, term_value = carrying[0]
             alone = len(carrying) == 1
             holders = (Kind.SEQUENCE, Kind.CONTAINER)
-            manner = "store" if term_value.kind in holders or value.kind in holders else "add"
+            stored = term_value.kind in holders or value.kind in holders or any(map(_concatenated, _parts(written)))
+            manner = "store" if stored else "add"
             kept = self.keep(target, path, term, term_value, manner, loops, detachable=alone)
         grown = flatten(value)
         grown = grown.with_graph(grown.graph, grown.origins | kept)
@@ -103,7 +117,7 @@ class Statements(Expressions):
         self.evaluate(target.slice)
         content = flatten(value)
         if base.kind is Kind.CONTAINER and content.graph and (added := _added(value_node, ast.unparse(target))):
-            self._accumulate(target, ast.unparse(target), value, statement, added)
+            self._accumulate(target, ast.unparse(target), value, statement, value_node, added)
             return
         fresh = base.kind is Kind.TENSOR and base.is_tensor
         if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
@@ -118,6 +132,8 @@ class Statements(Expressions):
 
     def _augmented(self, node: ast.AugAssign) -> None:
         value = self.evaluate(node.value)
+        if value.items is None and value.kind is not Kind.CONTAINER:
+            value = self.computed(value)
         old = self.evaluate(node.target)
         binding = self.binding_of(node.target)
         path = path_of(node.target)
@@ -266,12 +282,37 @@ def _terms(node: ast.expr) -> list[ast.expr]:
     return [node]
 
 
+def _pairs(target: ast.expr, written: ast.expr, value: Value) -> list[tuple[ast.expr, Value, ast.expr]]:
+    """`a, b = a + x, b + y`, where a part adds to what it held; empty for any other assignment."""
+    if not isinstance(target, ast.Tuple) or not isinstance(written, ast.Tuple):
+        return []
+    items = value.items or ()
+    if not len(target.elts) == len(written.elts) == len(items):
+        return []
+    pairs = list(zip(target.elts, items, written.elts, strict=True))
+    adds = any((path := path_of(part)) is not None and _added(node, path) for part, _, node in pairs)
+    return pairs if adds else []
+
+
 def _added(node: ast.expr, path: str) -> list[ast.expr]:
     """What an expression adds to the sum or the list under a path; empty where it makes something else."""
-    for part in (node.body, node.orelse) if isinstance(node, ast.IfExp) else (node,):
+    for part in _parts(node):
         if isinstance(part, ast.BinOp) and _adds_to(part, path):
             return [term for term in _terms(part) if not _adds_to(term, path)]
+        if path in map(path_of, _concatenated(part)):
+            return [element for element in _concatenated(part) if path_of(element) != path]
     return _added_to_copy(node, path)
+
+
+def _parts(node: ast.expr) -> tuple[ast.expr, ...]:
+    return (node.body, node.orelse) if isinstance(node, ast.IfExp) else (node,)
+
+
+def _concatenated(node: ast.expr) -> list[ast.expr]:
+    """The parts of `torch.cat([outputs, out])`, where they are written down."""
+    if not isinstance(node, ast.Call) or path_of(node.func) not in _CONCATENATIONS or not node.args:
+        return []
+    return node.args[0].elts if isinstance(node.args[0], ast.Tuple | ast.List) else []
 
 
 def _added_to_copy(node: ast.expr, path: str) -> list[ast.expr]:

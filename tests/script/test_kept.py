@@ -50,6 +50,9 @@ def kept(found):
         "kept.append(out.max(1))",
         "kept.append(out.to(torch.float64))",
         "kept.append(out.to('cpu', torch.float16))",
+        "total = torch.cat([total, out])",
+        "total = torch.cat((total, out.cpu()), dim=0)",
+        "total = out if total is None else torch.vstack((total, out))",
     ],
 )
 def test_a_kept_graph_is_found_however_it_is_put_away(report, statement):
@@ -220,3 +223,68 @@ def test_what_a_function_keeps_without_a_backward_to_come_grows(report, before):
 def test_a_backward_in_every_round_makes_no_step_of_the_function(report):
     code = STEPWISE.format(before="pass", after="pass").replace("outputs[i]", f"{LEARN}; outputs[i]")
     assert kept(report(code)) == [("OOM102", 8)]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "total = torch.cat([total, out.detach()])",
+        "total = torch.cat([total, out.argmax(1)])",
+        "total = torch.cat([y, out])",
+        "total = torch.cat(parts(total, out))",
+    ],
+)
+def test_a_concatenation_of_something_else_keeps_nothing(report, statement):
+    assert kept(report(LOOP.format(statement=statement))) == []
+
+
+WITHOUT_GRADIENTS = """
+    import torch
+    import torch.nn.functional as F
+    kept, total, sums = [], torch.zeros(100), 0
+    for x, y in loader:
+        out = model(x)
+        loss = criterion(out, y)
+        loss.backward()
+        optimizer.step()
+        with {context}:
+            {statement}
+"""
+OPERATIONS = [
+    "total += loss",
+    "sums += loss",
+    "sums = sums + loss",
+    "sums -= loss * 2",
+    "total.add_(loss)",
+    "kept.append(out - y)",
+    "kept.append(out.sigmoid())",
+    "kept.append(F.mse_loss(out, y))",
+    "kept = torch.cat([kept, out])",
+]
+
+
+@pytest.mark.parametrize("statement", OPERATIONS)
+def test_an_operation_without_gradients_gives_no_graph(report, statement):
+    assert kept(report(WITHOUT_GRADIENTS.format(context="torch.no_grad()", statement=statement))) == []
+    found = kept(report(WITHOUT_GRADIENTS.format(context="torch.enable_grad()", statement=statement)))
+    assert [line for _, line in found] == [10]
+
+
+@pytest.mark.parametrize(
+    "statement", ["kept.append(loss)", "kept += [loss]", "kept = [*kept, loss]", "kept.append(out.cpu())"]
+)
+def test_what_is_only_put_away_without_gradients_keeps_its_graph(report, statement):
+    assert kept(report(WITHOUT_GRADIENTS.format(context="torch.no_grad()", statement=statement))) == [("OOM102", 10)]
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("sums, seen = sums + loss, seen + 1", [("OOM101", 10)]),
+        ("sums, seen = sums + loss.item(), seen + loss", [("OOM101", 10)]),
+        ("sums, seen = sums + loss.item(), seen + 1", []),
+        ("sums, seen = seen + loss, sums + 1", []),
+    ],
+)
+def test_two_sums_at_once_are_two_sums(report, statement, found):
+    assert kept(report(WITHOUT_GRADIENTS.format(context="autocast()", statement=statement))) == found
