@@ -78,7 +78,11 @@ class Evidence:
 
 @dataclass
 class _Run:
-    """What one run showed; see `Evidence` and `probe.Probe`."""
+    """What one run showed; see `Evidence` and `probe.Probe`.
+
+    Attributes:
+        functions_tell: the functions called show the same cross entropies and selections as the operations that ran.
+    """
 
     result: Any
     left: Left
@@ -86,6 +90,7 @@ class _Run:
     selected_among: list[int]
     calls: int
     differentiates: bool
+    functions_tell: bool
 
 
 def compare(
@@ -137,9 +142,8 @@ class _Comparison:
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
         found = Evidence()
-        if self._how.light:
-            holders = [names for module in modules for names in (module._parameters, module._buffers)]
-            self._outside = [held for names in holders for held in names.values() if held is not None]
+        holders = [names for module in modules for names in (module._parameters, module._buffers) if names]
+        self._outside = [held for names in holders for held in names.values() if held is not None]
         given = filter(is_generator, (*self._batch.args, *self._batch.kwargs.values()))
         generators = RandomState(own=[*generators_in(self._forward, modules), *given])
         try:
@@ -159,7 +163,9 @@ class _Comparison:
     def _compare(self, found: Evidence, generators: RandomState) -> None:
         count = len(self._rows)
         cut = min(count // 2 + 1, count - 1)
-        whole = self._run(0, count)
+        whole = self._run(0, count, self._how.light)
+        # operations that the functions called show all of, and that draw nothing, need not be watched in the parts
+        light = whole.functions_tell and not generators.moved()
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
         found.nll_losses = len(whole.nll_weights)
         left = []
@@ -168,7 +174,7 @@ class _Comparison:
                 generators.restore()
             if self._how.replays:
                 self._draws.replay(begin, count)
-            part = self._run(begin, end)
+            part = self._run(begin, end, light)
             left.append(part.left)
             found.parts.append(part.result)
             found.shares.append(Weight(end - begin, part.nll_weights[0] if part.nll_weights else end - begin))
@@ -189,7 +195,7 @@ class _Comparison:
         if self._how.replays:
             self._draws.replay(0, len(self._rows))
         try:
-            return outputs.equal(self._run(0, len(self._rows)).result, whole.result)
+            return outputs.equal(self._run(0, len(self._rows), self._how.light).result, whole.result)
         except Exception as error:  # the forward is the user's, and may fail on its own state in any way
             if is_out_of_memory(error):
                 raise
@@ -199,18 +205,18 @@ class _Comparison:
         is_variable = isinstance(self._owners[owner], Variables)
         return f"the variable {name!r}" if is_variable else f"{type(self._owners[owner]).__name__}.{name}"
 
-    def _run(self, begin: int, end: int) -> _Run:
+    def _run(self, begin: int, end: int, light: bool) -> _Run:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
         if self._gaps and begin == 0:
             make_gaps(trees.tensors((args, kwargs)), self._gaps)
         held_out = self._held_out if self._how.holds_out and begin == 0 else None
         watch = Watch(end - begin, held_out, self._writes, self._outside)
-        if self._how.light:
+        if light:
             with watch:
                 result = self._forward(*args, **kwargs)
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
-            return _Run(result, self._changes(), watch.nll_weights, watch.selected_among, calls, False)
+            return _Run(result, self._changes(), watch.nll_weights, watch.selected_among, calls, False, True)
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
@@ -219,7 +225,9 @@ class _Comparison:
             result = self._forward(*args, **kwargs)
             calls, differentiates = probe.calls, probe.differentiates
             result = outputs.detached(self._see(result))
-        return _Run(result, self._changes(), probe.nll_weights, probe.selected_among, calls, differentiates)
+        tell = held_out is not None and watch.selected_among == probe.selected_among
+        tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
+        return _Run(result, self._changes(), probe.nll_weights, probe.selected_among, calls, differentiates, tell)
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

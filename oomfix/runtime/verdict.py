@@ -23,7 +23,7 @@ class Verdict:
         differentiates: it runs a backward of its own (gradient penalties).
         drew: it draws random numbers.
         calls: operations that it ran, or functions that it called where it draws nothing, as the gradients of parts
-            were compared. Another number shows that it has become another computation.
+            were compared. Another number shows that it has become another computation. 0 if they were not.
         left: attributes that it leaves behind, which depend on the samples.
         trusted: no rule fits, but the user asked for splitting.
     """

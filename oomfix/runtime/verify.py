@@ -79,15 +79,11 @@ def check(
     masked = _with_rows_that_fit([rows, 2], partial(checking.by_masks, how))
     if masked is not None and masked.rule is None and not masked.undecided:
         return masked
-    if sharded:
-        return verdict
     # a graph needs more memory than the runs of a check without one
-    gradients = _with_rows_that_fit(few, partial(checking.by_gradients, how))
-    if gradients is None:
-        return verdict
-    if gradients.rule is None and not gradients.undecided:
+    gradients = None if sharded else _with_rows_that_fit(few, partial(checking.by_gradients, how))
+    if gradients is not None and gradients.rule is None and not gradients.undecided:
         return gradients
-    return verdict if verdict.drew else replace(verdict, calls=gradients.calls)
+    return verdict if verdict.drew else replace(verdict, calls=0 if gradients is None else gradients.calls)
 
 
 def _with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:
@@ -149,6 +145,8 @@ class _Check:
         evidence = compare(self._forward, self._batch, self._modules, rows, how)
         verdict = judge(evidence, rows=count)
         same = replace(earlier, drew=verdict.drew, held=verdict.held, needs_gradients=False, differentiates=False)
+        if not earlier.calls:
+            same = replace(same, calls=verdict.calls)
         return earlier if verdict == same else None
 
     def by_masks(self, how: Runs, count: int) -> Verdict | None:
