@@ -27,10 +27,12 @@ class Auditor:
 
     Args:
         rules: the rules to run, each with `needs`, the byte strings without which it cannot fire.
+        forms: say of each training loop what `oomfix apply` would make of it, which takes longer than all the rest.
     """
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[Rule], *, forms: bool = False) -> None:
         self.rules = tuple(rules)
+        self.forms = forms
         needs = [*_NEEDED_BY_AUDIT, *(need for rule in self.rules for need in rule.needs)]
         self._words = _shortest({need for need in needs if isinstance(need, bytes)})
         self._needs = tuple(dict.fromkeys(need for need in needs if isinstance(need, tuple)))
@@ -71,7 +73,10 @@ class Auditor:
 
             analysis = _Analysis(Script.read(source, target_torch), data)
             try:
-                loops = tuple(_loop(source, loop) for loop in analysis.loops())
+                facts = analysis.loops()
+                if self.forms and facts:
+                    facts = analysis.with_forms(facts, source, target_torch)
+                loops = tuple(_loop(source, loop) for loop in facts)
                 findings = analysis.findings(self.rules)
                 errors += analysis.errors()
             except RecursionError:
@@ -110,6 +115,17 @@ class _Analysis:
         if not any(word in self._data for word in TRAINS):
             return []
         return self._try("the search for training loops", lambda: [loop.to_json() for loop in self._script.loops])
+
+    def with_forms(
+        self, loops: list[dict[str, Any]], source: Source, target_torch: TorchVersion | None
+    ) -> list[dict[str, Any]]:
+        """The loops with "rewrite", the form that `apply` would give each, and "reason", why not more, or None."""
+        # imported here: only JSON tells it
+        from oomfix.rewrite.forms import loop_forms
+
+        ask = partial(loop_forms, source, self._data, len(loops), target_torch)
+        forms = self._try("the search for what `apply` would do", ask)
+        return [loop | form._asdict() for loop, form in zip(loops, forms, strict=True)] if forms else loops
 
     def findings(self, rules: Sequence[Rule]) -> list[Finding]:
         """What the rules find, by line and column."""

@@ -148,7 +148,7 @@ def tool_version(codes: Sequence[str]) -> str:
     package = os.path.dirname(os.path.abspath(__file__))
     sources = [
         (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
-        for folder in (package, os.path.join(package, "script"), os.path.join(package, "rules"))
+        for folder in (package, *(os.path.join(package, part) for part in ("script", "rules", "rewrite")))
         for entry in os.scandir(folder)
         if entry.name.endswith(".py")
     ]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import click
 
 from oomfix import __version__
 from oomfix.audit import TorchVersion
 from oomfix.config import FAIL_ON, check_codes
+from oomfix.report import printable
 from oomfix.spelling import did_you_mean
 from oomfix.target import parse_version
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("rich", "concise", "json", "sarif", "github")
 _INTERRUPTED = 130
+_LEAST_COLUMN = 40
+_BELOW = " " * 8
 
 
 class _Failure(click.ClickException):
@@ -47,6 +51,12 @@ def _as_version(ctx: click.Context, param: click.Parameter, value: str | None) -
         raise click.BadParameter(str(error)) from None
 
 
+def _as_file(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value == "":
+        raise click.BadParameter("got an empty name, expected a file")
+    return value
+
+
 class _Commands(click.Group):
     """A group that imports a command of another package only when it is asked for: `audit` starts without them."""
 
@@ -65,6 +75,13 @@ class _Commands(click.Group):
             assert isinstance(command, click.Command)
             return command
         return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(_INTERRUPTED)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -92,8 +109,15 @@ def main() -> None:
 )
 @click.option("--fail-on", type=click.Choice(FAIL_ON), help="Exit 1 from this severity on.  [default: warning]")
 @click.option("--statistics", is_flag=True, help="Print how often each rule was reported, not the findings.")
-@click.option("--baseline", metavar="FILE", help="Report only findings that this file does not know.")
-@click.option("--write-baseline", metavar="FILE", help="Write all findings to this file as known, and exit 0.")
+@click.option(
+    "--baseline", metavar="FILE", callback=_as_file, help="Report only findings that this file does not know."
+)
+@click.option(
+    "--write-baseline",
+    metavar="FILE",
+    callback=_as_file,
+    help="Write all findings to this file as known, and exit 0.",
+)
 @click.option(
     "--target-torch",
     metavar="VERSION",
@@ -139,7 +163,7 @@ def audit(
     flags = Flags(select, ignore, fail_on, target_torch, baseline)
     progress = Progress("auditing")
     pipeline = Pipeline(
-        Auditor(all_rules()),
+        Auditor(all_rules(), forms=form == "json" and not statistics),
         Configuration(flags, _codes(), use_baselines=not write_baseline),
         processes=jobs or _cores(),
         use_cache=not no_cache,
@@ -152,16 +176,13 @@ def audit(
             report = pipeline.audit(paths)
         if write_baseline:
             _write_baseline(write_baseline, report)
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        ctx.exit(_INTERRUPTED)
     except BaselineError as error:
         raise _Failure(f"{error.path}: {error}") from None
     if not write_baseline:
         _write(lambda stream: _render(report, form, statistics, stream))
     if form in ("rich", "concise"):
         for path, message in report.errors():
-            click.echo(f"{path}: {message}", err=True)
+            click.echo(printable(f"{path}: {message}"), err=True)
     ctx.exit(pipeline.status if not write_baseline or pipeline.status == 2 else 0)
 
 
@@ -214,7 +235,7 @@ def presets() -> None:
     own = {name: chosen.preset for name, chosen in configuration.settings(os.curdir).presets.items()}
     _write(lambda stream: _write_table(table(own), stream))
     for path, message in configuration.problems:
-        click.echo(f"{path}: {message}", err=True)
+        click.echo(printable(f"{path}: {message}"), err=True)
 
 
 def _read_stdin() -> bytes:
@@ -308,18 +329,23 @@ def _write_markdown(text: str, stream: TextIO) -> None:
 
 
 def _write_table(rows: Sequence[tuple[str, ...]], stream: TextIO) -> None:
-    """Columns side by side; on a terminal, the last one is broken where the line ends."""
+    """Columns side by side; on a terminal, sentences in the last one are broken, or stand below where it is narrow."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    indent = " " * sum(width + 2 for width in widths)
-    room = None
-    if stream.isatty():
-        import shutil
+    heads = ["".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False)) for row in rows]
+    indent, room = len(heads[0]), _columns_left(stream, len(heads[0]), max(len(row[-1]) for row in rows))
+    if room is not None and room < _LEAST_COLUMN:
+        indent, room = len(_BELOW), _columns_left(stream, len(_BELOW), _LEAST_COLUMN)
+        heads = [f"{head.rstrip()}\n{_BELOW}" for head in heads]
+    for row, head in zip(rows, heads, strict=True):
+        tail = [row[-1]] if room is None else textwrap.wrap(row[-1], room, break_long_words=False) or [""]
+        stream.write(head + ("\n" + " " * indent).join(tail) + "\n")
 
-        room = max(shutil.get_terminal_size().columns - len(indent), 20)
-    for row in rows:
-        head = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
-        tail = [row[-1]] if room is None else textwrap.wrap(row[-1], room) or [""]
-        stream.write(head + ("\n" + indent).join(tail) + "\n")
+
+def _columns_left(stream: TextIO, used: int, wanted: int) -> int | None:
+    """The columns of a terminal that are left for sentences; None where there is no terminal, or are no sentences."""
+    if not stream.isatty() or wanted < _LEAST_COLUMN:
+        return None
+    return max(shutil.get_terminal_size().columns - used, 1)
 
 
 def _write_baseline(path: str, report: Report) -> None:

@@ -12,12 +12,16 @@ from oomfix.source import ForeignLanguage, Unreadable, parse, split_lines
 # Cell magics whose cell is still Python run by this kernel; every other one hands its cell to something else.
 _PYTHON_CELL_MAGICS = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "lprun", "debug"})
 
+# Line magics that IPython takes without their "%", of which these are in use; asked only of a line that does not parse.
+_AUTOMAGICS = "cat|cd|conda|cp|head|ls|mamba|matplotlib|mkdir|mv|pip|pwd|rm|rmdir|tail|time|timeit|uv"
+
 _CELL_MAGIC = re.compile(r"\s*%%(\w+)")
 _LINE_MAGIC = re.compile(
-    r"""(?P<indent>\s*)(
+    rf"""(?P<indent>\s*)(
         [%!?]                                   # %magic, !command, ?help
         | [\w.,\s\[\]'"]+ = \s* [%!] (?!=)      # x = %magic, x = !command
-        | [\w.%]+ \?{1,2} \s* $                 # name?, name??
+        | [\w.%]+ \?{{1,2}} \s* $               # name?, name??
+        | (?:{_AUTOMAGICS}) \s+ (?![=(.,])      # pip install x, cd folder
     )""",
     re.VERBOSE,
 )

@@ -125,7 +125,9 @@ class Pipeline:
             return None
         key = (settings.root, settings.target_torch)
         if key not in self._caches:
-            self._caches[key] = Cache(cache_folder(), f"{settings.root}\0{settings.target_torch}", self._version)
+            forms = "\0forms" * self._auditor.forms
+            name = f"{settings.root}\0{settings.target_torch}{forms}"
+            self._caches[key] = Cache(cache_folder(), name, self._version)
         return self._caches[key]
 
     @property

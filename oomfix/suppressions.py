@@ -12,6 +12,7 @@ from oomfix.rules.base import Severity
 from oomfix.source import Source
 
 _DIRECTIVE = re.compile(r"#\s*oomfix:\s*(?P<text>[^#]*)")
+_CODE_OUTSIDE = re.compile(r"[\s:=(,]*(OOM\d+)", re.IGNORECASE)
 _IGNORE = re.compile(r"(?P<scope>ignore-file|ignore)(\s*\[(?P<codes>[\w\s,]*)\])?(?![-\w\[])")
 _LAYOUT = frozenset({tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT})
 
@@ -84,7 +85,11 @@ def _read(match: re.Match[str], line: int, column: int, *, after_code: bool) -> 
     codes = tuple(code.upper() for code in re.split(r"[\s,]+", ignore["codes"] or "") if code)
     whole_file = ignore["scope"] == "ignore-file"
     problem: str | None = None
-    if ignore["codes"] is not None and not codes:
+    outside = _CODE_OUTSIDE.match(text, ignore.end()) if ignore["codes"] is None else None
+    if outside:
+        # taken as `ignore`, it would silence every rule where one was meant
+        problem = f"{outside[1].upper()} stands outside of brackets; write `{ignore['scope']}[{outside[1].upper()}]`"
+    elif ignore["codes"] is not None and not codes:
         problem = "the brackets are empty; name a code, as in `ignore[OOM101]`"
     elif not whole_file and not after_code:
         problem = "silences nothing on a line of its own; put it at the end of a line of the statement"

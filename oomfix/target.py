@@ -8,12 +8,16 @@ from collections.abc import Iterator
 
 from oomfix.audit import TorchVersion
 
-# `torch>=1.8,<2`, `torch[opt]==2.1.0+cu118`, `- pytorch=1.12`, `["torch ~= 2.1"]`, `torch = "^2.0"`
+# `torch>=1.8,<2`, `torch[opt]==2.1.0+cu118`, `torch (>=1.7)`, `- pytorch=1.12`, `["torch ~= 2.1"]`, `torch = "^2.0"`,
+# `torch = {version = "^2.0", source = "cpu"}`
 _REQUIREMENT = re.compile(
-    r"""(?<![\w./-]) (?:py)?torch (?![\w.-]) \s* (?:\[[\w,\s-]*\])?
-        (?P<bounds> \s* (?:=\s*["'])? (?: \s* [=~><!^]+ \s* ["']? v? \d [\w.*+]* \s* ,? )+ )""",
-    re.VERBOSE,
+    r"""(?<![\w./-]) (?:py)?torch (?![\w.-]) \s* (?:\[[\w,\s-]*\])? \(?
+        (?P<bounds> \s* (?: =\s* (?: \{[^}]*? \bversion\s*=\s* )? ["'] )?
+            (?: \s* [=~><!^]+ \s* ["']? v? \d [\w.*+]* \s* ,? )+ )""",
+    re.VERBOSE | re.IGNORECASE,
 )
+# `https://download.pytorch.org/whl/cu113/torch-1.11.0%2Bcu113-cp38-cp38-linux_x86_64.whl`
+_WHEEL = re.compile(r"/torch-(?P<version>\d+\.\d+)[\w.+%]*-\w+-\w+-\w+\.whl")
 _BOUND = re.compile(r"""(?P<operator>[=~><!^]+)\s*["']?\s*v?(?P<major>\d+)(?:\.(?P<minor>\d+))?""")
 _LOWER = frozenset({"==", "=", "===", "~=", ">=", ">", "^", "~"})
 _LAST_OF_1 = (1, 13)
@@ -23,7 +27,11 @@ _VERSION = re.compile(
         (?: [-_.]? (?: a | b | rc | post | dev ) \d* )* (?: \+ [\w.-]+ )?""",
     re.VERBOSE,
 )
-_NAMES = re.compile(r"pyproject\.toml|setup\.cfg|Pipfile|[\w.-]*requirements?[\w.-]*\.(txt|in)|environment.*\.ya?ml")
+_NAMES = re.compile(
+    r"""pyproject\.toml | setup\.(py|cfg) | Pipfile | [\w.-]*requirements?[\w.-]*\.(txt|in) | constraints\.txt
+        | (env|conda)([_.-].*)?\.ya?ml | environment.*\.ya?ml""",
+    re.VERBOSE,
+)
 
 
 def parse_version(text: str) -> TorchVersion:
@@ -79,7 +87,8 @@ def _stated(path: str) -> Iterator[TorchVersion]:
         return
     for line in lines:
         match = _REQUIREMENT.search(line.partition("#")[0])
-        version = oldest_allowed(match["bounds"]) if match else None
+        wheel = None if match else _WHEEL.search(line)
+        version = oldest_allowed(match["bounds"]) if match else parse_version(wheel["version"]) if wheel else None
         if version:
             yield version
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from oomfix.report import SEVERITIES, Report, place, printable
@@ -57,7 +58,7 @@ def layout(report: Report, width: int | None) -> Iterator[Line]:
         yield from _fix(finding, width)
         yield []
     for line in _summary(report):
-        yield from _wrapped([Span(line)], width)
+        yield from _wrapped(line, width)
 
 
 def _headline(path: str, finding: Located, width: int | None) -> Iterator[Line]:
@@ -80,7 +81,7 @@ def _wrapped(line: Line, width: int | None) -> Iterator[Line]:
         first.append(words.pop(0))
     yield [*head, Span(" ".join(first), tail.style)]
     indent = " " * 4
-    rest = " ".join(words)
+    rest = " ".join(words).strip()
     for piece in textwrap.wrap(rest, max(width, 20), initial_indent=indent, subsequent_indent=indent):
         yield [Span(piece, tail.style)]
 
@@ -93,7 +94,8 @@ def _frame(finding: Located, width: int | None) -> Iterator[Line]:
     for number, text in enumerate(finding.context, start=finding.context_line):
         is_it = number == finding.line
         mark = Span("  > " if is_it else "    ", style)
-        code = _cut(_shown(text), shift, room)
+        # the lines around it say where it stands, and that by their beginnings
+        code = _cut(_shown(text), shift if is_it else 0, room)
         yield [mark, Span(f"{number:>{gutter - 4}} | ", "dim"), Span(code, "" if is_it else "dim")]
         if is_it:
             start, end = _underlined(finding)
@@ -103,10 +105,12 @@ def _frame(finding: Located, width: int | None) -> Iterator[Line]:
 
 def _window(finding: Located, room: int | None) -> tuple[int, int | None]:
     """How many columns to leave out at the left so that the finding is seen, and how many to show."""
-    if room is None:
-        return 0, None
-    start, end = _underlined(finding)
-    return (0 if min(end, start + room // 2) < room else start - room // 3), room
+    return (0, None) if room is None else (_shift(*_underlined(finding), room), room)
+
+
+def _shift(start: int, end: int, room: int) -> int:
+    """How many columns to leave out at the left so that what stands from `start` to `end` is seen."""
+    return 0 if min(end, start + room // 2) < room else start - room // 3
 
 
 def _underlined(finding: Located) -> tuple[int, int]:
@@ -152,29 +156,63 @@ def _fix(finding: Located, width: int | None) -> Iterator[Line]:
     for number, text in enumerate(finding.fixed[:_MOST_FIXED_LINES]):
         label = "  fix: " if number == 0 else "       "
         room = None if width is None else max(width - len(label), 10)
-        yield [Span(label, "bold green"), Span(_cut(_shown(text), 0, room), "green")]
+        shift = 0 if room is None else _shift(*_changed(_shown(text), finding.context), room)
+        yield [Span(label, "bold green"), Span(_cut(_shown(text), shift, room), "green")]
     more = len(finding.fixed) - _MOST_FIXED_LINES
     if more > 0:
         yield [Span(f"       and {more} more {_plural(more, 'line')}", "dim")]
 
 
-def _summary(report: Report) -> Iterator[str]:
-    """The last lines: how much was found, where, how much of it shows its fix, and what explains the worst."""
+def _changed(text: str, before: Sequence[str]) -> tuple[int, int]:
+    """The columns of a fixed line, from 0, from where it differs from the line before that is most like it."""
+    alike = (
+        takewhile(lambda pair: pair[0] == pair[1], zip(text, _shown(line).strip(), strict=False)) for line in before
+    )
+    common = max((sum(1 for _ in pairs) for pairs in alike), default=0)
+    return _columns(text[:common]), _columns(text)
+
+
+def _summary(report: Report) -> Iterator[Line]:
+    """The last lines: how much was found, where, what shows or makes the fixes, and what explains the worst."""
     files = [file for file in report.files if not file.errors or file.findings or file.loops]
     loops = sum(len(file.loops) for file in report.files)
     read = f"{len(files)} {_plural(len(files), 'file')} with {loops} training {_plural(loops, 'loop')}"
     unread = len({path for path, _ in report.errors()})
     note = f"; {unread} {_plural(unread, 'path')} not audited in full" if unread else ""
+    if not files:
+        yield [Span("nothing could be audited" if unread else "nothing to audit")]
+        return
     counts = report.counts()
     total = counts.total()
     if not total:
-        yield f"no findings in {read}{note}"
+        yield [Span(f"no findings in {read}{note}")]
         return
     found = ", ".join(f"{counts[kind]} {_plural(counts[kind], kind)}" for kind in SEVERITIES if counts[kind])
     fixed = sum(1 for _, finding in report.findings() if finding.fix == "local")
-    yield f"{found} in {read}; {fixed} of {total} with a fix shown{note}"
+    yield [Span(f"{found} in {read}; {fixed} of {total} with a fix shown{note}")]
+    if paths := _fixed_by_apply(report):
+        # a command is never broken, so that it can be copied
+        yield [Span(f"`oomfix apply --preset 16gb --diff {paths}`"), Span(" shows what it would change")]
     worst = min(report.findings(), key=lambda found: SEVERITIES.index(found[1].severity))[1].code
-    yield f"`oomfix explain {worst}` says why"
+    yield [Span(f"`oomfix explain {worst}`"), Span(" says why")]
+
+
+def _fixed_by_apply(report: Report) -> str:
+    """What to give `oomfix apply`: the path of the one file with findings that it fixes, PATH for several, or nothing.
+
+    It leaves notes as they are, and cannot rewrite standard input.
+    """
+    paths = [
+        file.path
+        for file in report.files
+        if file.path != "<stdin>" and any(found.fix and found.severity != "note" for found in file.findings)
+    ]
+    if len(paths) == 1:
+        # imported here: only this line needs it
+        from shlex import quote
+
+        return quote(printable(paths[0]))
+    return "PATH" if paths else ""
 
 
 def _plural(count: int, noun: str) -> str:

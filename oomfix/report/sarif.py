@@ -105,7 +105,8 @@ def _notification(path: str, message: str) -> dict[str, Any]:
 
 
 def _uri(path: str) -> str:
-    posix = quote(os.fsencode(path.replace(os.sep, "/")))
+    # code scanning knows no file by a name with ".." or "./" in it
+    posix = quote(os.fsencode(os.path.normpath(path).replace(os.sep, "/")))
     return f"file://{posix}" if posix.startswith("/") else posix
 
 

@@ -204,6 +204,11 @@ def test_a_name_that_is_no_text_is_shown_and_audited(oomfix):
         assert "OOM205" in done.stdout
 
 
+def test_an_error_is_one_line_whatever_its_path(oomfix):
+    done = oomfix("audit", "no\nsuch\x1b[31m.py", "--format", "concise")
+    assert (done.returncode, done.stderr) == (2, "no?such?[31m.py: no such file or folder\n")
+
+
 def test_a_bug_in_a_rule_stops_that_rule_only(tmp_path: Path):
     class Broken:
         code = "OOM999"

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import click
 import pytest
 
 from oomfix import __version__
-from oomfix.cli import main
-from oomfix.pages import markdown, pages
+from oomfix.cli import _write_table, main
+from oomfix.pages import markdown, pages, table
 from oomfix.rules import all_rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,8 @@ def test_select_and_ignore_take_codes_and_prefixes(oomfix):
         (("--fail-on", "warn"), "'warn' is not one of 'error', 'warning', 'note', 'never'"),
         (("--format", "xml"), "'xml' is not one of"),
         (("-j", "0"), "0 is not in the range"),
+        (("--baseline", ""), "got an empty name, expected a file"),
+        (("--write-baseline", ""), "got an empty name, expected a file"),
     ],
 )
 def test_a_wrong_flag_is_a_usage_error_that_says_what_is_right(oomfix, args: tuple[str, ...], message: str):
@@ -163,6 +166,22 @@ def test_rules_lists_every_rule(oomfix):
     rows = json.loads(oomfix("rules", "--format", "json").stdout)["rules"]
     assert [row["code"] for row in rows] == codes
     assert all(set(row) == {"code", "name", "severity", "fix", "summary"} for row in rows)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_the_rules_fit_the_terminal_and_no_word_is_broken(monkeypatch, columns: int):
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    rows = table(pages(all_rules()))
+    _write_table(rows, stream)
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if len(line.rstrip()) > columns] == []
+    shown = " ".join(" ".join(lines).split())
+    assert all(row[-1] in shown for row in rows)
 
 
 def test_presets_shows_the_table(oomfix):

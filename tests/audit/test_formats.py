@@ -111,6 +111,11 @@ def test_sarif_fingerprints_stay_when_a_line_moves_and_differ_between_equal_line
     assert prints(located()) != prints(located(context=("", "", "z = torch.load(p)", "")))
 
 
+def test_sarif_names_a_file_by_one_name(tmp_path: Path):
+    log = json.loads(sarif.render(report(located(), path="./b/../a.py"), pages(all_rules())))
+    assert log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"] == {"uri": "a.py"}
+
+
 def test_sarif_fixes_make_the_fixed_text(oomfix):
     text = "import torch\r\n\r\nx = 'é'; model.load_state_dict(torch.load(  'é'))\r\n"
     (oomfix.folder / "a.py").write_bytes(text.encode())
@@ -156,6 +161,7 @@ def test_a_frame_marks_the_finding_in_its_lines():
         '  fix: x = torch.load(p, map_location="cpu")\n'
         "\n"
         "1 warning in 1 file with 0 training loops; 1 of 1 with a fix shown\n"
+        "`oomfix apply --preset 16gb --diff a.py` shows what it would change\n"
         "`oomfix explain OOM205` says why\n"
     )
 
@@ -211,11 +217,42 @@ def test_the_summary_counts():
         AuditedFile("b.py", loops=[{}]),
         AuditedFile("c.py", errors=["not UTF-8"]),
     ]
-    assert plain(Report(files)).splitlines()[-2:] == [
+    assert plain(Report(files)).splitlines()[-3:] == [
         "1 error, 2 warnings in 2 files with 2 training loops; 2 of 3 with a fix shown; 1 path not audited in full",
+        "`oomfix apply --preset 16gb --diff a.py` shows what it would change",
         "`oomfix explain OOM101` says why",
     ]
     assert plain(Report([AuditedFile("b.py")])) == "no findings in 1 file with 0 training loops\n"
+    assert plain(Report([AuditedFile("c.py", errors=["not UTF-8"])])) == "nothing could be audited\n"
+    assert plain(Report([])) == "nothing to audit\n"
+
+
+def test_apply_is_named_where_it_would_fix_something():
+    def hints(*files: AuditedFile) -> list[str]:
+        return [line for line in plain(Report(files)).splitlines() if "oomfix apply" in line]
+
+    said = "`oomfix apply --preset 16gb --diff {}` shows what it would change"
+    assert hints(AuditedFile("a.py", [located(fix="runtime")]), AuditedFile("b.py")) == [said.format("a.py")]
+    assert hints(AuditedFile("my runs/a.py", [located()])) == [said.format("'my runs/a.py'")]
+    assert hints(AuditedFile("a.py", [located()]), AuditedFile("b.py", [located()])) == [said.format("PATH")]
+    assert hints(AuditedFile("a.py", [located(fix=None), located(severity="note")])) == []
+    assert hints(AuditedFile("<stdin>", [located()])) == []
+
+
+def test_a_command_is_not_broken_by_a_narrow_terminal():
+    path = "experiments/with/a/long/name/train.py"
+    lines = ["".join(s.text for s in line) for line in rich.layout(report(located(), path=path), 50)]
+    command = f"`oomfix apply --preset 16gb --diff {path}`"
+    assert lines[lines.index(command) + 1] == "    shows what it would change"
+
+
+@pytest.mark.parametrize("before", ["", "x" * 100 + " = 1; "])
+def test_what_a_fix_changes_is_in_sight(before: str):
+    text, fixed = f"{before}y = torch.load(p)", f'{before}y = torch.load(p, map_location="cpu")'
+    finding = located(context=("for p in paths:", "    pass", text), column=len(before) + 5, fixed=(fixed,))
+    lines = ["".join(span.text for span in line) for line in rich.layout(report(finding), 60)]
+    assert any(line.startswith("  fix: ") and 'p, map_location="cpu")' in line for line in lines)
+    assert "    1 | for p in paths:" in lines  # and the lines around it are shown from their beginning
 
 
 def test_colour_only_where_it_is_wanted(oomfix):
@@ -253,6 +290,24 @@ def test_cell_and_line_are_told_in_every_format(oomfix, notebook):
     log = json.loads(oomfix("audit", "a.ipynb", "--format", "sarif").stdout)
     jsonschema.validate(log, SCHEMA)
     assert log["runs"][0]["results"][0]["message"]["text"].startswith("cell 2, line 3, column 5: ")
+
+
+def test_json_tells_what_apply_would_make_of_each_loop(oomfix, notebook):
+    plain_loop = "import torch\nfor x, y in loader:\n    loss = criterion(model(x), y)\n    {}\n    optimizer.step()\n"
+    backwards = {"a.py": "loss.backward()", "b.py": "accelerator.backward(loss)"}
+    for name, backward in backwards.items():
+        (oomfix.folder / name).write_text(plain_loop.format(backward))
+    (oomfix.folder / "c.ipynb").write_bytes(
+        notebook(("code", "%cd x\n"), ("code", plain_loop.format("loss.backward()")))
+    )
+    said = json.loads(oomfix("apply", "--preset", "8gb", "--check", "--format", "json", ".").stdout)["loops"]
+    oomfix("audit", ".")  # what this leaves in the cache says nothing of it
+    for _ in range(2):  # the second one from the cache
+        rows = {row["path"]: (row["rewrite"], row["reason"]) for row in oomfix.json(".")["loops"]}
+        assert rows == {row["path"]: (row["rewrite"], row["reason"]) for row in said}
+    assert rows["a.py"] == rows["c.ipynb"] == ("micro-batched", None)
+    assert rows["b.py"][0] == "none"
+    assert oomfix.json("-", input=b"for x in l:\n    model(x).backward()\n    opt.step()\n")["loops"][0]["rewrite"]
 
 
 def test_loops_of_a_notebook_count_lines_within_their_cell(oomfix, notebook):

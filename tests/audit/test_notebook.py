@@ -36,6 +36,9 @@ def test_a_line_is_told_by_its_cell_among_all_cells():
         "%time train(model)",
         "!echo '''",
         "%cd /content/drive",
+        "pip install -q torch",
+        "cd /content/drive",
+        "ls -la *.pt",
     ],
 )
 @pytest.mark.parametrize("indent", ["", "    "])
@@ -46,6 +49,11 @@ def test_a_magic_becomes_one_line_that_parses(magic: str, indent: str):
     names = {node.id: node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Name)}
     first = 2 if indent else 1
     assert (names["x"], names["y"]) == (first, first + 2)
+
+
+@pytest.mark.parametrize("code", ["time = (3\n", "head (x) y\n", "pip, x = 3 4\n", "pipe install\n"])
+def test_a_broken_line_that_begins_like_a_command_is_told(code: str):
+    assert read(("code", code)).problems != ()
 
 
 def test_a_continued_command_keeps_the_lines_below_in_place():

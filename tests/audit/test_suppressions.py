@@ -117,6 +117,15 @@ def test_a_comment_that_silences_nothing_is_reported(text: str):
     assert ("OOM001", 1) in shown(text)
 
 
+@pytest.mark.parametrize("comment", ["ignore OOM901", "ignore: OOM901", "ignore=oom901", "ignore-file (OOM901)"])
+def test_a_code_outside_of_brackets_silences_nothing_rather_than_everything(comment: str):
+    assert shown(f"x = MARK  # oomfix: {comment}\n") == [("OOM901", 1), ("OOM001", 1)]
+
+
+def test_words_after_a_comment_may_name_codes():
+    assert shown("x = MARK  # oomfix: ignore, unlike OOM902\n") == []
+
+
 @pytest.mark.parametrize(
     ("selected", "text"),
     [

@@ -1,0 +1,51 @@
+"""What `oomfix apply` would make of the training loops of a file, for those who only ask."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from oomfix.rewrite.apply import LoopOutcome, Options, apply_to
+from oomfix.rewrite.cells import NotebookText
+from oomfix.rewrite.edits import EditsOverlap
+from oomfix.rewrite.loops import Form
+from oomfix.rewrite.notebook_json import CannotRestore
+from oomfix.source import Source, Unreadable
+
+# the form of a loop is the same for every preset, which only sets the numbers that the runtime goes by
+_ANY_PRESET = "16gb"
+
+
+class LoopForm(NamedTuple):
+    """The form that `apply` would give a training loop, and why not more; None where nothing stands in the way."""
+
+    rewrite: Form
+    reason: str | None
+
+
+def loop_forms(source: Source, data: bytes, count: int, target_torch: tuple[int, int] | None) -> list[LoopForm]:
+    """The form of each training loop of a source, in the order of `Script.loops`.
+
+    Args:
+        source: the file.
+        data: its bytes.
+        count: how many training loops it has.
+        target_torch: the oldest torch that the script must run on; None: unknown.
+
+    Raises:
+        RecursionError: the source is nested absurdly.
+    """
+    try:
+        outcomes = _outcomes(source, data, target_torch)
+    except (Unreadable, CannotRestore) as problem:
+        return [LoopForm("none", str(problem))] * count
+    except EditsOverlap:
+        return [LoopForm("none", "its changes get in each other's way")] * count
+    if len(outcomes) != count:
+        return [LoopForm("none", "the loops of this file are not told apart once some are rewritten")] * count
+    return [LoopForm(outcome.rewrite, outcome.reason) for outcome in outcomes]
+
+
+def _outcomes(source: Source, data: bytes, target_torch: tuple[int, int] | None) -> tuple[LoopOutcome, ...]:
+    text = source if source.cells is None else NotebookText(source.path, data).source
+    # no rules: local fixes are made after the loops and change none of their forms
+    return apply_to(text, (), Options(_ANY_PRESET, target_torch=target_torch)).loops
