@@ -218,7 +218,7 @@ def of_preset(name: str) -> Callable[[Workload, nn.Module, Setting], Step]:
 
 
 def simulated_peak_gib(contender: Contender, workload: Workload) -> tuple[float, str]:
-    """The peak of three steps on a simulated card, and what oomfix came to use there.
+    """The peak of two steps on a simulated card, and what oomfix came to use there.
 
     Cards of presets hold their budget, and refuse what is over it; the others are an A100's.
     """
@@ -235,7 +235,7 @@ def simulated_peak_gib(contender: Contender, workload: Workload) -> tuple[float,
         trace.watch(model)
         trace.claim(batch, "inputs")
         step = contender.step(workload, model)
-        for _ in range(3):
+        for _ in range(2):
             step(batch)
         return trace.allocator.peak_allocated_bytes / GIB, techniques_used(contender, preset)
 
