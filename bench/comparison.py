@@ -1,6 +1,6 @@
 """`oomfix.runtime` beside a plain loop, AMP and accumulation by hand, Accelerate and Lightning Fabric.
 
-    python -m bench.comparison [--device cuda] [--rounds 30] [--rivals FOLDER]
+    python -m bench.comparison [--device cuda] [--rounds 30] [--full vit gpt2] [--rivals FOLDER]
 
 Writes bench/results/comparison-<device>.md. All contenders train the same model from the same seed on the same batches
 with AdamW in one process. "By hand" and the other libraries get what oomfix uses: bf16, checkpointing (switched on by
@@ -44,6 +44,7 @@ RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
 KEYS = ("vit", "gpt2", "resnet", "unet")
 LARGEST_CARD = "a100-80gb"
+TRAINED = 5  # steps before the loss is compared
 PARTS = 4  # micro-batches of those that do not choose by themselves
 
 Step = Callable[[Batch], torch.Tensor]
@@ -202,8 +203,7 @@ def contenders(device: str, half: bool) -> list[Contender]:
     found = [Contender("plain loop, fp32", Setting(device, half=False), by_hand)]
     if half:
         found.append(Contender("plain loop, bf16", Setting(device, half=True), by_hand))
-    for checkpointed in (False, True):
-        found += with_the_same_techniques(Setting(device, half, checkpointed, PARTS))
+    found += with_the_same_techniques(Setting(device, half, checkpointed=True, parts=PARTS))
     for name, preset in presets.PRESETS.items():
         if preset.card is not None:
             found.append(Contender(f"oomfix, preset {name}", Setting(device, half), of_preset(name), name))
@@ -279,7 +279,7 @@ def measured_rows(key: str, device: str, rounds: int) -> list[str]:
     rows = [
         f"### {workload.name}",
         "",
-        f"| loop | peak {unit} | step ms | ratio to {name} | loss after 10 steps |",
+        f"| loop | peak {unit} | step ms | ratio to {name} | loss after {TRAINED} steps |",
         "|---|---|---|---|---|",
     ]
     for contender in chosen:
@@ -352,7 +352,7 @@ def gpu_milliseconds(step: Step, batch: Batch) -> float:
 
 
 def peak_and_loss(contender: Contender, workload: Workload, device: str) -> tuple[float, float]:
-    """The peak in bytes of training for ten steps, model and optimizer included, and the last loss."""
+    """The peak in bytes of training for `TRAINED` steps, model and optimizer included, and the last loss."""
     gc.collect()
     if device == "cpu":
         with SimulatedCard() as card:
@@ -368,7 +368,7 @@ def peak_and_loss(contender: Contender, workload: Workload, device: str) -> tupl
 def train(contender: Contender, workload: Workload, device: str) -> float:
     step = contender.step(workload, model_of(workload, device))
     torch.manual_seed(1)
-    for number in range(10):
+    for number in range(TRAINED):
         loss = step(batch_of(workload, device, number))
     return float(loss)
 
@@ -377,6 +377,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=30, help="timed steps per contender")
+    parser.add_argument("--full", nargs="+", choices=KEYS, default=KEYS, help="workloads to simulate at full size")
     parser.add_argument("--rivals", type=Path, default=default_folder(), help="where the other libraries are installed")
     arguments = parser.parse_args()
     versions = libraries(arguments.rivals)
@@ -389,25 +390,33 @@ def main() -> None:
         f"# Comparison, {arguments.device}",
         "",
         f"{device}; torch {torch.__version__}; {', '.join(versions)}; {datetime.date.today()}; "
-        f"`python -m bench.comparison --device {arguments.device} --rounds {arguments.rounds}`",
+        f"`python -m bench.comparison {' '.join(sys.argv[1:])}`",
         "",
     ]
-    if on_cpu:
-        lines += [
-            "## Memory of the full workloads",
-            "",
-            "Simulated: nothing is computed, and no GPU was used. Presets run within the budget of their card, the "
-            f"other loops on an A100 with 80 GB. AdamW; {PARTS} micro-batches where the loop is told how many.",
-            "",
-        ]
-        for key in KEYS:
-            lines += rows_of_peaks(FULL[key])
-        lines += ["## Time and loss of smaller workloads", "", "Computed, in fp32.", ""]
-    for key in KEYS:
-        lines += measured_rows(key, arguments.device, arguments.rounds)
+    sections = sections_on_cpu(arguments.full, arguments.rounds) if on_cpu else sections_on_gpu(arguments.rounds)
     path = RESULTS / f"comparison-{arguments.device}.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
+    for section in sections:
+        lines += section
+        # after each: the whole takes long, and what is measured is kept
+        path.write_text("\n".join(lines), encoding="utf-8")
     print(path.read_text(encoding="utf-8"))
+
+
+def sections_on_cpu(full: list[str], rounds: int) -> Iterator[list[str]]:
+    yield [
+        "## Memory of the full workloads",
+        "",
+        "Simulated: nothing is computed, and no GPU was used. Presets run within the budget of their card, the other "
+        f"loops on an A100 with 80 GB. AdamW; {PARTS} micro-batches where the loop is told how many.",
+        "",
+    ]
+    yield from (rows_of_peaks(FULL[key]) for key in full)
+    yield ["## Time and loss of smaller workloads", "", "Computed, in fp32, with the processor time of one core.", ""]
+    yield from (measured_rows(key, "cpu", rounds) for key in KEYS)
+
+
+def sections_on_gpu(rounds: int) -> Iterator[list[str]]:
+    yield from (measured_rows(key, "cuda", rounds) for key in KEYS)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,12 @@ def try_checkpointing(model: nn.Module, iteration: Iteration) -> Effect | None:
     """The effect of the checkpointing of `model` on `ROWS` rows of a call's batch; nothing remains of the runs.
 
     Returns:
-        None where so few rows cannot tell, because the forward fails on them or memory does not suffice.
+        None where so few rows cannot tell, because the forward fails on them or memory does not suffice, and where
+        processes are in step: backwards on rows would exchange with some that make none.
     """
     known = iteration.known
+    if known.ranks.in_step:
+        return None
     args, kwargs = iteration.batch.chosen(choose_rows(iteration.batch, ROWS))
     writes, random = Writes(), RandomState(own=known.generators)
     attributes = Attributes(known.modules())

@@ -17,7 +17,7 @@ The leaner optimizer step is no rung: its temporaries never meet activations. `s
 A rung that is taken stays for its forward; the call starts again from its beginning with everything put back, so its
 gradients are those of a run that began with the rung: bitwise those without for checkpointing and offloading, up to the
 order of sums for the chunked loss. Checkpointing that changes gradients all the same (a block that reads hidden state)
-is seen on two rows, and taken off.
+is seen on two rows, and taken off; not so where processes are in step, which climb together.
 """
 
 import logging

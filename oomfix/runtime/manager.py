@@ -83,6 +83,10 @@ class MemoryManager:
     def prepare(self, model: nn.Module) -> nn.Module:
         """Put activation checkpointing on `model` where the preset asks for it from the start.
 
+        Where the preset has it "if-needed", `forward_backward` puts it on when a call does not fit and may not be split
+        any finer, after chunked losses and before offloading (`oomfix.runtime.ladder`). `memory.backward` cannot: by
+        then the graph exists.
+
         Returns:
             The same object. Its type, state_dict keys, pickles and deep copies stay as they are.
         """
@@ -198,7 +202,8 @@ class MemoryManager:
         if said is not None:
             raise DoesNotFitError(
                 f"backward ran out of memory ({said}). A loss whose graph exists already cannot be cut; call "
-                "memory.forward_backward(forward, *batch), set checkpointing='on', or use a smaller batch."
+                "memory.forward_backward(forward, *batch), with batch_size=1 where it may not be cut either, set "
+                "checkpointing='on', or use a smaller batch."
             )
 
     def step(self, optimizer: Any, *schedulers: Any, clip_norm: float | None = None, zero_grad: bool = True) -> None:

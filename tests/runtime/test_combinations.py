@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from oomfix import runtime
-from oomfix.runtime import offloading
+from oomfix.runtime import chunked_losses, offloading, rungs
 
 CHECKPOINTING, OFFLOADING, SPLITTING, AMP, COMPILE = "checkpointing", "offloading", "splitting", "amp", "compile"
 LINEAR_LOSS, IN_BACKWARD, LEAN_STEP = "linear loss", "step in backward", "lean step"
@@ -101,3 +101,41 @@ def test_what_only_moves_tensors_is_bitwise(language_model, pair):
     model, tokens, labels = language_model
     expected, found = (step(techniques, model, tokens, labels) for techniques in ((), pair))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# -- the same through the manager, as presets put them to work ---------------------------------------------------
+
+POLICIES = {
+    "chunked_loss": "on", "checkpointing": "on", "offloading": "on", "micro_batches": 2, "precision": "bf16",
+    COMPILE: "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(POLICIES, 2)), ids=" and ".join)
+def test_policies_of_a_preset_leave_gradients_as_they_are(language_model, moved, monkeypatch, relative_error, pair):
+    monkeypatch.setattr(rungs.Offloading, "take", lambda self, iteration: True)
+    monkeypatch.setattr(rungs, "offload_activations", lambda: runtime.offload_activations(0))
+    monkeypatch.setattr(chunked_losses, "CHUNK_BYTES", 0)
+    model, tokens, labels = (copy.deepcopy(part) for part in language_model)
+    half = "precision" in pair
+    model = model.float() if half else model
+    reference = copy.deepcopy(model)
+
+    def loss_of(model, trunk, tokens, labels):
+        hidden = trunk(tokens[:, :-1]).last_hidden_state
+        return functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
+
+    loss_of(reference, reference.transformer, tokens, labels).backward()
+    policies = {name: POLICIES[name] for name in pair if name != COMPILE}
+    memory = runtime.preset("16gb", **{"precision": "fp32", **policies})
+    memory.prepare(model)
+    trunk = model.transformer
+    if COMPILE in pair:
+        torch.compiler.reset()
+        trunk = torch.compile(trunk, backend="aot_eager")
+    memory.forward_backward(lambda tokens, labels: loss_of(model, trunk, tokens, labels), tokens, labels)
+    assert relative_error(model, reference) < (0.1 if half else 1e-12)
+    assert bool(moved) == ("offloading" in pair)
+    told = " ".join(technique.name for technique in memory.report().techniques)
+    assert ("host memory" in told, "checkpointing" in told) == ("offloading" in pair, "checkpointing" in pair)
+    assert ("in chunks" in told) == ("chunked_loss" in pair and COMPILE not in pair)
