@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 SHEET = HERE / "verdicts.tsv"
 RESULTS = HERE.parent / "results" / "apply-corpus.md"
 COLUMNS = ("repo", "path", "line", "rewrite", "reason", "verdict")
-FRAMEWORK = re.compile(r"^(Accelerate|Fabric|DeepSpeed|apex)\b")
+FRAMEWORK = re.compile(r"^(Accelerate|Fabric|DeepSpeed|apex)\b|torch\.distributed\.autograd|trains it, not torch$")
 NOTHING_TRAINED = re.compile(r"^no optimizer step and no update")
 RULES = all_rules()
 
@@ -127,9 +127,10 @@ def _summary(rows: Sequence[Row], files: int, problems: Sequence[str], seconds: 
         "torch is used. The loops, one by one: bench/apply/verdicts.tsv.",
         "",
         f"{files} scripts, {len(rows)} training loops: {forms['micro-batched']} micro-batched, {forms['in-place']} in "
-        f"place, {forms['none']} left alone. Outside of frameworks and apex: {rewritten} of {len(free)} rewritten "
-        f"({100 * rewritten / max(len(free), 1):.1f} %); without the {len(free) - len(training)} that train nothing "
-        f"(saliency maps, gradient norms): {100 * rewritten / max(len(training), 1):.1f} %. Read by eye: "
+        f"place, {forms['none']} left alone. Outside of frameworks, apex and other libraries: {rewritten} of "
+        f"{len(free)} rewritten ({100 * rewritten / max(len(free), 1):.1f} %); without the "
+        f"{len(free) - len(training)} that train nothing (saliency maps, gradient norms): "
+        f"{100 * rewritten / max(len(training), 1):.1f} %. Read by eye: "
         f"{read['right']} right, {read['wrong']} wrong.",
         "",
         f"CPU time per script: mean {1000 * sum(seconds) / max(len(seconds), 1):.0f} ms, longest "

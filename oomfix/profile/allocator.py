@@ -6,8 +6,8 @@ request that fits it best, and is split where enough is left. Freed neighbours m
 segments that are free as a whole are given back, and the request is tried once more.
 
 With expandable segments there is one segment per pool that grows by pages of 2 or 20 MiB, and every block is
-split, so that no request has to find a hole of its own. (Simplified: when full, only the free end of a segment is
-given back; torch also unmaps free pages in its middle.)
+split, so that no request has to find a hole of its own. When the card is full, free pages are unmapped, those in the
+middle of a segment too: the addresses stay, and memory is mapped there again where a request fits.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, default settings, one stream.
 """
@@ -25,15 +25,18 @@ _SEGMENT_ROUNDING = 2 * MIB
 
 
 class Block:
-    """A piece of a segment: its size in bytes, whether it is in use, and its neighbours in the same segment."""
+    """A piece of a segment: its size in bytes, whether it is in use, and its neighbours in the same segment.
 
-    __slots__ = ("address", "in_use", "nbytes", "next", "previous", "small")
+    A hole has addresses and no memory; it counts as in use, so that nothing is merged with it.
+    """
+
+    __slots__ = ("address", "in_use", "is_hole", "nbytes", "next", "previous", "small")
 
     def __init__(self, address: int, nbytes: int, small: bool) -> None:
         self.address = address
         self.nbytes = nbytes
         self.small = small
-        self.in_use = False
+        self.in_use = self.is_hole = False
         self.previous: Block | None = None
         self.next: Block | None = None
 
@@ -61,6 +64,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._blocks: dict[int, Block] = {}
         self._last: dict[bool, Block | None] = {True: None, False: None}
+        self._holes: dict[bool, list[Block]] = {True: [], False: []}
         self._next_address = 0
 
     def allocate(self, nbytes: int) -> Block | None:
@@ -91,12 +95,12 @@ class CachingAllocator:
         self._add_free(block)
 
     def empty_cache(self) -> None:
-        """Give segments that are free as a whole back to the driver; of expandable ones, the free end."""
+        """Give segments that are free as a whole back to the driver; of expandable ones, the free pages."""
         for pool in self._free.values():
             for _, address in list(pool):
                 block = self._blocks[address]
                 if self.expandable_segments:
-                    self._shrink(block)
+                    self._shrink(block) if block.next is None else self._unmap(block)
                 elif block.previous is None and block.next is None:
                     self._remove_free(block)
                     del self._blocks[address]
@@ -147,6 +151,10 @@ class CachingAllocator:
 
     def _grow(self, size: int, small: bool) -> Block | None:
         page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        for hole in sorted(self._holes[small], key=lambda hole: hole.address):
+            parts = _from(hole, size)
+            if parts is not None:
+                return self._map(parts, size, page)
         last = self._last[small]
         at_end = last if last is not None and not last.in_use else None
         missing = size - (at_end.nbytes if at_end else 0)
@@ -158,7 +166,7 @@ class CachingAllocator:
             self._remove_free(at_end)
             at_end.nbytes += pages
             return at_end
-        start = last.address + last.nbytes if last else (0 if small else 2**50)
+        start = last.address + last.nbytes if last else _base(small)
         block = Block(start, pages, small)
         block.previous, self._last[small] = last, block
         if last is not None:
@@ -168,8 +176,6 @@ class CachingAllocator:
 
     def _shrink(self, block: Block) -> None:
         """Unmap the whole pages of a free block at the end of its segment."""
-        if block.next is not None:
-            return
         page = _SMALL_SEGMENT if block.small else _LARGE_SEGMENT
         pages = block.nbytes // page * page
         if not pages:
@@ -185,14 +191,55 @@ class CachingAllocator:
         if block.previous is not None:
             block.previous.next = None
 
-    def _split(self, block: Block, size: int) -> None:
-        rest = block.nbytes - size
-        if block.small or self.expandable_segments:
-            if rest < ROUNDING_BYTES:
-                return
-        elif rest <= _SMALL_REQUEST:
+    def _unmap(self, block: Block) -> None:
+        """Unmap the whole pages in a free block in the middle of its segment, and leave a hole."""
+        page, base = _SMALL_SEGMENT if block.small else _LARGE_SEGMENT, _base(block.small)
+        end = block.address + block.nbytes
+        first = base - (base - block.address) // page * page
+        last = base + (end - base) // page * page
+        if last <= first:
             return
-        tail = Block(block.address + size, rest, block.small)
+        self._remove_free(block)
+        if last < end:
+            self._add_free(self._cut(block, last - block.address))
+        hole = block
+        if block.address < first:
+            hole = self._cut(block, first - block.address)
+            self._add_free(block)
+        hole.in_use = hole.is_hole = True
+        self._holes[hole.small].append(hole)
+        self.reserved_bytes -= hole.nbytes
+
+    def _map(self, parts: list[Block], size: int, page: int) -> Block | None:
+        """One block of at least `size` bytes from free blocks and holes that follow each other; None: no memory."""
+        missing = size - sum(part.nbytes for part in parts if not part.is_hole)
+        last = parts[-1]
+        if last.is_hole:
+            others = sum(part.nbytes for part in parts[:-1] if part.is_hole)
+            used = min(-(-(missing - others) // page) * page, last.nbytes)
+        else:
+            others, used = sum(part.nbytes for part in parts if part.is_hole), 0
+        if not self._may_reserve(others + used):
+            return None
+        self._add_reserved(others + used)
+        if last.is_hole and used < last.nbytes:
+            rest = self._cut(last, used)
+            rest.in_use = rest.is_hole = True
+            self._holes[last.small].append(rest)
+        for part in parts:
+            if part.is_hole:
+                self._holes[part.small].remove(part)
+                part.in_use = part.is_hole = False
+            else:
+                self._remove_free(part)
+        block, *others_behind = parts
+        for part in others_behind:
+            self._merge(block, part)
+        return block
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """The rest of a block behind its first `size` bytes, as a block of its own."""
+        tail = Block(block.address + size, block.nbytes - size, block.small)
         tail.previous, tail.next = block, block.next
         if block.next is not None:
             block.next.previous = tail
@@ -200,7 +247,16 @@ class CachingAllocator:
         if self._last[block.small] is block:
             self._last[block.small] = tail
         self._blocks[tail.address] = tail
-        self._add_free(tail)
+        return tail
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = block.nbytes - size
+        if block.small or self.expandable_segments:
+            if rest < ROUNDING_BYTES:
+                return
+        elif rest <= _SMALL_REQUEST:
+            return
+        self._add_free(self._cut(block, size))
 
     def _merge(self, block: Block, tail: Block) -> None:
         block.nbytes += tail.nbytes
@@ -224,6 +280,23 @@ class CachingAllocator:
     def _add_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+
+def _base(small: bool) -> int:
+    """Where the expandable segment of a pool begins."""
+    return 0 if small else 2**50
+
+
+def _from(hole: Block, size: int) -> list[Block] | None:
+    """A hole, with a free block ahead and all free blocks and holes behind that `size` bytes take; None: too few."""
+    current: Block | None = hole.previous if hole.previous is not None and not hole.previous.in_use else hole
+    parts: list[Block] = []
+    found = 0
+    while found < size and current is not None and (current.is_hole or not current.in_use):
+        parts.append(current)
+        found += current.nbytes
+        current = current.next
+    return parts if found >= size else None
 
 
 def rounded(nbytes: int) -> int:

@@ -87,10 +87,13 @@ class Layout:
         return last
 
     def above_comments(self, statement: ast.stmt) -> int:
-        """The offset of a statement's line, or of the comments that stand right above it."""
+        """The offset of a statement's line, or of the comments that stand right above it and are no headline."""
         line = statement.lineno
         while line > 1 and self.source.lines[line - 2].startswith(f"{self.margin(statement)}#"):
             line -= 1
+        above = self.source.lines[line - 1 : statement.lineno - 1]
+        if any(not comment.strip(" \t#-=*~") for comment in above):
+            line = statement.lineno
         return self.source.line_starts[line - 1]
 
     def moved(self, lines: Lines, before: str, after: str) -> list[str]:

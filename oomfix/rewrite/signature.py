@@ -17,6 +17,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
     nodes_of_scope_body,
 )
+from oomfix.script.hints import looks_like_module
 
 _COUNTER = re.compile(
     r"^(i|j|k|n|t|it|idx|ii|step\w*|epoch\w*|iter\w*|iteration|batch_idx|batch_i|i_batch|\w*_idx|device)$"
@@ -271,7 +272,7 @@ def _called_names(lift: Lift) -> set[str]:
                 if isinstance(node.func, ast.Name):
                     found.add(node.func.id)
                 elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-                    if _NOT_DATA.search(node.func.value.id):
+                    if _NOT_DATA.search(node.func.value.id) or looks_like_module(node.func.value.id):
                         found.add(node.func.value.id)
     return found
 

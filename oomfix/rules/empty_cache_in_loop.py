@@ -56,6 +56,23 @@ for x, y in loader:
     optimizer.step()
 """,
         ),
+        Invalid(
+            """
+import torch
+for x, y in loader:
+    if args.clean and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    criterion(model(x), y).backward()
+    optimizer.step()
+""",
+            (5,),
+            """
+import torch
+for x, y in loader:
+    criterion(model(x), y).backward()
+    optimizer.step()
+""",
+        ),
     ]
     VALID = [
         """

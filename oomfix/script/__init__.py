@@ -284,21 +284,47 @@ class Script:
         }
 
     def removal_of(self, call: ast.expr) -> tuple[Edit, ...]:
-        """The edit that takes a call out which is a statement of its own; empty for any other."""
+        """The edit that takes a call out which is a statement of its own; empty for any other.
+
+        With it goes an `if` that does nothing else, and asks for nothing but the device or a flag.
+        """
         found = self._call_statements.get(call)
+        while found is not None and len(found[1]) == 1 and id(found[1]) in self._conditions:
+            found = self._conditions[id(found[1])]
         return () if found is None else remove_statement(self.source, *found)
 
     @cached_property
     def _call_statements(self) -> dict[ast.expr, tuple[ast.stmt, list[ast.stmt]]]:
         """Calls that are statements of their own, with the statement and its block."""
-        found: dict[ast.expr, tuple[ast.stmt, list[ast.stmt]]] = {}
-        for node in self.imports.nodes:
-            for name in ("body", "orelse", "finalbody"):
-                block: list[ast.stmt] = getattr(node, name, None) or []
-                for statement in block if isinstance(block, list) else ():
-                    if isinstance(statement, ast.Expr):
-                        found[statement.value] = statement, block
-        return found
+        return {
+            statement.value: (statement, block)
+            for block in self._blocks
+            for statement in block
+            if isinstance(statement, ast.Expr)
+        }
+
+    @cached_property
+    def _conditions(self) -> dict[int, tuple[ast.stmt, list[ast.stmt]]]:
+        """The `if` without `else` around a block, where its test may go; with the block that the `if` is in."""
+        return {
+            id(statement.body): (statement, block)
+            for block in self._blocks
+            for statement in block
+            if isinstance(statement, ast.If) and not statement.orelse and _asks_nothing_else(statement.test)
+        }
+
+    @cached_property
+    def _blocks(self) -> list[list[ast.stmt]]:
+        blocks = (getattr(node, name, None) for node in self.imports.nodes for name in ("body", "orelse", "finalbody"))
+        return [block for block in (*blocks, self.source.tree.body) if isinstance(block, list)]
+
+
+def _asks_nothing_else(test: ast.expr) -> bool:
+    """Whether a test calls nothing but `torch.cuda.is_available()` and `torch.device("cpu")`, and binds nothing."""
+    calls = [path_of(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)]
+    return all((path or "").endswith(("is_available", "device")) for path in calls) and not any(
+        isinstance(node, ast.NamedExpr | ast.Await) for node in ast.walk(test)
+    )
 
 
 def _leaves_out_a_batch(guard: Guard, event: Event) -> bool:

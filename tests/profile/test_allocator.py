@@ -106,6 +106,24 @@ def test_expandable_segments_return_the_free_end_when_full():
     assert allocator.reserved_bytes <= 60 * MIB
 
 
+def test_expandable_segments_unmap_free_pages_in_their_middle_when_full_and_map_them_again():
+    allocator = CachingAllocator(capacity_bytes=100 * MIB, expandable_segments=True)
+    first, middle, last = (allocator.allocate(size * MIB) for size in (10, 50, 20))
+    allocator.free(middle)
+    # of the 50 MiB two pages of 20 are whole; with the one left at the end they make room behind
+    behind = allocator.allocate(55 * MIB)
+    assert behind is not None and behind.address > last.address
+    assert allocator.reserved_bytes == 100 * MIB
+    allocator.free(behind)
+    again = allocator.allocate(45 * MIB)
+    assert again is not None and again.address > last.address
+    allocator.free(again)
+    allocator.empty_cache()
+    between = allocator.allocate(48 * MIB)
+    assert between is not None and first.address < between.address < last.address
+    assert allocator.reserved_bytes == 80 * MIB
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.integers(1, 60 * MIB)), max_size=80),
@@ -128,6 +146,8 @@ def test_the_books_balance(steps, expandable, capacity):
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
         assert allocator.allocated_bytes == sum(block.nbytes for block in live) <= allocator.reserved_bytes
         assert capacity is None or allocator.reserved_bytes <= capacity
+        mapped = sum(block.nbytes for block in allocator._blocks.values() if not block.is_hole)
+        assert mapped == allocator.reserved_bytes
     for block in live:
         allocator.free(block)
     allocator.empty_cache()
