@@ -23,7 +23,7 @@ class CheckpointedModels:
 
     def __init__(self, prepared: Collection[nn.Module]) -> None:
         self._prepared = prepared
-        self._blocks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._blocks: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
         self._unsound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._judged: weakref.WeakKeyDictionary[Known, int] = weakref.WeakKeyDictionary()
         self._saved: weakref.WeakKeyDictionary[Known, float | None] = weakref.WeakKeyDictionary()
@@ -33,18 +33,24 @@ class CheckpointedModels:
         """The models that a forward may run."""
         return list({*known.roots(), *self._prepared})
 
-    def blocks(self, known: Known) -> int:
-        """How many blocks, and models with a switch of their own, are checkpointed for a forward."""
-        return sum(self._blocks.get(model, 0) for model in self.of(known))
+    def told(self, known: Known) -> str:
+        """What is checkpointed for a forward, as "12 blocks"; "" where it is nothing."""
+        places = [(model, self._blocks[model]) for model in self.of(known) if model in self._blocks]
+        # a model that has a switch of its own for all of it
+        told = [type(model).__name__ for model, names in places if names == [""]]
+        blocks = sum(len(names) for _, names in places if names != [""])
+        if blocks:
+            told.append(f"{blocks} block{'s' if blocks != 1 else ''}")
+        return " and ".join(told)
 
     def checkpoint(self, model: nn.Module) -> bool:
         """Checkpoint `model`; whether that changed anything."""
         if model in self._unsound:
             return False
         names = enable_checkpointing(model)
-        if len(names) <= self._blocks.get(model, 0):
+        if len(names) <= len(self._blocks.get(model, ())):
             return False
-        self._blocks[model] = len(names)
+        self._blocks[model] = names
         self._changes += 1
         return True
 
@@ -60,7 +66,7 @@ class CheckpointedModels:
             saved = [self._judge(iteration, model) for model in self.of(known) if model in self._blocks]
             sure = [nbytes for nbytes in saved if nbytes is not None]
             self._saved[known] = sum(sure) if len(sure) == len(saved) else None
-            if not self.blocks(known):
+            if not self.told(known):
                 del self._saved[known]
         return known in self._saved
 

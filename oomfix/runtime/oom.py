@@ -19,11 +19,6 @@ _MESSAGES = (
 )
 
 
-# Made before any other graph, for `_empty_the_ready_queue`.
-_leaf = torch.zeros((), requires_grad=True)
-_first_result = _leaf * 1.0
-
-
 class DoesNotFitError(OutOfMemoryError):  # type: ignore[misc, valid-type]
     """Not even the smallest piece of work that is still exact fits the memory; the message names the choices.
 
@@ -56,10 +51,20 @@ def free_what_is_left(thorough: bool = False) -> None:
         torch.cuda.empty_cache()
 
 
+def smallest_graph() -> tuple[torch.Tensor, torch.Tensor]:
+    """A leaf on the CPU and the result of one operation on it, whatever device and grad mode are the default here."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        return leaf, leaf * 1.0
+
+
+_LEAF, _RESULT = smallest_graph()  # at import: before the graphs of any training
+
+
 def _empty_the_ready_queue() -> None:
     """Let autograd forget the operations of a failed backward that were ready to run on the CPU, and their tensors.
 
     It does so only when a later backward comes to them, and it takes those first that were recorded last: a graph
     that was recorded before all others comes to all.
     """
-    torch.autograd.grad(_first_result, _leaf, retain_graph=True)
+    torch.autograd.grad(_RESULT, _LEAF, retain_graph=True)

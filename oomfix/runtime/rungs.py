@@ -108,8 +108,7 @@ class Checkpointing:
 
     def told(self, known: Known) -> str:
         """As `Rung.told`."""
-        blocks = self._models.blocks(known)
-        return f"{self.title} {blocks} block{'s' if blocks != 1 else ''}"
+        return f"{self.title} {self._models.told(known)}"
 
     def saved_bytes(self, known: Known, rows: int) -> int | None:
         """As `Rung.saved_bytes`: None where the forward failed on so few samples."""

@@ -283,3 +283,14 @@ def test_one_line_says_what_a_forward_begins_with_and_what_is_left(card, batch, 
         f"Failing: preset 16gb begins with bf16 autocast, {BLOCKS}; when memory asks for it: micro-batches, "
         f"{CHUNKS}, {HOST}."
     ]
+
+
+def test_a_model_with_a_switch_of_its_own_is_called_by_its_name():
+    class Switched(Net):
+        def set_grad_checkpointing(self, enable=True):
+            self.grad_checkpointing = enable
+
+    memory = runtime.preset("16gb", checkpointing="on")
+    model = memory.prepare(Switched().double())
+    memory.forward_backward(lambda x: model(x).pow(2).mean(), torch.randn(4, 16).double())
+    assert [technique.name for technique in memory.report().techniques] == ["checkpointing Switched"]

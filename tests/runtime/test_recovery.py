@@ -14,7 +14,7 @@ from torch import nn
 from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
+from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory, smallest_graph
 
 
 class Trouble(torch.autograd.Function):
@@ -206,6 +206,14 @@ def test_what_was_ready_to_run_in_a_failed_backward_is_freed():
         del loss
         free_what_is_left()
         assert card.current_bytes == before
+
+
+@pytest.mark.parametrize("here", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_what_frees_it_may_be_imported_anywhere(here):
+    with here():
+        leaf, result = smallest_graph()
+    assert result.device.type == "cpu"
+    assert torch.autograd.grad(result, leaf)[0] == 1
 
 
 def test_the_optimizer_step_is_never_tried_twice():
