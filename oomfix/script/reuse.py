@@ -8,7 +8,7 @@ from functools import cached_property
 
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope
-from oomfix.script.rounds import carries_over, read_first
+from oomfix.script.rounds import carries_over, feeds_itself, read_first
 from oomfix.script.trace import Backward, Event, Loop, Trace
 
 _COMPUTING = frozenset("softmax log_softmax exp sigmoid tanh relu matmul mm bmm normalize sqrt pow mean sum".split())
@@ -32,7 +32,13 @@ class GraphReuse:
             return True
         forwards = list(self._trace.forwards_of(backward.origins))
         loop = backward.site.loop
-        if loop is not None and forwards and all(loop not in forward.site.loops for forward in forwards):
+        # A network that runs in the loop as well is most often a frozen one, whose targets were made before.
+        running = {forward.path for forward in forwards if loop in forward.site.loops}
+        if loop is not None and any(
+            loop not in forward.site.loops and forward.path not in running for forward in forwards
+        ):
+            return True
+        if loop is not None and not forwards and (loop in self._trace.loops_over_parts or feeds_itself(loop)):
             return True
         if any(order > backward.order and origins & backward.origins for order, origins in self._trace.handed_on):
             return True
@@ -40,7 +46,8 @@ class GraphReuse:
             return True
         sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
         unseen = [other for other in self._trace.backwards if not (other.origins and backward.origins)]
-        return any(self._goes_through_again(other, backward) for other in [*sharing, *unseen])
+        beside = [other for other in self._trace.backwards if other.unseen & backward.unseen]
+        return any(self._goes_through_again(other, backward) for other in [*sharing, *unseen, *beside])
 
     @cached_property
     def _backwards_through(self) -> dict[int, list[Backward]]:
@@ -79,7 +86,8 @@ class GraphReuse:
         ):
             return False
         unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
-        return bool(other.origins & backward.origins) or (unseen and other.node is not backward.node)
+        shared = other.origins & backward.origins or other.unseen & backward.unseen
+        return bool(shared) or (unseen and other.node is not backward.node)
 
 
 def _encloses(outer: ast.stmt, inner: ast.stmt) -> bool:

@@ -22,6 +22,26 @@ def carries_over(loop: Loop) -> bool:
     return bool(copied) and bool(copied & read_first(loop))
 
 
+def feeds_itself(loop: Loop) -> bool:
+    """Whether a round gives a call what that call has returned in the round before (`out, state = step(x, state)`)."""
+    fed = {
+        name
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if isinstance(target, ast.Tuple)
+        for argument in node.value.args
+        for name in set(_names(target)) & _handed(argument)
+    }
+    return bool(fed) and bool(fed & read_first(loop))
+
+
+def _handed(argument: ast.expr) -> set[str]:
+    """The names that an argument hands over as they are, also in a tuple."""
+    parts = argument.elts if isinstance(argument, ast.Tuple | ast.List) else [argument]
+    return {part.id for part in parts if isinstance(part, ast.Name)}
+
+
 def read_first(loop: Loop) -> set[str]:
     """The names that a round reads before it has bound them for certain: they come from before it."""
     reading = _Reading()

@@ -134,6 +134,8 @@ class Backward(Event):
     framework: str | None
     made_here: bool
     """What is differentiated was made in the same function."""
+    unseen: frozenset[int] = frozenset()
+    """Graphs made out of sight that it goes through as well."""
     is_grad_call: bool = False
     """`torch.autograd.grad`, which differentiates without filling `.grad`."""
 

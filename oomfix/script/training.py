@@ -213,6 +213,7 @@ class Training(Networks):
                 carried=root.carried_from,
                 framework=framework,
                 made_here=made_here,
+                unseen=root.origins & self.trace.unseen,
             )
         )
         self.trace.backpropagated |= root.origins
@@ -235,6 +236,7 @@ class Training(Networks):
             carried=root.carried_from,
             framework=None,
             made_here=True,
+            unseen=root.origins & self.trace.unseen,
             is_grad_call=name.endswith(".grad"),
         )
         self.trace.backwards.append(event)

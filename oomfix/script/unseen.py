@@ -63,7 +63,15 @@ class Unseen(Containers):
             return Value(Kind.TENSOR, graph, content.origins, is_tensor=certain, carried_from=content.carried_from)
         if self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        if node.args and path is not None and self._is_parameter(path) and self.state.grad is not Graph.NO:
+            return Value(Kind.TENSOR, Graph.MAYBE, self.unseen_forward(path))
         return UNKNOWN
+
+    def _is_parameter(self, name: str) -> bool:
+        """Whether the function around was handed it: what is handed over and called is most often a network."""
+        function = self.frame.function
+        arguments = [] if function is None else ast.walk(function.node.args)
+        return any(isinstance(argument, ast.arg) and argument.arg == name for argument in arguments)
 
     def _detached(self, node: ast.Call, content: Value) -> Value:
         """`h = repackage(h)`, `h = model.detach(h)`; as a statement of its own it works in place."""

@@ -682,3 +682,73 @@ def test_a_tensor_that_each_round_computes_first_is_not_shared(report):
             optimizer.step()
     """
     assert ("OOM103", 9) in report(code)
+
+
+@pytest.mark.parametrize("network", ["m", "model", "self.f"])
+def test_a_state_that_is_fed_back_needs_the_graph_again(report, network):
+    code = f"""
+        def train(self, m, model, loader):
+            h = None
+            for x, y in loader:
+                out, h = {network}(x, h)
+                loss = F.mse_loss(out, y)
+                loss.backward(retain_graph=True)
+    """
+    assert "OOM103" not in dict(report(code))
+
+
+@pytest.mark.parametrize("arguments", ["x", "x, h.detach()"])
+def test_a_state_that_is_not_fed_back_does_not(report, arguments):
+    code = f"""
+        def train(m, loader):
+            h = None
+            for x, y in loader:
+                out, h = m({arguments})
+                loss = F.mse_loss(out, y)
+                loss.backward(retain_graph=True)
+    """
+    assert ("OOM103", 6) in report(code)
+
+
+def test_losses_of_one_output_share_its_graph_whatever_made_it(report):
+    code = """
+        def train(m, loader):
+            for x, y in loader:
+                out = m(x)
+                losses = [f(out, y) for f in functions]
+                for loss in losses:
+                    loss.backward(retain_graph=True)
+    """
+    assert "OOM103" not in dict(report(code))
+
+
+BETWEEN = """
+    def train(e, neta, netb, loader):
+        for x, y in loader:
+            z = {made}
+            first = F.mse_loss(neta(z), y)
+            second = F.mse_loss(netb(z), y)
+            first.backward(retain_graph=True)
+            second.backward()
+"""
+
+
+def test_two_networks_share_the_graph_of_what_a_third_made_for_them(report):
+    assert "OOM103" not in dict(report(BETWEEN.format(made="e(x)")))
+
+
+@pytest.mark.parametrize("made", ["x", "x.cuda()", "prepare(x)", "e(x).detach()"])
+def test_two_networks_share_no_graph_through_data(report, made):
+    assert ("OOM103", 6) in report(BETWEEN.format(made=made))
+
+
+def test_a_graph_made_before_the_loop_by_another_network_is_needed_in_every_round(report):
+    code = """
+        def train(model, encoder, loader, support):
+            made = {network}(support)
+            for x, y in loader:
+                loss = F.mse_loss(model(x) @ made, y)
+                loss.backward(retain_graph=True)
+    """
+    assert "OOM103" not in dict(report(code.format(network="encoder")))
+    assert ("OOM103", 5) in report(code.format(network="prepare"))
