@@ -35,12 +35,15 @@ class Runs:
         light: only functions are watched, not every operation: for a forward known to draw no random numbers.
         replays: the parts draw the rows of what the whole drew. If not, they go on drawing, which is the same
             for a forward that draws sample by sample in a loop.
+        graph_of_whole: with gradients on in the run on all rows, so that its calls are those of a run with gradients:
+            forwards register hooks where there is a graph.
     """
 
     graph: bool = False
     holds_out: bool = True
     replays: bool = True
     light: bool = False
+    graph_of_whole: bool = False
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Evidence:
         wrote: what it changes that outlives it, and may depend on, as a sentence.
         left: attributes that it changes, does not depend on, and that depend on the samples.
         nll_losses: cross entropies with a mean.
-        calls: functions or operations of the run on all rows.
+        calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
         held: targets were held out.
         differentiates: the forward runs a backward of its own.
@@ -212,7 +215,8 @@ class _Comparison:
         held_out = self._held_out if self._how.holds_out and begin == 0 else None
         watch = Watch(end - begin, held_out, self._writes, self._outside)
         if light:
-            with watch:
+            graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
+            with watch, torch.set_grad_enabled(graph):
                 result = self._forward(*args, **kwargs)
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
@@ -223,7 +227,7 @@ class _Comparison:
         # the watch is passed by every function of torch, so only the runs that need it get it
         with nullcontext() if held_out is None else watch, probe:
             result = self._forward(*args, **kwargs)
-            calls, differentiates = probe.calls, probe.differentiates
+            calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)

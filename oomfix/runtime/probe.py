@@ -98,7 +98,6 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nll_weights: the divisor of each NLL loss with a mean that it computed.
         selected_among: how many values each topk, sort or kthvalue of floats selected among, and the bound of each
             draw of indices.
-        calls: operations that ran.
         differentiates: a backward ran inside of it.
 
     Args:
@@ -112,7 +111,6 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.writes = writes
         self.nll_weights: list[float] = []
         self.selected_among: list[int] = []
-        self.calls = 0
         self.differentiates = False
         self._draws = draws
         self._own = {tensor.untyped_storage()._cdata for tensor in _plain(list(own))}
@@ -125,7 +123,6 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
-        self.calls += 1
         self.differentiates = self.differentiates or torch._C._current_graph_task_id() != -1
         if kind.writes:
             for tensor in _written(func, args, kwargs):

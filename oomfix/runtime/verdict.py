@@ -22,8 +22,8 @@ class Verdict:
         needs_gradients: the forward fails without a graph.
         differentiates: it runs a backward of its own (gradient penalties).
         drew: it draws random numbers.
-        calls: operations that it ran, or functions that it called where it draws nothing, as the gradients of parts
-            were compared. Another number shows that it has become another computation. 0 if they were not.
+        calls: functions that it called as gradients were compared; another number shows that it has become another
+            computation. 0 where they were not compared, or where it draws, and is compared anew each time.
         left: attributes that it leaves behind, which depend on the samples.
         trusted: no rule fits, but the user asked for splitting.
     """

@@ -73,7 +73,7 @@ def check(
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
     verdict, how, rows = found
-    if verdict.rule is None or trust or (earlier is not None and verdict.drew and verdict.calls == earlier.calls):
+    if verdict.rule is None or trust:
         return verdict
     how = replace(how, light=not verdict.drew)
     masked = _with_rows_that_fit([rows, 2], partial(checking.by_masks, how))
@@ -141,7 +141,7 @@ class _Check:
     def confirmed(self, earlier: Verdict, count: int) -> Verdict | None:
         """An earlier verdict, if a few rows confirm all of it."""
         rows = choose_rows(self._batch, count)
-        how = Runs(graph=earlier.needs_gradients, light=True)
+        how = Runs(graph=earlier.needs_gradients, graph_of_whole=True, light=True)
         evidence = compare(self._forward, self._batch, self._modules, rows, how)
         verdict = judge(evidence, rows=count)
         same = replace(earlier, drew=verdict.drew, held=verdict.held, needs_gradients=False, differentiates=False)
@@ -211,7 +211,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         nll_losses=evidence.nll_losses,
         held=evidence.held,
         drew=evidence.drew,
-        calls=evidence.calls,
+        calls=0 if evidence.drew else evidence.calls,
         left=evidence.left,
         trusted=trusted,
     )

@@ -65,13 +65,14 @@ class Fails(torch.autograd.Function):
 @pytest.mark.parametrize("place", ["argument", "closure"])
 def test_out_of_memory_in_a_graph_outside_leaves_gradients_as_they_were(place, window):
     encoder, net = layers()
-    parameters = [*encoder.parameters(), *net.parameters()]
+    shift = nn.Parameter(torch.zeros(4).double())
+    parameters = [*encoder.parameters(), *net.parameters(), shift]
     memory = runtime.preset("16gb")
     for _ in memory.accumulate([0, 1], window):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        # the second backward of the graph is not reached: it fails in front of the encoder's
-        hidden = Fails.apply(encoder(X))
+        # it fails on the way to the encoder, and has come to the shift by then
+        hidden = Fails.apply(encoder(X)) + shift
         with pytest.raises(RuntimeError, match="graph made before the call"):
             if place == "argument":
                 memory.forward_backward(lambda h, y: F.mse_loss(net(h), y), hidden, Y)

@@ -376,11 +376,14 @@ def hook_on_an_activation(net):
     return lambda x, y: F.mse_loss(normalised_gradient(net(x)), y)
 
 
+@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("loss", [balanced_losses, hook_on_an_activation])
-def test_a_coupling_that_only_gradients_show_is_seen_at_the_check_after_it_begins(loss):
+def test_a_coupling_that_only_gradients_show_is_seen_at_the_check_after_it_begins(loss, draws):
     net, (x, y) = nn.Linear(4, 3).double(), inputs()
 
     def forward(x, y, late):
+        if draws:
+            x = x + 0 * torch.rand_like(x)
         return loss(net)(x, y) if bool(late) else F.mse_loss(net(x), y)
 
     begins = torch.tensor([False, True])
@@ -418,6 +421,24 @@ def test_cross_entropies_with_the_same_targets_weigh_by_targets_in_a_window(part
     expected = torch.autograd.grad(forward(x, y), net.weight)[0]
     memory = runtime.preset("16gb", micro_batches=parts)
     for batch in memory.accumulate([(x[:8], y[:8]), (x[8:], y[8:])], 2):
+        memory.forward_backward(forward, *batch)
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("difference", ["ignored label", "class weights"])
+def test_cross_entropies_that_count_the_same_targets_differently_weigh_by_samples_in_a_window(difference):
+    net, x, y = nn.Linear(4, 6).double(), inputs()[0][:16], torch.arange(16) % 2
+    y[9:14] = 2  # in the second batch only
+
+    def forward(x, y):
+        output = net(x)
+        other = {"ignore_index": 2} if difference == "ignored label" else {"weight": torch.tensor([1.0, 1, 3]).double()}
+        return F.cross_entropy(output[:, :3], y) + F.cross_entropy(output[:, 3:], y, **other)
+
+    batches = [(x[:8], y[:8]), (x[8:], y[8:])]
+    expected = torch.autograd.grad(sum(forward(*batch) / 2 for batch in batches), net.weight)[0]
+    memory = runtime.preset("16gb")
+    for batch in memory.accumulate(batches, 2):
         memory.forward_backward(forward, *batch)
     assert torch.allclose(net.weight.grad, expected, rtol=1e-12)
 
