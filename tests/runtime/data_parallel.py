@@ -315,6 +315,29 @@ def buffers(rank):
     return found
 
 
+def buffers_in_windows(rank):
+    """Inside of a window each process goes on with its own statistics, as inside of `no_sync`."""
+
+    def normed():
+        return Net(norm=True)
+
+    reference, model, memory, data = made(normed), made(normed), memory_of(), list(batches(4))
+    optimizer = sgd(reference)
+    for index, (x, y) in enumerate(data):
+        with nullcontext() if index % 2 else reference.no_sync():
+            (F.cross_entropy(reference(x), y) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer = sgd(model)
+    for x, y in memory.accumulate(data, 2):
+        memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        if memory.window_closed:
+            memory.step(optimizer)
+    mean = model.module.norm.running_mean
+    return {"error": error(model, reference), "apart": float((gathered(mean)[0] - gathered(mean)[1]).abs().max())}
+
+
 def several_models(rank):
     encoder, head = made(Net), made(lambda: nn.Linear(4, 4))
     encoder_2, head_2 = made(Net), made(lambda: nn.Linear(4, 4))
@@ -485,6 +508,7 @@ CASES = {
     "window left": window_left,
     "no_sync": no_sync,
     "buffers": buffers,
+    "buffers in windows": buffers_in_windows,
     "several models": several_models,
     "preparing": preparing,
     "clipping": clipping,

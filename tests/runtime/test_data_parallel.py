@@ -87,6 +87,11 @@ def test_buffers_are_those_of_the_first_process(found):
         assert result["error"] == result["evaluation"] == result["apart"] == 0.0
 
 
+def test_buffers_inside_of_a_window_are_those_of_each_process(found):
+    assert worst(found["buffers in windows"]) < 1e-12
+    assert found["buffers in windows"][0]["apart"] > 1e-3
+
+
 def test_several_models_in_one_forward(found):
     assert worst(found["several models"]) < 1e-12
 
