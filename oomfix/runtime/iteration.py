@@ -158,8 +158,8 @@ class Iteration:
                         self._backward(loss, share, scaler)
                         went_backward = True
                     elif self.known.ranks.in_step:
-                        # the mean loss of no targets is NaN; the backward is one that other processes wait in
-                        self._backward(loss.nan_to_num(), share, scaler)
+                        # it adds nothing, but other processes wait for its backward
+                        self._backward(loss, share, scaler)
                 collector.add(result, weight)
                 left.add(weight)
                 del result

@@ -24,6 +24,7 @@ class Shards:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         self._places = [weakref.ref(module) for module in modules if is_sharded(module)]
+        self._groups: dict[Any, None] = {}
         _refuse_other_parallelism(modules, bool(self._places))
 
     def __bool__(self) -> bool:
@@ -44,11 +45,11 @@ class Shards:
         return [parameter for parameter in found.values() if is_distributed(parameter)]
 
     def groups(self) -> list["dist.ProcessGroup"]:
-        """The processes that parameters are shared among, each group once."""
-        found: dict[Any, None] = {}
-        for parameter in self.parameters():
-            found.update(dict.fromkeys(parameter.device_mesh.get_all_groups()))  # type: ignore[attr-defined]
-        return list(found)
+        """The processes that parameters are shared among, each group once; looked up once."""
+        if not self._groups:
+            for parameter in self.parameters():
+                self._groups.update(dict.fromkeys(parameter.device_mesh.get_all_groups()))  # type: ignore[attr-defined]
+        return list(self._groups)
 
     @property
     def can_begin_again(self) -> bool:
