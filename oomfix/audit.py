@@ -180,13 +180,16 @@ class Selection(NamedTuple):
         return sorted(shown, key=lambda finding: (finding.cell or 0, finding.line, finding.column, finding.code))
 
     def _unused(self, silencers: Sequence[Silencer], wanted: Sequence[Located]) -> Iterator[Located]:
+        silenced: dict[int, set[str]] = {}
+        for finding in wanted:
+            for index in finding.silenced_by:
+                silenced.setdefault(index, set()).add(finding.code)
         for index, silencer in enumerate(silencers):
-            message = silencer.problem or self._unused_message(silencer.codes, index, wanted)
+            message = silencer.problem or self._unused_message(silencer.codes, silenced.get(index, set()))
             if message:
                 yield silencer.unused._replace(message=message)
 
-    def _unused_message(self, codes: tuple[str, ...], index: int, wanted: Sequence[Located]) -> str | None:
-        silenced = {finding.code for finding in wanted if index in finding.silenced_by}
+    def _unused_message(self, codes: tuple[str, ...], silenced: set[str]) -> str | None:
         if not codes:
             return None if silenced or self.select or self.ignore else "silences no finding; remove it"
         unknown = [code for code in codes if not any(known.startswith(code) for known in self.known)]
@@ -210,16 +213,17 @@ def _located(source: Source, findings: list[Finding], silencers: list[Comment]) 
     if not silencers:
         return tuple(locate(source, finding) for finding in findings)
     statements = Statements(source.tree)
-    return tuple(locate(source, finding, _silenced_by(statements, finding, silencers)) for finding in findings)
+    of_line: dict[int, list[int]] = {}
+    of_file: list[int] = []
+    for index, comment in enumerate(silencers):
+        if not comment.problem:
+            (of_file if comment.whole_file else of_line.setdefault(comment.line, [])).append(index)
 
+    def silenced_by(finding: Finding) -> tuple[int, ...]:
+        near = [index for line in statements.lines(finding.line) for index in of_line.get(line, ())]
+        return tuple(index for index in sorted(of_file + near) if silencers[index].names(finding.code))
 
-def _silenced_by(statements: Statements, finding: Finding, silencers: list[Comment]) -> tuple[int, ...]:
-    lines = statements.lines(finding.line)
-    return tuple(
-        index
-        for index, comment in enumerate(silencers)
-        if not comment.problem and comment.names(finding.code) and (comment.whole_file or comment.line in lines)
-    )
+    return tuple(locate(source, finding, silenced_by(finding)) for finding in findings)
 
 
 def _silencer(source: Source, comment: Comment) -> Silencer:

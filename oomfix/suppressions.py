@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 from oomfix.rules.base import Severity
@@ -105,17 +105,16 @@ class Statements:
 
     def __init__(self, tree: ast.Module) -> None:
         extents = (_extent(node) for node in ast.walk(tree) if isinstance(node, ast.stmt))
+        self._of_line: dict[int, range] = {}
         # outermost first, so that the last one around a line is the innermost
-        self._extents: Sequence[tuple[int, int, int]] = sorted(extents, key=lambda e: (e[0], -e[1]))
+        for first, last, header in sorted(extents, key=lambda e: (e[0], -e[1])):
+            self._of_line.update((line, range(first, header + 1)) for line in range(first, header + 1))
+            # an `except` or `else` line lies in its statement, but in no header
+            self._of_line.update((line, range(line, line + 1)) for line in range(header + 1, last + 1))
 
     def lines(self, line: int) -> range:
         """The lines of the innermost statement around a line."""
-        innermost = range(line, line + 1)
-        for first, last, header in self._extents:
-            if first <= line <= last:
-                # an `except` or `else` line lies in its statement, but in no header
-                innermost = range(first, header + 1) if line <= header else range(line, line + 1)
-        return innermost
+        return self._of_line.get(line, range(line, line + 1))
 
 
 def _extent(node: ast.stmt) -> tuple[int, int, int]:

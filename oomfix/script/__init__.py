@@ -221,20 +221,25 @@ class Script:
 
     def only_loads_state(self, call: ast.Call) -> bool:
         """Whether what a call gives goes into `load_state_dict`, which copies it to where the parameters are."""
-        if any(call in ast.walk(load) for load in self.calls_of_method("load_state_dict")):
-            return True
-        names = {
-            path_of(statement.targets[0])
-            for statement in self.imports.nodes
-            if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1
+        inside, paths = self._loaded_states
+        return call in inside or self._only_targets.get(call) in paths
+
+    @cached_property
+    def _loaded_states(self) -> tuple[set[ast.AST], set[str]]:
+        """The nodes of all calls of `load_state_dict`, and the names and attributes among their arguments."""
+        loads = list(self.calls_of_method("load_state_dict"))
+        arguments = (node for load in loads for argument in load.args for node in ast.walk(argument))
+        paths = (path_of(node) for node in arguments if isinstance(node, ast.Name | ast.Attribute))
+        return {node for load in loads for node in ast.walk(load)}, {path for path in paths if path is not None}
+
+    @cached_property
+    def _only_targets(self) -> dict[ast.expr, str | None]:
+        """The name or attribute that each value is assigned to, where it is assigned to one."""
+        return {
+            node.value: path_of(node.targets[0])
+            for node in self.imports.nodes
+            if isinstance(node, ast.Assign) and len(node.targets) == 1
         }
-        return any(
-            path_of(node) in names
-            for load in self.calls_of_method("load_state_dict")
-            for argument in load.args
-            for node in ast.walk(argument)
-            if isinstance(node, ast.Name | ast.Attribute)
-        )
 
     def is_forward_of_network(self, forward: Forward) -> bool:
         """Whether a call runs the network itself: the module, or a method that is named like a part of its forward."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+from oomfix.script.definitions import Function
 from oomfix.script.names import path_of
-from oomfix.script.trace import Keep, ModuleAttribute, Trace
+from oomfix.script.trace import Backward, Keep, ModuleAttribute, Trace
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 
@@ -16,13 +17,18 @@ def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
     """Everything that is kept with its graph beyond an iteration and never backpropagated."""
     # What is backpropagated on any way is a term of a loss, not a log.
     seen = {keep.node for number, keep in trace.keeps.items() if number in trace.backpropagated}
+    backwards_of: dict[Function | None, list[Backward]] = {}
+    for backward in trace.backwards:
+        backwards_of.setdefault(backward.site.function, []).append(backward)
     for keep in trace.keeps.values():
-        if keep.certain and keep.node not in seen and _grows_by_iteration(keep, trace, training_runs):
+        if keep.certain and keep.node not in seen and _grows_by_iteration(keep, trace, training_runs, backwards_of):
             seen.add(keep.node)
             yield keep
 
 
-def _grows_by_iteration(keep: Keep, trace: Trace, training_runs: set[int]) -> bool:
+def _grows_by_iteration(
+    keep: Keep, trace: Trace, training_runs: set[int], backwards_of: Mapping[Function | None, list[Backward]]
+) -> bool:
     """Each round of the outermost loop that the target outlives makes a graph of its own.
 
     What is collected within a training iteration (samples, time steps, scales) goes with the iteration.
@@ -32,7 +38,7 @@ def _grows_by_iteration(keep: Keep, trace: Trace, training_runs: set[int]) -> bo
         return False
     if any(_resets(other, keep.target) for other in keep.crossed[0].body if other is not keep.statement):
         return False
-    if _is_a_step(keep, outside, trace):
+    if _is_a_step(keep, outside, backwards_of.get(keep.site.function, ())):
         return False
     forwards = list(trace.forwards_of(keep.origins))
     if not forwards:
@@ -45,15 +51,14 @@ def _grows_by_iteration(keep: Keep, trace: Trace, training_runs: set[int]) -> bo
     return any(keep.crossed[0] in forward.site.loops for forward in forwards)
 
 
-def _is_a_step(keep: Keep, outside: int, trace: Trace) -> bool:
+def _is_a_step(keep: Keep, outside: int, backwards: Iterable[Backward]) -> bool:
     """Its function goes backwards once, later and where the target was made: its loops are the steps of one sample."""
     site = keep.site
     return site.function is not None and any(
-        backward.site.function is site.function
-        and backward.site.way == site.way
+        backward.site.way == site.way
         and backward.site.loops == site.loops[:outside]
         and backward.node.lineno > keep.node.lineno
-        for backward in trace.backwards
+        for backward in backwards
     )
 
 

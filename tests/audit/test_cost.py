@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from oomfix.audit import Auditor, Selection
 from oomfix.rules import all_rules
 from oomfix.script import Script
 from oomfix.source import Source
@@ -41,14 +42,41 @@ class Trainer{number}:
         self.model.eval()
         return [self.model(batch).loss for batch in loader]
 """
+ADDS_UP = """
+def train_{number}(model, loader, optimizer):
+    total = 0
+    for images, labels in loader:
+        loss = model(images, labels)
+        loss.backward()
+        optimizer.step()
+        total += loss
+    return total
+"""
+LOADS = """
+state_{number} = torch.load("state.pt")
+model.load_state_dict(state_{number})
+"""
+SILENCED = """
+state_{number} = torch.load("state.pt")  # oomfix: ignore[OOM205]
+"""
 
 
-def bytecodes(part, copies):
-    """How many bytecode instructions all rules take on a script of so many functions, those of their regular
-    expressions and other compiled code not counted.
+def with_all_rules(text):
+    script = Script.read(Source.from_bytes("train.py", text.encode()))
+    for rule in all_rules():
+        list(rule.check(script))
+
+
+def audited(text):
+    report = Auditor(all_rules()).audit("train.py", text.encode())
+    assert Selection((), (), ("OOM205",)).visible(report) == []
+
+
+def bytecodes(part, copies, work=with_all_rules):
+    """How many bytecode instructions the work takes on a script of so many functions, those of regular expressions
+    and other compiled code not counted.
     """
     text = "import torch\n" + "".join(part.format(number=number) for number in range(copies))
-    source = Source.from_bytes("train.py", text.encode())
     count = 0
 
     def trace(frame, event, argument):
@@ -59,15 +87,21 @@ def bytecodes(part, copies):
 
     sys.settrace(trace)
     try:
-        script = Script.read(source)
-        for rule in all_rules():
-            list(rule.check(script))
+        work(text)
     finally:
         sys.settrace(None)
     return count
 
 
-@pytest.mark.parametrize("part", [ACCUMULATES, IN_HALF], ids=["accumulates", "in_half"])
-def test_four_times_the_functions_take_four_times_the_work(part):
+@pytest.mark.parametrize(
+    ("part", "copies"),
+    [(ACCUMULATES, 8), (IN_HALF, 8), (ADDS_UP, 24), (LOADS, 24)],
+    ids=["accumulates", "in_half", "adds_up", "loads"],
+)
+def test_four_times_the_functions_take_four_times_the_work(part, copies):
     bytecodes(part, 1)  # what is read or compiled once
-    assert bytecodes(part, 32) < 4.4 * bytecodes(part, 8)
+    assert bytecodes(part, 4 * copies) < 4.4 * bytecodes(part, copies)
+
+
+def test_four_times_the_comments_take_four_times_the_work():
+    assert bytecodes(SILENCED, 96, audited) < 4.4 * bytecodes(SILENCED, 24, audited)
