@@ -33,6 +33,9 @@ Everything else is a policy of the preset, and can be overridden: `runtime.prese
 micro_batches=4)`. The fields are those of `oomfix.presets.Preset`. OOMFIX_PRESET in the environment chooses
 another preset without touching the script; OOMFIX_PRESET=off runs it as it was: own precision, whole batches.
 
+Under torchrun the loop stays the same, with DistributedDataParallel or FSDP2 (`fully_shard`): see
+`oomfix.runtime.distributed` for what processes do together.
+
 Also there: `memory.backward(loss)` for loops that cannot be split, `memory.evaluate(forward, *batch)`,
 `memory.accumulate(loader, k)` with `memory.window_closed`, `memory.autocast()`, `memory.unscale_(optimizer)`,
 `memory.scaler`, `memory.zero_grad(optimizer)`, `memory.loader_kwargs()`, `memory.report()`.

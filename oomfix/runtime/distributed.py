@@ -200,7 +200,9 @@ class Processes(Ranks):
             self.any_of(True)
             self._exchanges.begin()
             try:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+                self._exchanges.shards.gather_nothing()
+                return result
             except Exception as error:  # the forward is the user's, and may fail on a few rows in any way
                 # without the frames that failed, and the tensors that they keep
                 failure = error.with_traceback(None)

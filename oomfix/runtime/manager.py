@@ -121,7 +121,8 @@ class MemoryManager:
         """Run `forward(*batch, **named)` and the backward of its loss, in as many pieces as memory asks for.
 
         Gradients are those of the whole batch, added to what `.grad` holds. After an out-of-memory error the
-        call starts again in smaller pieces, as if it had never begun.
+        call starts again in smaller pieces, as if it had never begun. Under DistributedDataParallel they are averaged
+        over the processes when the call, or its accumulation window, is over; all processes make the same calls.
 
         Args:
             forward: returns the loss (one number, a mean or a sum over samples), or a tuple or mapping with the
@@ -139,6 +140,7 @@ class MemoryManager:
             DoesNotFitError: out of memory, and the batch cannot be cut any further; says what can be done.
             TypeError: `forward` is no function.
             ValueError: `forward` returned no loss, or `batch_size` is out of its range.
+            RuntimeError: another process failed in this call, or models are distributed in a way that is refused.
         """
         check_forward(forward)
         cut = Batch(batch, named, batch_size)

@@ -31,7 +31,7 @@ class Writes:
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._before)
+        return any(True for _ in self._still_there())
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
         """Keep the contents of `tensor`, unless an earlier write to its storage did."""
@@ -43,9 +43,15 @@ class Writes:
     def undo(self) -> None:
         """Put all contents back."""
         with torch.no_grad():
-            for everything, before in self._before.values():
+            for everything, before in self._still_there():
                 everything.copy_(before)
         self._before.clear()
+
+    def _still_there(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        # memory that was given back since (parameters that FSDP2 puts together for a while) holds nothing
+        for everything, before in self._before.values():
+            if everything.untyped_storage().nbytes() == before.untyped_storage().nbytes():
+                yield everything, before
 
 
 class Draws:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from oomfix import runtime
 
@@ -32,3 +33,11 @@ def relative_error():
         return worst
 
     return measure
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    """A process group that this process is alone in."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -137,13 +137,6 @@ def test_the_example_trains_two_processes_alike(arguments):
         assert len(losses) == 3 and float(losses[-1]) < float(losses[0])
 
 
-@pytest.fixture
-def single(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -166,7 +159,7 @@ def train(wrap):
 
 
 @pytest.mark.parametrize("where", [None, "backward"])
-def test_one_process_trains_bitwise_as_without_a_process_group(single, monkeypatch, where):
+def test_one_process_trains_bitwise_as_without_a_process_group(group_of_one, monkeypatch, where):
     monkeypatch.setattr(Trouble, "where", where)
     monkeypatch.setattr(Trouble, "limit", 2)
     alone = train(lambda model: model)

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime import torchrun
+from tests.runtime import in_step, torchrun
+from tests.runtime.data_parallel import Trouble, batches, memory_of
 
 SCRIPT = "tests/runtime/in_step.py"
 # bringing FSDP2 back after an error is what torch 2.13 has learned
@@ -97,3 +98,17 @@ def test_a_process_that_nobody_can_wait_for_any_more_ends_all_in_time():
     status, printed, said = torchrun.run(SCRIPT, "norms apart", limit_s=60)
     assert status != 0
     assert "ran out of memory at a point where others wait" in printed, said[-4000:]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_one_process_with_a_sharded_model_trains_bitwise_as_without(group_of_one, monkeypatch, where):
+    monkeypatch.setattr(Trouble, "where", where)
+    monkeypatch.setattr(Trouble, "limit", 4)
+    models = []
+    for make in (in_step.sharded, in_step.network):
+        memory = memory_of()
+        models.append(make())
+        in_step.ours(models[-1], batches(3), memory)
+        assert memory.report().retries > 0
+    shards, alone = (list(model.parameters()) for model in models)
+    assert all(torch.equal(a.full_tensor(), b) for a, b in zip(shards, alone, strict=True))
