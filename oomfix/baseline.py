@@ -41,13 +41,13 @@ class Baseline:
     def __init__(self, path: str) -> None:
         self._folder = os.path.dirname(os.path.abspath(path))
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig") as file:  # some editors begin a file with a byte order mark
                 self._left = _counts(json.load(file))
         except OSError as error:
             raise BaselineError(path, f"cannot read this baseline: {error.strerror}") from None
         except json.JSONDecodeError as error:
             raise BaselineError(path, f"not a baseline: line {error.lineno} is not JSON: {error.msg}") from None
-        except (KeyError, TypeError, ValueError, RecursionError):
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             raise BaselineError(path, f"not a baseline, {_EXPECTED}") from None
 
     def new(self, path: str, findings: Iterable[Located]) -> list[Located]:

@@ -199,7 +199,9 @@ def explain(code: str) -> None:
     names = {page.name: page for page in pages.values()}
     page = pages.get(code.upper()) or names.get(code.lower())
     if page is None:
-        hint = did_you_mean(code.upper(), pages) or did_you_mean(code.lower(), names)
+        begun = [known for known in pages if code and known.startswith(code.upper())]
+        hint = f" but the start of {', '.join(begun)}" if begun else ""
+        hint = hint or did_you_mean(code.upper(), pages) or did_you_mean(code.lower(), names)
         raise click.UsageError(f"{code!r} is no rule{hint or '; `oomfix rules` lists them'}")
     text = markdown(page)
     _write(lambda stream: _write_markdown(text, stream))
@@ -352,4 +354,4 @@ def _write_baseline(path: str, report: Report) -> None:
     from oomfix.baseline import write_baseline
 
     count = write_baseline(path, report.findings())
-    click.echo(f"{path}: {count} findings written as known", err=True)
+    click.echo(f"{path}: {count} {'finding' if count == 1 else 'findings'} written as known", err=True)

@@ -14,7 +14,7 @@ def codes(oomfix, *args: str) -> list[tuple[str, int]]:
 def test_known_findings_stay_known_when_lines_above_change(oomfix):
     (oomfix.folder / "a.py").write_text(FIRST)
     written = oomfix("audit", "a.py", "--write-baseline", "known.json")
-    assert (written.returncode, written.stdout, written.stderr) == (0, "", "known.json: 1 findings written as known\n")
+    assert (written.returncode, written.stdout, written.stderr) == (0, "", "known.json: 1 finding written as known\n")
     (oomfix.folder / "a.py").write_text("# new\n\n" + FIRST.replace("x =", "    \nx  =").replace("x  =", "x ="))
     assert oomfix("audit", "a.py", "--baseline", "known.json").returncode == 0
     assert codes(oomfix, "a.py", "--baseline", "known.json") == []
@@ -36,13 +36,21 @@ def test_paths_are_those_seen_from_the_baseline(oomfix):
     assert codes(oomfix, "a.py", "b.py", "--baseline", "../known.json") == [("b.py", 2)]
 
 
+def test_a_baseline_may_begin_with_a_byte_order_mark(oomfix):
+    (oomfix.folder / "a.py").write_text(FIRST)
+    oomfix("audit", "a.py", "--write-baseline", "known.json")
+    known = oomfix.folder / "known.json"
+    known.write_bytes(b"\xef\xbb\xbf" + known.read_bytes())
+    assert codes(oomfix, "a.py", "--baseline", "known.json") == []
+
+
 def test_the_baseline_of_the_project_is_used(oomfix):
     (oomfix.folder / "a.py").write_text(FIRST)
     oomfix("audit", "a.py", "--write-baseline", "known.json")
     (oomfix.folder / "pyproject.toml").write_text('[tool.oomfix]\nbaseline = "known.json"\n')
     assert codes(oomfix, "a.py") == []
     written = oomfix("audit", "a.py", "--write-baseline", "known.json")
-    assert written.stderr == "known.json: 1 findings written as known\n"
+    assert written.stderr == "known.json: 1 finding written as known\n"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +62,10 @@ def test_the_baseline_of_the_project_is_used(oomfix):
         ('{"version": 2, "findings": []}', "not a baseline, expected"),
         ('{"version": 1, "findings": [{"path": "a.py"}]}', "not a baseline, expected"),
         (b"\xff", "not a baseline, expected"),
+        (
+            '{"version": 1, "findings": [{"path": "a.py", "code": "OOM205", "text": "", "count": 1e400}]}',
+            "not a baseline, expected",
+        ),
     ],
 )
 @pytest.mark.parametrize("named_by", ["flag", "pyproject"])

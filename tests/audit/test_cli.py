@@ -158,6 +158,7 @@ def test_an_unknown_rule_is_answered_with_the_nearest(oomfix):
     assert done.returncode == 2
     assert "'OOM2O5' is no rule; did you mean OOM205?" in done.stderr
     assert "; did you mean loss-accumulation?" in oomfix("explain", "loss-acumulation").stderr
+    assert "'oom40' is no rule but the start of OOM401\n" in oomfix("explain", "oom40").stderr
 
 
 def test_rules_lists_every_rule(oomfix):
