@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
@@ -63,6 +64,11 @@ class Amp:
             return None
         if not self._autocasts:
             return "gradients are scaled, but autocast is out of sight"
+        return self._kept_autocast
+
+    @cached_property
+    def _kept_autocast(self) -> str | None:
+        """Why an autocast of the file has to stay, or None."""
         for call in self._autocasts:
             if self._replacement(call) is None:
                 return f"autocast in line {call.lineno} cannot be handed over: `{ast.unparse(call)}`"

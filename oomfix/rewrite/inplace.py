@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cached_property
 
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
@@ -42,6 +43,14 @@ class InPlace:
         self._amp = amp
         self._name = name
         self._scaling = scaling
+
+    @cached_property
+    def _one_optimizer(self) -> bool:
+        return _makes_one_optimizer(self._script, self._blocks)
+
+    @cached_property
+    def _gradients_are_read(self) -> bool:
+        return _gradients_read_elsewhere(self._script)
 
     def edits(self, verdicts: list[Verdict]) -> list[Edit]:
         """Every edit of the loops that are not left alone."""
@@ -106,13 +115,13 @@ class InPlace:
         It stays where the optimizer comes from another file: a loop there may have left gradients behind; and where
         another one may come after it, whose parameters have gathered gradients meanwhile (stages of a training).
         """
-        if not _makes_one_optimizer(self._script, self._blocks):
+        if not self._one_optimizer:
             return None
         if len(verdicts) != 1 or len(verdicts[0].steps) != 1 or len(verdicts[0].backwards) != 1:
             return None
         if verdicts[0].kept_steps:
             return None
-        if len({id(event.node) for event in self._script.backwards}) != 1 or _gradients_read_elsewhere(self._script):
+        if len({id(event.node) for event in self._script.backwards}) != 1 or self._gradients_are_read:
             return None
         backward = self._blocks.statement_of(verdicts[0].backwards[0].node)
         block = self._blocks.block_of(statement)
@@ -128,7 +137,7 @@ class InPlace:
 
     def _is_reset_before_backward(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> bool:
         """Whether the optimizer's gradients are reset on every way from its step to the next backward."""
-        if path is None or _gradients_read_elsewhere(self._script):
+        if path is None or self._gradients_are_read:
             return False
         scope = self._blocks.scope_of(statement)
         for verdict in verdicts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from oomfix.rewrite.amp import Amp
@@ -126,11 +127,10 @@ class Judge:
 
     def _other_library(self, verdict: Verdict) -> str | None:
         """The library, other than torch, that an optimizer of the loop is made by."""
-        optimizers = {step.optimizer for step in verdict.steps}
-        for node in self._script.imports.nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                if optimizers & set(map(path_of, node.targets)):
-                    roots = {name.split(".")[0] for name in self._script.imports.qualified(node.value.func)}
+        for step in verdict.steps:
+            for value in self._bound.get(step.optimizer, ()):
+                if isinstance(value, ast.Call):
+                    roots = {name.split(".")[0] for name in self._script.imports.qualified(value.func)}
                     if found := roots & _OTHER_LIBRARIES:
                         return min(found)
         return None
@@ -202,35 +202,44 @@ class Judge:
     def _steps_itself(self, root: ast.expr) -> bool:
         """Whether what has the backward has methods of a trainer."""
         path = path_of(root)
-        own = {f"{path}.{method}" for method in _ENGINE_METHODS}
-        return path is not None and any(
-            isinstance(node, ast.Call) and path_of(node.func) in own for node in self._script.imports.nodes
-        )
+        return path is not None and not self._called.isdisjoint(f"{path}.{method}" for method in _ENGINE_METHODS)
 
     def _is_engine(self, root: ast.expr) -> bool:
         """Whether what has the backward is called like a network somewhere: a training engine, no tensor."""
-        path = path_of(root)
-        return path is not None and any(
-            isinstance(node, ast.Call) and path_of(node.func) == path for node in self._script.imports.nodes
-        )
+        return path_of(root) in self._called
+
+    @cached_property
+    def _forwards(self) -> set[int]:
+        return {id(forward.node) for forward in self._script.trace.forwards.values()}
+
+    @cached_property
+    def _called(self) -> set[str]:
+        """The paths of everything that is called."""
+        called = (path_of(node.func) for node in self._script.imports.nodes if isinstance(node, ast.Call))
+        return {path for path in called if path is not None}
+
+    @cached_property
+    def _bound(self) -> dict[str, list[ast.expr | None]]:
+        """What is bound to each path; None for what a loop goes through."""
+        found: dict[str, list[ast.expr | None]] = {}
+        for node in self._script.imports.nodes:
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.For):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    for element in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                        path = path_of(element)
+                        if path is not None:
+                            found.setdefault(path, []).append(None if isinstance(node, ast.For) else node.value)
+        return found
 
     def _is_loss(self, root: ast.expr) -> bool:
         """Whether a root that nothing is known of is a tensor: it is computed, assigned, or one of several."""
         path = path_of(root)
         if path is None:
             return True
-        found = False
-        forwards = {id(forward.node) for forward in self._script.trace.forwards.values()}
-        for node in self._script.imports.nodes:
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.For):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    elements = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-                    if any(path_of(element) == path for element in elements):
-                        if isinstance(node, ast.For) or id(node.value) in forwards or not _makes_an_object(node.value):
-                            return True
-                        found = True
-        if found:
+        values = self._bound.get(path, [])
+        if any(value is None or id(value) in self._forwards or not _makes_an_object(value) for value in values):
+            return True
+        if values:
             return False
         last = path.rsplit(".", 1)[-1].lower()
         return "loss" in last or "err" in last or "cost" in last

@@ -199,9 +199,15 @@ class Script:
 
     def calls_of_method(self, name: str) -> Iterator[ast.Call]:
         """Every call of a method of this name, whatever the object."""
+        yield from self._method_calls.get(name, ())
+
+    @cached_property
+    def _method_calls(self) -> dict[str, list[ast.Call]]:
+        found: dict[str, list[ast.Call]] = {}
         for node in self.imports.nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
-                yield node
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                found.setdefault(node.func.attr, []).append(node)
+        return found
 
     def reads_attribute(self, name: str) -> bool:
         """Whether an attribute of this name is read anywhere in the file, so that a loss may be made of it."""
