@@ -261,6 +261,8 @@ class Processes(Ranks):
         """Wait until the call went well everywhere, where gradients are averaged after it."""
         if self._due:
             self._raise_for(agreement_in(self._due[0].group).largest([_coded(Outcome.FINE)])[0])
+            # the others exchange gradients from here on, and would take a number for one of those
+            self._told = True
 
     def _tell_of_failure(self, outcome: Outcome) -> None:
         """Tell those who wait that this process gives up."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oomfix import runtime
+from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime import replicas
 from oomfix.runtime.compat import OutOfMemoryError
 
@@ -169,6 +170,20 @@ def out_of_memory(rank, where):
     ours(model, batches(4), memory)
     Trouble.where = None
     return {"error": error(model, plain(made(Net), batches(4))), "retries": memory.report().retries}
+
+
+def smaller_card(rank):
+    """The card of one process holds less than a step on the whole batch takes, whatever asks for memory when."""
+
+    def wide():
+        return nn.Sequential(nn.Linear(6, 2000), nn.ReLU(), nn.Linear(2000, 4))
+
+    memory, model, data = memory_of(), made(wide), list(batches(2, 64))
+    # weights, gradients and momentum are 0.5 MB, the activations of the whole batch 1 MB each
+    with SimulatedCard(2_500_000 if rank == 1 else None) as card:
+        card.track(model)
+        ours(model, data, memory)
+    return {"error": error(model, plain(made(wide), data)), "retries": memory.report().retries}
 
 
 def ragged(rank):
@@ -500,6 +515,7 @@ CASES = {
     "options of DDP": options_of_ddp,
     "out of memory in forward": lambda rank: out_of_memory(rank, "forward"),
     "out of memory in backward": lambda rank: out_of_memory(rank, "backward"),
+    "smaller card": smaller_card,
     "ragged": ragged,
     "branches": branches,
     "windows": windows,

@@ -34,9 +34,9 @@ def test_splits_that_differ_between_processes_train_as_ddp_does(found, case):
     assert worst(found[case]) < 1e-12
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_out_of_memory_on_one_process_splits_its_batch_alone(found, where):
-    results = found[f"out of memory in {where}"]
+@pytest.mark.parametrize("case", ["out of memory in forward", "out of memory in backward", "smaller card"])
+def test_out_of_memory_on_one_process_splits_its_batch_alone(found, case):
+    results = found[case]
     assert worst(results) < 1e-12
     assert results[0]["retries"] == 0 < results[1]["retries"]
 
