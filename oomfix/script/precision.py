@@ -24,6 +24,8 @@ _NAMED_DEVICE = re.compile(r"\s*(?:self\.)?(\w+)\s*=\s*torch\.device\(")
 _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
 )
+_HALF_DTYPES = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
+_MOVES = frozenset({"to", "cuda", "half", "bfloat16", "train"})
 
 
 class Precision:
@@ -70,7 +72,9 @@ class Precision:
     @cached_property
     def trains_in_half(self) -> bool:
         """Whether the model itself is in 16 bits, so that autocast has nothing to do."""
-        return bool(_HALF.search(self._source.text))
+        return bool(_HALF.search(self._source.text)) or any(
+            isinstance(node, ast.Assign) and _is_made_in_half(node.value) for node in self._imports.nodes
+        )
 
     @cached_property
     def uses_apex(self) -> bool:
@@ -120,3 +124,14 @@ def _names_only(node: ast.expr, devices: frozenset[str]) -> bool:
     if isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "device" and node.args:
         return _names_only(node.args[0], devices)
     return isinstance(node, ast.Constant) and node.value in devices
+
+
+def _is_made_in_half(node: ast.expr) -> bool:
+    """`Net().cuda().half()`, `Net().to("cuda", dtype=torch.bfloat16)`: an object moved to 16 bits where it is made."""
+    in_half = False
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MOVES:
+        given = [path_of(value) for value in (*node.args, *(keyword.value for keyword in node.keywords))]
+        in_half = in_half or node.func.attr in ("half", "bfloat16") or bool(_HALF_DTYPES.intersection(given))
+        node = node.func.value
+    made = path_of(node.func) if isinstance(node, ast.Call) else None
+    return in_half and made is not None and made.rsplit(".", 1)[-1][0].isupper()

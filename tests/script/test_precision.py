@@ -341,3 +341,34 @@ def test_a_script_that_sets_another_device_is_left_alone(report, assigned):
 @pytest.mark.parametrize("default", [", device='cpu'", ",\n                device='cpu',\n                lr=1e-3"])
 def test_a_default_of_a_parameter_is_for_the_caller_to_change(report, default):
     assert codes(report(DEVICE.format(default=default, assigned="self.device = device"))) == ["OOM202"]
+
+
+MADE = """
+    import torch
+    model = {made}
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "Net().cuda().half()",
+        "Net().bfloat16().to('cuda')",
+        "models.Net(3).to('cuda', dtype=torch.bfloat16)",
+        "Net().to('cuda', torch.float16).train()",
+    ],
+)
+def test_a_network_made_in_sixteen_bits_needs_no_autocast(report, made):
+    assert report(MADE.format(made=made)) == []
+
+
+@pytest.mark.parametrize(
+    "made", ["Net().cuda().float()", "Net().to('cuda', dtype=torch.float32)", "Net(torch.zeros(3).half()).cuda()"]
+)
+def test_a_network_made_in_full_precision_does(report, made):
+    assert report(MADE.format(made=made)) == [("OOM202", 4)]
