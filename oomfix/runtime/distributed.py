@@ -158,6 +158,9 @@ class Processes(Ranks):
                 no_memory = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
                 self._tell_of_failure(Outcome.DOES_NOT_FIT if no_memory else Outcome.FAILED)
             raise
+        finally:
+            # what is known of a forward does not keep its models alive
+            self._due = []
         for replica in replicas:
             replica.leave(synchronised=due and replica in averaged)
         for replica in averaged:

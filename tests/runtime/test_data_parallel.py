@@ -1,6 +1,8 @@
 """DistributedDataParallel: each process cuts its own batch, gradients are averaged once, and nobody waits in vain."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -164,3 +166,13 @@ def test_one_process_trains_bitwise_as_without_a_process_group(group_of_one, mon
     monkeypatch.setattr(Trouble, "limit", 2)
     alone = train(lambda model: model)
     assert all(map(torch.equal, train(DistributedDataParallel), alone))
+
+
+def test_what_was_learned_does_not_keep_a_replica_alive(group_of_one):
+    memory, model = runtime.preset("16gb"), DistributedDataParallel(Net())
+    memory.forward_backward(lambda x, model=model: model(x).square().mean(), torch.randn(8, 6))
+    memory.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    alive = weakref.ref(model.module.first.weight)
+    del model
+    gc.collect()
+    assert alive() is None
