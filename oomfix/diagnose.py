@@ -5,13 +5,14 @@ no torch: a crash is often read on another machine.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from oomfix.presets import PRESETS
 
 MIB, GIB = 2**20, 2**30
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "KB": 10**3, "MiB": MIB, "MB": 10**6, "GiB": GIB, "GB": 10**9}
-_SIZE = r"([\d.]+) ?(bytes|KiB|MiB|GiB|KB|MB|GB|B)"
+_SIZE = r"([\d.]{1,16}) ?(bytes|KiB|MiB|GiB|KB|MB|GB|B)"
 
 # AMD cards say HIP; a tensor of absurd size has no number
 _REQUEST = re.compile(rf"(?:CUDA|HIP) out of memory\.\s+Tried to allocate (?:{_SIZE}|more than 1EB memory)")
@@ -33,13 +34,19 @@ _WITHOUT_NUMBERS = re.compile(
 )
 _IN_WORDS = re.compile(r"out of memory|\bOOM\b", re.IGNORECASE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n?(.*)')
-_EPOCH = re.compile(r"\bepoch\W{0,3}(\d+)", re.IGNORECASE)
+# `--epoch 90` and `epoch=90` are settings, no epochs that were reached
+_EPOCH = re.compile(r"(?<![-'\"(])\bepoch(?!=)\W{0,3}(\d{1,9})\b", re.IGNORECASE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _STAGE = re.compile(r"\bstage\W{0,2}(\d+)|\bunfreez", re.IGNORECASE)
 _IN_USE = re.compile(rf"(?:allocated|memory)\W{{0,3}}{_SIZE}|{_SIZE} allocated", re.IGNORECASE)
 
 # a message goes on over a few lines of a log, a traceback stands above it
 _MESSAGE_CHARACTERS = 900
 _CONTEXT_CHARACTERS = 6000
+_COURSE_CHARACTERS = 2**20
+_MOST_ERRORS = 20
+# what the patterns of errors hold, for a quick look at long logs
+_NEEDLES = ("out of memory", "STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation", "CUDA calloc", "DefaultCPUAllocator")
 _LARGE_OTHER_BYTES = 512 * MIB
 _GROWTH = 1.2
 
@@ -88,31 +95,67 @@ class Diagnosis:
 def diagnose(text: str, script: str = "train.py") -> list[Diagnosis]:
     """A diagnosis for each out-of-memory error in a log, in order; an error that repeats is reported once.
 
+    Two errors with the same traceback are the same, and at most 20 different ones are reported. How the run went
+    before an error is read from the first and the last MiB of the log above it.
+
     Args:
-        text: a message, a traceback or a whole log.
+        text: a message, a traceback or a whole log; colours and progress bars may be in it.
         script: the name that commands in the cures use.
     """
+    text = text.replace("\r\n", "\n")
+    if "\x1b[" in text:
+        text = _COLOUR.sub("", text)
     found: dict[tuple[object, ...], Diagnosis] = {}
+    line, counted = 1, 0
     for start, end in _messages(text):
-        crash = _crash(text, start, end)
-        key = crash.requested, crash.capacity, crash.allocated, crash.frames
+        line, counted = line + text.count("\n", counted, start), start
+        crash = _crash(text, start, end, line)
+        key = crash.frames or (crash.requested, crash.capacity, crash.allocated)
         if key not in found:
-            found[key] = _diagnosis(crash, text[:start], script)
+            found[key] = _diagnosis(crash, _course(text, start), script)
+        if len(found) == _MOST_ERRORS:
+            break
     return list(found.values())
+
+
+def _course(text: str, end: int) -> str:
+    """The log above an error; of a long one its beginning and its end."""
+    if end <= 2 * _COURSE_CHARACTERS:
+        return text[:end]
+    return text[:_COURSE_CHARACTERS] + "\n" + text[end - _COURSE_CHARACTERS : end]
 
 
 def _messages(text: str) -> list[tuple[int, int]]:
     starts = sorted(
-        match.start() for pattern in (_REQUEST, _WITHOUT_NUMBERS, _ON_THE_HOST) for match in pattern.finditer(text)
+        {
+            match.start()
+            for hit in _hits(text)
+            for pattern in (_REQUEST, _WITHOUT_NUMBERS, _ON_THE_HOST)
+            for match in pattern.finditer(text, max(0, hit - 40), hit + _MESSAGE_CHARACTERS)
+        }
     )
-    if not starts and _IN_WORDS.search(text):
+    if not starts and _told_in_words(text):
         # all of the text is what is known of an error that somebody tells of without quoting it
         return [(len(text), len(text))]
     ends = [*starts[1:], len(text)] if starts else []
     return [(start, min(end, start + _MESSAGE_CHARACTERS)) for start, end in zip(starts, ends, strict=True)]
 
 
-def _crash(text: str, start: int, end: int) -> Crash:
+def _hits(text: str) -> Iterator[int]:
+    """Where an error may be: patterns alone would take a minute for a log of 100 MiB."""
+    for needle in _NEEDLES:
+        hit = text.find(needle)
+        while hit >= 0:
+            yield hit
+            hit = text.find(needle, hit + 1)
+
+
+def _told_in_words(text: str) -> bool:
+    lowered = text.lower()
+    return ("out of memory" in lowered or "oom" in lowered) and _IN_WORDS.search(text) is not None
+
+
+def _crash(text: str, start: int, end: int, line: int) -> Crash:
     # logs and write-ups wrap the message
     message = " ".join(text[start:end].split())
     request = _REQUEST.match(message) or _ON_THE_HOST.match(message)
@@ -129,7 +172,7 @@ def _crash(text: str, start: int, end: int) -> Crash:
     frames = tuple((file, int(line), name, code.strip()) for file, line, name, code in _FRAME.findall(traceback))
     told = None if message else _IN_WORDS.search(text)
     return Crash(
-        line=text.count("\n", 0, told.start() if told else start) + 1,
+        line=text.count("\n", 0, told.start()) + 1 if told else line,
         message=message,
         requested=_bytes(*request.groups()) if request and request.group(1) else None,
         capacity=sizes["allowed"] or sizes["capacity"],
@@ -329,8 +372,8 @@ def _where(frame: tuple[str, int, str, str]) -> str:
 
 
 def _line_of(text: str, position: int) -> str:
-    end = text.find("\n", position)
-    return text[text.rfind("\n", 0, position) + 1 : end if end >= 0 else len(text)].strip()
+    # progress bars write over their line
+    return (re.split(r"[\r\n]", text[:position])[-1] + re.split(r"[\r\n]", text[position:], maxsplit=1)[0]).strip()
 
 
 def size(nbytes: int) -> str:

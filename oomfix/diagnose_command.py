@@ -3,7 +3,7 @@
 import json
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -16,13 +16,13 @@ _MOST_CAUSES = 5
 
 
 @click.command()
-@click.argument("log", type=click.File(errors="replace"), default="-")
+@click.argument("log", type=click.File("rb"), default="-")
 @click.option(
     "--script", default="train.py", show_default=True, help="The script that died; if it is here, it is audited."
 )
 @click.option("--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True)
 @click.pass_context
-def diagnose(ctx: click.Context, log: TextIO, script: str, form: str) -> None:
+def diagnose(ctx: click.Context, log: BinaryIO, script: str, form: str) -> None:
     """Say which kind of CUDA out-of-memory error a LOG ended in, and what cures it.
 
     LOG is a message, a traceback or the log of a whole run; without one, standard input is read.
@@ -31,7 +31,9 @@ def diagnose(ctx: click.Context, log: TextIO, script: str, form: str) -> None:
     """
     from oomfix.diagnose import diagnose as find
 
-    found = [(diagnosis, _causes(ctx, diagnosis, script)) for diagnosis in find(log.read(), script)]
+    # not as a text file: that would make a line of every step of a progress bar
+    text = log.read().decode("utf-8", errors="replace")
+    found = [(diagnosis, _causes(ctx, diagnosis, script)) for diagnosis in find(text, script)]
     if form == "json":
         diagnoses = [
             {**asdict(diagnosis), "findings": [asdict(cause) for cause in causes]} for diagnosis, causes in found

@@ -1,6 +1,7 @@
 """Out-of-memory messages as torch 1.8 to 2.13 word them, alone and in logs: sizes to the byte, kinds, cures."""
 
 import json
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -268,3 +269,38 @@ def test_findings_stand_between_the_evidence_and_the_cures(tmp_path):
     log = "Epoch 37: loss 0.1\n" + TORCH_1_13
     text = CliRunner().invoke(command, ["--script", str(script)], input=log).output
     assert text.index("epoch 37") < text.index("fit.py:10:9  OOM101") < text.index("fix: ")
+
+
+def test_colours_and_windows_line_ends_make_no_difference():
+    coloured = TORCH_2_13.replace("2.00", "\x1b[1;36m2.00\x1b[0m").replace("CUDA out", "\x1b[91mCUDA out")
+    assert only(coloured.replace(". ", ".\r\n")).crash == only(TORCH_2_13.replace(". ", ".\n")).crash
+
+
+def test_a_progress_bar_is_one_line_of_the_log():
+    bar = "".join(f"\rStage 2: {done}%|#| {done}/99" for done in range(99)) + "\n"
+    result = CliRunner().invoke(command, ["--format", "json"], input=(bar + TORCH_1_13).encode())
+    (found,) = json.loads(result.output)["diagnoses"]
+    assert found["crash"]["line"] == 2
+    assert found["evidence"][0] == 'the last stage named in the log is "Stage 2: 98%|#| 98/99"'
+
+
+@pytest.mark.parametrize("setting", ["Namespace(epoch=90, lr=0.1)", "{'epoch': 90}", "python train.py --epoch 90"])
+def test_a_number_of_epochs_that_was_asked_for_is_none_that_was_reached(setting):
+    assert only(f"{setting}\n{TORCH_1_13}").kind == "too large"
+
+
+def test_an_error_that_a_loop_runs_into_again_and_again_is_reported_once():
+    """Sizes differ from try to try; the traceback does not."""
+    frame = 'Traceback (most recent call last):\n  File "train.py", line 70, in train\n    out = model(images)\n'
+    log = "".join(frame + TORCH_1_13.replace("12.25", f"12.{tries}") + "\n" for tries in range(10, 60))
+    assert len(diagnose(log)) == 1
+
+
+def test_a_log_costs_what_its_length_costs():
+    """Long runs of digits, hundreds of errors and thousands of lines are each read once, not once per error."""
+    many = "".join("loss 0.1\n" * 100 + TORCH_1_13.replace("12.25", f"{i}.25") + "\n" for i in range(400))
+    digits = "epoch " + "1" * 2**18 + "\n" + TORCH_1_13
+    begun = time.process_time()
+    assert len(diagnose(many)) == 20
+    assert only(digits).kind == "too large"
+    assert time.process_time() - begun < 5

@@ -5,12 +5,15 @@ shape and a type but no data. They say that they are on "cuda:0". Moved back, th
 script reads from the card (`.item()`, `if loss > best`, boolean masks) has to be assumed, and is noted.
 """
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oomfix.profile.allocator import CachingAllocator
@@ -21,7 +24,20 @@ from oomfix.profile.trace import MemoryTrace, Scratch, user_line
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
 
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _MASKS = (torch.bool, torch.uint8)
+_MOST_BROUGHT_ELEMENTS = 2**16
+
+# operations whose tensors come from the script; operations between could have been given some that torch made
+_OF_ONE_DEVICE = {
+    getattr(aten, name)
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "embedding", "native_batch_norm", "native_layer_norm",
+        "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+        "nll_loss_forward", "nll_loss2d_forward",
+    )
+}  # fmt: skip
 
 
 class CardTrace(MemoryTrace):
@@ -52,6 +68,8 @@ class CardTrace(MemoryTrace):
             return self._on_card_operation(func, args, kwargs)
         if func is aten.copy_.default and isinstance(args[1], FakeTensor) and not isinstance(args[0], FakeTensor):
             return args[0]
+        if self.recording and func.overloadpacket in _OF_ONE_DEVICE:
+            refuse_two_devices(args)
         if (answer := _ANSWERS.get(func)) is not None and any(isinstance(a, FakeTensor) for a in args):
             return answer(self, func, args, kwargs)
         return func(*args, **kwargs)
@@ -93,6 +111,19 @@ class CardTrace(MemoryTrace):
             return func(*args, **kwargs)
 
 
+def refuse_two_devices(args: tuple[Any, ...]) -> None:
+    """Raise torch's own error where an operation is given tensors of the card and of the host."""
+    tensors = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else (arg,)) if isinstance(a, Tensor)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        # a single number on the host is a number to every device
+        if any(
+            tensor.dim() and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor) for tensor in tensors
+        ):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+            )
+
+
 def _is_cuda(device: object) -> bool:
     if not isinstance(device, torch.device) or device.type != "cuda":
         return False
@@ -113,6 +144,8 @@ def _scalar(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str
     tensor = args[0]
     if tensor.constant is not None:
         return tensor.constant.item()
+    if (brought := brought_along(tensor)) is not None:
+        return brought.item()
     if tensor.dtype is torch.bool:
         answer = getattr(tensor, "_oomfix_all", False)
         trace.assume(f"a condition on data of the card is {answer}")
@@ -162,6 +195,14 @@ def _unique(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return flat, torch.empty_like(args[0], dtype=torch.int64), torch.empty_like(flat, dtype=torch.int64)
 
 
+def _bincount(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+    trace.assume("torch.bincount counts up to as many numbers as its minlength, or as there are elements")
+    weights = args[1] if len(args) > 1 else None
+    dtype = torch.int64 if weights is None else weights.dtype
+    return args[0].new_empty((least or args[0].numel(),), dtype=dtype)
+
+
 def _pack(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # the lengths are on the host, where torch wants them: nothing has to be assumed
     padded, lengths = args[:2]
@@ -175,12 +216,15 @@ _ANSWERS: dict[Any, Callable[[CardTrace, Any, tuple[Any, ...], dict[str, Any]], 
     # a dispatch mode of the script's own that reads a number arrives with the composite operation
     aten.item.default: _scalar,
     aten.all.default: _all,
+    aten._is_all_true.default: _all,
     aten.equal.default: _equal,
     aten.allclose.default: _equal,
     aten.index.Tensor: _masked_index,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique,
+    aten.bincount.default: _bincount,
     aten._pack_padded_sequence.default: _pack,
 }
 
@@ -200,10 +244,34 @@ class _ToHost(torch.autograd.Function):
         return gradient.to(CUDA)
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor of zeros in the shape of a fake one, still connected to its graph."""
+def to_host(trace: CardTrace, tensor: torch.Tensor) -> torch.Tensor:
+    """What a small tensor brought along from the host; else zeros in its shape, still connected to its graph."""
+    if (brought := brought_along(tensor)) is not None:
+        return brought.clone()
+    if not _asked_by_torch():
+        trace.assume("data copied from the card are zeros")
     result: torch.Tensor = _ToHost.apply(tensor)  # type: ignore[no-untyped-call]
     return result
+
+
+def _asked_by_torch() -> bool:
+    """Whether code of torch asked, as gradient clipping does for its factor: no choice of the script hangs on it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER)
+
+
+def bring_along(here: torch.Tensor, there: torch.Tensor) -> None:
+    """Let a small tensor of the card remember the values that it had on the host, such as the lengths of sequences."""
+    if here.numel() <= _MOST_BROUGHT_ELEMENTS and not here.requires_grad and not there.is_inference():
+        there._oomfix_brought = here.detach().to(there.dtype, copy=True), there._version  # type: ignore[attr-defined]
+
+
+def brought_along(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values that a tensor of the card has from the host; None where it has none, or was written since."""
+    values, version = getattr(tensor, "_oomfix_brought", (None, 0))
+    return values if values is not None and tensor._version == version else None
 
 
 def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
@@ -218,6 +286,9 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         return parse_to(*args, **{name: _numbered(value) for name, value in kwargs.items()})
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if trace.running:
+            # code of torch that works on fake tensors, for which all of them are on the host
+            return plain_to(self, *args, **kwargs)
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, torch.Tensor):
             args, kwargs = (other.device, other.dtype), {}
@@ -227,21 +298,23 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         if memory_format is not None:
             options["memory_format"] = memory_format
         if isinstance(self, FakeTensor):
-            here = to_host(self) if target is not None and target.type == "cpu" else self
+            here = to_host(trace, self) if target is not None and target.type == "cpu" else self
             return plain_to(here, **options)
-        if target is not None:
-            # without an index torch would ask the driver which card is meant
-            options["device"] = CUDA if _is_cuda(target) else target
-        return arrived(plain_to(self, **options))
+        if target is None or not _is_cuda(target):
+            return plain_to(self, **options, **({} if target is None else {"device": target}))
+        del options["copy"]
+        return arrive(self, **options)
 
-    def arrived(tensor: torch.Tensor) -> torch.Tensor:
-        # parameters come the same way; they are called weights once their module or optimizer is seen
-        trace.claim((tensor,), "inputs")
-        return tensor
+    def arrive(here: torch.Tensor, **options: Any) -> torch.Tensor:
+        # not `to`: in inference mode that would reach the trace with its arguments in another order
+        there: torch.Tensor = aten._to_copy(here, device=CUDA, **options)
+        bring_along(here, there)
+        trace.claim((there,), "weights" if isinstance(here, torch.nn.Parameter) else "inputs")
+        return there
 
     def cuda(self: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         _is_cuda(torch.device("cuda", device) if isinstance(device, int) else device)
-        return self if isinstance(self, FakeTensor) else arrived(plain_to(self, CUDA))
+        return self if isinstance(self, FakeTensor) else arrive(self)
 
     plain_type = torch.Tensor.type
 
@@ -274,7 +347,7 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
                     "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
                     "host memory first."
                 )
-            return method(to_host(self.detach()), *args, **kwargs)
+            return method(to_host(trace, self).detach(), *args, **kwargs)
 
         return read
 
@@ -286,7 +359,7 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         device=property(lambda self: device(self) if trace.running else CUDA),
         is_cuda=property(lambda self: not trace.running),
         get_device=lambda self: 0,
-        cpu=lambda self, *args, **kwargs: to_host(self),
+        cpu=lambda self, *args, **kwargs: to_host(trace, self),
         pin_memory=lambda self, *args: self,
         record_stream=lambda self, stream: None,
         numpy=host_array("numpy"),
@@ -295,7 +368,15 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         new_tensor=new_tensor,
         __format__=formatted,
     )
-    patches.set(torch.Tensor, to=to, cuda=cuda, type=as_type)
+
+    def finite(tensor: torch.Tensor) -> torch.Tensor:
+        result = is_finite(tensor)
+        result._oomfix_all = True  # type: ignore[attr-defined]
+        return result
+
+    is_finite = torch.isfinite
+    patches.set(torch, isfinite=finite)
+    patches.set(torch.Tensor, to=to, cuda=cuda, type=as_type, isfinite=finite)
     patches.set(torch._C._nn, _parse_to=parse)
 
     def like(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

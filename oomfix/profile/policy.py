@@ -5,6 +5,7 @@ take the CPU's decisions: other autocast lists, a dropout that keeps a float mas
 own, optimizers without their multi-tensor form. Here these decisions become CUDA's.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -103,7 +104,7 @@ def replace_parameters(patches: Patches, moved: Callable[[nn.Parameter, nn.Param
     On a real card the parameter object stays and its data is exchanged, which fake tensors do not allow. Tied
     parameters stay tied: one old parameter becomes one new one.
     """
-    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
     depth = 0
 
     def apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -125,8 +126,9 @@ def replace_parameters(patches: Patches, moved: Callable[[nn.Parameter, nn.Param
         return self
 
     def convert(parameter: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Parameter:
-        if id(parameter) in replaced:
-            return replaced[id(parameter)][1]
+        old, new = replaced.get(id(parameter), (None, parameter))
+        if old is not None and old() is parameter:
+            return new
         with torch.no_grad():
             data = fn(parameter)
         if data is parameter:
@@ -135,8 +137,8 @@ def replace_parameters(patches: Patches, moved: Callable[[nn.Parameter, nn.Param
         if parameter.grad is not None:
             with torch.no_grad():
                 new.grad = fn(parameter.grad)
-        # the old one is kept until the end: its id must not be given to another
-        replaced[id(parameter)] = parameter, new
+        # the old one is freed as soon as nobody needs it; its id may then be given to another
+        replaced[id(parameter)] = weakref.ref(parameter), new
         moved(parameter, new)
         return new
 

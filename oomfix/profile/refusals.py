@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 _HOST = re.compile(r"host='([^']+)'|https?://([^/\s'\"]+)")
 
+# "dummy base class": what a torch built without CUDA has in place of CUDA's classes
+_NOT_IN_THIS_TORCH = re.compile(r"dummy base class (\w+)|module 'torch\._C' has no attribute '_cuda_(\w+)'")
+
 
 class CannotSimulate(Exception):
     """The script needs something that no simulation gives; the message is one sentence."""
@@ -28,6 +31,12 @@ def refuse_what_cannot_be(error: Exception) -> None:
         raise CannotSimulate("it shares its model with other processes, and one process is simulated") from None
     if "invalid device ordinal" in str(error):
         raise CannotSimulate("it uses a second card, and one is simulated") from None
+    if match := _NOT_IN_THIS_TORCH.search(str(error)):
+        raise CannotSimulate(
+            f"it uses {match.group(1) or match.group(2)} of torch.cuda, which only a real card has"
+        ) from None
+    if "NestedIntNode" in str(error):
+        raise CannotSimulate("it uses nested tensors, whose shapes are data that a simulated card has not") from None
     if isinstance(error, FileNotFoundError) and error.filename:
         raise CannotSimulate(f"it needs the file {error.filename}") from None
     if isinstance(error, RuntimeError) and "data is not allocated yet" in str(error):

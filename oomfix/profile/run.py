@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from oomfix.presets import PRESETS
 from oomfix.profile.cards import find_card
+from oomfix.profile.checkpoints import Checkpoints
 from oomfix.profile.checks import answer_checks
 from oomfix.profile.host import lighten_host
 from oomfix.profile.loaders import Loaders
@@ -109,6 +110,7 @@ def run(
         progress = Progress(trace, steps, stage)
         optimizers.built = progress.optimizer_built
         lighten_host(simulated.patches, trace)
+        Checkpoints(simulated.patches, trace)
         group = Ranks(simulated.patches, trace, ranks)
         loaders = Loaders(simulated.patches, trace, progress, batch_size)
         overlay(simulated.patches, rewritten)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.autograd.profiler
 
 from oomfix.presets import Card
 from oomfix.profile.allocator import CachingAllocator
@@ -39,7 +40,8 @@ class _Stream:
         return False
 
     def elapsed_time(self, end: object) -> float:
-        return 0.0
+        # scripts divide by it
+        return 1.0
 
 
 class _Generator(torch.Generator):
@@ -49,6 +51,7 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
+_DEVICE = torch.device
 _LEGACY_TYPES = {
     "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
     "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "CharTensor": torch.int8, "IntTensor": torch.int32,
@@ -56,15 +59,43 @@ _LEGACY_TYPES = {
 }  # fmt: skip
 
 
-def _constructor(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """What `torch.cuda.FloatTensor` is: sizes give an empty tensor, a list gives its values."""
+class _LegacyType(type):
+    """What `torch.cuda.FloatTensor` is: sizes give an empty tensor, a list gives its values; tensors are instances."""
 
-    def construct(*args: Any) -> torch.Tensor:
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> torch.Tensor:
         if len(args) == 1 and not isinstance(args[0], int | torch.Size):
-            return torch.as_tensor(args[0], dtype=dtype).cuda()
-        return torch.empty(*args, dtype=dtype, device="cuda")
+            return torch.as_tensor(args[0], dtype=cls.dtype).cuda()
+        return torch.empty(*args, dtype=cls.dtype, device="cuda")
 
-    return construct
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype is cls.dtype
+
+
+class _DeviceType(type):
+    """What `torch.device` is, but a bare number is a card: torch asks the driver what it stands for."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+        if len(args) == 1 and isinstance(args[0], int):
+            args = ("cuda", *args)
+        return _DEVICE(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _DEVICE)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _DEVICE
+
+    def __hash__(cls) -> int:
+        return hash(_DEVICE)
+
+
+class _Statistics(dict[str, int]):
+    """Allocator statistics by name; those that are not reckoned are 0."""
+
+    def __missing__(self, name: str) -> int:
+        return 0
 
 
 def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> None:
@@ -77,16 +108,14 @@ def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> 
         uuid="simulated", L2_cache_size=4 * 2**20,
     )  # fmt: skip
 
-    def statistics(*device: Any) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.current": allocator.allocated_bytes,
-            "allocated_bytes.all.peak": allocator.peak_allocated_bytes,
-            "reserved_bytes.all.current": allocator.reserved_bytes,
-            "reserved_bytes.all.peak": allocator.peak_reserved_bytes,
-            "num_alloc_retries": allocator.retries,
-            "num_ooms": 0,
-            "inactive_split_bytes.all.current": 0,
-        }
+    def statistics(device: Any = None) -> dict[str, int]:
+        figures = _Statistics(num_alloc_retries=allocator.retries)
+        for kind in ("allocated_bytes", "active_bytes", "requested_bytes"):
+            figures[f"{kind}.all.current"] = allocator.allocated_bytes
+            figures[f"{kind}.all.peak"] = allocator.peak_allocated_bytes
+        figures["reserved_bytes.all.current"] = allocator.reserved_bytes
+        figures["reserved_bytes.all.peak"] = allocator.peak_reserved_bytes
+        return figures
 
     def answer(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
@@ -103,35 +132,50 @@ def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> 
         get_device_name=answer(card.name), get_device_properties=answer(properties),
         get_device_capability=answer(card.compute_capability), get_arch_list=answer([f"sm_{major}{minor}"]),
         is_bf16_supported=lambda including_emulation=True: including_emulation or major >= 8,
-        memory_allocated=lambda *device: allocator.allocated_bytes,
-        max_memory_allocated=lambda *device: allocator.peak_allocated_bytes,
-        memory_reserved=lambda *device: allocator.reserved_bytes,
-        max_memory_reserved=lambda *device: allocator.peak_reserved_bytes,
-        memory_stats=statistics, memory_summary=answer("simulated card"),
-        mem_get_info=lambda *device: (max(0, total - CONTEXT_BYTES - allocator.reserved_bytes), total),
+        memory_allocated=lambda device=None: allocator.allocated_bytes,
+        max_memory_allocated=lambda device=None: allocator.peak_allocated_bytes,
+        memory_reserved=lambda device=None: allocator.reserved_bytes,
+        max_memory_reserved=lambda device=None: allocator.peak_reserved_bytes,
+        memory_stats=statistics, memory_summary=answer("simulated card"), memory_snapshot=answer([]),
+        utilization=answer(0), memory_usage=answer(0), temperature=answer(0), power_draw=answer(0),
+        mem_get_info=lambda device=None: (max(0, total - CONTEXT_BYTES - allocator.reserved_bytes), total),
         # peaks of the run are the profile's own: a script that resets them must not erase them
         reset_peak_memory_stats=nothing, reset_max_memory_allocated=nothing, reset_max_memory_cached=nothing,
         reset_accumulated_memory_stats=nothing, empty_cache=allocator.empty_cache,
         set_per_process_memory_fraction=nothing, is_current_stream_capturing=answer(False),
         Event=_Stream, Stream=_Stream, device=_Stream, device_of=_Stream,
-        current_stream=lambda *device: _Stream(), default_stream=lambda *device: _Stream(),
+        current_stream=lambda device=None: _Stream(), default_stream=lambda device=None: _Stream(),
         stream=lambda *stream: nullcontext(), set_stream=nothing,
     )  # fmt: skip
-    patches.set(torch, Generator=_Generator)
+    patches.set(torch, Generator=_Generator, device=_DeviceType("device", (), {}))
     for name, dtype in _LEGACY_TYPES.items():
-        patches.set(torch.cuda, **{name: _constructor(dtype)})
+        patches.set(torch.cuda, **{name: _LegacyType(name, (), {"dtype": dtype})})
     patches.set(torch.cuda.amp.common, amp_definitely_not_available=answer(False))
     patches.set(
         torch.cuda.memory,
         empty_cache=allocator.empty_cache, memory_allocated=torch.cuda.memory_allocated,
         mem_get_info=torch.cuda.mem_get_info, memory_stats=statistics,
         _set_allocator_settings=allocator.configure,
+        _record_memory_history=nothing, _dump_snapshot=nothing, _snapshot=answer({"segments": [], "device_traces": []}),
     )  # fmt: skip
+    _profile_the_host_alone(patches)
     patches.set(torch.backends.cudnn, is_available=answer(True), is_acceptable=answer(False), version=answer(90100))
     if hasattr(torch, "accelerator"):
         patches.set(
             torch.accelerator,
             is_available=answer(True), device_count=answer(1), current_device_index=answer(0),
             current_accelerator=answer(torch.device("cuda")), set_device_index=nothing, synchronize=nothing,
-            current_stream=lambda *device: _Stream(),
+            current_stream=lambda device=None: _Stream(),
         )  # fmt: skip
+
+
+def _profile_the_host_alone(patches: Patches) -> None:
+    """Let torch's profiler run without the card's part, which asks the driver for events."""
+    init = torch.autograd.profiler.profile.__init__
+
+    def init_for_host(profiler: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.update(use_cpu=True, use_device=None)
+        kwargs.pop("use_cuda", None)
+        init(profiler, *args, **kwargs)
+
+    patches.set(torch.autograd.profiler.profile, __init__=init_for_host)

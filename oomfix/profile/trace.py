@@ -164,7 +164,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._parameters.setdefault(id(parameter), weakref.ref(parameter))
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                self.claim(state.values(), "optimizer state")
+                # LBFGS keeps lists of directions
+                self.claim(tree_leaves(state), "optimizer state")
 
     def enter_phase(self, phase: str) -> None:
         """From here on storages are born in `phase`."""
