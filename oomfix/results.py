@@ -92,7 +92,7 @@ def locate(source: Source, finding: Finding, silenced_by: tuple[int, ...] = ()) 
     context = [
         source.written(number)
         for number in range(finding.line - above, finding.line + CONTEXT_LINES + 1)
-        if number <= len(source.lines) and source.locate(number)[0] == cell
+        if _is_line_of(source, cell, number)
     ]
     return Located(
         code=finding.code,
@@ -111,6 +111,14 @@ def locate(source: Source, finding: Finding, silenced_by: tuple[int, ...] = ()) 
         fixed=_fixed_lines(source, finding),
         silenced_by=silenced_by,
     )
+
+
+def _is_line_of(source: Source, cell: int | None, number: int) -> bool:
+    """Whether a file or cell has this line; what follows its last newline is none."""
+    if number > len(source.lines) or source.locate(number)[0] != cell:
+        return False
+    is_last = number == len(source.lines) or source.locate(number + 1)[0] != cell
+    return not is_last or bool(source.written(number))
 
 
 def _change(source: Source, start: int, end: int, replacement: str) -> Change:

@@ -30,6 +30,16 @@ def test_the_context_ends_with_the_file():
     assert locate(source, finding(source, 7)).context == ("e", "f", "g")
 
 
+def test_what_follows_the_last_newline_is_no_line():
+    source = Source.from_bytes("a.py", b"a\nb\n\n")
+    assert locate(source, finding(source, 1)).context == ("a", "b", "")
+    assert locate(Source.from_bytes("a.py", b"a\n"), finding(source, 1)).context == ("a",)
+    cells = [{"cell_type": "code", "source": text} for text in ("a = 1\n", "b = 2\n\n")]
+    source = Source.from_bytes("a.ipynb", json.dumps({"cells": cells}).encode())
+    assert locate(source, finding(source, 1)).context == ("a = 1",)
+    assert locate(source, finding(source, 3)).context == ("b = 2", "")
+
+
 def test_the_fix_shows_the_line_of_the_finding_not_the_import_above():
     source = Source.from_bytes("a.py", b"import os\r\n\r\nif x:\r\n    y += z\r\n")
     start = source.text.index("z")
