@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            # a second Ctrl-C has nothing left to end, and would end this line in a traceback
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             click.echo("interrupted", err=True)
             ctx.exit(_INTERRUPTED)
 
