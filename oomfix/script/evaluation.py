@@ -10,6 +10,7 @@ from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
 from oomfix.script.hints import looks_like_training
 from oomfix.script.names import path_of
+from oomfix.script.rounds import read_first
 from oomfix.script.trace import Forward, Loop, Trace
 from oomfix.script.windows import is_window_test
 
@@ -77,7 +78,7 @@ def _is_a_sample(forward: Forward, training_runs: set[int], waited_for: set[int]
 
 
 def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:
-    """Whether what is assigned from a forward is read in its loop after the decision that it is made under."""
+    """Whether what is assigned from a forward is read after the decision that it is made under, or a round later."""
     taken = {
         path_of(target)
         for statement in ast.walk(decision)
@@ -86,7 +87,7 @@ def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:
         for target in (listed.elts if isinstance(listed, ast.Tuple) else [listed])
     }
     end = decision.end_lineno or decision.lineno
-    return any(
+    return bool(taken & read_first(loop)) or any(
         isinstance(node, ast.Name | ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and node.lineno > end

@@ -723,9 +723,10 @@ def test_a_look_at_the_network_every_few_iterations_is_an_evaluation(report, sam
         "if i % 5 == 0: made = generator(noise).detach(); critic_loss = score(critic, made); critic_loss.backward()",
         "if i % 5 == 0: made = generator(noise).detach()\n            critic(made).backward()",
         "if i % 5 == 0: adversarial_step(generator(noise), optimizer)",
+        "penalty = images - ema\n            if i % 5 == 0: ema = generator(fixed).detach()",
         "if warm: utils.save_image(generator(fixed), 'x.png')",
         "if i % 100 == 0:\n                with torch.no_grad(): utils.save_image(generator(fixed), 'x.png')",
     ],
 )
 def test_every_few_iterations_may_also_be_a_step_of_training(report, sampling):
-    assert ("OOM201", 11) not in report(SAMPLED.format(sampling=sampling))
+    assert [line for code, line in report(SAMPLED.format(sampling=sampling)) if code == "OOM201"] == []
