@@ -143,7 +143,8 @@ class Splitter:
             parts = 1
         if known.sizing.splits:
             parts = max(parts, known.sizing.parts(iteration.batch.size, known.least_rows()))
-        parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())
+        if known.ranks.in_step:
+            parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())
         return self._allowed(iteration, parts) if parts > 1 else 1
 
     def _smaller(self, iteration: Iteration, parts: int, said: str) -> int:
