@@ -115,7 +115,7 @@ def _write(rows: Sequence[Row]) -> None:
 
 def _summary(rows: Sequence[Row], files: int, problems: Sequence[str], seconds: Sequence[float]) -> str:
     forms = Counter(row.rewrite for row in rows)
-    free = [row for row in rows if not FRAMEWORK.match(row.reason)]
+    free = [row for row in rows if not FRAMEWORK.search(row.reason)]
     training = [row for row in free if not NOTHING_TRAINED.match(row.reason)]
     rewritten = sum(row.rewrite != "none" for row in free)
     read = Counter(row.verdict for row in rows if row.verdict)

@@ -28,4 +28,5 @@ def work(part: str, copies: int) -> int:
 @pytest.mark.parametrize("part", [ACCUMULATES, IN_HALF], ids=["accumulates", "in half"])
 def test_four_times_the_functions_take_four_times_the_work(part):
     work(part, 1)  # what is read or compiled once
-    assert work(part, 32) < 4.4 * work(part, 8)
+    # one look at all calls of the file for each loop makes it 4.1
+    assert work(part, 32) < 4.02 * work(part, 8)
