@@ -12,7 +12,8 @@ from oomfix.script.evaluation import no_grad_edits
 class EvalWithGrad(Rule):
     """A model runs with gradients on where nothing is backpropagated.
 
-    What: a forward in a validation, test or inference pass outside `torch.no_grad()` and `torch.inference_mode()`.
+    What: a forward in a validation, test or inference pass, or in a look at the network every few iterations
+    (`if i % 100 == 0:`), outside `torch.no_grad()` and `torch.inference_mode()`.
 
     Why: autograd saves the activations of every layer for a backward that never comes. `model.eval()` does not change
     that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well: its
