@@ -173,6 +173,8 @@ class _Climber:
 
     def finish(self, iteration: Iteration, parts: int, reason: str | None) -> None:
         """Say what this call took, in one line, and leave what was of no use."""
+        if parts == 1 and not self.taken:
+            return
         self._rows = math.ceil(iteration.batch.size / parts)
         if parts > 1 and not self._split_since:
             self._split_since = iteration.known.calls
