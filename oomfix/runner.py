@@ -163,7 +163,9 @@ def _die_of_interrupts() -> None:
     """End at once on Ctrl-C, which a terminal sends to every process, without a traceback from each."""
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # a shell lets what it starts in the background ignore them
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

@@ -288,15 +288,17 @@ def test_a_worker_that_dies_is_told(tmp_path: Path, monkeypatch, early: bool):
     assert all("a worker process died" in report.errors[0] for report in reports)
 
 
-def test_an_interrupt_ends_every_process_at_once_and_in_one_line(oomfix):
+def audit_interrupted(oomfix, handler: str, then: str) -> subprocess.CompletedProcess[str]:
+    """An audit in which a worker sends an interrupt to all processes, that of the command included."""
     for number in range(4):
         (oomfix.folder / f"{number}.py").write_bytes(b"#" * 600_000)
     code = (
         "import os, signal, time\nfrom oomfix.audit import Auditor\nfrom oomfix.cli import main\n"
-        "Auditor.audit = lambda *args, **options: os.killpg(0, signal.SIGINT) or time.sleep(40)\n"
+        f"signal.signal(signal.SIGINT, {handler})\naudit = Auditor.audit\n"
+        f"Auditor.audit = lambda *args, **options: os.killpg(0, signal.SIGINT) or {then}\n"
         "main(['audit', '.', '--no-cache', '-j', '2'])\n"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code],
         cwd=oomfix.folder,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
@@ -305,4 +307,13 @@ def test_an_interrupt_ends_every_process_at_once_and_in_one_line(oomfix):
         text=True,
         timeout=20,
     )
+
+
+def test_an_interrupt_ends_every_process_at_once_and_in_one_line(oomfix):
+    done = audit_interrupted(oomfix, "signal.default_int_handler", "time.sleep(40)")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_where_interrupts_are_ignored_no_process_dies_of_one(oomfix):
+    done = audit_interrupted(oomfix, "signal.SIG_IGN", "audit(*args, **options)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "no findings in 4 files with 0 training loops\n", "")
