@@ -75,7 +75,7 @@ class Auditor:
             try:
                 facts = analysis.loops()
                 if self.forms and facts:
-                    facts = analysis.with_forms(facts, source, target_torch)
+                    facts = analysis.with_forms(facts, target_torch)
                 loops = tuple(_loop(source, loop) for loop in facts)
                 findings = analysis.findings(self.rules)
                 errors += analysis.errors()
@@ -116,14 +116,12 @@ class _Analysis:
             return []
         return self._try("the search for training loops", lambda: [loop.to_json() for loop in self._script.loops])
 
-    def with_forms(
-        self, loops: list[dict[str, Any]], source: Source, target_torch: TorchVersion | None
-    ) -> list[dict[str, Any]]:
+    def with_forms(self, loops: list[dict[str, Any]], target_torch: TorchVersion | None) -> list[dict[str, Any]]:
         """The loops with "rewrite", the form that `apply` would give each, and "reason", why not more, or None."""
         # imported here: only JSON tells it
         from oomfix.rewrite.forms import loop_forms
 
-        ask = partial(loop_forms, source, self._data, len(loops), target_torch)
+        ask = partial(loop_forms, self._script, self._data, len(loops), target_torch)
         forms = self._try("the search for what `apply` would do", ask)
         return [loop | form._asdict() for loop, form in zip(loops, forms, strict=True)] if forms else loops
 

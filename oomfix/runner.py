@@ -123,21 +123,41 @@ def _audit_in_processes(auditor: Auditor, tasks: Sequence[_Task], processes: int
     # no thread runs yet, so a fork is safe; on other systems than Linux, libraries may have started some
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with ProcessPoolExecutor(processes, context, initializer=_die_of_interrupts) as pool:
-        batches = {}
+        batches, lost = {}, []
         try:
-            for batch in _batches(tasks):
-                try:
-                    batches[pool.submit(_audit_batch, auditor, batch)] = batch
-                except BrokenProcessPool:
-                    yield from (_died(index) for index, _, _ in batch)
+            with _interrupts_held():
+                for batch in _batches(tasks):
+                    try:
+                        batches[pool.submit(_audit_batch, auditor, batch)] = batch
+                    except BrokenProcessPool:
+                        lost += batch
+            yield from (_died(index) for index, _, _ in lost)
             for future in as_completed(batches):
                 try:
                     yield from future.result()
                 except BrokenProcessPool:
                     yield from (_died(index) for index, _, _ in batches[future])
-        finally:
-            # where the work is broken off, what has not begun is not begun
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException:
+            # broken off: what runs is ended, and what has not begun is not begun
+            for process in multiprocessing.active_children():
+                process.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Context in which Ctrl-C waits: a process that has just been forked would show a traceback of it."""
+    import signal
+
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _died(index: int) -> _Outcome:
@@ -166,6 +186,8 @@ def _die_of_interrupts() -> None:
     # a shell lets what it starts in the background ignore them
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextmanager

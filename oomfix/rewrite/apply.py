@@ -96,10 +96,7 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     ended: tuple[Fixed, ...] = ()
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
-        if options.wants("OOM305"):
-            current, ended = _end_autocast(source, options)
-        current, loops, folded = _with_metrics_apart(current, options)
-        ended += folded
+        current, loops, ended = rewrite_loops(Script.read(source, options.target_torch), options)
     last = fix_locally(current, rules, options.wants_finding, options.target_torch)
     text = last.text
     if any(loop.rewrite != "none" for loop in loops):
@@ -116,24 +113,38 @@ def _changed(source: Source, text: str) -> Source:
 
 # -- loops ---------------------------------------------------------------------------------------------------------
 
+_Rewritten = tuple[Source, tuple[LoopOutcome, ...], tuple[Fixed, ...]]
 
-def _end_autocast(source: Source, options: Options) -> tuple[Source, tuple[Fixed, ...]]:
+
+def rewrite_loops(script: Script, options: Options) -> _Rewritten:
+    """A script with its training loops rewritten and nothing else; what became of each, and what that mended.
+
+    Raises:
+        RecursionError: the source is nested absurdly.
+    """
+    ended: tuple[Fixed, ...] = ()
+    if options.wants("OOM305"):
+        current, ended = _end_autocast(script, options)
+        if current is not script.source:
+            script = Script.read(current, options.target_torch)
+    current, loops, folded = _with_metrics_apart(script, options)
+    return current, loops, ended + folded
+
+
+def _end_autocast(script: Script, options: Options) -> tuple[Source, tuple[Fixed, ...]]:
     """Backwards out of autocast blocks, so that loops can be rewritten; lines keep their numbers."""
+    source = script.source
     if "autocast" not in source.text:
         return source, ()
-    script = Script.read(source, options.target_torch)
     blocks = Blocks(source.tree)
     edits = end_autocast_edits(script, blocks, Layout(source), Amp(script, blocks))
     fixed = tuple(Fixed("OOM305", line, "backward inside of autocast") for line in edits)
     return _changed(source, apply_edits(source.text, edits.values())), fixed
 
 
-_Rewritten = tuple[Source, tuple[LoopOutcome, ...], tuple[Fixed, ...]]
-
-
-def _with_metrics_apart(source: Source, options: Options) -> _Rewritten:
+def _with_metrics_apart(script: Script, options: Options) -> _Rewritten:
     """The loops rewritten; metrics leave the autocast blocks of those that are split, to see whole batches."""
-    script = Script.read(source, options.target_torch)
+    source = script.source
     found = _rewrite_loops(script, options)
     if "autocast" not in source.text or not script.loops:
         return found

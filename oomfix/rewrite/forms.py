@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from oomfix.rewrite.apply import LoopOutcome, Options, apply_to
+from oomfix.rewrite.apply import LoopOutcome, Options, rewrite_loops
 from oomfix.rewrite.cells import NotebookText
 from oomfix.rewrite.edits import EditsOverlap
 from oomfix.rewrite.loops import Form
 from oomfix.rewrite.notebook_json import CannotRestore
-from oomfix.source import Source, Unreadable
+from oomfix.script import Script
+from oomfix.source import Unreadable
 
 # the form of a loop is the same for every preset, which only sets the numbers that the runtime goes by
 _ANY_PRESET = "16gb"
@@ -22,11 +23,11 @@ class LoopForm(NamedTuple):
     reason: str | None
 
 
-def loop_forms(source: Source, data: bytes, count: int, target_torch: tuple[int, int] | None) -> list[LoopForm]:
-    """The form of each training loop of a source, in the order of `Script.loops`.
+def loop_forms(script: Script, data: bytes, count: int, target_torch: tuple[int, int] | None) -> list[LoopForm]:
+    """The form of each training loop of a script, in the order of `Script.loops`.
 
     Args:
-        source: the file.
+        script: the file.
         data: its bytes.
         count: how many training loops it has.
         target_torch: the oldest torch that the script must run on; None: unknown.
@@ -35,7 +36,7 @@ def loop_forms(source: Source, data: bytes, count: int, target_torch: tuple[int,
         RecursionError: the source is nested absurdly.
     """
     try:
-        outcomes = _outcomes(source, data, target_torch)
+        outcomes = _outcomes(script, data, target_torch)
     except (Unreadable, CannotRestore) as problem:
         return [LoopForm("none", str(problem))] * count
     except EditsOverlap:
@@ -45,7 +46,7 @@ def loop_forms(source: Source, data: bytes, count: int, target_torch: tuple[int,
     return [LoopForm(outcome.rewrite, outcome.reason) for outcome in outcomes]
 
 
-def _outcomes(source: Source, data: bytes, target_torch: tuple[int, int] | None) -> tuple[LoopOutcome, ...]:
-    text = source if source.cells is None else NotebookText(source.path, data).source
-    # no rules: local fixes are made after the loops and change none of their forms
-    return apply_to(text, (), Options(_ANY_PRESET, target_torch=target_torch)).loops
+def _outcomes(script: Script, data: bytes, target_torch: tuple[int, int] | None) -> tuple[LoopOutcome, ...]:
+    if script.source.cells is not None:
+        script = Script.read(NotebookText(script.source.path, data).source, target_torch)
+    return rewrite_loops(script, Options(_ANY_PRESET, target_torch=target_torch))[1]
