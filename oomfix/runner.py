@@ -122,6 +122,7 @@ def _audit_in_processes(auditor: Auditor, tasks: Sequence[_Task], processes: int
 
     # no thread runs yet, so a fork is safe; on other systems than Linux, libraries may have started some
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(processes, context, initializer=_die_of_interrupts) as pool:
         batches, lost = {}, []
         try:
@@ -138,8 +139,8 @@ def _audit_in_processes(auditor: Auditor, tasks: Sequence[_Task], processes: int
                 except BrokenProcessPool:
                     yield from (_died(index) for index, _, _ in batches[future])
         except BaseException:
-            # broken off: what runs is ended, and what has not begun is not begun
-            for process in multiprocessing.active_children():
+            # whatever broke it off, Ctrl-C and a caller that wants no more too: what runs is ended, the rest not begun
+            for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             pool.shutdown(cancel_futures=True)
             raise

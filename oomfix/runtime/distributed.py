@@ -151,6 +151,7 @@ class Processes(Ranks):
         try:
             yield
         except BaseException as error:
+            # whatever ended it, Ctrl-C in a notebook too: the models exchange gradients by themselves again
             for replica in replicas:
                 replica.forget_call()
             # an interrupt reaches all processes, or none is left to be told
