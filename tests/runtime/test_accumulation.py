@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from oomfix import runtime
+from tests.runtime.through import through
 
 
 def batches(*sizes):
@@ -99,20 +100,14 @@ def test_a_loss_by_targets_and_one_by_samples_are_not_mixed(model):
 
 
 def test_a_backward_that_failed_weighs_nothing(model, sgd):
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ValueError("a bad sample")
+    def fail(gradient):
+        raise ValueError("a bad sample")
 
     data, memory = batches(4, 4, 2), runtime.preset("16gb")
     for index, (x, y) in enumerate(memory.accumulate(data, 3)):
         if index == 1:
             with pytest.raises(ValueError, match="a bad sample"):
-                memory.backward(Failing.apply(squares(model(x), y)))
+                memory.backward(through(fail)(squares(model(x), y)))
             by_backward(memory, model, x, y)
         else:
             by_backward(memory, model, x, y)

@@ -11,6 +11,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.compat import OutOfMemoryError
+from tests.runtime.through import through
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
@@ -90,22 +91,16 @@ def test_a_leaf_first_reached_by_a_call_that_fails_keeps_its_earlier_gradient():
     first, second = nn.Linear(6, 4), nn.Linear(6, 4)
     both, fails = [False], [False]
 
-    class Trouble(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if fails[0]:
-                fails[0] = False
-                raise OutOfMemoryError("CUDA out of memory")
-            return gradient
+    def fail_once(gradient):
+        if fails[0]:
+            fails[0] = False
+            raise OutOfMemoryError("CUDA out of memory")
+        return gradient
 
     def forward(x):
         loss = second(x).pow(2).mean() if both[0] else 0.0
         # backward is done with the second layer before it fails on its way to the first
-        return Trouble.apply(first(x)).pow(2).mean() + loss
+        return through(fail_once)(first(x)).pow(2).mean() + loss
 
     memory = runtime.preset("16gb", checkpointing="off")
     for _ in range(4):
@@ -248,22 +243,16 @@ def test_a_loose_parameter_first_used_between_calls_to_explore_keeps_its_earlier
         def __init__(self):
             self.scale = scale
 
-    class Trouble(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if fails[0]:
-                fails[0] = 0
-                raise OutOfMemoryError("CUDA out of memory")
-            return gradient
+    def fail_once(gradient):
+        if fails[0]:
+            fails[0] = 0
+            raise OutOfMemoryError("CUDA out of memory")
+        return gradient
 
     holder, x = Holder(), X.double()
 
     def forward(x):
-        output = Trouble.apply(net(x))
+        output = through(fail_once)(net(x))
         return (output * holder.scale if used[0] else output).pow(2).mean()
 
     memory = runtime.preset("16gb", checkpointing="off")

@@ -15,6 +15,7 @@ from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory, smallest_graph
+from tests.runtime.through import through
 
 
 class Trouble(torch.autograd.Function):
@@ -188,19 +189,13 @@ def test_no_frame_of_the_failure_is_alive_when_the_second_try_begins():
 def test_what_was_ready_to_run_in_a_failed_backward_is_freed():
     """Autograd keeps operations that were ready when another one failed, with all that they saved, until it runs on."""
 
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise OutOfMemoryError("CUDA out of memory")
+    def fail(gradient):
+        raise OutOfMemoryError("CUDA out of memory")
 
     with SimulatedCard() as card:
         x = torch.randn(64, 64, requires_grad=True)
         before = card.current_bytes
-        loss = x.exp().sum() + Failing.apply(x).sum()
+        loss = x.exp().sum() + through(fail)(x).sum()
         with pytest.raises(OutOfMemoryError):
             loss.backward()
         del loss

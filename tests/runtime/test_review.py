@@ -9,6 +9,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.batch import Batch
+from tests.runtime.through import through
 
 LABELS = torch.arange(64) % 20
 
@@ -313,18 +314,12 @@ def test_tokens_ignored_later_do_not_weigh_a_term_over_rows_wrongly():
 
 
 def custom_backward_before_a_deep_head():
-    class Coupled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient / gradient.norm()
+    def coupled(gradient):
+        return gradient / gradient.norm()
 
     first, head = nn.Linear(4, 3), nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     model = nn.ModuleList([first, head]).double()
-    return model, lambda x, y: F.mse_loss(head(Coupled.apply(first(x))), y)
+    return model, lambda x, y: F.mse_loss(head(through(coupled)(first(x))), y)
 
 
 def test_a_coupling_that_only_early_gradients_show_is_seen():
