@@ -13,10 +13,8 @@ and CUDA events for time.
 """
 
 import argparse
-import datetime
 import gc
 import logging
-import platform
 import random
 import statistics
 import sys
@@ -31,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.heading import heading
 from bench.rivals import default_folder, libraries
 from bench.workloads import FULL, SMALL, Batch, Workload
 from oomfix import presets, runtime
@@ -386,14 +385,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     on_cpu = arguments.device == "cpu"
-    device = f"{platform.machine()} CPU, 1 thread" if on_cpu else torch.cuda.get_device_name()
-    lines = [
-        f"# Comparison, {arguments.device}",
-        "",
-        f"{device}; torch {torch.__version__}; {', '.join(versions)}; {datetime.date.today()}; "
-        f"`python -m bench.comparison {' '.join(sys.argv[1:])}`",
-        "",
-    ]
+    lines = heading("Comparison", arguments.device, "bench.comparison", versions)
     sections = (sections_on_cpu if on_cpu else sections_on_gpu)(arguments)
     path = RESULTS / f"comparison-{arguments.device}.md"
     for section in sections:

@@ -12,9 +12,7 @@ preset puts on the process is taken back after it.
 """
 
 import argparse
-import datetime
 import gc
-import platform
 import random
 import statistics
 import time
@@ -25,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bench.heading import heading
 from oomfix import presets, runtime
 from oomfix.profile.tracker import SimulatedCard
 
@@ -272,12 +271,6 @@ def shrinking_cards(workload: Workload, steps: int = 30) -> list[str]:
     return rows
 
 
-def device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -289,11 +282,7 @@ def main() -> None:
     larger = replace(workload, samples=6 * workload.samples)
     parameters = sum(p.numel() for p in workload.model().parameters())
     lines = [
-        f"# Runtime, {arguments.device}",
-        "",
-        f"{device_name(arguments.device)}; torch {torch.__version__}; {datetime.date.today()}; "
-        f"`python -m bench.runtime --device {arguments.device} --rounds {arguments.rounds}`",
-        "",
+        *heading("Runtime", arguments.device, "bench.runtime"),
         f"Transformer classifier of {parameters / 1e6:.2f} M parameters, {workload.samples} samples of "
         f"{workload.length} tokens, AdamW.",
         "",

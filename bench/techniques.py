@@ -8,9 +8,7 @@ median of ratios to the plain loop within rounds. With one, both are measured on
 """
 
 import argparse
-import datetime
 import gc
-import platform
 import random
 import statistics
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bench.heading import heading
 from bench.workloads import FULL, SMALL, Batch, Workload
 from oomfix import runtime
 from oomfix.profile.cards import find_card
@@ -243,13 +242,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     on_cpu = arguments.device == "cpu"
-    device = f"{platform.machine()} CPU, 1 thread" if on_cpu else torch.cuda.get_device_name()
     lines = [
-        f"# Techniques, {arguments.device}",
-        "",
-        f"{device}; torch {torch.__version__}; {datetime.date.today()}; "
-        f"`python -m bench.techniques --device {arguments.device} --rounds {arguments.rounds}`",
-        "",
+        *heading("Techniques", arguments.device, "bench.techniques"),
         (
             "Peaks are those of a simulated A100 with bf16 autocast, AdamW (foreach) and the full workload; no GPU was "
             "used. Times are those of the smaller workload named, in fp32, relative to its plain loop."
