@@ -329,18 +329,36 @@ def same_everywhere(factor: float) -> bool:
     return largest == -smallest or not _averages_in_backward()
 
 
+def all_replicas() -> list[DistributedDataParallel]:
+    """Every DistributedDataParallel of the program, in an order that is the same in all processes.
+
+    Raises:
+        RuntimeError: two have the same parameters, and nothing tells which comes first.
+    """
+    # what waits for the collector here may be gone already in another process
+    gc.collect()
+    models = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    # the collector lists objects in another order in each process
+    shapes = {model: repr([(name, tuple(p.shape)) for name, p in model.named_parameters()]) for model in models}
+    if len(set(shapes.values())) < len(models):
+        raise RuntimeError(
+            "forward: no DistributedDataParallel can be seen in what it uses, and of those that exist some have the "
+            "same parameters; give the model that it runs to memory.prepare(model)"
+        )
+    return sorted(models, key=shapes.__getitem__)
+
+
 def ranks_of(forward: Callable[..., Any], roots: Sequence[nn.Module]) -> Ranks:
     """The processes that run `forward`, which may run the models `roots`, together with this one.
 
-    A DistributedDataParallel that cannot be reached from the forward is found among all objects, since it would
-    exchange gradients while micro-batches run; averaging those of a model twice does not change them.
+    Where no DistributedDataParallel can be reached from the forward, all that exist are taken: one that it runs would
+    exchange gradients while micro-batches run, and averaging those of another twice does not change them.
 
     Raises:
-        RuntimeError: the models are distributed in a way that is not supported.
+        RuntimeError: the models are distributed in a way that is not supported, or cannot be told apart.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     modules = list({module: None for root in roots for module in root.modules()})
     models = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    models = models or [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    return Processes(models, Exchanges(forward, modules))
+    return Processes(models or all_replicas(), Exchanges(forward, modules))

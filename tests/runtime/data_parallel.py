@@ -3,10 +3,13 @@
 Every case prints one line for each process: what the test compares. All models and batches are float64.
 """
 
+import copy
+import gc
 import json
 import logging
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
-from oomfix.runtime import replicas
+from oomfix.runtime import chunked_losses, offloading, replicas, rungs
 from oomfix.runtime.compat import OutOfMemoryError
 
 
@@ -59,6 +62,27 @@ class Branches(nn.Module):
 
     def forward(self, x, branch):
         return self.branches[branch](torch.relu(self.stem(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.back = nn.Linear(6, 24), nn.Linear(24, 6)
+
+    def forward(self, x):
+        return x + self.back(torch.tanh(self.wide(x)))
+
+
+class Stack(nn.Module):
+    """Blocks that can be checkpointed, and a head with classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block() for _ in range(3)])
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
 
 
 class Words(nn.Module):
@@ -380,17 +404,64 @@ def preparing(rank):
     for before in (True, False):
         memory = memory_of(checkpointing="on", micro_batches=2)
         torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)], nn.Linear(6, 4)).double()
+        net = Stack().double()
         if before:
             memory.prepare(net)
         model = DistributedDataParallel(net)
         if not before:
             memory.prepare(model)
-        reference = made(
-            lambda: nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)], nn.Linear(6, 4))
-        )
-        errors.append(error(ours(model, batches(3), memory), plain(reference, batches(3))))
+        errors.append(error(ours(model, batches(3), memory), plain(made(Stack), batches(3))))
+        assert "checkpointing 3 blocks" in [technique.name for technique in memory.report().techniques]
     return {"error": max(errors)}
+
+
+def compiled(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+@contextmanager
+def small_tensors_count():
+    """Lets chunked losses take small logits, and offloading small activations on the CPU."""
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (chunked_losses, "CHUNK_BYTES", 0),
+            (rungs.Offloading, "take", lambda self, iteration: True),
+            (rungs, "offload_activations", lambda: runtime.offload_activations(0)),
+            (offloading, "_on_accelerator", lambda tensor: True),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def techniques(rank):
+    """Each policy of a preset, and compiled models, with splits that differ between the processes."""
+    cases = {
+        "chunked loss": {"chunked_loss": "on"},
+        "checkpointing": {"checkpointing": "on"},
+        "offloading": {"offloading": "on"},
+        "half precision": {"precision": "bf16"},
+        "compiled": {"inner": compiled},
+        "compiled around": {"outer": compiled},
+    }
+    found = {}
+    for name, policies in cases.items():
+        inner, outer = policies.pop("inner", lambda m: m), policies.pop("outer", lambda m: m)
+        dtype = torch.float32 if name == "half precision" else torch.float64
+        data = [(x.to(dtype), y) for x, y in batches(3)]
+        torch.manual_seed(0)
+        net = Stack().to(dtype)
+        reference = DistributedDataParallel(copy.deepcopy(net))
+        memory = memory_of(**{"precision": "fp32", **policies, "micro_batches": 2 + rank})
+        memory.prepare(net)
+        with small_tensors_count():
+            ours(outer(DistributedDataParallel(inner(net))), data, memory)
+        plain(reference, data)
+        report = memory.report()
+        assert not report.whole_because
+        told = [technique.name for technique in report.techniques]
+        found[name] = {"error": error(net, reference.module), "spread": spread(net), "told": told}
+    torch.compiler.reset()
+    return {"found": found}
 
 
 def clipping(rank):
@@ -468,14 +539,33 @@ class Hidden:
 
 
 def unseen(rank):
-    hidden = Hidden()
+    """Models that no forward shows, listed by the collector in another order in each process, beside garbage."""
+    hidden, other, garbage = Hidden(), Hidden(), Hidden()
+    gc.collect()
+    gc.disable()
+    garbage.model = made(Branches)
+    garbage.model.itself = [garbage.model]
+    garbage.model = None
     hidden.model = made(Net)
+    if rank:
+        gc.collect()
+    other.model = made(Stack)
     memory = memory_of(micro_batches=2 + rank)
-    optimizer = sgd(hidden.model)
+    optimizers = [sgd(hidden.model), sgd(other.model)]
     for x, y in batches(3):
         memory.forward_backward(hidden.loss, x, y)
-        memory.step(optimizer)
-    return {"error": error(hidden.model, plain(made(Net), batches(3)))}
+        memory.forward_backward(other.loss, x, y)
+        for optimizer in optimizers:
+            memory.step(optimizer)
+    gc.enable()
+    references = [plain(made(Net), batches(3)), plain(made(Stack), batches(3))]
+    errors = [error(ours.model, plain) for ours, plain in zip((hidden, other), references, strict=True)]
+    twin = Hidden()
+    twin.model = made(Net)
+    try:
+        memory_of().forward_backward(twin.loss, *next(batches(1)))
+    except RuntimeError as refused:
+        return {"error": max(errors), "said": str(refused)}
 
 
 def sparse(rank):
@@ -528,6 +618,7 @@ CASES = {
     "several models": several_models,
     "preparing": preparing,
     "clipping": clipping,
+    "techniques": techniques,
     "overflow": overflow,
     "nowhere to go": nowhere_to_go,
     "mistake": mistake,

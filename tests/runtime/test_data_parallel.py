@@ -36,11 +36,37 @@ def test_splits_that_differ_between_processes_train_as_ddp_does(found, case):
     assert worst(found[case]) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("technique", "told"),
+    [
+        ("chunked loss", "cross entropy in chunks"),
+        ("checkpointing", "checkpointing 3 blocks"),
+        ("offloading", "activations in host memory"),
+        ("half precision", "micro-batches"),
+        ("compiled", "micro-batches"),
+        ("compiled around", "micro-batches"),
+    ],
+)
+def test_techniques_in_splits_that_differ_between_processes_train_as_ddp_does(found, technique, told):
+    for result in found["techniques"]:
+        of_technique = result["found"][technique]
+        # bf16 keeps 8 bits
+        half = technique == "half precision"
+        assert of_technique["error"] < (1e-3 if half else 1e-12)
+        assert not half or of_technique["error"] > 1e-6
+        assert of_technique["spread"] == 0.0
+        assert told in of_technique["told"]
+
+
 @pytest.mark.parametrize("case", ["out of memory in forward", "out of memory in backward", "smaller card"])
 def test_out_of_memory_on_one_process_splits_its_batch_alone(found, case):
     results = found[case]
     assert worst(results) < 1e-12
     assert results[0]["retries"] == 0 < results[1]["retries"]
+
+
+def test_models_that_no_forward_shows_and_nothing_tells_apart_are_refused(found):
+    assert all("give the model that it runs to memory.prepare(model)" in result["said"] for result in found["unseen"])
 
 
 def test_a_branch_that_one_process_did_not_take_counts_as_zero_there(found):
