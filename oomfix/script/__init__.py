@@ -30,7 +30,7 @@ from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
 from oomfix.script.loops import TrainingLoop, find_training_loops
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Scope, by_function, collect
+from oomfix.script.nodes import Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.reuse import GraphReuse
@@ -234,9 +234,9 @@ class Script:
     def _loaded_states(self) -> tuple[set[ast.AST], set[str]]:
         """The nodes of all calls of `load_state_dict`, and the names and attributes among their arguments."""
         loads = list(self.calls_of_method("load_state_dict"))
-        arguments = (node for load in loads for argument in load.args for node in ast.walk(argument))
+        arguments = (node for load in loads for argument in load.args for node in walk(argument))
         paths = (path_of(node) for node in arguments if isinstance(node, ast.Name | ast.Attribute))
-        return {node for load in loads for node in ast.walk(load)}, {path for path in paths if path is not None}
+        return {node for load in loads for node in walk(load)}, {path for path in paths if path is not None}
 
     @cached_property
     def _only_targets(self) -> dict[ast.expr, str | None]:
@@ -332,9 +332,9 @@ class Script:
 
 def _asks_nothing_else(test: ast.expr) -> bool:
     """Whether a test calls nothing but `torch.cuda.is_available()` and `torch.device("cpu")`, and binds nothing."""
-    calls = [path_of(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)]
+    calls = [path_of(node.func) for node in walk(test) if isinstance(node, ast.Call)]
     return all((path or "").endswith(("is_available", "device")) for path in calls) and not any(
-        isinstance(node, ast.NamedExpr | ast.Await) for node in ast.walk(test)
+        isinstance(node, ast.NamedExpr | ast.Await) for node in walk(test)
     )
 
 

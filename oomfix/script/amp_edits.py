@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.amp_imports import CannotRewrite, insert_before, rewrite_import
 from oomfix.script.amp_names import APIS, AmpImport, AmpNames, AmpUse, Role, renamed
 from oomfix.script.edits import Edit, add_keyword, bounds, prepend_argument
+from oomfix.script.nodes import walk
 from oomfix.script.scopes import Variable
 
 if TYPE_CHECKING:
@@ -166,15 +167,13 @@ class AmpRewriter:
             text.value
             for statement in self.source.tree.body
             if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign) and "__all__" in ast.unparse(statement)
-            for text in ast.walk(statement)
+            for text in walk(statement)
             if isinstance(text, ast.Constant) and isinstance(text.value, str)
         }
 
     def _check_star(self) -> None:
         stars = [
-            node
-            for node in ast.walk(self.source.tree)
-            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+            node for node in walk(self.source.tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
         ]
         bound = self.names.scopes.module.variables
         if len(stars) > 1 or any(name in bound for name in (*APIS, *_NEW_STAR_NAMES)):
@@ -285,7 +284,7 @@ class AmpRewriter:
     def _autocast_dtypes(self) -> set[str]:
         """The dtypes that the file gives to autocast anywhere."""
         dtypes = {"set by call"} if "set_autocast" in self.source.text else set()
-        for node in ast.walk(self.source.tree):
+        for node in walk(self.source.tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("autocast"):
                 given = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "dtype")]
                 dtypes |= {self.names.path_of(dtype) or ast.unparse(dtype) for dtype in given}

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
+from oomfix.script.nodes import walk
 from oomfix.script.scopes import Scopes, Variable
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class AmpNames:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.scopes = Scopes(source.tree)
-        self.imports = [found for node in ast.walk(source.tree) if (found := _import_of(node)) is not None]
+        self.imports = [found for node in walk(source.tree) if (found := _import_of(node)) is not None]
         self.uses: list[AmpUse] = []
         self.patched = False
         self._resolving: set[Variable] = set()
@@ -206,8 +207,8 @@ class AmpNames:
         owner = next((node for node, _ in self.scopes.ancestors(statement) if isinstance(node, ast.ClassDef)), None)
         if owner is None:
             return
-        reads = [node for node in ast.walk(owner) if _is_own(node) and ast.dump(node) == _as_read(attribute)]
-        written = [node for node in ast.walk(owner) if ast.dump(node) == ast.dump(attribute)]
+        reads = [node for node in walk(owner) if _is_own(node) and ast.dump(node) == _as_read(attribute)]
+        written = [node for node in walk(owner) if ast.dump(node) == ast.dump(attribute)]
         if len(written) > 1:
             return
         for read in reads:

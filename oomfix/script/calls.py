@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import replace
 
 from oomfix.script import torch_facts
 from oomfix.script.containers import STORING
@@ -17,6 +16,7 @@ from oomfix.script.hints import (
     looks_like_training,
 )
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Clip
 from oomfix.script.unseen import Unseen
 from oomfix.script.values import (
@@ -144,7 +144,7 @@ class Calls(Unseen):
         return any(
             isinstance(child, ast.Attribute) and child.attr in ("parameters", "named_parameters", "param_groups")
             for argument in node.args[:1]
-            for child in ast.walk(argument)
+            for child in walk(argument)
         ) or bool(node.args and path_of(node.args[0]) and "param" in (path_of(node.args[0]) or "").lower())
 
     def _set_grad(self, context: Value) -> None:
@@ -168,16 +168,16 @@ class Calls(Unseen):
         if last in torch_facts.INDEX_REDUCTIONS:
             return content if _compares(last, given) else self._values_and_indices(content, len(given))
         if _divisors(last, given[1:]):
-            return replace(content, divisors=given[0].divisors | _divisors(last, given[1:]))
+            return content._replace(divisors=given[0].divisors | _divisors(last, given[1:]))
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
             return content if "checkpoint" in name else UNKNOWN
         several = last in torch_facts.SEVERAL or name.startswith("torch.distributions.")
-        return replace(content, is_tensor=not several)
+        return content._replace(is_tensor=not several)
 
     def _values_and_indices(self, content: Value, given: int) -> Value:
         if given < 2:
             return content
-        return Value(Kind.SEQUENCE, items=(replace(content, is_tensor=True), PLAIN_TENSOR))
+        return Value(Kind.SEQUENCE, items=(content._replace(is_tensor=True), PLAIN_TENSOR))
 
     def _builtin(self, node: ast.Call, name: str, given: list[Value]) -> Value | None:
         if name in torch_facts.NUMBER_BUILTINS:
@@ -341,8 +341,7 @@ class Calls(Unseen):
             content = self.computed(content)
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(given))
-        return replace(
-            content,
+        return content._replace(
             divisors=receiver.divisors | _divisors(name, given),
             scaled=receiver.scaled,
             is_tensor=(receiver.is_tensor and name not in torch_facts.SEVERAL) or name in torch_facts.REDUCTIONS,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from oomfix.script.nodes import walk
 from oomfix.script.values import Kind, Value
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Function:
         outer = self.closure.function
         return outer is not None and any(
             isinstance(node, ast.Return) and isinstance(node.value, ast.Name) and node.value.id == self.name
-            for node in ast.walk(outer.node)
+            for node in walk(outer.node)
         )
 
     @property
@@ -127,7 +128,7 @@ class Class:
 
 def _called_on_self(node: ast.AST) -> Iterator[str]:
     """The methods that are called on `self`, and "backward" where anything's backward is."""
-    for child in ast.walk(node):
+    for child in walk(node):
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
             own = isinstance(child.func.value, ast.Name) and child.func.value.id == "self"
             if own or child.func.attr == "backward":

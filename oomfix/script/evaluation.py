@@ -10,6 +10,7 @@ from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
 from oomfix.script.hints import looks_like_training
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.rounds import read_first
 from oomfix.script.trace import Forward, Loop, Trace
 from oomfix.script.windows import is_window_test
@@ -81,8 +82,8 @@ def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:
     """Whether what is assigned from a forward is read after the decision that it is made under, or a round later."""
     taken = {
         path_of(target)
-        for statement in ast.walk(decision)
-        if isinstance(statement, ast.Assign) and any(node is forward.node for node in ast.walk(statement.value))
+        for statement in walk(decision)
+        if isinstance(statement, ast.Assign) and any(node is forward.node for node in walk(statement.value))
         for listed in statement.targets
         for target in (listed.elts if isinstance(listed, ast.Tuple) else [listed])
     }
@@ -92,7 +93,7 @@ def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:
         and isinstance(node.ctx, ast.Load)
         and node.lineno > end
         and path_of(node) in taken
-        for node in ast.walk(loop)
+        for node in walk(loop)
     )
 
 
@@ -101,7 +102,7 @@ def _is_given_evaluation_data(forward: Forward) -> bool:
     return any(
         isinstance(name, ast.Name) and _EVALUATION_DATA.search(name.id)
         for value in forward.given
-        for name in ast.walk(value)
+        for name in walk(value)
     )
 
 
@@ -138,7 +139,7 @@ def _may_train_out_of_sight(script: Script, node: ast.AST) -> bool:
     """`finetune(model, loader)`, `trainer.fit(model)`: a call out of sight that is named like training."""
     return any(
         isinstance(child, ast.Call) and looks_like_training((path_of(child.func) or "").rsplit(".", 1)[-1])
-        for child in ast.walk(node)
+        for child in walk(node)
         if not (isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and not child.args)
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from oomfix.script import torch_facts
@@ -144,7 +143,7 @@ class Expressions(Calls):
             return NUMBER
         result = self.computed(combine([left, right]))
         if result.graph:
-            result = replace(result, is_tensor=not result.may_be_number)
+            result = result._replace(is_tensor=not result.may_be_number)
         if isinstance(node.op, ast.Add | ast.Sub) and left.graph and right.graph:
             # What divides one term does not divide the loss.
             divisors = left.divisors & right.divisors
@@ -153,7 +152,7 @@ class Expressions(Calls):
         if isinstance(node.op, ast.Div | ast.FloorDiv) and not right.graph:
             divisors |= {ast.unparse(node.right)}
         if divisors or left.scaled or right.scaled:
-            result = replace(result, divisors=divisors, scaled=left.scaled or right.scaled)
+            result = result._replace(divisors=divisors, scaled=left.scaled or right.scaled)
         return result
 
     def _compare(self, node: ast.Compare) -> Value:
@@ -208,7 +207,7 @@ class Expressions(Calls):
         for side, other in ((body, node.orelse), (orelse, node.body)):
             if side.graph and isinstance(other, ast.Constant):
                 # `loss if loss > 0 else None`: the graph is there whenever anything is
-                return replace(side, is_tensor=False, may_be_number=True)
+                return side._replace(is_tensor=False, may_be_number=True)
         return join(body, orelse)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:

@@ -12,6 +12,7 @@ from oomfix.script.definitions import Function
 from oomfix.script.freezing import frozen_by
 from oomfix.script.hints import Hints
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.statements import Statements
 from oomfix.script.trace import Guard, Loop, Trace
@@ -80,7 +81,7 @@ class Flow(Statements):
         ends: list[State | None] = []
         for case in node.cases:
             self.frame.state = before.branch()
-            for pattern in ast.walk(case.pattern):
+            for pattern in walk(case.pattern):
                 if isinstance(pattern, ast.MatchAs | ast.MatchStar) and pattern.name is not None:
                     self.bind(pattern.name, UNKNOWN, self.loops, None)
             if case.guard is not None:
@@ -193,7 +194,7 @@ class Flow(Statements):
         enter = instance.cls.find("__enter__") if instance is not None else None
         if enter is None:
             return value
-        calls = [path_of(node.func) for node in ast.walk(enter.node) if isinstance(node, ast.Call)]
+        calls = [path_of(node.func) for node in walk(enter.node) if isinstance(node, ast.Call)]
         effects = frozenset[str]().union(*(held_elsewhere(path) or () for path in calls))
         return Value(Kind.CONTEXT, ref=effects) if effects else value
 
@@ -306,8 +307,8 @@ class Flow(Statements):
 def _reads(node: ast.expr, key: Path) -> bool:
     """Whether an expression reads a path, or an attribute of that name."""
     if isinstance(key, tuple):
-        return any(isinstance(part, ast.Attribute) and part.attr == key[1] for part in ast.walk(node))
-    return any(isinstance(part, ast.expr) and path_of(part) == key for part in ast.walk(node))
+        return any(isinstance(part, ast.Attribute) and part.attr == key[1] for part in walk(node))
+    return any(isinstance(part, ast.expr) and path_of(part) == key for part in walk(node))
 
 
 def _with_carried(value: Value, numbers: frozenset[int]) -> Value:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import reduce
 
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import Hints, looks_like_logging, looks_like_loss
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
 from oomfix.script.torch_facts import BOOKKEEPING
 from oomfix.script.trace import Guard, Trace
@@ -67,7 +67,7 @@ class Functions(Core):
         self, node: ast.Call, value: Value, arguments: list[Value], keywords: dict[str, Value]
     ) -> Iterator[Value]:
         """One of them runs, so that what happens in one excludes what happens in the first."""
-        for index, function in enumerate([replace(value, alternatives=()), *value.alternatives]):
+        for index, function in enumerate([value._replace(alternatives=()), *value.alternatives]):
             self.scopes.append(Guard(node, node.func, index == 0))
             yield self._function(node, function, arguments, keywords)
             self.scopes.pop()
@@ -111,8 +111,8 @@ class Functions(Core):
     def effects_around(self, function: Function, wanted: Callable[[ast.AST], bool]) -> frozenset[str]:
         """What a function puts around the parts of it that are wanted: the `yield` of a context manager."""
         effects: frozenset[str] = frozenset()
-        for statement in ast.walk(function.node):
-            if isinstance(statement, ast.With) and any(wanted(part) for part in ast.walk(statement)):
+        for statement in walk(function.node):
+            if isinstance(statement, ast.With) and any(wanted(part) for part in walk(statement)):
                 for item in statement.items:
                     value = self.evaluate(item.context_expr)
                     if value.kind is Kind.CONTEXT:
@@ -131,14 +131,14 @@ class Functions(Core):
             return False
         whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
         parameters = {argument.arg for argument in function.node.args.args[1:]}
-        for child in ast.walk(function.node):
+        for child in walk(function.node):
             if isinstance(child, ast.Call):
                 if isinstance(child.func, ast.Attribute) and child.func.attr in ("backward", "zero_grad"):
                     return False
                 if path_of(child.func) in whole:
                     return False
             elif isinstance(child, ast.For) and function.name != "forward":
-                if any(isinstance(name, ast.Name) and name.id in parameters for name in ast.walk(child.iter)):
+                if any(isinstance(name, ast.Name) and name.id in parameters for name in walk(child.iter)):
                     return False
         return True
 
@@ -153,7 +153,7 @@ class Functions(Core):
 
     def _is_bare(self, function: Function, seen: frozenset[str] = frozenset()) -> bool:
         """A method that runs no submodule, itself or through other methods: bookkeeping, or a loss."""
-        for child in ast.walk(function.node):
+        for child in walk(function.node):
             path = path_of(child.func) if isinstance(child, ast.Call) else None
             if path is None or not path.startswith("self."):
                 continue

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from oomfix.script.loops import TrainingLoop
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Scope
+from oomfix.script.nodes import Scope, walk
 
 _DIVIDING = (".grad.div_", ".grad.mul_", ".grad.data.div_", ".grad.data.mul_")
 
@@ -17,7 +17,7 @@ def zeroed_by_hand(nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
     for loop in nodes:
         if not isinstance(loop, ast.For):
             continue
-        for target in ast.walk(loop.target):
+        for target in walk(loop.target):
             if isinstance(target, ast.Name):
                 yield from _zeroed_gradients_of(target.id, loop)
 
@@ -25,7 +25,7 @@ def zeroed_by_hand(nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
 def _zeroed_gradients_of(parameter: str, loop: ast.For) -> Iterator[ast.Call]:
     paths = (f"{parameter}.grad.zero_", f"{parameter}.grad.data.zero_")
     for statement in loop.body:
-        for node in ast.walk(statement):
+        for node in walk(statement):
             if isinstance(node, ast.Call) and path_of(node.func) in paths:
                 yield node
 

@@ -1,32 +1,60 @@
-"""Every node of a tree, collected once for all who ask."""
+"""The nodes of a tree: all of them collected once for all who ask, and those below one.
+
+What `ast.walk` does, three times as fast: reading a large file consists of it.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | None
 """The innermost function around a node; None at module level."""
 
-_WITHOUT_CONTENT = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop)
+_WITHOUT_NODES = frozenset(
+    "ctx op ops id attr arg kind type_comment level module simple is_async conversion asname rest kwd_attrs".split()
+)
+"""Fields that hold no nodes, or nodes that stand at no place of the source (`ast.Load`, `ast.Add`)."""
+
+
+class _FieldsWithNodes(dict[type[ast.AST], tuple[str, ...]]):
+    """The fields of each class of nodes that may hold expressions, statements, or parts of statements."""
+
+    def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
+        fields = self[kind] = tuple(name for name in kind._fields if name not in _WITHOUT_NODES)
+        return fields
+
+
+_FIELDS = _FieldsWithNodes({ast.Constant: (), ast.alias: (), ast.Global: (), ast.Nonlocal: ()})
 
 
 def collect(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
-    """All expressions, statements and the parts of statements, each with the function it is in.
-
-    A plain loop over fields: three times as fast as `ast.walk`, which is what reading a large file consists of.
-    """
+    """All expressions, statements and the parts of statements, level by level, each with the function it is in."""
     found: list[tuple[ast.AST, Scope]] = [(tree, None)]
     for node, scope in found:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            scope = node
-        for name in node._fields:
+        kind = node.__class__
+        if kind is ast.FunctionDef or kind is ast.AsyncFunctionDef:
+            scope = node  # type: ignore[assignment]
+        for name in _FIELDS[kind]:
             value = getattr(node, name, None)
             if value.__class__ is list:
                 found += [(child, scope) for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, ast.AST) and not isinstance(value, _WITHOUT_CONTENT):
+            elif isinstance(value, ast.AST):
                 found.append((value, scope))
     return found
+
+
+def walk(root: ast.AST) -> Iterator[ast.AST]:
+    """A node and all expressions, statements and parts of statements below it, level by level."""
+    found = [root]
+    for node in found:
+        yield node
+        for name in _FIELDS[node.__class__]:
+            value = getattr(node, name, None)
+            if value.__class__ is list:
+                found += [child for child in value if isinstance(child, ast.AST)]
+            elif isinstance(value, ast.AST):
+                found.append(value)
 
 
 def by_function(nodes: Iterable[tuple[ast.AST, Scope]]) -> dict[ast.AST, list[ast.AST]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from oomfix.script.definitions import Function
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Keep, ModuleAttribute, Trace
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
@@ -71,4 +72,4 @@ def _resets(statement: ast.stmt, path: str) -> bool:
     """Whether a statement sets a path anew, and not from what it held."""
     if not isinstance(statement, ast.Assign) or path not in map(path_of, statement.targets):
         return False
-    return all(path_of(node) != path for node in ast.walk(statement.value) if isinstance(node, ast.expr))
+    return all(path_of(node) != path for node in walk(statement.value) if isinstance(node, ast.expr))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Loop
 
 _COPIES = ast.Name | ast.Attribute | ast.Subscript
@@ -14,7 +15,7 @@ def carries_over(loop: Loop) -> bool:
     """Whether a round reads what the round before has copied into a name (`prev = out`)."""
     copied = {
         name
-        for node in ast.walk(loop)
+        for node in walk(loop)
         if isinstance(node, ast.Assign) and isinstance(node.value, _COPIES)
         for target in node.targets
         for name in _names(target)
@@ -26,7 +27,7 @@ def feeds_itself(loop: Loop) -> bool:
     """Whether a round gives a call what that call has returned in the round before (`out, state = step(x, state)`)."""
     fed = {
         name
-        for node in ast.walk(loop)
+        for node in walk(loop)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         for target in node.targets
         if isinstance(target, ast.Tuple)
@@ -85,16 +86,16 @@ class _Reading:
                 ends += [self.block(handler.body, set(bound)) for handler in node.handlers]
                 return self.block(node.finalbody, set.intersection(*ends))
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                arguments = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+                arguments = {argument.arg for argument in walk(node.args) if isinstance(argument, ast.arg)}
                 self.block(node.body, bound | arguments)
                 return bound | {node.name}
         self._expressions(_parts(node), bound)
-        return bound | {name for child in ast.walk(node) if isinstance(child, ast.expr) for name in _stored(child)}
+        return bound | {name for child in walk(node) if isinstance(child, ast.expr) for name in _stored(child)}
 
     def _expressions(self, nodes: Iterable[ast.AST], bound: set[str]) -> None:
         for node in nodes:
-            own = {name for part in ast.walk(node) for name in _bound_within(part)}
-            for part in ast.walk(node):
+            own = {name for part in walk(node) for name in _bound_within(part)}
+            for part in walk(node):
                 if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load) and part.id not in bound | own:
                     self.early.add(part.id)
 
@@ -111,7 +112,7 @@ def _bound_within(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.comprehension):
         yield from _names(node.target)
     elif isinstance(node, ast.Lambda):
-        yield from (argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg))
+        yield from (argument.arg for argument in walk(node.args) if isinstance(argument, ast.arg))
 
 
 def _stored(node: ast.expr) -> Iterator[str]:
@@ -121,11 +122,11 @@ def _stored(node: ast.expr) -> Iterator[str]:
 
 def _names(target: ast.expr) -> Iterator[str]:
     """The names that a target binds or writes into."""
-    for node in ast.walk(target):
+    for node in walk(target):
         if isinstance(node, ast.Name) and not _is_index(node, target):
             yield node.id
 
 
 def _is_index(name: ast.Name, target: ast.expr) -> bool:
     """Whether a name only says where: `i` in `kept[i]`."""
-    return any(isinstance(node, ast.Subscript) and name in ast.walk(node.slice) for node in ast.walk(target))
+    return any(isinstance(node, ast.Subscript) and name in walk(node.slice) for node in walk(target))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 
 from oomfix.script.contexts import decorated_elsewhere
 from oomfix.script.definitions import Class, Function
@@ -141,7 +140,7 @@ class Statements(Expressions):
         loops = self._age(node.target, binding)
         if isinstance(node.op, ast.Div | ast.FloorDiv):
             content = flatten(old)
-            value = replace(content, divisors=content.divisors | {ast.unparse(node.value)})
+            value = content._replace(divisors=content.divisors | {ast.unparse(node.value)})
             self.assign(node.target, value, node, loops)
             return
         kept: frozenset[int] = frozenset()

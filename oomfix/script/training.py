@@ -10,6 +10,7 @@ from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import looks_like_optimizer, looks_like_scaler
 from oomfix.script.names import path_of
 from oomfix.script.networks import Networks
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Carry, Forward, Loop, Site, Step
 from oomfix.script.values import (
     NO_ORIGINS,
@@ -82,7 +83,7 @@ class Training(Networks):
         autocast = None
         for effects in method.effects:
             autocast = autocast_under(effects.ref, autocast)
-        for statement in ast.walk(method.node):
+        for statement in walk(method.node):
             if isinstance(statement, ast.With) and any(_is_autocast(item.context_expr) for item in statement.items):
                 autocast = autocast or "unknown"
         return replace(site, autocast=autocast)
@@ -170,7 +171,7 @@ class Training(Networks):
         return bool(flatten(arguments[0]).graph) or "parameters" in keywords
 
     def _backward_out_of_sight(self, node: ast.Call, arguments: list[Value]) -> Value:
-        loss = replace(flatten(arguments[0]), scaled=True)
+        loss = flatten(arguments[0])._replace(scaled=True)
         self._record_backward(node, node.args[0], loss, None)
         optimizer = path_of(node.args[1]) or ast.unparse(node.args[1])
         self.trace.steps.append(Step(node, self.site(), self.trace.next_order(), optimizer=optimizer, scaled=True))
@@ -322,7 +323,7 @@ class Training(Networks):
         path = path_of(function.value) or ""
         if len(node.args) != 1 or not (receiver.kind is Kind.SCALER or looks_like_scaler(path)):
             return None
-        return replace(flatten(self.evaluate(node.args[0])), scaled=True)
+        return flatten(self.evaluate(node.args[0]))._replace(scaled=True)
 
     def _call_back(self, node: ast.Call, given: list[Value]) -> None:
         """A function of the file handed to something out of sight is called by it."""
@@ -388,4 +389,4 @@ def _with_structure(returned: Value, whole: Value) -> Value:
         return Value(Kind.SEQUENCE, items=tuple(_with_structure(item, whole) for item in returned.items))
     if returned.kind is Kind.NUMBER or (returned.kind is Kind.TENSOR and returned.graph is Graph.NO):
         return returned
-    return replace(whole, is_tensor=returned.is_tensor or returned.kind is Kind.TENSOR)
+    return whole._replace(is_tensor=returned.is_tensor or returned.kind is Kind.TENSOR)

@@ -15,6 +15,7 @@ from oomfix.script.hints import (
     looks_like_training,
 )
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
 
 
@@ -70,7 +71,7 @@ class Unseen(Containers):
     def _is_parameter(self, name: str) -> bool:
         """Whether the function around was handed it: what is handed over and called is most often a network."""
         function = self.frame.function
-        arguments = [] if function is None else ast.walk(function.node.args)
+        arguments = [] if function is None else walk(function.node.args)
         return any(isinstance(argument, ast.arg) and argument.arg == name for argument in arguments)
 
     def _detached(self, node: ast.Call, content: Value) -> Value:

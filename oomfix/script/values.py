@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Kind(Enum):
@@ -51,8 +50,7 @@ MISSING = _Missing.MISSING
 NO_ORIGINS: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """An abstract value.
 
     `origins` are the forwards and keep-sites (`Trace` numbers) whose graph the value carries. `ref` identifies what
@@ -81,7 +79,7 @@ class Value:
 
     def with_graph(self, graph: Graph, origins: frozenset[int] | None = None) -> Value:
         """The same value with another graph state (and origins)."""
-        return replace(self, graph=graph, origins=self.origins if origins is None else origins)
+        return self._replace(graph=graph, origins=self.origins if origins is None else origins)
 
 
 _NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)
@@ -143,14 +141,14 @@ def join(first: Value, second: Value) -> Value:
     if second.kind is Kind.NUMBER and first.kind not in (Kind.NUMBER, Kind.TENSOR, Kind.UNKNOWN):
         return first
     if first.kind is Kind.FUNCTION and second.kind is Kind.FUNCTION:
-        others = (*first.alternatives, replace(second, alternatives=()), *second.alternatives)
+        others = (*first.alternatives, second._replace(alternatives=()), *second.alternatives)
         return Value(Kind.FUNCTION, ref=first.ref, alternatives=tuple(dict.fromkeys(others))[:3])
     if first.kind is second.kind and first.ref != second.ref and first.kind in _NAMED:
         return UNKNOWN
     one, other = flatten(first), flatten(second)
     for number, value in ((first, other), (second, one)):
         if number == LITERAL and value.graph is Graph.YES:
-            return replace(value, is_tensor=False, may_be_number=True)  # where there is anything, it is the graph
+            return value._replace(is_tensor=False, may_be_number=True)  # where there is anything, it is the graph
     graph = one.graph if one.graph == other.graph else Graph.MAYBE
     same_kind = one.kind is other.kind
     return Value(

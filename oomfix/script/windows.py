@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Event, Guard, Loop, Step
 
 if TYPE_CHECKING:
@@ -104,16 +105,16 @@ def _is_hand_counted(guard: Guard, loop: Loop) -> bool:
     counter = path_of(guard.test.left)
     if counter is None or not isinstance(guard.statement, ast.If):
         return False
-    counted = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in ast.walk(loop))
+    counted = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in walk(loop))
     reset = any(
-        isinstance(node, ast.Assign) and counter in map(path_of, node.targets) for node in ast.walk(guard.statement)
+        isinstance(node, ast.Assign) and counter in map(path_of, node.targets) for node in walk(guard.statement)
     )
     return counted and reset
 
 
 def is_window_test(test: ast.expr) -> bool:
     """`(i + 1) % k == 0` and its kin: true once every few iterations."""
-    for node in ast.walk(test):
+    for node in walk(test):
         if _remainder(node) is not None:
             return True
         if isinstance(node, ast.Name | ast.Attribute) and _WINDOW_NAME.search(path_of(node) or ""):
@@ -131,7 +132,7 @@ def _remainder(node: ast.AST) -> ast.expr | None:
 
 
 def _window_size(test: ast.expr) -> str:
-    for node in ast.walk(test):
+    for node in walk(test):
         if (size := _remainder(node)) is not None:
             return ast.unparse(size)
     return ast.unparse(test.comparators[0] if isinstance(test, ast.Compare) else test)
@@ -145,13 +146,13 @@ def _counts_a_window(node: ast.For) -> bool:
         and iterable.args
     ):
         names = " ".join(_names(iterable))
-        fetches = any(isinstance(child, ast.Call) and path_of(child.func) == "next" for child in ast.walk(node))
+        fetches = any(isinstance(child, ast.Call) and path_of(child.func) == "next" for child in walk(node))
         return bool(_WINDOW_NAME.search(names)) or fetches
     return False
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    for child in ast.walk(node):
+    for child in walk(node):
         if isinstance(child, ast.Name):
             yield child.id
         elif isinstance(child, ast.Attribute):
@@ -161,7 +162,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 def _fires_on_last_batch(guard: Guard) -> bool:
     """`... or (i + 1) == len(loader)`; in a guard that continues, `... and (i + 1) != len(loader)`."""
     alternative = ast.Or if guard.value else ast.And
-    return any(isinstance(node, ast.BoolOp) and isinstance(node.op, alternative) for node in ast.walk(guard.test))
+    return any(isinstance(node, ast.BoolOp) and isinstance(node.op, alternative) for node in walk(guard.test))
 
 
 def lost_tails(loop: TrainingLoop, own: list[ast.AST]) -> list[ast.If]:
@@ -190,9 +191,9 @@ def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: lis
 
 def _starts_with_the_epoch(counter: str, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
     """A counter kept by hand that is set to a number right where the loop starts, and only within one run of it."""
-    counts = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in ast.walk(loop))
+    counts = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in walk(loop))
     shared = any(isinstance(node, ast.Global | ast.Nonlocal) and counter in node.names for node in own)
-    leaves = any(isinstance(node, ast.If) and _breaks(node) and counter in _names(node.test) for node in ast.walk(loop))
+    leaves = any(isinstance(node, ast.If) and _breaks(node) and counter in _names(node.test) for node in walk(loop))
     if not counts or shared or leaves:
         return False
     around = [node for node in own if isinstance(node, Loop) and _encloses(node, loop)]
@@ -225,8 +226,8 @@ def _ends_with_a_whole_window(loop: ast.For | ast.AsyncFor, own: list[ast.AST]) 
     if any(isinstance(node, ast.Assert) and _says_no_remainder(node.test) for node in own):
         return True
     limits: list[ast.expr] = [loop.iter]
-    limits += [node.test for node in ast.walk(loop) if isinstance(node, ast.If) and isinstance(node.body[0], _SKIPPING)]
-    parts = [part for limit in limits for part in ast.walk(limit) if isinstance(part, ast.expr)]
+    limits += [node.test for node in walk(loop) if isinstance(node, ast.If) and isinstance(node.body[0], _SKIPPING)]
+    parts = [part for limit in limits for part in walk(limit) if isinstance(part, ast.expr)]
     return any(_is_multiple(part, values) or _counts_windows(part, loop, values) for part in parts)
 
 
@@ -263,7 +264,7 @@ def _is_multiple(node: ast.expr, values: dict[str, ast.expr]) -> bool:
 
 
 def _breaks(statement: ast.If) -> bool:
-    return any(isinstance(node, ast.Break) for node in ast.walk(statement))
+    return any(isinstance(node, ast.Break) for node in walk(statement))
 
 
 def _encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
