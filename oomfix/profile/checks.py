@@ -8,7 +8,7 @@ from torch.nn import Module
 
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
-from oomfix.runtime import checkpointing, kept_batch, outputs, rows, splitter, verify
+from oomfix.runtime import checkpointing, kept_batch, rows, rule_choice, splitter, verify
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.outputs import Rule
 from oomfix.runtime.verdict import Verdict
@@ -33,10 +33,10 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
         return check(forward, batch, modules, most_rows)
 
     def of_one_value(whole: Any, parts: list[Any], weights: object) -> Rule | None:
-        return outputs.likely(whole, parts[0]) if independent else None
+        return rule_choice.likely(whole, parts[0]) if independent else None
 
     patches.set(splitter, check=checked)
-    patches.set(outputs, _choose_value=of_one_value)
+    patches.set(rule_choice, _choose_value=of_one_value)
     # gradients, what tells rows apart, and copies of a batch are nothing but numbers
     patches.set(verify, judge_gradients=lambda evidence: Verdict(None, undecided=True))
     patches.set(checkpointing, _close=lambda a, b: (a is None) == (b is None))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomfix.runtime import compat, outputs, trees
+from oomfix.runtime import compat, outputs, rule_choice, trees
 from oomfix.runtime.attributes import Attributes, namespace
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
@@ -198,7 +198,7 @@ class _Comparison:
         if self._how.replays:
             self._draws.replay(0, len(self._rows))
         try:
-            return outputs.equal(self._run(0, len(self._rows), self._how.light).result, whole.result)
+            return rule_choice.equal(self._run(0, len(self._rows), self._how.light).result, whole.result)
         except Exception as error:  # the forward is the user's, and may fail on its own state in any way
             if is_out_of_memory(error):
                 raise

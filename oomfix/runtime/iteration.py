@@ -1,4 +1,13 @@
-"""One call of `forward_backward` or `evaluate`: its micro-batches, and the way back if they fail."""
+"""One call of `forward_backward` or `evaluate`: its micro-batches, and the way back if they fail.
+
+What the call may change is kept before it begins: generators, buffers, attributes, its batch. Gradients that are
+there are taken off, so that what a backward leaves when it fails half way belongs to this call alone. Forward and
+backward run on the whole batch, or on one micro-batch after the other, whose losses are weighed (`weighing`) and
+whose results are put together by the rule that the check found. A try that fails is undone by `put_back`, and the
+call starts again from its first micro-batch, as if it had never begun; after an error that goes on to the caller,
+`give_up` leaves gradients and window as they were. In the end `finish` adds the gradients to those from before, and
+remembers what was learned.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,14 +16,14 @@ from typing import Any
 import torch
 
 from oomfix.runtime import outputs
-from oomfix.runtime.accumulation import Divisor, Slot, Window
+from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.gradients import Border, GradientsAside, next_node, reach
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.left_attributes import LeftBehind
-from oomfix.runtime.normaliser import mean_nll_weights, share_targets
-from oomfix.runtime.outputs import NotZero, Weight
+from oomfix.runtime.normaliser import mean_nll_weights
+from oomfix.runtime.outputs import NotZero
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
@@ -22,18 +31,7 @@ from oomfix.runtime.referenced import graph_in, leaves_in, state_of
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
-
-
-class CannotSplit(Exception):
-    """The micro-batches showed what the check could not see; the batch has to be run whole.
-
-    Attributes:
-        verdict: to be used from now on.
-    """
-
-    def __init__(self, reason: str, verdict: Verdict | None = None) -> None:
-        super().__init__(reason)
-        self.verdict = Verdict(None, reason) if verdict is None else verdict
+from oomfix.runtime.weighing import CannotSplit, Shares, Weighing
 
 
 class Iteration:
@@ -47,7 +45,7 @@ class Iteration:
 
     Attributes:
         room: holds the memory of the optimizer's state while this is set.
-        in_window: the loss shares its step with other calls.
+        weighing: what its losses are divided by; there from `join_window` on.
         graph_is_spent: a backward that failed has passed a graph made before the call, which none can pass again.
         around_forward: makes the context that each forward runs in.
     """
@@ -64,11 +62,7 @@ class Iteration:
             self._tensors = list(self.batch.tensors())
         self.trains = trains
         self.room: OptimizerRoom | None = None
-        self._window = Window()
-        self._slot = Slot()
-        self._divisor_before = Divisor()
         self._parts = 1
-        self.in_window = False
         self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
@@ -120,11 +114,7 @@ class Iteration:
 
     def join_window(self, window: Window) -> None:
         """Divide the loss by what the accumulation window holds, not by this batch alone."""
-        self._window = window
-        self.in_window = window.length > 1 and self.trains
-        if self.in_window:
-            self._slot = window.totals.begin(window.position)
-            self._divisor_before = self._slot.divisor.copy()
+        self.weighing = Weighing(self.known.name, self.batch, window, self.trains)
 
     def run(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
         """Forward and backward of `parts` micro-batches; returns the result as of the whole batch, detached.
@@ -140,19 +130,17 @@ class Iteration:
             return self._run_whole(scaler)
         verdict = self.known.verdict
         assert verdict is not None and verdict.rule is not None
-        self._slot.units = self._slot.units or verdict.units
-        if self._slot.units != verdict.units:
-            raise CannotSplit("its window is averaged in another way, which was decided at its first batch", verdict)
+        self.weighing.begin_parts(verdict)
         size = self.batch.size
         collector = verdict.rule.collector(size)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
-        shares, went_backward = _Shares(verdict), False
+        shares, went_backward = Shares(verdict), False
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
                 result, weights = self._forward_rows(start, stop, verdict)
                 weight = shares.of(stop - start, weights)
                 if self.trains:
-                    share, loss = self._share(weight), self.loss_of(result)
+                    share, loss = self.weighing.share(weight), self.loss_of(result)
                     # a part whose loss is a constant has nothing to add, unless all are
                     if share and loss.requires_grad:
                         self._backward(loss, share, scaler)
@@ -178,30 +166,12 @@ class Iteration:
 
         May run out of memory, where a graph behind the inputs does; `graph_is_spent` then.
         """
-        if self.trains and not self.in_window:
-            self._gradients.scale(self._slot.divisor.correction())
+        if self.trains:
+            self.weighing.correct(self._gradients)
         if self._border:
             self.graph_is_spent = True
             self._gradients.cover(self._border.leaves_behind())
             self._border.flow_on()
-
-    def correction(self) -> float:
-        """The factor by which gradients are off because batch or window held other amounts than its first part."""
-        return self._slot.divisor.correction() if self.trains and self._window.closed else 1.0
-
-    def expect_what_was_seen(self) -> None:
-        """Divide by what the batch holds from the beginning, when it is run again.
-
-        Raises:
-            RuntimeError: it shares a window with batches that cannot be run again.
-        """
-        if self.in_window:
-            raise RuntimeError(
-                "accumulate: the batches of this window differ in size (or in targets that count) between processes, "
-                "and FSDP2 has averaged their gradients already. Use batches of one size, drop_last=True, or one "
-                "larger batch in place of a window; forward_backward splits it as memory asks for"
-            )
-        self._divisor_before = Divisor(expected=self._slot.divisor.total)
 
     def run_smallest(self, parts: int, scaler: torch.amp.GradScaler) -> None:
         """Forward and backward as often as `run` would, on the fewest samples: what other processes wait for."""
@@ -225,7 +195,7 @@ class Iteration:
             lost.append("its batch")
             self.known.writes_batch = True
         self._gradients.drop()
-        self._slot.divisor = self._divisor_before.copy()
+        self.weighing.put_back()
         if self.room is not None:
             self.room.release()
         return lost
@@ -233,9 +203,7 @@ class Iteration:
     def give_up(self) -> None:
         """Leave gradients as they were before the call; an error is on its way to the caller."""
         self._gradients.put_back()
-        if self.in_window:
-            self._slot.divisor = self._divisor_before.copy()
-            self._window.totals.withdraw(self._slot)
+        self.weighing.withdraw()
 
     def finish(self, parts: int) -> None:
         """Add the gradients to those that were there, and remember what was learned. To be called after `complete`."""
@@ -248,11 +216,9 @@ class Iteration:
             known.sizing.fitted(self.batch.size, parts)
         if not self.trains:
             return
-        if self.in_window:
-            self._window.totals.meets(self._gradients.leaves, self._gradients.earlier)
+        self.weighing.meet(self._gradients)
         self._gradients.merge()
-        if self.in_window:
-            self._window.totals.end(self._window)
+        self.weighing.end()
 
     @staticmethod
     def loss_of(result: Any) -> torch.Tensor:
@@ -279,41 +245,10 @@ class Iteration:
                     "forward: returned a loss without a graph (requires_grad is False); was it detached, made of "
                     "numbers, or computed under no_grad?"
                 )
-            share = 1.0
-            if self.in_window:
-                share = self._share(self._weight_of_whole(loss))
+            share = self.weighing.share_of_whole(loss, self.known.verdict)
             if share:
                 self._backward(loss, share, scaler)
         return outputs.detached(result)
-
-    def _weight_of_whole(self, loss: torch.Tensor) -> Weight:
-        """What a whole batch weighs in its window; decides the units of the window at its first call."""
-        verdict, slot = self.known.verdict or Verdict(None, undecided=True), self._slot
-        # a forward that takes no argument has its batch from elsewhere: that of the loader
-        size = self.batch.size if any(True for _ in self.batch.layout()) else max(self._window.samples, 1)
-        weights = mean_nll_weights(loss, max(verdict.nll_losses, 1))
-        if not slot.units:
-            # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
-            alone = verdict.undecided and len(weights) == 1 and len(mean_nll_weights(loss, 2)) == 1
-            slot.units = "targets" if alone else verdict.units
-            # compiled code and reentrant checkpoints hide what they divide by
-            if slot.units == "targets" and (not weights or not share_targets(loss, verdict.nll_losses)):
-                slot.units = "rows"
-        if slot.units != "targets":
-            return Weight(size, size)
-        if not weights:
-            raise RuntimeError(
-                f"{self.known.name}: its loss was a mean over the targets of a cross entropy at the first call of this "
-                "accumulation window, and what it divides by cannot be read now; use the same loss throughout a "
-                "window, and compile the model without its loss"
-            )
-        if max(weights) != min(weights):
-            raise RuntimeError(
-                f"{self.known.name}: its cross entropies had the same targets at the first call of this accumulation "
-                f"window, and now divide by {weights}, which cannot be weighed apart any more; use the same targets "
-                "throughout a window"
-            )
-        return Weight(size, weights[0])
 
     def _forward_rows(self, start: int, stop: int, verdict: Verdict) -> tuple[Any, list[float]]:
         args, kwargs = self.batch.rows(start, stop)
@@ -322,11 +257,7 @@ class Iteration:
             if not verdict.nll_losses:
                 return result, []
             loss = self.loss_of(result)
-            if self._slot.units == "targets" and self.in_window and not share_targets(loss, verdict.nll_losses):
-                if self._slot.calls == 1:
-                    self._slot.units = "rows"
-                reason = "its cross entropies have targets of their own, which no window can weigh apart"
-                raise CannotSplit(reason, Verdict(None, reason, nll_losses=verdict.nll_losses))
+            self.weighing.check_targets(loss, verdict.nll_losses)
             return result, mean_nll_weights(loss, verdict.nll_losses)
         if not verdict.nll_losses:
             return self._call(args, kwargs), []
@@ -349,24 +280,11 @@ class Iteration:
         with self._model_calls.active():
             return self.forward(*args, **kwargs)
 
-    def _share(self, weight: Weight) -> float:
-        """The factor for the loss of a micro-batch; 0 where it has nothing to add."""
-        divisor, size = self._slot.divisor, self.batch.size
-        length = self._window.length if self.in_window else 1
-        if self._slot.units == "calls":
-            # every part of a sum counts in full; a window averages the sums of its calls
-            divisor.expected, divisor.total = length, max(self._slot.calls, 1)
-            return 1.0 / length
-        if self._slot.units == "rows":
-            return divisor.share(weight.rows, length * size)
-        # the mean loss of no targets is NaN, and NaN times 0 is NaN
-        return divisor.share(weight.targets, length * weight.targets * size / weight.rows) if weight.targets else 0.0
-
     def _backward(self, loss: torch.Tensor, share: float, scaler: torch.amp.GradScaler) -> None:
         known = self.known
         explores = known.is_call_to_explore()
         # what the loss reaches may change at any call; a whole call outside a window is put back as it failed
-        if self._parts > 1 or self.in_window or self._border or explores:
+        if self._parts > 1 or self.weighing.in_window or self._border or explores:
             found = reach(loss)
             if (self._parts > 1 or self._border) and found.began_before(self._first_node):
                 self._open_border()
@@ -399,34 +317,3 @@ class Iteration:
         """Let backward pass the graphs behind the inputs: they are used from elsewhere too, so it must pass once."""
         self._border = Border(())
         self.batch = self._given
-
-
-class _Shares:
-    """The shares of micro-batches, as long as one share is right for all losses in each.
-
-    Args:
-        verdict: what the check found.
-    """
-
-    def __init__(self, verdict: Verdict) -> None:
-        self._verdict = verdict
-        self._first: list[float] | None = None
-
-    def of(self, rows: int, targets: list[float]) -> Weight:
-        """The share of a micro-batch of `rows` samples, whose cross entropies divide by `targets`.
-
-        Raises:
-            CannotSplit: another share would be right for another loss.
-        """
-        if not self._verdict.nll_losses:
-            return Weight(rows, rows)
-        if not targets:
-            raise CannotSplit("its cross entropy is in compiled code, where what it divides by cannot be read")
-        if self._verdict.units != "calls":
-            # all in proportion to the first cross entropy, or to the samples
-            base = targets[0] if self._verdict.units == "targets" else rows
-            if self._first is None and base:
-                self._first = [target / base for target in targets]
-            if any(abs(t - first * base) > 1e-6 * base for t, first in zip(targets, self._first or (), strict=False)):
-                raise CannotSplit("the parts of its loss are means over different numbers of targets")
-        return Weight(rows, targets[0])

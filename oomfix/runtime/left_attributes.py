@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oomfix.runtime import outputs
+from oomfix.runtime import rule_choice
 from oomfix.runtime.attributes import namespace
 from oomfix.runtime.outputs import Collector, Mean, Rule, Sum, Weight, Zero
 
@@ -49,10 +49,10 @@ def left_by(whole: Left, parts: Sequence[Left], shares: Sequence[Weight]) -> tup
     found = []
     for key, value in whole.items():
         values = [part.get(key) for part in parts]
-        if all(outputs.equal(value, other) for other in values):
+        if all(rule_choice.equal(value, other) for other in values):
             continue
         # registries of modules hold state: running means, queues
-        rule = None if key[1] in ("_parameters", "_buffers", "_modules") else outputs.choose(value, values, shares)
+        rule = None if key[1] in ("_parameters", "_buffers", "_modules") else rule_choice.choose(value, values, shares)
         if rule is None:
             return None
         found.append(LeftAttribute(*key, rule))

@@ -14,15 +14,13 @@ from oomfix.runtime.accumulation import Window, windows
 from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, shown
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.cache_janitor import CacheJanitor
-from oomfix.runtime.distributed import same_everywhere
-from oomfix.runtime.gradients import reached_leaves
 from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import KnownForwards
 from oomfix.runtime.ladder import Ladder
+from oomfix.runtime.late_backward import backward_of
 from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.loss_scaling import LossScaler
 from oomfix.runtime.model_call import PreciseCalls
-from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.optimizers import check_optimizer, check_schedulers, innermost, parameters_of
 from oomfix.runtime.outputs import detached
 from oomfix.runtime.replicas import average_waiting
@@ -188,25 +186,7 @@ class MemoryManager:
         """
         check_loss(loss, options)
         self._before_backward()
-        # an exception that is kept, as the context of another, keeps the activations of its frames
-        said = None
-        try:
-            if self._window.length == 1:
-                self.scaler.scale(loss).backward(**options)
-            elif self.off:
-                self.scaler.scale(loss / self._window.length).backward(**options)
-            else:
-                self._backward_in_window(loss, options)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            said = str(error)
-        if said is not None:
-            raise DoesNotFitError(
-                f"backward ran out of memory ({said}). A loss whose graph exists already cannot be cut; call "
-                "memory.forward_backward(forward, *batch), with batch_size=1 where it may not be cut either, set "
-                "checkpointing='on', or use a smaller batch."
-            )
+        backward_of(loss, options, self._window, self.scaler, weighs=not self.off)
 
     def step(self, optimizer: Any, *schedulers: Any, clip_norm: float | None = None, zero_grad: bool = True) -> None:
         """Unscale, clip, step the optimizer, then its schedulers, and drop the gradients.
@@ -353,34 +333,6 @@ class MemoryManager:
             loss = loss / self._window.length
         self.scaler.scale(loss).backward()
         return detached(result)
-
-    def _backward_in_window(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
-        """Backward of a loss that stands for all samples of its batch, weighed in its window."""
-        window = self._window
-        slot = window.totals.begin(window.position)
-        before = slot.divisor.copy()
-        try:
-            if slot.units not in ("", "rows"):
-                raise RuntimeError(
-                    f"backward: in the batches before, this loss of the window came from forward_backward and was "
-                    f"averaged over its {slot.units}, not over samples; use one of both throughout a window"
-                )
-            slot.units = "rows"
-            share = slot.divisor.share(window.samples, window.samples * window.length)
-            if share:
-                window.totals.meets(reached_leaves(loss), lambda leaf: leaf.grad)
-                self.scaler.scale(loss * share).backward(**options)
-            if window.closed and not same_everywhere(slot.divisor.correction()):
-                raise RuntimeError(
-                    "backward: the batches of this accumulation window differ in size between processes, and their "
-                    "gradients are averaged over processes already; use memory.forward_backward, or batches of one size"
-                )
-        except BaseException:
-            # whatever ended it, Ctrl-C in a notebook too: this batch may be run again, and shall not count twice
-            slot.divisor = before
-            window.totals.withdraw(slot)
-            raise
-        window.totals.end(window)
 
     def _forward_of_nothing(self, forward: Callable[..., Any], batch: Batch) -> Any:
         """A batch without samples in a window: its loss counts, with no weight."""

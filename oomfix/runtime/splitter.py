@@ -11,11 +11,12 @@ from oomfix.presets import Preset
 from oomfix.runtime import precision, sizing
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.distributed import ELSEWHERE, Outcome
-from oomfix.runtime.iteration import CannotSplit, Iteration
+from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import Known
 from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 from oomfix.runtime.verify import check
+from oomfix.runtime.weighing import CannotSplit
 
 _log = logging.getLogger("oomfix")
 _QUARTERS = 4
@@ -80,10 +81,10 @@ class Splitter:
                     said = str(error).splitlines()[0] if str(error) else type(error).__name__
                 outcome = ranks.agreed(outcome, partial(iteration.run_smallest, parts, scaler))
                 if outcome is Outcome.FINE:
-                    if ranks.all_have(iteration.correction()):
+                    if ranks.all_have(iteration.weighing.correction()):
                         break
                     # gradients are averaged already, with other weights than they should have
-                    iteration.expect_what_was_seen()
+                    iteration.weighing.expect_what_was_seen()
                 self._put_back(iteration)
                 if outcome is Outcome.FINER and iteration.graph_is_spent:
                     free_what_is_left(thorough=True)
@@ -135,7 +136,7 @@ class Splitter:
 
     def _first_parts(self, iteration: Iteration) -> int:
         known, wanted = iteration.known, self.preset.micro_batches
-        if iteration.in_window and iteration.batch.whole_because() is None:
+        if iteration.weighing.in_window and iteration.batch.whole_because() is None:
             self._check(iteration, 1)  # what a window divides by depends on what the loss is a mean of
         if wanted != "auto" and iteration.trains:
             parts = sizing.fixed_parts(iteration.batch.size, wanted) if wanted > 1 else 1
@@ -202,7 +203,7 @@ class Splitter:
         known, batch = iteration.known, iteration.batch
         known.keep_whole(batch)
         known.notice_modes()
-        alone = batch.size < 2 and not iteration.in_window
+        alone = batch.size < 2 and not iteration.weighing.in_window
         due = not alone and known.check_is_due(batch.size)
         if self.preset.split == "never" or not known.ranks.any_of(due):
             return

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from oomfix.runtime import outputs
+from oomfix.runtime import outputs, rule_choice
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence, Runs, compare
 from oomfix.runtime.gradients import next_node, reach
@@ -192,10 +192,10 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         loss = None  # an evaluation returns what it likes
     if loss is not None and not loss.isfinite().all():
         return Verdict(None, "its loss is not a number on a few rows", undecided=True)
-    rule = outputs.choose(evidence.whole, evidence.parts, evidence.shares)
+    rule = rule_choice.choose(evidence.whole, evidence.parts, evidence.shares)
     trusted = trust and (rule is None or bool(evidence.wrote))
     if rule is None and trust:
-        rule = outputs.likely(evidence.whole, evidence.parts[0])
+        rule = rule_choice.likely(evidence.whole, evidence.parts[0])
     of_loss = rule if loss is None else _rule_of_loss(evidence)
     if rule is None:
         found = "samples depend on each other: a few rows give something else in two parts"
@@ -220,7 +220,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
 def judge_gradients(evidence: Evidence) -> Verdict:
     """The verdict that losses and gradients give; undecided where they cannot be compared."""
     loss, gradients = evidence.whole
-    rule = outputs.choose(loss, [part[0] for part in evidence.parts], evidence.shares) if gradients else None
+    rule = rule_choice.choose(loss, [part[0] for part in evidence.parts], evidence.shares) if gradients else None
     if rule is None or rule == Zero():
         return Verdict(None, undecided=True)
     # where the true gradient is 0 (the bias of attention's keys), rounding of the others is all there is
@@ -239,7 +239,7 @@ def judge_gradients(evidence: Evidence) -> Verdict:
 
 def _rule_of_loss(evidence: Evidence) -> Rule | None:
     losses = [outputs.loss_in(part) for part in evidence.parts]
-    return outputs.choose(outputs.loss_in(evidence.whole), losses, evidence.shares)
+    return rule_choice.choose(outputs.loss_in(evidence.whole), losses, evidence.shares)
 
 
 def _leaves_open(rule: Rule | None, evidence: Evidence) -> bool:

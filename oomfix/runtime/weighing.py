@@ -1,0 +1,203 @@
+"""What the losses of one call are multiplied by, so that their gradients add up to that of the whole.
+
+Outside of an accumulation window the whole is the batch: a micro-batch weighs its samples, or the targets that its
+cross entropies divide by. Inside of one it is everything in the window: what that will hold is judged by its first
+batch, and gradients are corrected at the end if it held something else. What a loss is a mean of is decided once, at
+the first call of the window, since gradients that were weighed in another way cannot be told apart later. A part that
+weighs nothing gets the share 0, because its mean is NaN. A call that fails withdraws from its window, and may be made
+again.
+"""
+
+import torch
+
+from oomfix.runtime.accumulation import Divisor, Slot, Window
+from oomfix.runtime.batch import Batch
+from oomfix.runtime.gradients import GradientsAside
+from oomfix.runtime.normaliser import mean_nll_weights, share_targets
+from oomfix.runtime.outputs import Weight
+from oomfix.runtime.verdict import Verdict
+
+
+class CannotSplit(Exception):
+    """The micro-batches showed what the check could not see; the batch has to be run whole.
+
+    Attributes:
+        verdict: to be used from now on.
+    """
+
+    def __init__(self, reason: str, verdict: Verdict | None = None) -> None:
+        super().__init__(reason)
+        self.verdict = Verdict(None, reason) if verdict is None else verdict
+
+
+class Weighing:
+    """The weight of one call.
+
+    Args:
+        name: the forward's, for messages.
+        batch: its samples, which are not counted before they have to be.
+        window: the window that is open, which may be one of a single batch.
+        trains: it runs backward; an evaluation is part of no window.
+
+    Attributes:
+        in_window: the loss shares its step with other calls.
+    """
+
+    def __init__(self, name: str, batch: Batch, window: Window, trains: bool) -> None:
+        self._name = name
+        self._batch = batch
+        self._window = window
+        self.in_window = trains and window.length > 1
+        self._slot = window.totals.begin(window.position) if self.in_window else Slot()
+        self._before = self._slot.divisor.copy()
+
+    def begin_parts(self, verdict: Verdict) -> None:
+        """To be called before micro-batches are run.
+
+        Raises:
+            CannotSplit: the window decided to average in another way than the forward's check says.
+        """
+        self._slot.units = self._slot.units or verdict.units
+        if self._slot.units != verdict.units:
+            raise CannotSplit("its window is averaged in another way, which was decided at its first batch", verdict)
+
+    def share(self, weight: Weight) -> float:
+        """The factor for the loss of a micro-batch; 0 where it has nothing to add."""
+        divisor = self._slot.divisor
+        length = self._window.length if self.in_window else 1
+        if self._slot.units == "calls":
+            # every part of a sum counts in full; a window averages the sums of its calls
+            divisor.expected, divisor.total = length, max(self._slot.calls, 1)
+            return 1.0 / length
+        if self._slot.units == "rows":
+            return divisor.share(weight.rows, length * self._batch.size)
+        # the mean loss of no targets is NaN, and NaN times 0 is NaN
+        expected = length * weight.targets * self._batch.size / weight.rows
+        return divisor.share(weight.targets, expected) if weight.targets else 0.0
+
+    def share_of_whole(self, loss: torch.Tensor, verdict: Verdict | None) -> float:
+        """The factor for the loss of a whole batch; decides what a window is averaged over at its first call.
+
+        Args:
+            loss: with its graph.
+            verdict: what is known about the forward.
+
+        Raises:
+            RuntimeError: the window is averaged in a way that this loss does not allow any more.
+        """
+        if not self.in_window:
+            return 1.0
+        verdict, slot = verdict or Verdict(None, undecided=True), self._slot
+        # a forward that takes no argument has its batch from elsewhere: that of the loader
+        takes_batch = any(True for _ in self._batch.layout())
+        size = self._batch.size if takes_batch else max(self._window.samples, 1)
+        weights = mean_nll_weights(loss, max(verdict.nll_losses, 1))
+        if not slot.units:
+            # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
+            alone = verdict.undecided and len(weights) == 1 and len(mean_nll_weights(loss, 2)) == 1
+            slot.units = "targets" if alone else verdict.units
+            # compiled code and reentrant checkpoints hide what they divide by
+            if slot.units == "targets" and (not weights or not share_targets(loss, verdict.nll_losses)):
+                slot.units = "rows"
+        if slot.units != "targets":
+            return self.share(Weight(size, size))
+        if not weights:
+            raise RuntimeError(
+                f"{self._name}: its loss was a mean over the targets of a cross entropy at the first call of this "
+                "accumulation window, and what it divides by cannot be read now; use the same loss throughout a "
+                "window, and compile the model without its loss"
+            )
+        if max(weights) != min(weights):
+            raise RuntimeError(
+                f"{self._name}: its cross entropies had the same targets at the first call of this accumulation "
+                f"window, and now divide by {weights}, which cannot be weighed apart any more; use the same targets "
+                "throughout a window"
+            )
+        return self.share(Weight(size, weights[0]))
+
+    def check_targets(self, loss: torch.Tensor, nll_losses: int) -> None:
+        """Refuse micro-batches of a window that is averaged over targets, where cross entropies have their own.
+
+        Raises:
+            CannotSplit: they do.
+        """
+        if not self.in_window or self._slot.units != "targets" or share_targets(loss, nll_losses):
+            return
+        if self._slot.calls == 1:
+            self._slot.units = "rows"
+        reason = "its cross entropies have targets of their own, which no window can weigh apart"
+        raise CannotSplit(reason, Verdict(None, reason, nll_losses=nll_losses))
+
+    def correct(self, gradients: GradientsAside) -> None:
+        """Give the gradients of a call outside of a window the right size; those of a window wait for its end."""
+        if not self.in_window:
+            gradients.scale(self._slot.divisor.correction())
+
+    def correction(self) -> float:
+        """The factor by which gradients are off because batch or window held other amounts than its first part."""
+        return self._slot.divisor.correction() if self._window.closed else 1.0
+
+    def expect_what_was_seen(self) -> None:
+        """Divide by what the batch holds from the beginning, when it is run again.
+
+        Raises:
+            RuntimeError: it shares a window with batches that cannot be run again.
+        """
+        if self.in_window:
+            raise RuntimeError(
+                "accumulate: the batches of this window differ in size (or in targets that count) between processes, "
+                "and FSDP2 has averaged their gradients already. Use batches of one size, drop_last=True, or one "
+                "larger batch in place of a window; forward_backward splits it as memory asks for"
+            )
+        self._before = Divisor(expected=self._slot.divisor.total)
+
+    def put_back(self) -> None:
+        """Forget what the failed run added to the window."""
+        self._slot.divisor = self._before.copy()
+
+    def withdraw(self) -> None:
+        """The call ends in an error, and may be made again: its window has not seen it."""
+        if self.in_window:
+            self.put_back()
+            self._window.totals.withdraw(self._slot)
+
+    def meet(self, gradients: GradientsAside) -> None:
+        """Let the window know what the loss reaches, before its gradients join those of the window."""
+        if self.in_window:
+            self._window.totals.meets(gradients.leaves, gradients.earlier)
+
+    def end(self) -> None:
+        """The gradients have joined: the window is corrected if this was its last loss."""
+        if self.in_window:
+            self._window.totals.end(self._window)
+
+
+class Shares:
+    """The weights of micro-batches, as long as one weight is right for all losses in each.
+
+    Args:
+        verdict: what the check found.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self._first: list[float] | None = None
+
+    def of(self, rows: int, targets: list[float]) -> Weight:
+        """The weight of a micro-batch of `rows` samples, whose cross entropies divide by `targets`.
+
+        Raises:
+            CannotSplit: another weight would be right for another loss.
+        """
+        if not self._verdict.nll_losses:
+            return Weight(rows, rows)
+        if not targets:
+            raise CannotSplit("its cross entropy is in compiled code, where what it divides by cannot be read")
+        if self._verdict.units != "calls":
+            # all in proportion to the first cross entropy, or to the samples
+            base = targets[0] if self._verdict.units == "targets" else rows
+            if self._first is None and base:
+                self._first = [target / base for target in targets]
+            if any(abs(t - first * base) > 1e-6 * base for t, first in zip(targets, self._first or (), strict=False)):
+                raise CannotSplit("the parts of its loss are means over different numbers of targets")
+        return Weight(rows, targets[0])
