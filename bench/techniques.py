@@ -54,6 +54,8 @@ TECHNIQUES = [
     Technique("`chunked_cross_entropy`", loss="chunked"),
     Technique("`linear_cross_entropy`", loss="linear"),
     Technique("torch's `linear_cross_entropy`, default options", loss="torch linear"),
+    Technique("`attention`", loss="attention"),
+    Technique("`attention`, 128 queries at a time", loss="attention in blocks"),
     Technique("`encode_in_chunks`, `contrastive_loss`", loss="in chunks"),
     Technique("`enable_checkpointing`", checkpointing=True),
     Technique("`offload_activations`", offloads=True),
@@ -190,6 +192,8 @@ def gpu_peak_and_time(technique: Technique, workload: Workload, rounds: int) -> 
 def techniques_for(workload: Workload) -> list[Technique]:
     kinds = (*workload.losses, "torch linear") if "linear" in workload.losses else workload.losses
     chosen = [technique for technique in TECHNIQUES if technique.loss in kinds]
+    if workload.only_its_own:
+        return [technique for technique in chosen if technique.loss != "plain" or technique == PLAIN]
     if workload.only_the_optimizer:
         return [t for t in chosen if t.in_backward or t == PLAIN or (t.lean and not t.checkpointing)]
     # CLIP's loss cannot be cut into micro-batches

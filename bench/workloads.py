@@ -26,6 +26,7 @@ class Workload:
         loss: of a model on a batch; "plain" is the loss that everybody writes.
         losses: the kinds of loss there are.
         only_the_optimizer: so few activations that the peak is that of the optimizer's step.
+        only_its_own: it is there for techniques that have a loss of their own.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Workload:
     loss: Callable[[Any, Batch, str], torch.Tensor]
     losses: tuple[str, ...] = ("plain",)
     only_the_optimizer: bool = False
+    only_its_own: bool = False
 
 
 def vit(size: int, samples: int, **sizes: Any) -> Workload:
@@ -50,7 +52,7 @@ def vit(size: int, samples: int, **sizes: Any) -> Workload:
 def gpt2(tokens: int, samples: int, **sizes: Any) -> Workload:
     """A language model as transformers builds it; without `sizes` it is GPT-2 124M."""
     config = transformers.GPT2Config(use_cache=False, bos_token_id=0, eos_token_id=0, **sizes)
-    name = "GPT-2 124M" if not sizes else f"GPT-2 of {config.n_layer} layers"
+    name = "GPT-2 124M" if "n_layer" not in sizes else f"GPT-2 of {config.n_layer} layers"
 
     def loss(model: Any, batch: Batch, kind: str) -> torch.Tensor:
         (ids,) = batch
@@ -75,6 +77,39 @@ def gpt2(tokens: int, samples: int, **sizes: Any) -> Workload:
         loss,
         ("plain", "chunked", "linear"),
     )
+
+
+def written_out(tokens: int, samples: int, **sizes: Any) -> Workload:
+    """GPT-2 whose attention is written out as products and a softmax."""
+    plain = gpt2(tokens, samples, attn_implementation="eager", **sizes)
+
+    def loss(model: Any, batch: Batch, kind: str) -> torch.Tensor:
+        model.config._attn_implementation = ATTENTIONS.get(kind, "eager")
+        return plain.loss(model, batch, "plain")
+
+    return replace(
+        plain, name=f"{plain.name}, attention written out", loss=loss, losses=("plain", *ATTENTIONS), only_its_own=True
+    )
+
+
+ATTENTIONS = {"attention": "oomfix", "attention in blocks": "oomfix-blocks"}
+
+
+def _attention(rows: int | None) -> Callable[..., tuple[torch.Tensor, None]]:
+    """`runtime.attention` as transformers calls attention: tensors [samples, heads, tokens, features]."""
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float = 0.0,
+        **other: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        found = runtime.attention(query, key, value, causal=True, dropout=dropout, rows=rows)
+        return found.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+transformers.AttentionInterface.register("oomfix", _attention(None))
+transformers.AttentionInterface.register("oomfix-blocks", _attention(128))
 
 
 def resnet(size: int, samples: int) -> Workload:
@@ -157,6 +192,7 @@ FULL = {
     "vit": vit(224, 64),
     "gpt2": gpt2(1024, 16),
     "gpt2-short": replace(gpt2(128, 1), only_the_optimizer=True),
+    "gpt2-written-out": written_out(1024, 16),
     "resnet": resnet(224, 64),
     "unet": unet(256, 32),
     "clip": clip(512, 64),
@@ -167,6 +203,7 @@ SMALL = {
     "vit": vit(64, 8, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4),
     "gpt2": gpt2(128, 4, n_embd=128, n_layer=4, n_head=4, vocab_size=16384, n_positions=128),
     "gpt2-short": gpt2(32, 1, n_embd=256, n_layer=6, n_head=4, vocab_size=8192, n_positions=32),
+    "gpt2-written-out": written_out(256, 4, n_embd=128, n_layer=4, n_head=4, vocab_size=4096, n_positions=256),
     "resnet": resnet(64, 4),
     "unet": unet(32, 4, 16),
     "clip": clip(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -41,6 +42,29 @@ def attention_for(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
         return result
 
     return attention
+
+
+def choice_for(capability: tuple[int, int]) -> Callable[..., int]:
+    """An implementation of `_fused_sdp_choice`: the number of the kernel that a card of `capability` would run."""
+
+    def choice(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> int:
+        if _may_flash(query, key, value, attn_mask, capability):
+            return SDPBackend.FLASH_ATTENTION.value
+        if _may_be_efficient(query, key, value, attn_mask, is_causal, enable_gqa, capability):
+            return SDPBackend.EFFICIENT_ATTENTION.value
+        return SDPBackend.MATH.value
+
+    return choice
 
 
 def _may_flash(

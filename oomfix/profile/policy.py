@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.optim import optimizer as optimizers
 
 from oomfix.profile import autocast, recurrent
-from oomfix.profile.attention import attention_for
+from oomfix.profile.attention import attention_for, choice_for
 from oomfix.profile.patches import Patches
 
 aten = torch.ops.aten
@@ -32,6 +32,8 @@ def cuda_policy(capability: tuple[int, int], recurrent_seen: Callable[[], object
             autocast.install(library)
             recurrent.install(library, recurrent_seen)
             _install_kernels(library, capability)
+            # fake tensors remember what an operation returned, on another card it may be
+            FakeTensorMode.cache_clear()
             _autocast_for_cuda(patches)
             _multi_tensor_optimizers(patches)
             # the scaler reads from the card whether gradients overflowed: they did not
@@ -42,7 +44,11 @@ def cuda_policy(capability: tuple[int, int], recurrent_seen: Callable[[], object
 
 
 def _install_kernels(library: torch.library.Library, capability: tuple[int, int]) -> None:
-    kernels = {"dropout": _dropout, "scaled_dot_product_attention": attention_for(capability)}
+    kernels = {
+        "dropout": _dropout,
+        "scaled_dot_product_attention": attention_for(capability),
+        "_fused_sdp_choice": choice_for(capability),
+    }
     for name, kernel in kernels.items():
         library.impl(name, kernel, "CompositeImplicitAutograd", allow_override=True)  # type: ignore[no-untyped-call]
 

@@ -43,6 +43,7 @@ Also there: `memory.backward(loss)` for loops that cannot be split, `memory.eval
 By hand, each alone in any loop; a runnable page for each is in examples/:
 
 - activations: `enable_checkpointing(model)`, `offload_activations()`, `detach_(state)`
+- attention: `attention(query, key, value)`
 - losses: `chunked_cross_entropy`, `linear_cross_entropy`, `encode_in_chunks` with `contrastive_loss`
 - optimizers: `optimizer_in_backward(optimizer)`, `use_lean_step(optimizer)`, `adamw_8bit(parameters)`
 - stages: `stage(name)`, `free(...)`, `ProgressiveUnfreezing(model, phases)`
@@ -56,6 +57,7 @@ from typing import Any
 
 from oomfix import presets
 from oomfix.runtime.allocator_settings import configure_allocator, memory_fraction
+from oomfix.runtime.attention import attention
 from oomfix.runtime.backward_steps import optimizer_in_backward
 from oomfix.runtime.batch_size_search import find_batch_size
 from oomfix.runtime.cache_janitor import CacheJanitor
@@ -87,6 +89,7 @@ __all__ = [
     "Report",
     "Stage",
     "adamw_8bit",
+    "attention",
     "chunked_cross_entropy",
     "configure_allocator",
     "contrastive_loss",

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 # torch 2.5 moved the exception; older versions only know the second name
 OutOfMemoryError: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
@@ -70,3 +71,18 @@ def may_be_inside_checkpoint() -> bool:
         return True
     hooks = top(True)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def attention_is_fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> bool:
+    """Whether `scaled_dot_product_attention` has a kernel for these arguments that keeps no probabilities."""
+    # torch's own way to choose; what is public tells of CUDA alone
+    choice = torch._fused_sdp_choice(query, key, value, mask, dropout, causal, scale=scale)
+    return choice > SDPBackend.MATH.value  # type: ignore[no-any-return]
