@@ -51,8 +51,8 @@ class Exchanges:
     @property
     def whole_because(self) -> str | None:
         """Why its batches may not be split, or None."""
-        if self.of_samples is None and self.shards and not self.can_finish():
-            return "FSDP2 can be brought back after an error only by torch 2.13 and on, in one group of processes"
+        if self.of_samples is None and self.shards and not self.shards.can_begin_again:
+            return "FSDP2 can be brought back after an error only by torch 2.13 and on"
         return self.of_samples
 
     def _normalises_together(self) -> bool:

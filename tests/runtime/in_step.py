@@ -35,11 +35,18 @@ def network():
     return nn.Sequential(Block(), Block(), nn.Linear(6, 4)).double()
 
 
-def sharded():
+def sharded(compiles=False, **options):
     model = network()
     for block in model[:2]:
-        fully_shard(block)
-    return fully_shard(model)
+        if compiles:
+            block.compile(backend="aot_eager")
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def on_a_mesh(replicas, shards):
+    """Shards within groups of processes, each of which holds a replica (HSDP)."""
+    return sharded(mesh=init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")))
 
 
 def whole_parameters(model):
@@ -95,6 +102,29 @@ def shards_out_of_memory(rank, where, everywhere):
     ours(model, batches(4), memory)
     Trouble.where = None
     return {"error": error(model, plain(batches(4))), "retries": memory.report().retries}
+
+
+def shards_in_other_forms(rank):
+    """Split as asked for, and after an out-of-memory error on all."""
+    forms = {
+        "two replicas": lambda: on_a_mesh(2, 1),
+        "one replica": lambda: on_a_mesh(1, 2),
+        "kept after forward": lambda: sharded(reshard_after_forward=False),
+        "compiled": lambda: sharded(compiles=True),
+    }
+    errors, retries = {}, {}
+    for name, form in forms.items():
+        model, recovering = form(), form()
+        ours(model, batches(2), memory_of(micro_batches=2 + rank))
+        memory = memory_of()
+        # torch's compiler does not follow a forward that fails
+        Trouble.where, Trouble.limit = None if name == "compiled" else "backward", 4
+        ours(recovering, batches(2), memory)
+        Trouble.where = None
+        expected = plain(batches(2))
+        errors[name] = max(error(model, expected), error(recovering, expected))
+        retries[name] = memory.report().retries
+    return {"errors": errors, "retries": retries}
 
 
 def shards_ragged(rank):
@@ -226,6 +256,18 @@ def norms_apart(rank):
     return {"said": said}
 
 
+def replicas_of_shards_apart(rank):
+    """The same, where shards have replicas: exchanges of two groups of processes cannot be left out one by one."""
+    model, memory, said = on_a_mesh(2, 1), memory_of(), ""
+    distributed._WAIT_S = 2.0
+    Trouble.where, Trouble.limit = "backward", 4 if rank == 1 else 10**9
+    try:
+        ours(model, batches(1), memory)
+    except runtime.DoesNotFitError as failure:
+        said = str(failure)
+    return {"said": said}
+
+
 def gathered_loss(rank):
     """In-batch negatives of all processes: whole batches, with the gradients of plain DDP."""
     model, reference, memory = DistributedDataParallel(network()), DistributedDataParallel(network()), memory_of()
@@ -287,12 +329,13 @@ def refused(rank):
 
 
 # they end a process for good, so each is run by itself
-LAST = {"norms apart": norms_apart}
+LAST = {"norms apart": norms_apart, "replicas of shards apart": replicas_of_shards_apart}
 
 CASES = {
     "shards": shards,
     "shards split": shards_split,
     "shards clipped": shards_clipped,
+    "shards in other forms": shards_in_other_forms,
     "shards ragged": shards_ragged,
     "shards in windows": shards_in_windows,
     "shards in uneven windows": shards_in_uneven_windows,

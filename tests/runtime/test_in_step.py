@@ -33,6 +33,13 @@ def test_a_sharded_model_trains_in_micro_batches_as_a_replicated_one_whole(found
     assert worst(found[f"shards {case}"]) < 1e-12
 
 
+@pytest.mark.parametrize("form", ["two replicas", "one replica", "kept after forward", "compiled"])
+def test_other_forms_of_shards_train_in_micro_batches_as_a_replicated_model_whole(found, form):
+    for result in found["shards in other forms"]:
+        assert result["errors"][form] < 1e-12
+        assert result["retries"][form] == (0 if form == "compiled" else 2)
+
+
 def test_the_processes_take_the_largest_number_of_micro_batches_that_one_asks_for(found):
     assert [result["said"] for result in found["shards split"]] == [None, None]
 
@@ -93,9 +100,10 @@ def test_other_kinds_of_parallelism_are_refused_by_name(found):
         assert "tensor-parallel" in tensor_parallel
 
 
-def test_a_process_that_nobody_can_wait_for_any_more_ends_all_in_time():
+@pytest.mark.parametrize("case", ["norms apart", "replicas of shards apart"])
+def test_a_process_that_nobody_can_wait_for_any_more_ends_all_in_time(case):
     """One runs out of memory while the other waits for it inside of the forward: both processes are over soon."""
-    status, printed, said = torchrun.run(SCRIPT, "norms apart", limit_s=60)
+    status, printed, said = torchrun.run(SCRIPT, case, limit_s=60)
     assert status != 0
     assert "ran out of memory at a point where others wait" in printed, said[-4000:]
 
