@@ -5,6 +5,7 @@ shape and a type but no data. They say that they are on "cuda:0". Moved back, th
 script reads from the card (`.item()`, `if loss > best`, boolean masks) has to be assumed, and is noted.
 """
 
+import mmap
 import os
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from oomfix.profile.allocator import CachingAllocator
+from oomfix.profile.answers import ANSWERS, bring_along, brought_along
 from oomfix.profile.patches import Patches
 from oomfix.profile.refusals import CannotSimulate
 from oomfix.profile.trace import MemoryTrace, Scratch, user_line
@@ -26,8 +28,7 @@ CUDA = torch.device("cuda", 0)
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MASKS = (torch.bool, torch.uint8)
-_MOST_BROUGHT_ELEMENTS = 2**16
+_UNTOUCHED_BYTES = 2**20
 
 # operations whose tensors come from the script; operations between could have been given some that torch made
 _OF_ONE_DEVICE = {
@@ -70,7 +71,7 @@ class CardTrace(MemoryTrace):
             return args[0]
         if self.recording and func.overloadpacket in _OF_ONE_DEVICE:
             refuse_two_devices(args)
-        if (answer := _ANSWERS.get(func)) is not None and any(isinstance(a, FakeTensor) for a in args):
+        if (answer := ANSWERS.get(func)) is not None and any(isinstance(a, FakeTensor) for a in args):
             return answer(self, func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -137,98 +138,6 @@ def _numbered(value: Any) -> Any:
     return torch.device("cuda", value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-# answers for operations whose result depends on data
-
-
-def _scalar(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if tensor.constant is not None:
-        return tensor.constant.item()
-    if (brought := brought_along(tensor)) is not None:
-        return brought.item()
-    if tensor.dtype is torch.bool:
-        answer = getattr(tensor, "_oomfix_all", False)
-        trace.assume(f"a condition on data of the card is {answer}")
-        return answer
-    trace.assume("a number read from the card is 1")
-    return 1.0 if tensor.is_floating_point() else 1
-
-
-def _all(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = func(*args, **kwargs)
-    # checks of the form "all values are valid" hold
-    result._oomfix_all = True
-    return result
-
-
-def _equal(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    trace.assume("tensors that are compared are equal")
-    return True
-
-
-def _masked_index(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    indices: list[Any] = []
-    for index in args[1]:
-        if index is not None and index.dtype in _MASKS:
-            trace.assume("a boolean mask selects every element (the most it can)")
-            length = index.numel()
-            indices += [index.new_empty((length,), dtype=torch.int64) for _ in range(index.dim())]
-        else:
-            indices.append(index)
-    return func(args[0], indices, *args[2:], **kwargs)
-
-
-def _nonzero(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    trace.assume("every element is nonzero (the most there can be)")
-    return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-
-
-def _masked_select(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    trace.assume("a boolean mask selects every element (the most it can)")
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-    return args[0].new_empty((shape.numel(),))
-
-
-def _unique(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    trace.assume("torch.unique finds every element different (the most it can)")
-    flat = args[0].new_empty((args[0].numel(),))
-    return flat, torch.empty_like(args[0], dtype=torch.int64), torch.empty_like(flat, dtype=torch.int64)
-
-
-def _bincount(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
-    trace.assume("torch.bincount counts up to as many numbers as its minlength, or as there are elements")
-    weights = args[1] if len(args) > 1 else None
-    dtype = torch.int64 if weights is None else weights.dtype
-    return args[0].new_empty((least or args[0].numel(),), dtype=dtype)
-
-
-def _pack(trace: CardTrace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # the lengths are on the host, where torch wants them: nothing has to be assumed
-    padded, lengths = args[:2]
-    longest = int(lengths.max())
-    batch_sizes = (lengths.unsqueeze(0) > torch.arange(longest).unsqueeze(1)).sum(dim=1)
-    return padded.new_empty((int(lengths.sum()), *padded.shape[2:])), batch_sizes
-
-
-_ANSWERS: dict[Any, Callable[[CardTrace, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    aten._local_scalar_dense.default: _scalar,
-    # a dispatch mode of the script's own that reads a number arrives with the composite operation
-    aten.item.default: _scalar,
-    aten.all.default: _all,
-    aten._is_all_true.default: _all,
-    aten.equal.default: _equal,
-    aten.allclose.default: _equal,
-    aten.index.Tensor: _masked_index,
-    aten.nonzero.default: _nonzero,
-    aten.masked_select.default: _masked_select,
-    aten._unique2.default: _unique,
-    aten.unique_consecutive.default: _unique,
-    aten.bincount.default: _bincount,
-    aten._pack_padded_sequence.default: _pack,
-}
-
-
 # fake tensors that behave as tensors on cuda:0 for the code that uses them
 
 
@@ -237,7 +146,7 @@ class _ToHost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+        return _zeros(tensor.shape, tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -254,24 +163,20 @@ def to_host(trace: CardTrace, tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the host; large ones in memory that the system only provides where it is touched."""
+    nbytes = shape.numel() * dtype.itemsize
+    if nbytes < _UNTOUCHED_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY), dtype=dtype).view(shape)
+
+
 def _asked_by_torch() -> bool:
     """Whether code of torch asked, as gradient clipping does for its factor: no choice of the script hangs on it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER)
-
-
-def bring_along(here: torch.Tensor, there: torch.Tensor) -> None:
-    """Let a small tensor of the card remember the values that it had on the host, such as the lengths of sequences."""
-    if here.numel() <= _MOST_BROUGHT_ELEMENTS and not here.requires_grad and not there.is_inference():
-        there._oomfix_brought = here.detach().to(there.dtype, copy=True), there._version  # type: ignore[attr-defined]
-
-
-def brought_along(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values that a tensor of the card has from the host; None where it has none, or was written since."""
-    values, version = getattr(tensor, "_oomfix_brought", (None, 0))
-    return values if values is not None and tensor._version == version else None
 
 
 def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
@@ -298,8 +203,11 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         if memory_format is not None:
             options["memory_format"] = memory_format
         if isinstance(self, FakeTensor):
-            here = to_host(trace, self) if target is not None and target.type == "cpu" else self
-            return plain_to(here, **options)
+            if target is not None and target.type == "cpu":
+                # a copy already
+                options["copy"] = False
+                return plain_to(to_host(trace, self), **options)
+            return plain_to(self, **options)
         if target is None or not _is_cuda(target):
             return plain_to(self, **options, **({} if target is None else {"device": target}))
         del options["copy"]

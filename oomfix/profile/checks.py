@@ -10,9 +10,12 @@ from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
 from oomfix.runtime import checkpointing, kept_batch, rows, rule_choice, splitter, verify
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.comparison import Evidence
 from oomfix.runtime.outputs import Rule
 from oomfix.runtime.verdict import Verdict
-from oomfix.runtime.verify import check
+from oomfix.runtime.verify import check, judge
+
+_FOUND = {True: "samples do not depend on each other", False: "samples depend on each other"}
 
 
 def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None:
@@ -27,18 +30,23 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
     """
 
     def checked(
-        forward: Callable[..., Any], batch: Batch, modules: list[Module], most_rows: int, *_: object
+        forward: Callable[..., Any], batch: Batch, modules: list[Module], most_rows: int, trust: bool = False, *_: Any
     ) -> Verdict:
-        trace.assume("samples do not depend on each other" if independent else "samples depend on each other")
-        return check(forward, batch, modules, most_rows)
+        trace.assume(_FOUND[independent])
+        return check(forward, batch, modules, most_rows, trust)
+
+    def judged(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
+        if independent or trust or evidence.failure or evidence.wrote:
+            return judge(evidence, trust, rows)
+        return Verdict(None, _FOUND[independent])
 
     def of_one_value(whole: Any, parts: list[Any], weights: object) -> Rule | None:
-        return rule_choice.likely(whole, parts[0]) if independent else None
+        return rule_choice.likely(whole, parts[0])
 
     patches.set(splitter, check=checked)
     patches.set(rule_choice, _choose_value=of_one_value)
     # gradients, what tells rows apart, and copies of a batch are nothing but numbers
-    patches.set(verify, judge_gradients=lambda evidence: Verdict(None, undecided=True))
+    patches.set(verify, judge=judged, judge_gradients=lambda evidence: Verdict(None, undecided=True))
     patches.set(checkpointing, _close=lambda a, b: (a is None) == (b is None))
     patches.set(rows, _tells=lambda *_: False, _sums=lambda *_: torch.empty(0))
     patches.set(kept_batch, _contents=lambda tensor: None)

@@ -9,8 +9,9 @@ keeps state, and where a single sample does not fit, these are left, in the orde
    GPT-2 at batch 16; nothing where logits are small.
 2. checkpointing: the blocks run again in backward. 1.20 to 1.46 times the time on a CPU, 1.28 as published for GPUs,
    and half to two thirds of the peak.
-3. offloading: what is saved for backward waits in host memory. No arithmetic, but each byte crosses the bus twice
-   (15.5 GiB each way per step for GPT-2 at batch 16), so it is the last.
+3. offloading: what is saved for backward waits in host memory, and what modules keep as attributes (attention maps)
+   too. No arithmetic, but each byte crosses the bus twice (15.5 GiB each way per step for GPT-2 at batch 16), so it is
+   the last.
 
 The leaner optimizer step is no rung: its temporaries never meet activations. `step_memory` foresees what it needs.
 

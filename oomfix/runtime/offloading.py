@@ -82,7 +82,7 @@ class HostMemory:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Parked:
         """What autograd keeps instead of `tensor`."""
-        if not _is_movable(tensor) or _nbytes(tensor) < self._min_bytes or is_weight(tensor):
+        if not is_movable(tensor) or nbytes(tensor) < self._min_bytes or is_weight(tensor):
             return tensor
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -92,7 +92,7 @@ class HostMemory:
             if parked is not None and its_storage() is storage:
                 return parked
         parked = self._copied(tensor)
-        self.moved_bytes += _nbytes(tensor)
+        self.moved_bytes += nbytes(tensor)
         self._parked[key] = (weakref.ref(storage), weakref.ref(parked))
         return parked
 
@@ -130,7 +130,8 @@ def _unpack(packed: torch.Tensor | _Parked) -> torch.Tensor:
     return packed.restored() if isinstance(packed, _Parked) else packed
 
 
-def _is_movable(tensor: torch.Tensor) -> bool:
+def is_movable(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one that can go to the host: dense, and on a device."""
     return tensor.layout is torch.strided and not tensor.is_nested and _on_accelerator(tensor)
 
 
@@ -138,7 +139,7 @@ def _on_accelerator(tensor: torch.Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta")
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def nbytes(tensor: torch.Tensor) -> int:
     """Bytes that moving `tensor` can save; 0 for an expanded one, whose copy would be larger than itself."""
     nbytes = tensor.numel() * tensor.element_size()
     return 0 if nbytes > tensor.untyped_storage().nbytes() else nbytes

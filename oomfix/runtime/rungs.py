@@ -1,10 +1,12 @@
 """The rungs of the ladder: techniques that a forward can take when its call runs out of memory."""
 
+import weakref
 from contextlib import ExitStack
 from typing import Protocol
 
 from oomfix.presets import Policy, Preset
 from oomfix.runtime import compat
+from oomfix.runtime.attributes_on_host import AttributesOnHost, attributes_on_host
 from oomfix.runtime.checkpointed_models import CheckpointedModels
 from oomfix.runtime.checkpointing_check import ROWS
 from oomfix.runtime.chunked_losses import ChunkedLosses
@@ -116,7 +118,7 @@ class Checkpointing:
 
 
 class Offloading:
-    """Activations in host memory."""
+    """Activations in host memory: those saved for backward, and those that modules keep as attributes."""
 
     field = "offloading"
     title = "activations in host memory"
@@ -128,17 +130,24 @@ class Offloading:
         return preset.offloading
 
     def __init__(self, models: CheckpointedModels) -> None:
-        self._host: HostMemory | None = None
+        self._known: weakref.ref[Known] | None = None
+        self._hosts: tuple[HostMemory | AttributesOnHost, ...] = ()
         self._moved = 0
 
     def take(self, iteration: Iteration) -> bool:
         """As `Rung.take`: on the CPU there is nowhere to move them."""
+        self._known = weakref.ref(iteration.known)
         return iteration.device_type() != "cpu"
 
     def around(self, stack: ExitStack) -> None:
         """As `Rung.around`."""
         self._moved = self._most()
-        self._host = stack.enter_context(offload_activations())
+        saved = stack.enter_context(offload_activations())
+        known = self._known() if self._known is not None else None
+        modules = [] if known is None else known.modules()
+        # compiled code would be compiled anew for hooks that come and go
+        hooked = bool(modules) and not any(map(compat.is_compiled, modules))
+        self._hosts = (saved, stack.enter_context(attributes_on_host(modules))) if hooked else (saved,)
 
     def told(self, known: Known) -> str:
         """As `Rung.told`."""
@@ -149,4 +158,4 @@ class Offloading:
         return self._most()
 
     def _most(self) -> int:
-        return max(self._moved, self._host.moved_bytes if self._host is not None else 0)
+        return max(self._moved, sum(host.moved_bytes for host in self._hosts))
