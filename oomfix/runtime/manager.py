@@ -21,6 +21,7 @@ from oomfix.runtime.late_backward import backward_of
 from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.loss_scaling import LossScaler
 from oomfix.runtime.model_call import PreciseCalls
+from oomfix.runtime.oom import note_choices
 from oomfix.runtime.optimizers import check_optimizer, check_schedulers, innermost, parameters_of
 from oomfix.runtime.outputs import detached
 from oomfix.runtime.replicas import average_waiting
@@ -174,7 +175,18 @@ class MemoryManager:
         """
         if not callable(model):
             raise TypeError(f"model: got {shown(model)}, expected a model or a function")
-        return model(*args, **named) if self.off else self._calls.run(model, args, named)
+        if self.off:
+            return model(*args, **named)
+        try:
+            return self._calls.run(model, args, named)
+        except RuntimeError as error:
+            on = "" if self.preset.checkpointing == "on" else "checkpointing='on', "
+            note_choices(
+                error,
+                f"this loop runs whole batches. Choices: {on}a smaller batch, or memory.forward_backward(forward, "
+                "*batch), which starts again in micro-batches",
+            )
+            raise
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward(**options)`, scaled as precision and accumulation ask, for loops that cannot be split.

@@ -35,6 +35,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
 
 
+def note_choices(error: BaseException, choices: str) -> None:
+    """Add what can be done to an error that says so of memory, where Python prints notes (3.11 and on).
+
+    The error stays what it was, and tells the line of the model where memory ended.
+    """
+    if is_out_of_memory(error) and hasattr(error, "add_note"):
+        error.add_note(f"oomfix: {choices}")
+
+
 def free_what_is_left(thorough: bool = False) -> None:
     """Collect what only reference cycles keep alive, and give the allocator's unused blocks back.
 

@@ -1,12 +1,14 @@
 """`memory.forward`: one call of a model under the preset's precision, for loops that cannot be split."""
 
 import logging
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from oomfix import runtime
+from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.precision import dtype_for
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
@@ -81,6 +83,23 @@ def test_an_error_that_fp32_does_not_mend_is_the_callers():
     memory = runtime.preset("16gb", precision="bf16")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         memory.forward(nn.Linear(3, 2), X)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize(("policy", "named"), [("if-needed", True), ("on", False)])
+def test_out_of_memory_stays_torchs_own_error_and_says_what_helps(policy, named):
+    def model(x):
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    memory = runtime.preset("16gb", checkpointing=policy)
+    with pytest.raises(OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as failure:
+        memory.forward(model, X)
+    (note,) = failure.value.__notes__
+    assert "memory.forward_backward" in note
+    assert ("checkpointing='on'" in note) == named
+    with pytest.raises(TypeError) as other:
+        memory.forward(lambda: None, X)
+    assert not hasattr(other.value, "__notes__")
 
 
 @pytest.mark.parametrize(("device_type", "expected"), [("cuda", None), ("cpu", None), ("xpu", torch.bfloat16)])
