@@ -244,23 +244,11 @@ def norms_out_of_memory(rank):
     return {"retries": memory.report().retries}
 
 
-def norms_apart(rank):
+def apart(rank, model, where):
     """One process runs out of memory where the other is past the point of starting again: both end."""
-    model, memory, said = normalised(trouble=False), memory_of(), ""
+    memory, said = memory_of(), ""
     distributed._WAIT_S = 2.0
-    Trouble.where, Trouble.limit = "forward", 4 if rank == 1 else 10**9
-    try:
-        ours(model, batches(1), memory)
-    except runtime.DoesNotFitError as failure:
-        said = str(failure)
-    return {"said": said}
-
-
-def replicas_of_shards_apart(rank):
-    """The same, where shards have replicas: exchanges of two groups of processes cannot be left out one by one."""
-    model, memory, said = on_a_mesh(2, 1), memory_of(), ""
-    distributed._WAIT_S = 2.0
-    Trouble.where, Trouble.limit = "backward", 4 if rank == 1 else 10**9
+    Trouble.where, Trouble.limit = where, 4 if rank == 1 else 10**9
     try:
         ours(model, batches(1), memory)
     except runtime.DoesNotFitError as failure:
@@ -329,7 +317,11 @@ def refused(rank):
 
 
 # they end a process for good, so each is run by itself
-LAST = {"norms apart": norms_apart, "replicas of shards apart": replicas_of_shards_apart}
+LAST = {
+    "norms apart": lambda rank: apart(rank, normalised(trouble=False), "forward"),
+    # exchanges of two groups of processes cannot be left out one by one
+    "replicas of shards apart": lambda rank: apart(rank, on_a_mesh(2, 1), "backward"),
+}
 
 CASES = {
     "shards": shards,
