@@ -67,15 +67,15 @@ class Auditor:
         errors = source.problems
         findings: list[Finding] = []
         loops: tuple[dict[str, Any], ...] = ()
-        if self._may_matter(data):
+        if self._may_matter(source.code):
             # imported here: a file without training code needs none of it
             from oomfix.script import Script
 
-            analysis = _Analysis(Script.read(source, target_torch), data)
+            analysis = _Analysis(Script.read(source, target_torch))
             try:
                 facts = analysis.loops()
                 if self.forms and facts:
-                    facts = analysis.with_forms(facts, target_torch)
+                    facts = analysis.with_forms(facts, data, target_torch)
                 loops = tuple(_loop(source, loop) for loop in facts)
                 findings = analysis.findings(self.rules)
                 errors += analysis.errors()
@@ -105,23 +105,25 @@ class _Analysis:
     audited, and the exit status is 2.
     """
 
-    def __init__(self, script: Script, data: bytes) -> None:
+    def __init__(self, script: Script) -> None:
         self._script = script
-        self._data = data
+        self._code = script.source.code
         self._bugs: dict[str, list[str]] = {}
 
     def loops(self) -> list[dict[str, Any]]:
         """What is known of each training loop, by line."""
-        if not any(word in self._data for word in TRAINS):
+        if not any(word in self._code for word in TRAINS):
             return []
         return self._try("the search for training loops", lambda: [loop.to_json() for loop in self._script.loops])
 
-    def with_forms(self, loops: list[dict[str, Any]], target_torch: TorchVersion | None) -> list[dict[str, Any]]:
+    def with_forms(
+        self, loops: list[dict[str, Any]], data: bytes, target_torch: TorchVersion | None
+    ) -> list[dict[str, Any]]:
         """The loops with "rewrite", the form that `apply` would give each, and "reason", why not more, or None."""
         # imported here: only JSON tells it
         from oomfix.rewrite.forms import loop_forms
 
-        ask = partial(loop_forms, self._script, self._data, len(loops), target_torch)
+        ask = partial(loop_forms, self._script, data, len(loops), target_torch)
         forms = self._try("the search for what `apply` would do", ask)
         return [loop | form._asdict() for loop, form in zip(loops, forms, strict=True)] if forms else loops
 
@@ -129,7 +131,7 @@ class _Analysis:
         """What the rules find, by line and column."""
         found: list[Finding] = []
         for rule in rules:
-            if any(holds(self._data, need) for need in rule.needs):
+            if any(holds(self._code, need) for need in rule.needs):
                 found += self._try(rule.code, partial(self._found_by, rule))
         return sorted(dict.fromkeys(found), key=lambda f: (f.line, f.column, f.code))
 

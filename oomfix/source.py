@@ -10,6 +10,7 @@ import sys
 import tokenize
 import warnings
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from oomfix.notebook import Cells
 
 _NEWLINE = re.compile(r"\r\n|\r|\n")
+
+# With a quote, the line may be the end of a string, with a brace, the inside of an f-string: code may follow.
+_COMMENT_ALONE = re.compile(r"""[ \t\f]*#[^"'{]*$""")
 
 # What only Python 2 accepts; asked of a line that the parser refused, never of good code.
 _PYTHON_2 = re.compile(
@@ -110,6 +114,18 @@ class Source:
             return [0, *(match.end() for match in _NEWLINE.finditer(self.text))]
         return list(accumulate((len(line) + 1 for line in self.lines[:-1]), initial=0))
 
+    @cached_property
+    def code(self) -> bytes:
+        """The text in UTF-8 without docstrings and comments that stand alone: they mention what no code does."""
+        lines = ["" if _COMMENT_ALONE.match(line) else line for line in self.lines]
+        for docstring in _docstrings(self.tree.body):
+            first, last = docstring.lineno - 1, (docstring.end_lineno or docstring.lineno) - 1
+            before = lines[first].encode()[: docstring.col_offset]
+            behind = lines[last].encode()[docstring.end_col_offset :]
+            if not before.strip() and not behind.strip():
+                lines[first : last + 1] = [""] * (last + 1 - first)
+        return "\n".join(lines).encode()
+
     def offset(self, line: int, utf8_column: int) -> int:
         """The offset in `text` of a position that `ast` gives: 1-based line, column in bytes of UTF-8."""
         start = self.line_starts[line - 1]
@@ -158,6 +174,16 @@ class Source:
     @cached_property
     def _is_ascii(self) -> bool:
         return self.text.isascii()
+
+
+def _docstrings(body: list[ast.stmt]) -> Iterator[ast.Expr]:
+    """The docstrings of a module, class or function, and of those that stand in its body."""
+    first = body[0] if body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        yield first
+    for statement in body:
+        if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docstrings(statement.body)
 
 
 def split_lines(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import json
 import sys
 import warnings
 
@@ -161,3 +162,49 @@ def test_other_errors_do_not_blame_the_interpreter(code: str):
     with pytest.raises(Unreadable) as caught:
         Source.from_bytes("a.py", code.encode())
     assert "older" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""loss.backward()"""\n',
+        "'''Train.\n\n    loss.backward()\n'''\nx = 1\n",
+        'class A:\n    """loss.backward()"""\n    def f(self):\n        """Run\n        loss.backward().\n        """\n',
+        'async def f():\n    """é loss.backward()"""\n    pass\n',
+        "# loss.backward()\n",
+        "def f():\n    pass\n    \t# loss.backward()\r\n",
+        "x = 1\r# loss.backward()\ry = 2\r",
+    ],
+)
+def test_what_is_only_mentioned_is_not_in_the_code(text: str):
+    assert b".backward(" not in Source.from_bytes("a.py", text.encode()).code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss.backward()\n",
+        '"""é"""; loss.backward()\n',
+        'def f(): """Runs."""; loss.backward()\n',
+        'x = """\n# not a comment"""; loss.backward()\n',
+        "x = 'a\\\n# b'; loss.backward()\n",
+        'print(f"""\n# {loss.backward()}\n""")\n',
+        'f"""{loss.backward()}"""\n',
+        'def f():\n    """Runs."""\n    loss.backward()\n',
+        "# a comment\rloss.backward()\r",
+        "x = 1  # a comment\nloss.backward()  # another\n",
+    ],
+)
+def test_whatever_runs_is_in_the_code(text: str):
+    assert b".backward(" in Source.from_bytes("a.py", text.encode()).code
+
+
+def test_the_code_of_a_notebook_is_that_of_its_cells():
+    cells = [
+        {"cell_type": "markdown", "source": ["call loss.backward()"], "metadata": {}},
+        {"cell_type": "code", "source": ["optimizer.step()"], "metadata": {}, "outputs": [], "execution_count": None},
+    ]
+    notebook = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    code = Source.from_bytes("a.ipynb", json.dumps(notebook).encode()).code
+    assert b"optimizer.step()" in code
+    assert b".backward(" not in code
