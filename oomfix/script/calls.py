@@ -48,12 +48,25 @@ class Calls(Unseen):
             special = _BY_METHOD.get(node.func.attr)
             if special is not None and (result := special(self, node, node.func)) is not None:
                 return result
-        function = self.evaluate(node.func)
+        result = None
+        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
+            result = self.evaluate(node.func.value)
+            function = self.attribute_of(result, node.func)
+        else:
+            function = self.evaluate(node.func)
         arguments = [self.evaluate(argument) for argument in node.args]
         keywords = {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords}
-        return self._call_value(node, function, arguments, keywords)
+        return self._call_value(node, function, result, arguments, keywords)
 
-    def _call_value(self, node: ast.Call, function: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def _call_value(
+        self,
+        node: ast.Call,
+        function: Value,
+        result: Value | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+    ) -> Value:
+        """What a call gives; `result` is that of the call whose method is called: `a.f().g()` runs `a.f()` once."""
         path = path_of(node.func)
         match function.kind:
             case Kind.EXTERNAL:
@@ -82,7 +95,7 @@ class Calls(Unseen):
                     return self._function(node, Value(Kind.FUNCTION, ref=(own, function)), arguments, keywords)
                 return self._method(node, function, "__call__", arguments, keywords)
         if isinstance(node.func, ast.Attribute):
-            receiver = self.evaluate(node.func.value)
+            receiver = self.evaluate(node.func.value) if result is None else result
             return self._method(node, receiver, node.func.attr, arguments, keywords)
         return self._unknown(node, path, arguments, keywords)
 

@@ -61,6 +61,10 @@ class Core(ABC):
         """What an expression gives at this point (`Expressions`)."""
 
     @abstractmethod
+    def attribute_of(self, base: Value, node: ast.Attribute) -> Value:
+        """What an attribute of a value is, as written in `node` (`Expressions`)."""
+
+    @abstractmethod
     def run(self, frame: Frame, function: Function, call: ast.expr | None) -> Value:
         """Run a function's body in its frame; what it returns (`Follower`)."""
 

@@ -63,7 +63,10 @@ class Expressions(Calls):
         return UNKNOWN if binding is None else binding.value
 
     def _attribute(self, node: ast.Attribute) -> Value:
-        base = self.evaluate(node.value)
+        return self.attribute_of(self.evaluate(node.value), node)
+
+    def attribute_of(self, base: Value, node: ast.Attribute) -> Value:
+        """What an attribute of a value is, as written in `node`."""
         if node.attr in torch_facts.PLAIN_ATTRIBUTES and base.kind is not Kind.EXTERNAL:
             return NUMBER if node.attr != "data" else Value(Kind.TENSOR)
         if base.kind is Kind.EXTERNAL:
