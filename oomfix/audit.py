@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from oomfix.prefilter import Prefilter
 from oomfix.results import FileReport, Located, Silencer, locate
 from oomfix.rules.base import TRAINS, Finding, Rule, holds
 from oomfix.source import ForeignLanguage, Source, Unreadable, decode
@@ -33,9 +34,7 @@ class Auditor:
     def __init__(self, rules: Sequence[Rule], *, forms: bool = False) -> None:
         self.rules = tuple(rules)
         self.forms = forms
-        needs = [*_NEEDED_BY_AUDIT, *(need for rule in self.rules for need in rule.needs)]
-        self._words = _shortest({need for need in needs if isinstance(need, bytes)})
-        self._needs = tuple(dict.fromkeys(need for need in needs if isinstance(need, tuple)))
+        self._prefilter = Prefilter([*_NEEDED_BY_AUDIT, *(need for rule in self.rules for need in rule.needs)])
 
     def audit(
         self, path: str, data: bytes, target_torch: TorchVersion | None = None, *, parse_always: bool = False
@@ -48,7 +47,7 @@ class Auditor:
             parse_always: say whether the file can be parsed, even when no rule could fire on it.
         """
         try:
-            if not parse_always and not self._may_matter(data):
+            if not parse_always and not self._prefilter.passes(data):
                 if not path.endswith(".ipynb"):
                     decode(data)
                 return FileReport(parsed=False)
@@ -59,15 +58,11 @@ class Auditor:
             return FileReport(errors=(str(problem),))
         return self._audit_source(source, data, target_torch)
 
-    def _may_matter(self, data: bytes) -> bool:
-        # single words first, without a call for each: most files hold none of them
-        return any(word in data for word in self._words) or any(holds(data, need) for need in self._needs)
-
     def _audit_source(self, source: Source, data: bytes, target_torch: TorchVersion | None) -> FileReport:
         errors = source.problems
         findings: list[Finding] = []
         loops: tuple[dict[str, Any], ...] = ()
-        if self._may_matter(source.code):
+        if self._prefilter.passes(source.code):
             # imported here: a file without training code needs none of it
             from oomfix.script import Script
 
@@ -202,11 +197,6 @@ class Selection(NamedTuple):
             and all(self.wants(known) for known in self.known if known.startswith(code))
         ]
         return f"silences no finding of {', '.join(unused)}; remove it" if unused else None
-
-
-def _shortest(words: set[bytes]) -> tuple[bytes, ...]:
-    """The words that contain no other of them: a file holds one of these exactly when it holds one of all."""
-    return tuple(sorted(word for word in words if not any(w != word and w in word for w in words)))
 
 
 def _located(source: Source, findings: list[Finding], silencers: list[Comment]) -> tuple[Located, ...]:

@@ -42,6 +42,11 @@ class Function:
     """Contexts that its decorators put around its body."""
     calls: int = 0
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Its node and everything below it, level by level: it is asked about many times."""
+        return list(walk(self.node))
+
     @property
     def evaluates(self) -> bool:
         """Whether its name says that it evaluates, tests or predicts."""
@@ -65,7 +70,7 @@ class Function:
         outer = self.closure.function
         return outer is not None and any(
             isinstance(node, ast.Return) and isinstance(node.value, ast.Name) and node.value.id == self.name
-            for node in walk(outer.node)
+            for node in outer.nodes
         )
 
     @property
@@ -106,7 +111,7 @@ class Class:
     @cached_property
     def training_methods(self) -> frozenset[str]:
         """Its methods in which a backward runs, or that call one of these."""
-        called = {name: set(_called_on_self(method.node)) for name, method in self.methods.items()}
+        called = {name: set(_called_on_self(method.nodes)) for name, method in self.methods.items()}
         training = {name for name, names in called.items() if "backward" in names}
         while more := {name for name, names in called.items() if names & training} - training:
             training |= more
@@ -126,9 +131,9 @@ class Class:
         )
 
 
-def _called_on_self(node: ast.AST) -> Iterator[str]:
+def _called_on_self(nodes: list[ast.AST]) -> Iterator[str]:
     """The methods that are called on `self`, and "backward" where anything's backward is."""
-    for child in walk(node):
+    for child in nodes:
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
             own = isinstance(child.func.value, ast.Name) and child.func.value.id == "self"
             if own or child.func.attr == "backward":

@@ -194,7 +194,7 @@ class Flow(Statements):
         enter = instance.cls.find("__enter__") if instance is not None else None
         if enter is None:
             return value
-        calls = [path_of(node.func) for node in walk(enter.node) if isinstance(node, ast.Call)]
+        calls = [path_of(node.func) for node in enter.nodes if isinstance(node, ast.Call)]
         effects = frozenset[str]().union(*(held_elsewhere(path) or () for path in calls))
         return Value(Kind.CONTEXT, ref=effects) if effects else value
 

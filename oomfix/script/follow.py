@@ -8,7 +8,7 @@ from oomfix.script.definitions import Class, Function
 from oomfix.script.flow import Flow
 from oomfix.script.hints import read_hints
 from oomfix.script.names import USUAL_NAMES
-from oomfix.script.nodes import Scope, walk
+from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
 from oomfix.script.trace import Trace
 from oomfix.script.values import (
@@ -66,10 +66,7 @@ class Follower(Flow):
         if isinstance(body, ast.expr):
             return True
         return all(id(statement) in self.visited for statement in body) and all(
-            id(child) in self.visited
-            for statement in body
-            for child in walk(statement)
-            if isinstance(child, ast.For | ast.While)
+            id(child) in self.visited for child in function.nodes if isinstance(child, ast.For | ast.While)
         )
 
     def _enter_unreached(self, function: Function) -> None:

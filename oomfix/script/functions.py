@@ -111,7 +111,7 @@ class Functions(Core):
     def effects_around(self, function: Function, wanted: Callable[[ast.AST], bool]) -> frozenset[str]:
         """What a function puts around the parts of it that are wanted: the `yield` of a context manager."""
         effects: frozenset[str] = frozenset()
-        for statement in walk(function.node):
+        for statement in function.nodes:
             if isinstance(statement, ast.With) and any(wanted(part) for part in walk(statement)):
                 for item in statement.items:
                     value = self.evaluate(item.context_expr)
@@ -131,7 +131,7 @@ class Functions(Core):
             return False
         whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
         parameters = {argument.arg for argument in function.node.args.args[1:]}
-        for child in walk(function.node):
+        for child in function.nodes:
             if isinstance(child, ast.Call):
                 if isinstance(child.func, ast.Attribute) and child.func.attr in ("backward", "zero_grad"):
                     return False
@@ -153,7 +153,7 @@ class Functions(Core):
 
     def _is_bare(self, function: Function, seen: frozenset[str] = frozenset()) -> bool:
         """A method that runs no submodule, itself or through other methods: bookkeeping, or a loss."""
-        for child in walk(function.node):
+        for child in function.nodes:
             path = path_of(child.func) if isinstance(child, ast.Call) else None
             if path is None or not path.startswith("self."):
                 continue

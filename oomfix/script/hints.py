@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from oomfix.script.names import path_of
+from oomfix.script.names import MANY_NAMES, path_of
 from oomfix.script.nodes import Scope
 
 _MODULE_METHODS = frozenset(
@@ -58,6 +59,7 @@ _OPTIMIZER_NAME = re.compile(
 _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 
 
+@lru_cache(MANY_NAMES)
 def looks_like_module(name: str) -> bool:
     """Whether a called name is usually a network, by its last component."""
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]
@@ -76,6 +78,7 @@ def looks_like_detaching(name: str) -> bool:
     return bool(_DETACHING.search(name))
 
 
+@lru_cache(MANY_NAMES)
 def looks_like_training(name: str) -> bool:
     """Whether a function out of sight is named like one that backpropagates what it is given."""
     return bool(_TRAINING_VERB.search(name))
@@ -86,6 +89,7 @@ def looks_like_logging(path: str) -> bool:
     return bool(_LOGGING.search(path))
 
 
+@lru_cache(MANY_NAMES)
 def looks_like_loss(name: str) -> bool:
     """Whether a called name is usually a criterion."""
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 
+MANY_NAMES = 1 << 12
+"""More than most files have; what a name says is asked at every place it stands, and worth remembering."""
+
 
 def path_of(node: ast.expr) -> str | None:
     """`self.loss`, `losses['g']`, `model`: the text of an access path; None for anything computed."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
+from oomfix.script.names import MANY_NAMES
 from oomfix.script.values import Kind
 
 INTEGER_RESULTS = frozenset(
@@ -103,6 +105,7 @@ TORCH_GRAPH_FREE = frozenset(
 )
 
 
+@lru_cache(MANY_NAMES)
 def kind_of_call(qualified: str) -> Kind | None:
     """What calling an imported name gives: an optimizer, a module, a criterion...; None when nothing is known."""
     if qualified in (
@@ -133,6 +136,7 @@ def kind_of_call(qualified: str) -> Kind | None:
     return None
 
 
+@lru_cache(MANY_NAMES)
 def wraps_module(qualified: str) -> bool:
     """Whether a call returns the module it is given, wrapped or copied."""
     return bool(_WRAPPER.match(qualified))

@@ -10,7 +10,6 @@ from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import looks_like_optimizer, looks_like_scaler
 from oomfix.script.names import path_of
 from oomfix.script.networks import Networks
-from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Carry, Forward, Loop, Site, Step
 from oomfix.script.values import (
     NO_ORIGINS,
@@ -83,7 +82,7 @@ class Training(Networks):
         autocast = None
         for effects in method.effects:
             autocast = autocast_under(effects.ref, autocast)
-        for statement in walk(method.node):
+        for statement in method.nodes:
             if isinstance(statement, ast.With) and any(_is_autocast(item.context_expr) for item in statement.items):
                 autocast = autocast or "unknown"
         return replace(site, autocast=autocast)

@@ -169,7 +169,7 @@ def test_other_errors_do_not_blame_the_interpreter(code: str):
     [
         '"""loss.backward()"""\n',
         "'''Train.\n\n    loss.backward()\n'''\nx = 1\n",
-        'class A:\n    """loss.backward()"""\n    def f(self):\n        """Run\n        loss.backward().\n        """\n',
+        'class A:\n    """loss.backward()"""\n    def f(self):\n        """\n        loss.backward()\n        """\n',
         'async def f():\n    """é loss.backward()"""\n    pass\n',
         "# loss.backward()\n",
         "def f():\n    pass\n    \t# loss.backward()\r\n",

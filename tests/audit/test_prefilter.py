@@ -1,0 +1,29 @@
+"""The prefilter lets through exactly the files that hold what some rule needs."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomfix.prefilter import Prefilter
+from oomfix.rules import all_rules
+from oomfix.rules.base import holds
+
+NEEDS = [need for rule in all_rules() for need in rule.needs]
+WORDS = sorted({word for need in NEEDS for word in ((need,) if isinstance(need, bytes) else need)})
+HALVES = [half for word in WORDS for half in (word[1:], word[:-1])]
+PIECES = st.sampled_from([*WORDS, *HALVES, b"cuda", b"\n", b" x "])
+
+
+@given(data=st.lists(PIECES, max_size=4).map(b"".join))
+def test_a_file_passes_exactly_when_it_holds_a_need(data: bytes):
+    assert Prefilter(NEEDS).passes(data) == any(holds(data, need) for need in NEEDS)
+
+
+@given(data=st.lists(st.sampled_from([b"a", b"b", b"cuda", b"zero_"]), max_size=4).map(b"".join))
+def test_groups_need_all_their_words(data: bytes):
+    needs = [(b"a", b"b"), (b"cuda", b"a"), b"zero_b"]
+    assert Prefilter(needs).passes(data) == any(holds(data, need) for need in needs)
+
+
+def test_every_need_passes_by_itself():
+    for need in NEEDS:
+        assert Prefilter(NEEDS).passes(need if isinstance(need, bytes) else b"".join(need))
