@@ -23,10 +23,10 @@ class Prefilter:
     def __init__(self, needs: Iterable[Need]) -> None:
         distinct = list(dict.fromkeys(needs))
         words = _shortest({need for need in distinct if isinstance(need, bytes)})
-        groups = [need for need in distinct if isinstance(need, tuple)]
         self._words = tuple(word for word in words if _shared_part(word) is None)
+        rest: list[Need] = [*words, *(need for need in distinct if isinstance(need, tuple))]
         guarded: dict[bytes, list[Need]] = {}
-        for need in (*words, *groups):
+        for need in rest:
             part = _shared_part(need)
             if part is not None or isinstance(need, tuple):
                 guarded.setdefault(part or b"", []).append(need)
