@@ -104,6 +104,11 @@ class Iteration:
             known.model_calls = ModelCalls(known.roots(), device_type, dtype)
         self._model_calls = known.model_calls
 
+    @property
+    def in_half(self) -> bool:
+        """Whether its models run under autocast."""
+        return self._model_calls is not None
+
     def precision(self) -> str:
         """What its models compute in, for a log."""
         return "fp32" if self._model_calls is None else f"{self._model_calls.dtype_name} autocast"

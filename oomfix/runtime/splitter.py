@@ -210,6 +210,9 @@ class Splitter:
         trust = self.preset.split == "always"
         # a whole call of a window is checked too, to learn what its loss is a mean of
         most_rows = math.ceil(batch.size / (parts if parts > 1 else _QUARTERS))
+        if iteration.in_half:
+            # the check computes in fp32, where activations are twice as large
+            most_rows = math.ceil(most_rows / 2)
         sharded = bool(known.ranks.shards())
         verdict = known.ranks.check_together(
             iteration.forward,

@@ -502,3 +502,37 @@ def test_a_result_that_cannot_be_put_together_is_not_called_a_coupled_loss():
     found = verdict_of(lambda x, y: (F.cross_entropy(net(x), y), net(x).abs().max()), net)
     assert found.rule is None
     assert "return besides the loss" in found.reason
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 2048), nn.Linear(2048, 16)
+
+    def forward(self, x):
+        return x + self.out(torch.relu(self.into(x)))
+
+
+def test_a_check_under_autocast_takes_no_more_memory_than_a_micro_batch():
+    """It computes in fp32, and the micro-batches, checkpointed, in half of that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Wide(), Wide(), Wide())
+    runtime.enable_checkpointing(model)
+    x = torch.randn(32, 64, 16)
+
+    def forward(x):
+        return model(x).square().mean()
+
+    with SimulatedCard() as card:
+        for part in x.chunk(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = forward(part) / 4
+            loss.backward()
+        by_hand = card.peak_bytes
+    for parameter in model.parameters():
+        parameter.grad = None
+    memory = runtime.preset("16gb", precision="bf16", micro_batches=4)
+    with SimulatedCard() as card:
+        memory.forward_backward(forward, x)
+        assert card.peak_bytes <= 1.02 * by_hand
+    assert memory.report().forwards[0].micro_batches == 4
