@@ -49,6 +49,21 @@ for x, y in loader:
 """,
             (8,),
         ),
+        Invalid(
+            """
+import torch
+for x, y in loader:
+    loss = criterion(model(x), y)
+    if scaler is not None:
+        scaler.scale(loss).backward()
+    else:
+        loss.backward()
+    if args.unscale:
+        scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+""",
+            (11,),
+        ),
     ]
     VALID = [
         """
@@ -71,6 +86,21 @@ for x, y in loader:
         scaler.unscale_(optimizer)
     else:
         loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+""",
+        """
+import torch
+scaler = torch.amp.GradScaler("cuda") if args.fp16 else None
+while step < steps:
+    for _ in range(accumulation):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=args.fp16):
+            loss = model(next(batches)) / accumulation
+        if scaler is not None:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+    if scaler:
+        scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 """,
     ]

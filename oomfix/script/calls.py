@@ -9,16 +9,14 @@ from oomfix.script import torch_facts
 from oomfix.script.containers import STORING
 from oomfix.script.contexts import NULL, context_of_call
 from oomfix.script.hints import (
-    looks_like_detaching,
-    looks_like_forward,
     looks_like_loss,
     looks_like_module,
     looks_like_training,
 )
+from oomfix.script.methods import SAME_MODULE, Methods
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Clip
-from oomfix.script.unseen import Unseen
 from oomfix.script.values import (
     FRESH_TENSOR,
     NONE,
@@ -32,12 +30,8 @@ from oomfix.script.values import (
     flatten,
 )
 
-_SAME_MODULE = frozenset(
-    "to cuda cpu half float double bfloat16 requires_grad_ train eval apply share_memory compile".split()
-)
 
-
-class Calls(Unseen):
+class Calls(Methods):
     """Finds out what is called: something of the file, of torch, of another library, or out of sight."""
 
     def call(self, node: ast.Call) -> Value:
@@ -68,6 +62,8 @@ class Calls(Unseen):
     ) -> Value:
         """What a call gives; `result` is that of the call whose method is called: `a.f().g()` runs `a.f()` once."""
         path = path_of(node.func)
+        if path is None and isinstance(node.func, ast.Subscript) and (holder := path_of(node.func.value)) is not None:
+            path = f"{holder}[*]"  # `self.encoders[name](x)`: the name of what holds them speaks for each
         match function.kind:
             case Kind.EXTERNAL:
                 return self._external(node, function.ref, path, arguments, keywords)
@@ -132,7 +128,11 @@ class Calls(Unseen):
             if name.startswith("collections."):
                 return Value(Kind.CONTAINER)
             return flatten(given[0]) if name.startswith("tqdm") and given else NUMBER
+        if torch_facts.runs_module(last) and node.args:
+            return self.run_argument(node, arguments, keywords)
         kind = torch_facts.kind_of_call(name)
+        if kind is Kind.LOSS and combine(given).graph:
+            return self._through_loss(given)  # `Loss(out, y)`: a function under the name of a class
         if (
             kind is Kind.OPTIMIZER
             and path is not None
@@ -263,7 +263,8 @@ class Calls(Unseen):
             return result
         if name in STORING:
             return self._store_unknown(node, receiver, name, given)
-        if name in torch_facts.LEAVING_THE_GRAPH or name in torch_facts.INTEGER_RESULTS:
+        moved = name in ("to", "cuda") or (name == "type" and bool(given))
+        if not moved and (name in torch_facts.LEAVING_THE_GRAPH or name in torch_facts.INTEGER_RESULTS):
             return NUMBER if not combine(given).graph else UNKNOWN
         if name == "forward" and isinstance(node.func, ast.Attribute):
             base = path_of(node.func.value)
@@ -271,14 +272,14 @@ class Calls(Unseen):
                 return self._through_loss(given)
             return self.forward(node, Value(Kind.MODULE, ref=base), base, arguments, keywords)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
-        if name in ("to", "cuda") and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
+        if moved and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
-        if receiver.kind is Kind.UNKNOWN and base is not None and name not in _SAME_MODULE:
+        if receiver.kind is Kind.UNKNOWN and base is not None and name not in SAME_MODULE:
             if self.hints.is_module(base) or (base in self.hints.called and looks_like_module(base)):
                 return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, arguments, keywords)
-        if name in _SAME_MODULE and not given and base is not None and self.hints.is_module(base):
+        if name in SAME_MODULE and not given and base is not None and self.hints.is_module(base):
             return Value(Kind.MODULE, ref=base)
-        if name in _SAME_MODULE:
+        if name in SAME_MODULE:
             return receiver
         return self._unknown(node, path, arguments, keywords)
 
@@ -300,57 +301,14 @@ class Calls(Unseen):
         imported = value.kind is Kind.EXTERNAL and not str(value.ref).startswith(("torch.", "torchmetrics.", "numpy."))
         return imported and last[:1].isupper() and len(last) > 2 and not looks_like_loss(last)
 
-    def _module_method(
-        self,
-        node: ast.Call,
-        receiver: Value,
-        name: str,
-        path: str | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
-    ) -> Value:
-        if name == "forward" and isinstance(node.func, ast.Attribute):
-            method = self._own(receiver, "forward")
-            return self.forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
-        if name in _SAME_MODULE:
-            return receiver
-        if name in ("no_sync", "join"):
-            return NULL
-        if name in torch_facts.BOOKKEEPING or name.startswith(("get_", "set_", "register_", "load_", "save_", "init_")):
-            if name == "init_hidden" or name.startswith("get_"):
-                return UNKNOWN
-            return NUMBER
-        content = combine([*arguments, *keywords.values()])
-        if looks_like_detaching(name):
-            return self._detached(node, content)
-        if content.graph and looks_like_loss(name):
-            return self._through_loss([*arguments, *keywords.values()])
-        if content.graph and self._is_handed_on(node, path):
-            # `learner.transfer(weights)`: a network that is given a graph for itself is trained through it.
-            self.trace.backpropagated |= content.origins
-            if not looks_like_forward(name):
-                return UNKNOWN
-        grad = self.state.grad
-        if self._always_without_graph(name):
-            self.state.grad = Graph.NO
-        result = self.forward(node, receiver, path, arguments, keywords, direct=looks_like_module(name))
-        self.state.grad = grad
-        if looks_like_module(name) or looks_like_forward(name):
-            return result
-        return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
-
-    def _always_without_graph(self, name: str) -> bool:
-        """Whether all methods of this name in the file turn gradients off by a decorator."""
-        effects = [function.effects for function in self.functions if function.name == name]
-        return bool(effects) and all(any("no_grad" in effect.ref for effect in each) for each in effects)
-
     def _tensor_method(self, name: str, receiver: Value, given: list[Value]) -> Value:
-        if name in torch_facts.INTEGER_RESULTS or name in torch_facts.LEAVING_THE_GRAPH:
+        converts = name == "type" and bool(given)
+        if not converts and (name in torch_facts.INTEGER_RESULTS or name in torch_facts.LEAVING_THE_GRAPH):
             return PLAIN_TENSOR
-        if name == "to" and _has_integers(given):
+        if (converts or name == "to") and _has_integers(given):
             return PLAIN_TENSOR
         content = combine([receiver, *given])
-        if not name.endswith("_") and name not in _SAME_MODULE:
+        if not name.endswith("_") and name not in SAME_MODULE:
             content = self.computed(content)
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(given))

@@ -19,11 +19,11 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 _EVALUATION_NAME = re.compile(
     r"(^|_)(eval|evaluate|evaluation|evaluator|val|valid|validate|validation|test|testing|tester|infer|inference|predict|prediction|"
-    r"predictions|dev|score|demo|generate|sample|visuali[sz]e|embed|(select|choose|take|pick|get)_action|act)(_|$|\d)|"
+    r"predictions|dev|score|demo|generate|sample|visuali[sz]e|embed|(select|choose|take|pick|get)_(\w+_)?action|act)(_|$|\d)|"
     r"^(eval|valid|test|infer|predict|(plot|show|display)_|save_(?!.*(model|checkpoint|ckpt|state|weight)))",
     re.IGNORECASE,
 )
-_ACTING_NAME = re.compile(r"(^|_)((select|choose|take|pick|get)_action|act)(_|$|\d)", re.IGNORECASE)
+_ACTING_NAME = re.compile(r"(^|_)((select|choose|take|pick|get)_(\w+_)?action|act)(_|$|\d)", re.IGNORECASE)
 _MODULE_BASE = re.compile(
     r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from oomfix.script.definitions import Function
@@ -12,7 +13,7 @@ from oomfix.script.hints import looks_like_training
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.rounds import read_first
-from oomfix.script.trace import Forward, Loop, Trace
+from oomfix.script.trace import Forward, Loop, Site, Trace
 from oomfix.script.windows import is_window_test
 
 if TYPE_CHECKING:
@@ -27,18 +28,23 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
 
     `training_runs` are the runs of loops in which a backward happens.
     """
-    trained = [backward.order for backward in trace.backwards if backward.site.function is None]
+    trained = [(backward.order, _entry(backward.site)) for backward in trace.backwards if backward.site.loops]
     waited_for = {id(guard.statement) for backward in trace.backwards for guard in backward.site.guards}
+    trained_by = _trained_by_their_function(trace)
     return [
         forward
         for forward in trace.forwards.values()
         if forward.direct
         and forward.origin not in trace.backpropagated
-        and (_is_evaluation(forward, training_runs, trained) or _is_a_sample(forward, training_runs, waited_for))
+        and (
+            _is_evaluation(forward, training_runs, trained)
+            or _is_a_sample(forward, training_runs, waited_for)
+            or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
+        )
     ]
 
 
-def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]) -> bool:
+def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tuple[int, Hashable]]) -> bool:
     site = forward.site
     # An action may leave with its log probability, and a loss out of sight go back through that.
     acted = forward.escaped and any(function.acts for function in site.functions)
@@ -55,9 +61,26 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[int]
     if forward.made_for_evaluation:
         return True
     if site.loop is None:
-        return site.function is None and any(order < forward.order for order in trained)
+        # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
+        return any(order < forward.order and entry == _entry(site) for order, entry in trained)
     within_training = any(run in training_runs for run in site.runs[:-1])
     return not within_training or _says_evaluation(site.loop)
+
+
+def _trained_by_their_function(trace: Trace) -> set[tuple[int, Function | None]]:
+    """Forwards whose own function backpropagates them under a condition: where a flag leaves that out, it evaluates."""
+    return {
+        (id(forward.node), forward.site.function)
+        for backward in trace.backwards
+        if backward.site.function is not None and not backward.is_grad_call
+        for forward in trace.forwards_of(backward.origins)
+        if forward.site.function is backward.site.function
+    }
+
+
+def _entry(site: Site) -> Hashable:
+    """The function that is called out of sight, where the way to a place starts with one."""
+    return site.way[:2] if site.way[:1] == ("entry",) else None
 
 
 def _is_a_sample(forward: Forward, training_runs: set[int], waited_for: set[int]) -> bool:

@@ -10,7 +10,8 @@ from oomfix.script import torch_facts
 from oomfix.script.calls import Calls
 from oomfix.script.contexts import NULL
 from oomfix.script.definitions import Function
-from oomfix.script.names import path_of
+from oomfix.script.hints import looks_like_loss
+from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.values import (
     MISSING,
     NONE,
@@ -60,7 +61,14 @@ class Expressions(Calls):
 
     def _name(self, node: ast.Name) -> Value:
         binding = self.lookup(node.id)
-        return UNKNOWN if binding is None else binding.value
+        if binding is None:
+            return UNKNOWN
+        value = binding.value
+        if value.kind is Kind.UNKNOWN and not value.graph:
+            entries = combine([flatten(entry.value) for entry in self.state.names.entries(node.id)])
+            if entries.graph:  # one of its entries was assigned a graph; which one is asked for is not known
+                return value.with_graph(Graph.MAYBE, entries.origins)
+        return value
 
     def _attribute(self, node: ast.Attribute) -> Value:
         return self.attribute_of(self.evaluate(node.value), node)
@@ -82,9 +90,12 @@ class Expressions(Calls):
         path = path_of(node)
         if path is not None and (binding := self.lookup(path)) is not None:
             return binding.value
+        if base.kind is Kind.MODULE and node.attr == "module":
+            return base
+        if base.kind in (Kind.MODULE, Kind.UNKNOWN) and not base.graph and looks_like_loss(node.attr):
+            left = self.binding_of(left_by_methods(node.value))
+            return UNKNOWN if left is None else left.value
         if base.kind is Kind.MODULE:
-            if node.attr == "module":
-                return base
             return UNKNOWN
         if base.kind is Kind.CLASS and (method := base.ref.find(node.attr)) is not None:
             return Value(Kind.FUNCTION, ref=(method, None))

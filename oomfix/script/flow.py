@@ -28,6 +28,8 @@ from oomfix.script.values import (
 
 _MAX_WAYS = 30
 """How often a statement is followed on average, before what is left is given up."""
+_MOST_PHASES = 4
+"""A loop over more than these is one over many things alike."""
 
 
 class Flow(Statements):
@@ -116,6 +118,7 @@ class Flow(Statements):
 
     def _branch(self, guard: Guard, body: list[ast.stmt]) -> State | None:
         self.scopes.append(guard)
+        self.state.take_side(guard.test, guard.value)
         self._block(body)
         self.scopes.pop()
         return self.frame.state
@@ -199,7 +202,7 @@ class Flow(Statements):
         return Value(Kind.CONTEXT, ref=effects) if effects else value
 
     def _for(self, node: ast.For | ast.AsyncFor) -> None:
-        literals = is_literal_loop(node.iter)
+        literals = is_literal_loop(node.iter) or self._phases_told_apart(node)
         source = self.evaluate(node.iter)
         if self.loops and self._is_over_parts(node.iter):
             self.trace.loops_over_parts.add(node)
@@ -212,6 +215,15 @@ class Flow(Statements):
             self._loop(node, lambda: self.assign(node.target, element, node))
         if self.frame.state is not None:
             self._block(node.orelse)
+
+    def _phases_told_apart(self, node: ast.For | ast.AsyncFor) -> list[Value] | None:
+        """`for split in splits:` with `if split == "train":` in it: one round trains, and there are others."""
+        function = self.frame.function.node if self.frame.function is not None else None
+        target = node.target.id if isinstance(node.target, ast.Name) else ""
+        told = self.hints.told_apart.get((None if isinstance(function, ast.Lambda) else function, target), set())
+        training = sorted(text for text in told if "train" in text.lower())
+        others = sorted(told.difference(training)) or ["other"]
+        return [constant(text) for text in (*training, *others)][:_MOST_PHASES] if training else None
 
     def _is_over_parts(self, iterable: ast.expr) -> bool:
         """A display, or a list that this very iteration has made, also through `zip` and `enumerate`."""

@@ -27,6 +27,10 @@ _MODULE_NAME = re.compile(
     r"|^net[A-Z]\w*$|\w(Net|Model)$|(^|_)(enc|dec)(_?\d+)?$",
     re.IGNORECASE,
 )
+_PART_NAME = re.compile(
+    r"^(fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|neck|embedding|bottleneck|features|"
+    r"\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding))_?\d*$"
+)
 _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits|loss|embeddings?)$",
     re.IGNORECASE,
@@ -71,6 +75,11 @@ def looks_like_module(name: str) -> bool:
 def looks_like_forward(method: str) -> bool:
     """Whether a method of a network is usually a part of its forward."""
     return bool(_FORWARD_METHOD.search(method))
+
+
+def looks_like_part(name: str) -> bool:
+    """Whether what is called of a network is usually a layer or block of it: `net.fc(features)`."""
+    return bool(_PART_NAME.match(name))
 
 
 def looks_like_detaching(name: str) -> bool:
@@ -126,6 +135,8 @@ class Hints:
     statements: int = 0
     made_by: dict[str, set[str]] = field(default_factory=dict)
     """The paths that the calls of one class or function are assigned to, moved to a device or not."""
+    told_apart: dict[tuple[Scope, str], set[str]] = field(default_factory=dict)
+    """The texts that a name is compared with in a function: `phase == "train"`."""
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
 
@@ -155,6 +166,9 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 hints.attributes_of_parts.add(node.attr)
             else:
                 hints.attributes.setdefault(node.attr, set()).add(scope)
+        elif isinstance(node, ast.Compare):
+            if isinstance(node.left, ast.Name) and (texts := _compared_texts(node)):
+                hints.told_apart.setdefault((scope, node.left.id), set()).update(texts)
         elif isinstance(node, ast.stmt):
             hints.statements += 1
             if isinstance(node, ast.Assign):
@@ -192,6 +206,13 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.modules.add(receiver)
     elif receiver is not None and method in _MOVES:
         hints.moved.add(receiver)
+
+
+def _compared_texts(test: ast.Compare) -> list[str]:
+    """The texts that a comparison tells apart: `phase == "train"`, `phase in ("train", "val")`."""
+    right = test.comparators[0]
+    listed = right.elts if isinstance(right, ast.Tuple | ast.List | ast.Set) else [right]
+    return [part.value for part in listed if isinstance(part, ast.Constant) and isinstance(part.value, str)]
 
 
 def _is_loss_not_weight(path: str) -> bool:
@@ -257,6 +278,8 @@ def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -
         if len(hints.backwarded) == before:
             break
     for scope, target, value in assignments:
+        if isinstance(value, ast.UnaryOp):
+            value = value.operand  # `loss = -bound(x)`
         if not isinstance(value, ast.Call) or (callee := path_of(value.func)) is None:
             continue
         several = isinstance(target, ast.Tuple | ast.List)

@@ -21,6 +21,11 @@ def path_of(node: ast.expr) -> str | None:
     return None
 
 
+def left_by_methods(node: ast.expr) -> ast.Attribute:
+    """The place of what methods out of sight leave on an object, whatever attribute they leave it in."""
+    return ast.Attribute(node, "*", ast.Store())
+
+
 USUAL_NAMES = {
     "torch": "torch",
     "nn": "torch.nn",

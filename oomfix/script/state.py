@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -103,6 +103,15 @@ class Names(Layer[str, Binding]):
             self._derived.setdefault(root, set()).add(path)
         self[path] = binding
 
+    def entries(self, name: str) -> Iterator[Binding]:
+        """What the entries of a name hold that were bound one by one: `batch["loss"]`."""
+        layer: Any = self
+        while layer is not None:
+            for below in layer._derived.get(name, ()):
+                if below.startswith(f"{name}[") and (binding := self.get(below)) is not None:
+                    yield binding
+            layer = layer._parent
+
     def take(self, branches: list[Layer[str, Binding]], joined: Callable[[Binding, Binding], Binding]) -> None:
         super().take(branches, joined)
         for branch in branches:
@@ -125,6 +134,8 @@ class State:
     """Networks whose parameters were all frozen (True) or thawed (False)."""
     gradients: frozenset[str] = frozenset({"none"})
     """What `.grad` may hold: "none", "plain", "scaled" or "unscaled"."""
+    scaled_when: frozenset[tuple[str, bool]] = frozenset()
+    """Tests, as written, and how they came out wherever `.grad` was scaled (`scaler is not None`)."""
     grad: Graph = Graph.YES
     """Whether gradients are recorded."""
 
@@ -133,7 +144,7 @@ class State:
         names = self.names.over()
         assert isinstance(names, Names)
         layers = self.attributes.over(), self.evaluating.over(), self.frozen.over()
-        return State(names, *layers, self.gradients, self.grad)
+        return State(names, *layers, self.gradients, self.scaled_when, self.grad)
 
     def after(self, ends: list[State | None]) -> State | None:
         """This state when the ways that started here have ended; None where none of them comes through."""
@@ -145,17 +156,35 @@ class State:
         self.evaluating.take([end.evaluating for end in through], _both)
         self.frozen.take([end.frozen for end in through], _both)
         self.gradients = frozenset().union(*(end.gradients for end in through))
+        scaled = [end.scaled_when for end in through if "scaled" in end.gradients]
+        self.scaled_when = frozenset.intersection(*scaled) if scaled else frozenset()
         grads = {end.grad for end in through}
         self.grad = grads.pop() if len(grads) == 1 else Graph.MAYBE
         return self
 
     def entering(self, names: Names) -> State:
         """The state at the start of a function called here."""
-        return State(names, self.attributes, self.evaluating, self.frozen, self.gradients, self.grad)
+        return State(names, self.attributes, self.evaluating, self.frozen, self.gradients, self.scaled_when, self.grad)
 
     def leave(self, callee: State) -> None:
         """Take over what a called function changed outside its own names."""
         self.gradients = callee.gradients
+        self.scaled_when = callee.scaled_when
+
+    def take_side(self, test: ast.expr, value: bool) -> None:
+        """Gradients that are scaled only where a test comes out one way are not where it comes out the other."""
+        if self.scaled_when and "scaled" in self.gradients and (as_test(test, not value) in self.scaled_when):
+            self.gradients = (self.gradients - {"scaled"}) or frozenset({"plain"})
+
+
+def as_test(test: ast.expr, value: bool) -> tuple[str, bool]:
+    """A test and how it came out, alike for `x`, `not x` and comparisons with None."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, value = test.operand, not value
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot):
+        if isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None:
+            return ast.unparse(test.left), value is isinstance(test.ops[0], ast.IsNot)
+    return ast.unparse(test), value
 
 
 def _joined_bindings(first: Binding, second: Binding) -> Binding:

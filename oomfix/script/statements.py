@@ -61,6 +61,26 @@ class Statements(Expressions):
             self._accumulate(target, path, value, statement, value_node, added)
         else:
             self.assign(target, value, statement, self._age_of_first_entry(target))
+            if isinstance(target, ast.Tuple):
+                self._store_in_parts(target, value, statement, value_node)
+
+    def _store_in_parts(self, target: ast.Tuple, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
+        """`outputs[name], features = net(x)`: an entry among the targets, with an index that changes."""
+        items = value.items if value.items is not None and len(value.items) == len(target.elts) else None
+        for index, part in enumerate(target.elts):
+            if isinstance(part, ast.Subscript) and path_of(part) is None:
+                content = items[index] if items else flatten(value)
+                if self.evaluate(part.value).kind is Kind.CONTAINER:
+                    self._store_entry(part, content, statement, value_node)
+                elif flatten(content).graph:
+                    self._fill(part, flatten(content))
+
+    def _fill(self, target: ast.Subscript, content: Value) -> None:
+        """`outputs[t], state = net(x, state)`: a tensor made for it carries the graph of what is written into it."""
+        base, binding = self.evaluate(target.value), self.binding_of(target.value)
+        if base.kind is Kind.TENSOR and base.is_tensor and binding is not None:
+            filled = Value(base.kind, content.graph, base.origins | content.origins, is_tensor=True)
+            self.assign(target.value, filled, binding.statement, binding.loops)
 
     def _is_constructing(self) -> bool:
         return self.frame.function is not None and self.frame.function.name == "__init__"

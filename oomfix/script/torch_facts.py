@@ -23,7 +23,9 @@ LEAVING_THE_GRAPH = frozenset(
 """Methods and functions whose result holds no graph: values copied out, or fresh tensors."""
 
 INTEGER_DTYPES = frozenset(
-    f"torch.{dtype}" for dtype in "int8 uint8 int16 short int32 int int64 long bool uint16 uint32 uint64".split()
+    f"torch.{dtype}"
+    for dtype in "int8 uint8 int16 short int32 int int64 long bool uint16 uint32 uint64 LongTensor IntTensor "
+    "ByteTensor BoolTensor ShortTensor cuda.LongTensor cuda.IntTensor cuda.ByteTensor cuda.BoolTensor".split()
 )
 """Tensors of these carry no graph."""
 
@@ -134,6 +136,11 @@ def kind_of_call(qualified: str) -> Kind | None:
     if last[:1].isupper() and _LOSS_CLASS.search(last) and not re.match(r"Model|Net", last):
         return Kind.LOSS
     return None
+
+
+def runs_module(name: str) -> bool:
+    """Whether a function, by its last name, runs the network that is its first argument on the others."""
+    return name in ("data_parallel", "functional_call")
 
 
 @lru_cache(MANY_NAMES)

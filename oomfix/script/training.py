@@ -10,7 +10,8 @@ from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import looks_like_optimizer, looks_like_scaler
 from oomfix.script.names import path_of
 from oomfix.script.networks import Networks
-from oomfix.script.trace import Backward, Carry, Forward, Loop, Site, Step
+from oomfix.script.state import as_test
+from oomfix.script.trace import Backward, Carry, Forward, Guard, Loop, Site, Step
 from oomfix.script.values import (
     NO_ORIGINS,
     NONE,
@@ -220,6 +221,8 @@ class Training(Networks):
         if not retains:
             self.trace.freed |= root.origins
         self.state.gradients = frozenset({"scaled" if root.scaled else "plain"})
+        guards = [scope for scope in self.scopes if isinstance(scope, Guard)] if root.scaled else []
+        self.state.scaled_when = frozenset(as_test(guard.test, guard.value) for guard in guards)
 
     def _functional_backward(
         self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]
@@ -348,15 +351,17 @@ class Training(Networks):
     def _memory_call(self, node: ast.Call, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         """`memory.forward(model, x)`: the model's own call, in the preset's precision."""
         autocast, self.autocast = self.autocast, "unknown"
-        path, called = path_of(node.args[0]), arguments[0]
-        if called.kind is Kind.FUNCTION:
-            result = self._function(node, called, arguments[1:], keywords)
-        else:
-            module = called if called.kind in (Kind.MODULE, Kind.INSTANCE) else Value(Kind.MODULE, ref=path)
-            method = self._own(called, "forward")
-            result = self.forward(node, module, path, arguments[1:], keywords, method=method)
+        result = self.run_argument(node, arguments, keywords)
         self.autocast = autocast
         return result
+
+    def run_argument(self, node: ast.Call, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        """`data_parallel(model, x)`: the first argument is called with the others."""
+        path, called = path_of(node.args[0]), arguments[0]
+        if called.kind is Kind.FUNCTION:
+            return self._function(node, called, arguments[1:], keywords)
+        module = called if called.kind in (Kind.MODULE, Kind.INSTANCE) else Value(Kind.MODULE, ref=path)
+        return self.forward(node, module, path, arguments[1:], keywords, method=self._own(called, "forward"))
 
     def _memory_forward(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         autocast, grad = self.autocast, self.state.grad

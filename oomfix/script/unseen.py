@@ -35,6 +35,8 @@ class Unseen(Containers):
         self._call_back(node, given)
         if self._is_backward_out_of_sight(path, arguments, keywords):
             return self._backward_out_of_sight(node, arguments)
+        if node.args and torch_facts.runs_module((path or "").rsplit(".", 1)[-1]):
+            return self.run_argument(node, arguments, keywords)
         content = combine(given)
         if content.graph and looks_like_detaching((path or "").rsplit(".", 1)[-1]):
             return self._detached(node, content)
@@ -44,6 +46,8 @@ class Unseen(Containers):
             # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
             self.trace.backpropagated |= content.origins
         last = (path or "").rsplit(".", 1)[-1]
+        if last[:1].isupper() and not looks_like_loss(last) and self._is_made_around_network(node, given):
+            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         called_module = path in self.hints.modules and not imported
         if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and not called_module:
             return self._made(node, last, content)
@@ -51,7 +55,7 @@ class Unseen(Containers):
             if self._takes_the_name_of(node, path):
                 return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
             if self.hints.is_module(path) or (not imported and looks_like_module(path)):
-                if not self.hints.is_loss(path):
+                if not self.hints.is_loss(path) and not self._made_to_be_module(node):
                     return self.forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)
@@ -93,6 +97,16 @@ class Unseen(Containers):
         if looks_like_module(name) or self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
+
+    def _is_made_around_network(self, node: ast.Call, given: list[Value]) -> bool:
+        """`elbo = SVI(network)`, and what `elbo(x)` gives is backpropagated: a call of it runs the network."""
+        statement = self.statement
+        networks = any(value.kind is Kind.MODULE for value in given) or any(
+            path_of(argument) in self.hints.modules for argument in node.args
+        )
+        if not isinstance(statement, ast.Assign) or not networks:
+            return False
+        return any(path_of(target) in self.hints.graph_callees for target in statement.targets)
 
     def _is_handed_on(self, node: ast.Call, path: str | None) -> bool:
         """A call for its effect alone, and not for a log: it may well go back through the graph."""

@@ -147,7 +147,7 @@ def join(first: Value, second: Value) -> Value:
         return UNKNOWN
     one, other = flatten(first), flatten(second)
     for number, value in ((first, other), (second, one)):
-        if number == LITERAL and value.graph is Graph.YES:
+        if _is_written_number(number) and value.graph is Graph.YES:
             return value._replace(is_tensor=False, may_be_number=True)  # where there is anything, it is the graph
     graph = one.graph if one.graph == other.graph else Graph.MAYBE
     same_kind = one.kind is other.kind
@@ -161,3 +161,9 @@ def join(first: Value, second: Value) -> Value:
         scaled=one.scaled or other.scaled,
         carried_from=one.carried_from & other.carried_from,
     )
+
+
+def _is_written_number(value: Value) -> bool:
+    """`0.0`, assigned or returned where there is no loss."""
+    constant = value.constant
+    return value == LITERAL or (isinstance(constant, int | float) and not isinstance(constant, bool))

@@ -730,3 +730,89 @@ def test_a_look_at_the_network_every_few_iterations_is_an_evaluation(report, sam
 )
 def test_every_few_iterations_may_also_be_a_step_of_training(report, sampling):
     assert [line for code, line in report(SAMPLED.format(sampling=sampling)) if code == "OOM201"] == []
+
+
+PHASES = """
+    import torch
+    model.cuda()
+    for epoch in range(10):
+        for phase in {phases}:
+            for x, y in loaders[phase]:
+                with torch.set_grad_enabled({grad}):
+                    loss = criterion(model(x), y)
+                if phase == "train":
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("phases", ["splits", "loaders", '["train", "val"] + extra'])
+def test_a_loop_over_phases_evaluates_in_those_that_do_not_train(report, phases):
+    assert report(PHASES.format(phases=phases, grad="True")) == [("OOM201", 7), ("OOM202", 7)]
+    assert report(PHASES.format(phases=phases, grad='phase == "train"')) == [("OOM202", 7)]
+
+
+TRAINED_BY_A_FLAG = """
+    import torch
+
+    def step(model, x, y, optimizer, {flag}):
+        loss = model(x.cuda()).sum()
+        if {condition}:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    for x, y in loader:
+        step(model, x, y, optimizer, {here})
+        {context}
+            step(model, x, y, optimizer, {there})
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "condition", "here", "there"),
+    [("validation", "not validation", "False", "True"), ("mode", 'mode == "fit"', '"fit"', '"look"')],
+)
+def test_a_step_that_a_flag_keeps_from_training_evaluates(report, flag, condition, here, there):
+    parts = {"flag": flag, "condition": condition, "here": here, "there": there}
+    assert report(TRAINED_BY_A_FLAG.format(**parts, context="if True:")) == [("OOM201", 4), ("OOM202", 4)]
+    assert report(TRAINED_BY_A_FLAG.format(**parts, context="with torch.no_grad():")) == [("OOM202", 4)]
+
+
+def test_one_helper_for_a_network_and_its_target_is_no_evaluation(report):
+    code = """
+        import torch
+
+        def values(net, x):
+            return net(x.cuda()).max(1)[0]
+
+        def train(model, target, loader, optimizer):
+            for x, y in loader:
+                goal = y + values(target, x).detach()
+                loss = (values(model, x) - goal).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    """
+    assert report(code) == [("OOM202", 4)]
+
+
+def test_a_call_behind_the_training_loop_evaluates(report):
+    code = """
+        import torch
+
+        def translate(word):
+            return model(encode(word)).data.argmax(1)
+
+        {first}
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(translate("man"))
+    """
+    assert report(code.format(first="pass")) == [("OOM201", 4)]
+    assert report(code.format(first="pass").replace('print(translate("man"))', "pass")) == []

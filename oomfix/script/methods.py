@@ -1,0 +1,77 @@
+"""Following methods of networks: which run a part of the network, and what they leave behind."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.script import torch_facts
+from oomfix.script.contexts import NULL
+from oomfix.script.hints import (
+    looks_like_detaching,
+    looks_like_forward,
+    looks_like_loss,
+    looks_like_module,
+    looks_like_part,
+)
+from oomfix.script.names import left_by_methods, path_of
+from oomfix.script.unseen import Unseen
+from oomfix.script.values import NUMBER, UNKNOWN, Graph, Value, combine
+
+SAME_MODULE = frozenset(
+    "to cuda cpu half float double bfloat16 requires_grad_ train eval apply share_memory compile".split()
+)
+"""Methods that give the network itself."""
+
+
+class Methods(Unseen):
+    """Finds out what a method of a network does: its forward, a part of it, a loss, or bookkeeping."""
+
+    def _module_method(
+        self,
+        node: ast.Call,
+        receiver: Value,
+        name: str,
+        path: str | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+    ) -> Value:
+        if name == "forward" and isinstance(node.func, ast.Attribute):
+            method = self._own(receiver, "forward")
+            return self.forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
+        if name in SAME_MODULE:
+            return receiver
+        if name in ("no_sync", "join"):
+            return NULL
+        content = combine([*arguments, *keywords.values()])
+        if name == "init_hidden" or (name.startswith("get_") and not content.graph):
+            return UNKNOWN
+        if name in torch_facts.BOOKKEEPING or name.startswith(("set_", "register_", "load_", "save_", "init_")):
+            return NUMBER
+        if name.startswith("get_") and not looks_like_loss(name):
+            return content.with_graph(Graph.MAYBE)  # `net.get_coefficients(out)` computes on what it is given
+        if looks_like_detaching(name):
+            return self._detached(node, content)
+        if content.graph and looks_like_loss(name):
+            loss = self._through_loss([*arguments, *keywords.values()])
+            if self.is_for_effect(node) and isinstance(node.func, ast.Attribute):
+                self.assign(left_by_methods(node.func.value), loss, self.statement)
+            return loss
+        if content.graph and self._is_handed_on(node, path):
+            # `learner.transfer(weights)`: a network that is given a graph for itself is trained through it.
+            self.trace.backpropagated |= content.origins
+            if not looks_like_forward(name):
+                return UNKNOWN
+        grad = self.state.grad
+        if self._always_without_graph(name):
+            self.state.grad = Graph.NO
+        part = looks_like_module(name) or looks_like_part(name)
+        result = self.forward(node, receiver, path, arguments, keywords, direct=part)
+        self.state.grad = grad
+        if part or looks_like_forward(name):
+            return result
+        return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
+
+    def _always_without_graph(self, name: str) -> bool:
+        """Whether all methods of this name in the file turn gradients off by a decorator."""
+        effects = [function.effects for function in self.functions if function.name == name]
+        return bool(effects) and all(any("no_grad" in effect.ref for effect in each) for each in effects)
