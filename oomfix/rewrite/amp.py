@@ -14,6 +14,7 @@ from oomfix.rewrite.removal import without
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Step
 
 _WITH_DEVICE = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
@@ -106,13 +107,13 @@ class Amp:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else None
         if not isinstance(scope, FunctionNode) or not isinstance(target, ast.Name):
             return False
-        inside = {id(node) for node in ast.walk(scope)}
+        inside = {id(node) for node in walk(scope)}
         if any(id(call) in inside for call in trained):
             return False
         own = {node.name for node in self._script.imports.nodes if isinstance(node, FunctionNode)}
-        users = [node for node in ast.walk(scope) if isinstance(node, ast.Call) and last_name(node) not in own]
-        taken = [name for call in users for name in ast.walk(call) if isinstance(name, ast.Name)]
-        used = [name for name in ast.walk(scope) if isinstance(name, ast.Name) and name.id == target.id]
+        users = [node for node in walk(scope) if isinstance(node, ast.Call) and last_name(node) not in own]
+        taken = [name for call in users for name in walk(call) if isinstance(name, ast.Name)]
+        used = [name for name in walk(scope) if isinstance(name, ast.Name) and name.id == target.id]
         return all(name in taken or name is target for name in used)
 
     def unscaled_lines(self, steps: list[Step]) -> list[int]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
-from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.loops import Form
 from oomfix.rewrite.module import Overrides
+from oomfix.rewrite.reading import Reading
 from oomfix.rules.base import Finding, Rule, Severity
 from oomfix.script import Script
 from oomfix.source import Source, parse
@@ -122,37 +120,36 @@ def rewrite_loops(script: Script, options: Options) -> _Rewritten:
     Raises:
         RecursionError: the source is nested absurdly.
     """
+    reading = Reading(script)
     ended: tuple[Fixed, ...] = ()
     if options.wants("OOM305"):
-        current, ended = _end_autocast(script, options)
+        current, ended = _end_autocast(reading)
         if current is not script.source:
-            script = Script.read(current, options.target_torch)
-    current, loops, folded = _with_metrics_apart(script, options)
+            reading = Reading(Script.read(current, options.target_torch))
+    current, loops, folded = _with_metrics_apart(reading, options)
     return current, loops, ended + folded
 
 
-def _end_autocast(script: Script, options: Options) -> tuple[Source, tuple[Fixed, ...]]:
+def _end_autocast(reading: Reading) -> tuple[Source, tuple[Fixed, ...]]:
     """Backwards out of autocast blocks, so that loops can be rewritten; lines keep their numbers."""
-    source = script.source
+    source = reading.source
     if "autocast" not in source.text:
         return source, ()
-    blocks = Blocks(source.tree)
-    edits = end_autocast_edits(script, blocks, Layout(source), Amp(script, blocks))
+    edits = end_autocast_edits(reading)
     fixed = tuple(Fixed("OOM305", line, "backward inside of autocast") for line in edits)
     return _changed(source, apply_edits(source.text, edits.values())), fixed
 
 
-def _with_metrics_apart(script: Script, options: Options) -> _Rewritten:
+def _with_metrics_apart(reading: Reading, options: Options) -> _Rewritten:
     """The loops rewritten; metrics leave the autocast blocks of those that are split, to see whole batches."""
-    source = script.source
-    found = _rewrite_loops(script, options)
-    if "autocast" not in source.text or not script.loops:
+    source = reading.source
+    found = _rewrite_loops(reading, options)
+    if "autocast" not in source.text or not reading.script.loops:
         return found
-    blocks = Blocks(source.tree)
-    edits = metric_edits(script, blocks, Layout(source), Amp(script, blocks))
+    edits = metric_edits(reading)
     while edits:
         moved = _changed(source, apply_edits(source.text, [edit for of_loop in edits.values() for edit in of_loop]))
-        other = _rewrite_loops(Script.read(moved, options.target_torch), options)
+        other = _rewrite_loops(Reading(Script.read(moved, options.target_torch)), options)
         split = {loop.line for loop in other[1] if loop.rewrite == "micro-batched"}
         if edits.keys() <= split:
             return other
@@ -160,10 +157,10 @@ def _with_metrics_apart(script: Script, options: Options) -> _Rewritten:
     return found
 
 
-def _rewrite_loops(script: Script, options: Options) -> _Rewritten:
-    if not script.loops:
-        return script.source, (), ()
-    rewriter = LoopRewriter(script, options.preset, options.overrides, options.wants)
+def _rewrite_loops(reading: Reading, options: Options) -> _Rewritten:
+    if not reading.script.loops:
+        return reading.source, (), ()
+    rewriter = LoopRewriter(reading, options.preset, options.overrides, options.wants)
     rewritten = rewriter.rewrite()
     fixed = tuple(Fixed(code, line, _MENDED[code]) for code, line in rewriter.mended)
     loops = (

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.liveness import FunctionNode, Scope, definitely_bound, names_bound_by_target
+from oomfix.script.nodes import children
 
 Loop = ast.For | ast.AsyncFor | ast.While
 
@@ -16,10 +17,13 @@ class Blocks:
     def __init__(self, tree: ast.Module) -> None:
         self._parents: dict[ast.AST, ast.AST] = {}
         self._blocks: dict[ast.stmt, tuple[list[ast.stmt], int]] = {}
-        for node in ast.walk(tree):
-            for child in ast.iter_child_nodes(node):
-                self._parents[child] = node
-            self._note_blocks(node)
+        found: list[ast.AST] = [tree]
+        for node in found:
+            below = children(node)
+            self._parents.update(dict.fromkeys(below, node))
+            found += below
+            if isinstance(getattr(node, "body", None), list):
+                self._note_blocks(node)
 
     def _note_blocks(self, node: ast.AST) -> None:
         header = getattr(node, "lineno", 0)

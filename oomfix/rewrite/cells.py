@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from oomfix.notebook import read_notebook
 from oomfix.rewrite.notebook_json import CannotRestore
+from oomfix.script.nodes import walk
 from oomfix.source import Source, Unreadable, parse
 
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
@@ -68,7 +69,7 @@ class NotebookText:
             self._word += "_"
         self._cells: list[Cell] = []
         self._places: list[tuple[int, int]] = []
-        self._names = {node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)}
+        self._names = {node.id for node in walk(parse(text)) if isinstance(node, ast.Name)}
         lines: list[str] = []
         shown = text.split("\n")
         starts = [first - 1 for first in places.first_lines]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 
 CHANGING = frozenset(
     "append extend insert pop popitem remove clear update add discard setdefault sort reverse appendleft popleft "
@@ -110,7 +111,7 @@ def paths_read(node: ast.AST) -> set[str]:
     """The access paths of names that a node reads, as long as they go: `self.model`, `x`."""
     found: set[str] = set()
     covered: set[int] = set()
-    for child in ast.walk(node):
+    for child in walk(node):
         if isinstance(child, ast.Attribute | ast.Name) and id(child) not in covered:
             path = path_of(child)
             if path is not None:
@@ -234,7 +235,7 @@ class Helpers:
     def __init__(self, tree: ast.Module) -> None:
         self._functions: dict[str, list[FunctionNode]] = {}
         self._attributes: dict[int, _Attributes] = {}
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, FunctionNode):
                 self._functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.ClassDef):
@@ -300,7 +301,7 @@ def _own_effects(statement: ast.stmt, function: str, own: str | None, known: _At
 def _attributes_of(owner: ast.ClassDef) -> dict[str, list[ast.expr]]:
     """What a class assigns to each attribute of its objects."""
     values: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(owner):
+    for node in walk(owner):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 elements = target.elts if isinstance(target, ast.Tuple) else [target]

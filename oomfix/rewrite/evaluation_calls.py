@@ -13,6 +13,7 @@ from oomfix.rewrite.module import manager_in
 from oomfix.script import Script
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Forward
 from oomfix.script.values import Graph
 
@@ -58,14 +59,14 @@ def _is_collected(call: ast.Call, blocks: Blocks) -> bool:
     if not isinstance(statement, ast.Assign) or statement.value is not call or not isinstance(loop, ast.For):
         return False
     derived = {name for target in statement.targets for name in names_bound_by_target(target)}
-    for node in ast.walk(loop):
+    for node in walk(loop):
         if isinstance(node, ast.Assign) and names_read(node.value) & derived:
             derived |= {name for target in node.targets for name in names_bound_by_target(target)}
     return any(names_read(value) & derived for value in _collected(loop))
 
 
 def _collected(loop: ast.For) -> Iterator[ast.expr]:
-    for node in ast.walk(loop):
+    for node in walk(loop):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _COLLECTING:
             yield from node.args
         elif isinstance(node, ast.AugAssign) and isinstance(node.value, ast.List | ast.ListComp):

@@ -10,7 +10,7 @@ from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import is_zero_grad, last_name, leaves
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.liveness import names_bound, names_read, nodes_of_scope
+from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope
 from oomfix.rewrite.loops import Scaling, Verdict
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.removal import without
@@ -18,6 +18,7 @@ from oomfix.rewrite.scale import reads_gradients
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Step
 
 
@@ -65,8 +66,9 @@ class InPlace:
             return edits
         edits += self._amp.edits(self._name, self._layout, list(backwards.values()), list(steps.values()))
         removed: set[int] = set()
+        by_scope = self._backwards_by_scope(verdicts)
         for step in steps.values():
-            edits += self._step(step, verdicts, removed)
+            edits += self._step(step, verdicts, by_scope, removed)
         for verdict in rewritten if self._scaling == "ours" else ():
             edits += self._unscaled(verdict)
         return list(dict.fromkeys(edits))
@@ -82,7 +84,9 @@ class InPlace:
 
     # -- steps and gradients -----------------------------------------------------------------------------------
 
-    def _step(self, step: Step, verdicts: list[Verdict], removed: set[int]) -> Iterator[Edit]:
+    def _step(
+        self, step: Step, verdicts: list[Verdict], by_scope: dict[Scope | None, list[ast.stmt]], removed: set[int]
+    ) -> Iterator[Edit]:
         node = step.node
         assert isinstance(node.func, ast.Attribute)
         optimizer = node.args[0] if step.scaled and node.args else node.func.value
@@ -95,7 +99,7 @@ class InPlace:
             removed.add(id(gone))
             yield without(self._layout, gone, self._blocks.block_of(gone))
         elif gone is None:
-            resets = self._is_reset_before_backward(statement, path, verdicts)
+            resets = self._is_reset_before_backward(statement, path, by_scope)
         option = "" if resets else ", zero_grad=False"
         yield Edit(*bounds(self._source, node), f"{self._name}.step({text}{option})")
 
@@ -135,20 +139,26 @@ class InPlace:
             return None
         return reset if len(list(self._script.calls_of_method("zero_grad"))) == 1 else None
 
-    def _is_reset_before_backward(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> bool:
+    def _backwards_by_scope(self, verdicts: list[Verdict]) -> dict[Scope | None, list[ast.stmt]]:
+        """The statements that run backwards, by the function or module they are in."""
+        found: dict[Scope | None, list[ast.stmt]] = {}
+        for verdict in verdicts:
+            for event in verdict.backwards:
+                statement = self._blocks.statement_of(event.node)
+                found.setdefault(self._blocks.scope_of(statement), []).append(statement)
+        return found
+
+    def _is_reset_before_backward(
+        self, statement: ast.stmt, path: str | None, by_scope: dict[Scope | None, list[ast.stmt]]
+    ) -> bool:
         """Whether the optimizer's gradients are reset on every way from its step to the next backward."""
         if path is None or self._gradients_are_read:
             return False
-        scope = self._blocks.scope_of(statement)
-        for verdict in verdicts:
-            for event in verdict.backwards:
-                backward = self._blocks.statement_of(event.node)
-                if self._blocks.scope_of(backward) is not scope:
-                    continue
-                ahead = self._run_ahead(backward)
-                if any(_resets(other, path) for other in ahead) and self._only_step_between(statement, backward, path):
-                    return True
-        return False
+        return any(
+            any(_resets(other, path) for other in self._run_ahead(backward))
+            and self._only_step_between(statement, backward, path)
+            for backward in by_scope.get(self._blocks.scope_of(statement), ())
+        )
 
     def _run_ahead(self, backward: ast.stmt) -> Iterator[ast.stmt]:
         """The statements that always run before a backward in its iteration: those above it, in blocks around it."""
@@ -195,7 +205,7 @@ class InPlace:
     def _first_reader(self, scope: ast.AST, first: int, last: int) -> ast.stmt | None:
         """The first statement between two lines that clips or reads gradients; the innermost with a line of its own."""
         found = None
-        for node in ast.walk(scope):
+        for node in walk(scope):
             if isinstance(node, ast.stmt) and node is not scope and first < node.lineno < last:
                 simple = not isinstance(node, ast.If | ast.With | ast.Try | ast.While)
                 if simple and reads_gradients(node) and not is_zero_grad(node):
@@ -243,7 +253,7 @@ def _calls_backward(statement: ast.stmt) -> bool:
 
 
 def _clips(statement: ast.stmt) -> bool:
-    return any(isinstance(node, ast.Call) and last_name(node).startswith("clip_") for node in ast.walk(statement))
+    return any(isinstance(node, ast.Call) and last_name(node).startswith("clip_") for node in walk(statement))
 
 
 def _gradients_read_elsewhere(script: Script) -> bool:

@@ -6,9 +6,11 @@ import ast
 import io
 import re
 import tokenize
+from functools import cached_property
 from typing import NamedTuple
 
 from oomfix.script.edits import bounds, indentation_unit, newline_of
+from oomfix.script.nodes import walk
 from oomfix.source import Source
 
 
@@ -38,7 +40,10 @@ class Layout:
         self.unit = indentation_unit(source)
         self.newline = newline_of(source)
         self.longest_line = min(max([_LONGEST_LINE, *map(len, source.lines)]), _LONGEST_OF_ALL)
-        self._frozen = _lines_inside_strings(source)
+
+    @cached_property
+    def _frozen(self) -> set[int]:
+        return _lines_inside_strings(self.source)
 
     def margin(self, statement: ast.stmt) -> str:
         """The white space before a statement; of the line it is on."""
@@ -121,7 +126,7 @@ class Layout:
 def _lines_inside_strings(source: Source) -> set[int]:
     """The numbers of the lines that start inside a multi-line string."""
     frozen: set[int] = set()
-    for node in ast.walk(source.tree):
+    for node in walk(source.tree):
         if isinstance(node, ast.Constant | ast.JoinedStr) and (node.end_lineno or 0) > node.lineno:
             if isinstance(node, ast.JoinedStr) or isinstance(node.value, str | bytes):
                 frozen.update(_continued(source, node))

@@ -6,9 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import Helpers, changed_paths, last_name, overlap
-from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import (
@@ -20,24 +18,25 @@ from oomfix.rewrite.liveness import (
 )
 from oomfix.rewrite.loops import Verdict
 from oomfix.rewrite.module import Names
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.slices import Slicer
 from oomfix.rules.base import Edit
-from oomfix.script import Script
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Forward
 
 
-def lift_backwards(script: Script, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
+def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
     """The edits that turn backwards into functions, and the final form of each loop in its verdict.
 
     Args:
-        script: a script whose backwards are the manager's.
+        reading: a script whose backwards are the manager's.
         order: for each of them, in the order of the text: its loop, and whether to lift it.
         manager: the name of the manager.
     """
     calls = [
         node
-        for node in ast.walk(script.source.tree)
+        for node in walk(reading.source.tree)
         if isinstance(node, ast.Call) and path_of(node.func) == f"{manager}.backward" and node.args
     ]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
@@ -46,7 +45,7 @@ def lift_backwards(script: Script, order: list[tuple[Verdict, bool]], manager: s
     if not wanted:
         return []
     edits: list[Edit] = []
-    lifter = _Lifter(script, manager)
+    lifter = _Lifter(reading, manager)
     for verdict in dict.fromkeys(id(verdict) for verdict, _ in wanted):
         group = [(owner, call) for owner, call in wanted if id(owner) == verdict]
         owner = group[0][0]
@@ -73,14 +72,16 @@ class _Lifter:
         state: what the slices that were lifted last leave behind in objects.
     """
 
-    def __init__(self, script: Script, manager: str) -> None:
-        source = script.source
-        self._blocks = Blocks(source.tree)
-        forwards = {id(forward.node) for forward in script.trace.forwards.values() if not self._only_resets(forward)}
+    def __init__(self, reading: Reading, manager: str) -> None:
+        source = reading.source
+        self._blocks = reading.blocks
+        forwards = {
+            id(forward.node) for forward in reading.script.trace.forwards.values() if not self._only_resets(forward)
+        }
         self._forwards = _RunsForward(source.tree, forwards)
         self._slicer = Slicer(source.tree, Helpers(source.tree), self._forwards)
         self._function = Names(source.tree).free("forward", "forward_batch")
-        self._lifting = Lifting(Layout(source), manager)
+        self._lifting = Lifting(reading.layout, manager)
         self.state: str | None = None
 
     def _only_resets(self, forward: Forward) -> bool:
@@ -190,7 +191,7 @@ class _RunsForward:
     def __init__(self, tree: ast.Module, forwards: set[int]) -> None:
         self._forwards = forwards
         self._functions: dict[str, list[FunctionNode]] = {}
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, FunctionNode):
                 self._functions.setdefault(node.name, []).append(node)
         self._known: dict[int, bool] = {}
@@ -198,7 +199,7 @@ class _RunsForward:
     def __call__(self, node: ast.AST) -> bool:
         return any(
             id(child) in self._forwards or any(self._in_function(f) for f in self._functions.get(last_name(child), ()))
-            for child in ast.walk(node)
+            for child in walk(node)
             if isinstance(child, ast.Call)
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.script.edits import Edit, bounds
+from oomfix.script.nodes import walk
 
 
 class Lifting:
@@ -67,7 +68,7 @@ class Lifting:
 
     def _is_alone(self, statement: ast.stmt, lift: Lift) -> bool:
         """Whether a statement is all of its block."""
-        for node in ast.walk(lift.site.scope):
+        for node in walk(lift.site.scope):
             for block in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None)):
                 if isinstance(block, list) and statement in block:
                     return len(block) == 1

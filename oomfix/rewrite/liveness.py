@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from oomfix.script.nodes import children, walk
+
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | FunctionNode
 
@@ -30,13 +32,13 @@ def _read_into(node: ast.AST, found: set[str]) -> None:
         return
     if isinstance(node, _COMPREHENSIONS):
         inner: set[str] = set()
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             _read_into(child, inner)
         own = {name for generator in node.generators for name in names_bound_by_target(generator.target)}
         # the first iterable is evaluated outside, where its names mean something else
         found |= (inner - own) | names_read(node.generators[0].iter)
         return
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         _read_into(child, found)
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         found.add(node.target.id)
@@ -78,7 +80,7 @@ def names_bound(statement: ast.AST) -> set[str]:
 
 def names_bound_by_target(target: ast.expr) -> set[str]:
     """The names in the target of an assignment or loop."""
-    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return {node.id for node in walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def nodes_of_scope(node: ast.AST) -> Iterator[ast.AST]:
@@ -90,14 +92,14 @@ def nodes_of_scope(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, FunctionNode | ast.Lambda | ast.ClassDef):
         return
     if isinstance(node, _COMPREHENSIONS):
-        for child in ast.walk(node):
+        for child in walk(node):
             if isinstance(child, ast.NamedExpr):
                 yield child
                 yield child.target
             elif isinstance(child, ast.Call | ast.Await | ast.Yield | ast.YieldFrom | ast.Attribute):
                 yield child
         return
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         yield from nodes_of_scope(child)
 
 
@@ -158,7 +160,7 @@ class Liveness:
     def __init__(self, scope: Scope, tree: ast.Module) -> None:
         self.always = _captured(scope)
         if isinstance(scope, ast.Module):
-            functions = [node for node in ast.walk(tree) if isinstance(node, FunctionNode | ast.Lambda)]
+            functions = [node for node in walk(tree) if isinstance(node, FunctionNode | ast.Lambda)]
             self.always |= {name for function in functions for name in free_names(function)}
         else:
             declared = {name for node in nodes_of_scope_body(scope) for name in _declared(node)}

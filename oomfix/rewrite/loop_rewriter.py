@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Callable
 
-from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits, line_before
 from oomfix.rewrite.inplace import InPlace
@@ -17,6 +16,7 @@ from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, runtime_name, unused_amp_imports
 from oomfix.rewrite.prepare import prepare_edits
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.stages import stage_edits
@@ -24,6 +24,7 @@ from oomfix.rewrite.window_shape import CannotFold
 from oomfix.rewrite.windows import WindowFolder
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
+from oomfix.script.nodes import walk
 from oomfix.source import Source, parse
 
 WINDOW_STAYS = "its accumulation window stays"
@@ -45,7 +46,7 @@ class LoopRewriter:
     """Rewrites the loops of a script.
 
     Args:
-        script: the script.
+        reading: the script.
         preset: the preset's name.
         overrides: fields of the preset that the script is to change.
         wants: whether findings with a code are to be mended.
@@ -55,7 +56,8 @@ class LoopRewriter:
         mended: the codes and lines of what is mended on the way.
     """
 
-    def __init__(self, script: Script, preset: str, overrides: Overrides, wants: Callable[[str], bool]) -> None:
+    def __init__(self, reading: Reading, preset: str, overrides: Overrides, wants: Callable[[str], bool]) -> None:
+        script = reading.script
         self._preset, self._overrides, self._wants = preset, overrides, wants
         self._target = script.target_torch
         self._loops = script.loops
@@ -64,14 +66,12 @@ class LoopRewriter:
         self._manager = self._known or self._names.free("memory", "gpu_memory", "oomfix_memory")
         self._begun = _Stages(script.source)
         self.mended: list[tuple[str, int]] = []
-        self._read(script)
+        self._read(reading)
 
-    def _read(self, script: Script) -> None:
-        source = script.source
-        self._script, self._source = script, source
-        self._blocks, self._layout = Blocks(source.tree), Layout(source)
-        self._amp = Amp(script, self._blocks)
-        self._judge = Judge(script, self._blocks, self._amp)
+    def _read(self, reading: Reading) -> None:
+        self._reading, self._script, self._source = reading, reading.script, reading.source
+        self._blocks, self._layout, self._amp = reading.blocks, reading.layout, reading.amp
+        self._judge = Judge(self._script, self._blocks, self._amp)
         self.verdicts = self._judge.verdicts()
 
     def rewrite(self) -> Source:
@@ -115,9 +115,9 @@ class LoopRewriter:
                 notes[number] = folded.notes
         if not edits:
             return
-        before = self._script, [verdict.notes for verdict in self.verdicts]
+        before = self._reading, [verdict.notes for verdict in self.verdicts]
         self._begun.edit(edits)
-        self._read(Script.read(self._begun.source, self._target))
+        self._read(Reading(Script.read(self._begun.source, self._target)))
         if len(self.verdicts) != len(self._loops) or any(self.verdicts[number].form == "none" for number in notes):
             self._begun = _Stages(before[0].source)
             self._read(before[0])
@@ -143,10 +143,12 @@ class LoopRewriter:
         stages = self._begun.copy()
         stages.edit(edits)
         order = self._order()
-        while (merged := merge_branches(stages.source, manager)).edits:
+        reading = Reading(Script.read(stages.source, self._target))
+        while (merged := merge_branches(reading, manager)).edits:
             stages.edit(merged.edits)
+            reading = Reading(Script.read(stages.source, self._target))
             order = [place for number, place in enumerate(order) if number not in merged.gone]
-        lifted = lift_backwards(Script.read(stages.source, self._target), order, manager)
+        lifted = lift_backwards(reading, order, manager)
         self._share()
         for verdict in self.verdicts:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
@@ -250,12 +252,11 @@ def _trained(verdicts: list[Verdict]) -> list[Forward]:
 
 def _first_use(source: Source, blocks: Blocks, edits: list[Edit], manager: str) -> int:
     """The first line outside of functions that an edit changes, or that uses the manager."""
-    functions = [node for node in ast.walk(source.tree) if isinstance(node, FunctionNode)]
-    inside = [(node.lineno, node.end_lineno or node.lineno) for node in functions]
+    functions = [node for node in walk(source.tree) if isinstance(node, FunctionNode)]
+    inside = {line for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     lines = [source.position(edit.start)[0] for edit in edits]
-    lines += [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Name) and node.id == manager]
-    outside = [line for line in lines if not any(first <= line <= last for first, last in inside)]
-    return min(outside, default=len(source.lines) + 1)
+    lines += [node.lineno for node in walk(source.tree) if isinstance(node, ast.Name) and node.id == manager]
+    return min((line for line in lines if line not in inside), default=len(source.lines) + 1)
 
 
 def _changed(source: Source, text: str) -> Source:

@@ -14,6 +14,7 @@ from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Step
 
 Form = Literal["micro-batched", "in-place", "none"]
@@ -159,7 +160,7 @@ class Judge:
         for scope in bodies(verdict, self._blocks):
             if updates_by_hand(scope):
                 return True
-            for node in ast.walk(scope):
+            for node in walk(scope):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     if "step" in node.func.attr and "optim" in ast.unparse(node.func.value).lower():
                         return True
@@ -188,7 +189,7 @@ class Judge:
         """Steps of optimizers that come out of a container, such as `kwargs["optimizer"].step()`."""
         event = verdict.backwards[0]
         for body in bodies(verdict, self._blocks):
-            for node in ast.walk(body):
+            for node in walk(body):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
                     receiver = ast.unparse(node.func.value)
                     if "optim" in receiver.lower() and "sched" not in receiver.lower():

@@ -9,6 +9,7 @@ from oomfix.rewrite.layout import Layout, Lines
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 
 Overrides = dict[str, object]
 
@@ -24,7 +25,7 @@ class Names:
 
     def __init__(self, tree: ast.Module) -> None:
         self._taken = set(dir(builtins))
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Name):
                 self._taken.add(node.id)
             elif isinstance(node, ast.arg):
@@ -123,7 +124,7 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
     """Take out the names of `torch.cuda.amp` and `torch.amp` that were used before the rewrite and no longer are."""
     used_before, used_now = _loaded(before), _loaded(after)
     edits: list[Edit] = []
-    for statement in ast.walk(after):
+    for statement in walk(after):
         if not isinstance(statement, ast.ImportFrom) or statement.module not in _AMP_MODULES:
             continue
         unused = [alias for alias in statement.names if (alias.asname or alias.name) in used_before - used_now]
@@ -140,7 +141,7 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
 
 
 def _loaded(tree: ast.Module) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _last_import(body: list[ast.stmt], first_use: int) -> ast.stmt | None:

@@ -14,6 +14,7 @@ from oomfix.script import Script
 from oomfix.script.edits import Edit
 from oomfix.script.hints import looks_like_optimizer
 from oomfix.script.names import path_of
+from oomfix.script.nodes import children, walk
 from oomfix.script.trace import Forward
 
 _MOST_CALLS = 5
@@ -151,11 +152,11 @@ def _without_next(node: ast.expr) -> Iterator[ast.AST]:
     if isinstance(node, ast.Call) and last_name(node) == "next":
         return
     yield node
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         if isinstance(child, ast.expr):
             yield from _without_next(child)
         else:
-            yield from ast.walk(child)
+            yield from walk(child)
 
 
 class _Models:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.layout import Layout, Lines
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
-from oomfix.source import Source
+from oomfix.script.nodes import walk
 
 _TRAINING = frozenset({"backward", "step"})
 
@@ -25,13 +26,13 @@ class Merged(NamedTuple):
     gone: set[int]
 
 
-def merge_branches(source: Source, manager: str) -> Merged:
+def merge_branches(reading: Reading, manager: str) -> Merged:
     """The edits that put the first branch in the place of an `if` with two equal ones, or what both begin with ahead.
 
     Only branches that train through the manager are looked at: the script never had equal ones of its own.
     """
-    layout, blocks = Layout(source), Blocks(source.tree)
-    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and _method(node, manager)]
+    layout, blocks = reading.layout, reading.blocks
+    calls = [node for node in walk(reading.source.tree) if isinstance(node, ast.Call) and _method(node, manager)]
     calls.sort(key=lambda call: (call.lineno, call.col_offset))
     backwards = [call for call in calls if _method(call, manager) == "backward"]
     edits: list[Edit] = []
@@ -41,7 +42,7 @@ def merge_branches(source: Source, manager: str) -> Merged:
         found = [merged] if merged is not None else _hoisted(branch, layout, blocks, manager)
         if found:
             edits += found
-            other = {id(node) for statement in branch.orelse for node in ast.walk(statement)}
+            other = {id(node) for statement in branch.orelse for node in walk(statement)}
             gone |= {number for number, call in enumerate(backwards) if id(call) in other}
     return Merged(edits, gone)
 
@@ -69,7 +70,7 @@ def _merged(branch: ast.If, layout: Layout, blocks: Blocks) -> Edit | None:
 
 def _may_go(branch: ast.If, blocks: Blocks) -> bool:
     """Whether asking the test has no effect, and the `if` is no `elif`."""
-    if any(isinstance(node, ast.Call | ast.NamedExpr | ast.Await) for node in ast.walk(branch.test)):
+    if any(isinstance(node, ast.Call | ast.NamedExpr | ast.Await) for node in walk(branch.test)):
         return False
     outer = next(blocks.ancestors(branch))
     return not (isinstance(outer, ast.If) and branch in outer.orelse and len(outer.orelse) == 1)

@@ -12,6 +12,7 @@ from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.script import Script
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Step
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class ScaleWatch:
 
     def _why_body_sees(self, verdict: Verdict) -> str | None:
         for scope in bodies(verdict, self._blocks):
-            for node in ast.walk(scope):
+            for node in walk(scope):
                 if isinstance(node, ast.Call):
                     name = last_name(node)
                     if name in _TWO_STEPS:
@@ -63,7 +64,7 @@ class ScaleWatch:
     def _why_another_function_sees(self, verdict: Verdict) -> str | None:
         if any(event.scaled for event in verdict.backwards):
             return None
-        seen = {id(node) for scope in bodies(verdict, self._blocks) for node in ast.walk(scope)}
+        seen = {id(node) for scope in bodies(verdict, self._blocks) for node in walk(scope)}
         for node in self._script.imports.nodes:
             if id(node) not in seen and self._reads_one(node) and not self._clips(node):
                 assert isinstance(node, ast.expr)
@@ -93,7 +94,7 @@ class ScaleWatch:
     def _why_clipping_sees(self, verdict: Verdict) -> str | None:
         """What looks at gradients has to be followed by the step at once."""
         for scope in bodies(verdict, self._blocks):
-            for node in ast.walk(scope):
+            for node in walk(scope):
                 if not isinstance(node, ast.Expr | ast.Assign) or not _clips_or_reads(node):
                     continue
                 scope_of = self._blocks.scope_of
@@ -108,12 +109,12 @@ class ScaleWatch:
             if loop is self._blocks.scope_of(reader):
                 break
             if isinstance(loop, ast.For | ast.While):
-                inside = {id(child) for child in ast.walk(loop)}
+                inside = {id(child) for child in walk(loop)}
                 if id(step.node) not in inside and any(id(event.node) in inside for event in verdict.backwards):
                     return False
         around = {id(condition) for condition in self._blocks.conditions_of(reader)}
         for condition in self._blocks.conditions_of(step.node):
-            inside = {id(child) for child in ast.walk(condition)}
+            inside = {id(child) for child in walk(condition)}
             with_backward = any(id(event.node) in inside for event in verdict.backwards)
             elsewhere = any(id(other.node) in inside for other in verdict.steps if other is not step)
             if id(condition) not in around and not with_backward and not elsewhere:
@@ -125,7 +126,7 @@ class ScaleWatch:
         if isinstance(statement, ast.For | ast.While):
             if statement is verdict.loop.node:
                 return False
-            inside = {id(node) for node in ast.walk(statement)}
+            inside = {id(node) for node in walk(statement)}
             backwards = any(id(event.node) in inside for event in verdict.backwards)
             steps = any(id(step.node) in inside for step in verdict.steps)
             return backwards and not steps and any(_clips_or_reads(child) for child in statement.body)
@@ -151,7 +152,7 @@ class ScaleWatch:
         for parent in self._blocks.ancestors(node):
             generators = getattr(parent, "generators", [parent] if isinstance(parent, ast.For) else [])
             for generator in generators:
-                names = {name.id for name in ast.walk(generator.target) if isinstance(name, ast.Name)}
+                names = {name.id for name in walk(generator.target) if isinstance(name, ast.Name)}
                 if base.id in names and "param" in ast.unparse(generator.iter).lower():
                     return True
         return False
@@ -177,7 +178,7 @@ def _clips_or_reads(statement: ast.stmt) -> bool:
 def reads_gradients(node: ast.AST) -> bool:
     """Whether a node clips or reads gradients; their shape tells nothing of them."""
     described: set[int] = set()
-    for child in ast.walk(node):
+    for child in walk(node):
         if isinstance(child, ast.Call) and last_name(child).startswith(_CLIPPING):
             return True
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
@@ -190,7 +191,7 @@ def reads_gradients(node: ast.AST) -> bool:
 
 def updates_by_hand(node: ast.AST) -> bool:
     """Whether a node changes parameters by their gradients itself: `w -= lr * w.grad`, `p.data.add_(p.grad, ...)`."""
-    for child in ast.walk(node):
+    for child in walk(node):
         if isinstance(child, ast.AugAssign) and reads_gradients(child.value):
             return True
         if isinstance(child, ast.Call) and last_name(child).endswith("_") and not last_name(child).startswith("clip"):

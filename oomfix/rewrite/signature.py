@@ -18,6 +18,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.script.hints import looks_like_module
+from oomfix.script.nodes import children, walk
 
 _COUNTER = re.compile(
     r"^(i|j|k|n|t|it|idx|ii|step\w*|epoch\w*|iter\w*|iteration|batch_idx|batch_i|i_batch|\w*_idx|device)$"
@@ -212,7 +213,7 @@ def _read_outside(lift: Lift) -> set[str]:
             continue
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
             found.add(node.id)
-        stack += ast.iter_child_nodes(node)
+        stack += children(node)
     return found
 
 
@@ -236,7 +237,7 @@ def _in_order(statements: list[ast.stmt]) -> list[str]:
 def _reading_order(lift: Lift) -> list[str]:
     places: dict[str, tuple[int, int]] = {}
     for part in (*lift.lifted, lift.site.root):
-        for node in ast.walk(part):
+        for node in walk(part):
             if isinstance(node, ast.Name):
                 places.setdefault(node.id, (node.lineno, node.col_offset))
                 places[node.id] = min(places[node.id], (node.lineno, node.col_offset))
@@ -267,7 +268,7 @@ def _called_names(lift: Lift) -> set[str]:
     """Names that the slice calls, and those of functions and classes: no data."""
     found: set[str] = set()
     for part in (*lift.lifted, lift.site.root):
-        for node in ast.walk(part):
+        for node in walk(part):
             if isinstance(node, ast.Call):
                 if isinstance(node.func, ast.Name):
                     found.add(node.func.id)
@@ -281,7 +282,7 @@ def _given_to_calls(lift: Lift) -> set[str]:
     """Names given as they are, or as a part, to what the slice calls."""
     found: set[str] = set()
     for part in (*lift.lifted, lift.site.root):
-        for call in (node for node in ast.walk(part) if isinstance(node, ast.Call)):
+        for call in (node for node in walk(part) if isinstance(node, ast.Call)):
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
                 found |= names_read(argument)
     return found

@@ -21,6 +21,7 @@ from oomfix.rewrite.liveness import (
 )
 from oomfix.rewrite.signature import Signature
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 
 _PREPARATION = frozenset(
     "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze "
@@ -161,7 +162,7 @@ class Slicer:
 
     def _check_frame_readers(self, lift: Lift) -> bool:
         """Whether the scope reads names that it does not write down: `locals()["loss"]`."""
-        inside = {id(node) for statement in lift.lifted for node in ast.walk(statement)}
+        inside = {id(node) for statement in lift.lifted for node in walk(statement)}
         found = False
         for node in nodes_of_scope_body(lift.site.scope):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in self._own_names:

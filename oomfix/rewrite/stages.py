@@ -15,6 +15,7 @@ from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.script import Script
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
+from oomfix.script.nodes import children, walk
 
 _MOST_CALLS = 4
 # methods of an optimizer, and what is given to them or made of it stays with it
@@ -126,7 +127,7 @@ class _Functions:
     def lets_go(self, call: ast.Call, given: ast.Name, depth: int = _MOST_CALLS) -> bool:
         """Whether a call of a function of the file, returned, holds on to nothing of an argument."""
         found = self._functions.get(call.func.id, []) if isinstance(call.func, ast.Name) else []
-        if len(found) != 1 or not depth or any(isinstance(node, ast.Yield | ast.Lambda) for node in ast.walk(found[0])):
+        if len(found) != 1 or not depth or any(isinstance(node, ast.Yield | ast.Lambda) for node in walk(found[0])):
             return False
         function = found[0]
         names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
@@ -140,8 +141,8 @@ class _Functions:
         return name is not None and self._only_uses(function, name, depth)
 
     def _only_uses(self, function: FunctionNode, name: str, depth: int) -> bool:
-        parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
-        for node in ast.walk(function):
+        parents = {child: node for node in walk(function) for child in children(node)}
+        for node in walk(function):
             if not isinstance(node, ast.Name) or node.id != name:
                 continue
             parent = parents[node]

@@ -10,6 +10,7 @@ from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import names_bound, names_read, nodes_of_scope_body
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 
 _WITHOUT_LENGTH = frozenset("zip iter map islice chain cycle enumerate filter count repeat".split())
 _GENERATOR = re.compile(r"(^|_)(gen|generator|iter|iterator|stream)(_|\d|$)|_iter\w*$", re.IGNORECASE)
@@ -193,11 +194,11 @@ def _is_last(
         number = number if made is None else made.value
     if not isinstance(number, ast.Call) or last_name(number) != "len" or len(number.args) != 1:
         return False
-    counted = {ast.dump(node) for node in ast.walk(batches) if isinstance(node, ast.Name | ast.Attribute)}
+    counted = {ast.dump(node) for node in walk(batches) if isinstance(node, ast.Name | ast.Attribute)}
     name = path_of(batches)
     made = _only_assignment(name, loop, blocks) if name is not None else None
     if made is not None:
-        counted |= {ast.dump(node) for node in ast.walk(made.value) if isinstance(node, ast.Name | ast.Attribute)}
+        counted |= {ast.dump(node) for node in walk(made.value) if isinstance(node, ast.Name | ast.Attribute)}
     # the last batch has the index start + len - 1
     return shift is not None and start - 1 + shift == -less and ast.dump(number.args[0]) in counted
 
@@ -207,7 +208,7 @@ def _check_size(size: ast.expr, loop: ast.For, place: ast.AST, blocks: Blocks) -
     if any(not isinstance(node, _PLAIN) for node in ast.walk(size)):
         raise CannotFold(f"`{ast.unparse(size)}` may be another number each time")
     names = names_read(size)
-    changed = {path_of(node) for node in ast.walk(loop) if isinstance(node, ast.Attribute) and not _loads(node)}
+    changed = {path_of(node) for node in walk(loop) if isinstance(node, ast.Attribute) and not _loads(node)}
     bound = {name for statement in loop.body for name in names_bound(statement)}
     scope = blocks.scope_of(loop)
     line = getattr(place, "lineno", 0)

@@ -20,6 +20,7 @@ from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, remove_statement
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward
 from oomfix.script.windows import Window, is_divided
 
@@ -134,7 +135,7 @@ class WindowFolder:
     def _check_body(self, verdict: Verdict, decision: ast.If) -> None:
         loop = verdict.loop.node
         assert isinstance(loop, ast.For)
-        for node in ast.walk(loop):
+        for node in walk(loop):
             if isinstance(node, ast.Call) and last_name(node) == "no_sync":
                 raise CannotFold(f"`no_sync` in line {node.lineno} follows it")
         self._check_reached(decision, loop)
@@ -145,13 +146,13 @@ class WindowFolder:
         for one in verdict.backwards:
             if any(one is not other and not apart(one.node, other.node) for other in verdict.backwards):
                 raise CannotFold("several losses share it, whose batches could not be weighed together")
-        behind = {id(node) for statement in self._stepping(decision, loop) for node in ast.walk(statement)}
+        behind = {id(node) for statement in self._stepping(decision, loop) for node in walk(statement)}
         for step in (*verdict.loop.steps, *verdict.steps):
             inside = any(parent is loop for parent in self._blocks.ancestors(step.node))
             if inside and id(step.node) not in behind:
                 raise CannotFold(f"line {step.node.lineno} steps within it")
         self._check_resets(behind, loop)
-        for statement in ast.walk(loop):
+        for statement in walk(loop):
             if isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign) and id(statement) not in behind:
                 if reads_gradients(statement) and not effects.is_zero_grad(statement):
                     raise CannotFold(f"line {statement.lineno} clips or reads gradients within it")
@@ -192,7 +193,7 @@ class WindowFolder:
                 raise CannotFold(f"line {statement.lineno} may leave it open")
 
     def _check_resets(self, behind: set[int], loop: ast.AST) -> None:
-        resets = [node for node in ast.walk(loop) if isinstance(node, ast.Call) and last_name(node) == "zero_grad"]
+        resets = [node for node in walk(loop) if isinstance(node, ast.Call) and last_name(node) == "zero_grad"]
         if not any(id(node) in behind for node in resets):
             raise CannotFold("gradients are not reset behind its step")
         for node in resets:

@@ -12,6 +12,7 @@ from oomfix.script.contexts import NULL
 from oomfix.script.definitions import Function
 from oomfix.script.hints import looks_like_loss
 from oomfix.script.names import left_by_methods, path_of
+from oomfix.script.nodes import children
 from oomfix.script.values import (
     MISSING,
     NONE,
@@ -48,13 +49,13 @@ class Expressions(Calls):
         return method(self, node)
 
     def _any(self, node: ast.AST) -> Value:
-        return combine([self.evaluate(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)])
+        return combine([self.evaluate(child) for child in children(node) if isinstance(child, ast.expr)])
 
     def _constant(self, node: ast.Constant) -> Value:
         return constant(node.value)
 
     def _plain(self, node: ast.expr) -> Value:
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             if isinstance(child, ast.expr):
                 self.evaluate(child)
         return NUMBER

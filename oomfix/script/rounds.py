@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import children, walk
 from oomfix.script.trace import Loop
 
 _COPIES = ast.Name | ast.Attribute | ast.Subscript
@@ -102,7 +102,7 @@ class _Reading:
 
 def _parts(node: ast.stmt) -> Iterator[ast.AST]:
     """What a simple statement reads; an augmented assignment reads its target too."""
-    yield from ast.iter_child_nodes(node)
+    yield from children(node)
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         yield ast.Name(node.target.id, ast.Load())
 
