@@ -182,7 +182,7 @@ class Slicer:
                         line, name = node.lineno, node.target.id
                         raise CannotLift(f"line {line} adds to {name}, which was made outside of the slice")
             made |= names_bound(statement)
-            for path in changed_paths(statement):
+            for path in sorted(changed_paths(statement)):
                 if path.split(".")[0] not in made:
                     raise CannotLift(f"line {statement.lineno} changes {path}, which was made outside of the slice")
         if self._runs_forward(lift.site.root):
