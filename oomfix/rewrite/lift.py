@@ -54,6 +54,7 @@ class Lift:
         outputs: the names read later, but for the loss.
         loss_is_read: whether the loss is read later.
         deletes: names to take out of a `del`, since they no longer exist where it stands.
+        bound_with_network: names that each round of the loop around the network binds.
         own: names bound only on some ways through the slice, and read on the same ones.
         all_names_are_read: something reads names of the scope that it does not write down.
         state: what the slice leaves behind in objects, which the runtime can put back.
@@ -70,6 +71,7 @@ class Lift:
     outputs: list[str] = field(default_factory=list)
     loss_is_read: bool = False
     deletes: dict[ast.Delete, set[str]] = field(default_factory=dict)
+    bound_with_network: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
     rescaled: list[ast.stmt] = field(default_factory=list)
     all_names_are_read: bool = False

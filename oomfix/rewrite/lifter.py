@@ -19,7 +19,7 @@ from oomfix.rewrite.liveness import (
 from oomfix.rewrite.loops import Verdict
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.reading import Reading
-from oomfix.rewrite.slices import Slicer
+from oomfix.rewrite.slices import PREPARATION, Slicer
 from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -73,13 +73,16 @@ class _Lifter:
     """
 
     def __init__(self, reading: Reading, manager: str) -> None:
-        source = reading.source
-        self._blocks = reading.blocks
-        forwards = {
-            id(forward.node) for forward in reading.script.trace.forwards.values() if not self._only_resets(forward)
-        }
-        self._forwards = _RunsForward(source.tree, forwards)
-        self._slicer = Slicer(source.tree, Helpers(source.tree), self._forwards)
+        source, self._script, self._blocks = reading.source, reading.script, reading.blocks
+        forwards = [
+            forward
+            for forward in self._script.trace.forwards.values()
+            if not self._only_resets(forward) and last_name(forward.node) not in PREPARATION
+        ]
+        runs_forward = _RunsForward(source.tree, {id(forward.node) for forward in forwards})
+        trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
+        is_trained = _RunsForward(source.tree, {id(forward.node) for forward in trained})
+        self._slicer = Slicer(source.tree, Helpers(source.tree), runs_forward, is_trained)
         self._function = Names(source.tree).free("forward", "forward_batch")
         self._lifting = Lifting(reading.layout, manager)
         self.state: str | None = None
@@ -102,7 +105,7 @@ class _Lifter:
             before = [other for other in lifts if not self._blocks.exclude_each_other(call, other.site.statement)]
             for other in before:
                 self._check_apart(other, site)
-            lift = self._lift(site)
+            lift = self._lift(site, self._runs_network_around(call))
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
@@ -112,6 +115,11 @@ class _Lifter:
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
         return edits
+
+    def _runs_network_around(self, call: ast.Call) -> bool:
+        """Whether a network is seen to run in a loop around a backward, perhaps in another function."""
+        loops = {loop for event in self._script.backwards if event.node is call for loop in event.site.loops}
+        return any(not loops.isdisjoint(forward.site.loops) for forward in self._script.trace.forwards.values())
 
     def _check_apart(self, first: Lift, second: Site) -> None:
         """Whether the second loss does not depend on what the first slice computes and gives out without its graph."""
@@ -160,17 +168,18 @@ class _Lifter:
             self._blocks.bound_before(statement),
         )
 
-    def _lift(self, site: Site) -> Lift:
+    def _lift(self, site: Site, network_is_known: bool) -> Lift:
         statement = site.statement
         try:
-            return self._slicer.lift(site)
+            return self._slicer.lift(site, network_is_known)
         except OutsideOfBlock:
             branch = next(self._blocks.ancestors(statement))
             if not isinstance(branch, ast.If) or statement not in branch.body:
                 raise
             block, header = self._blocks.block_of(branch), self._blocks.header_of(branch)
             bound = self._blocks.bound_before(branch)
-            return self._slicer.lift(replace(site, block=block, header=header, branch=branch, bound_before=bound))
+            outer = replace(site, block=block, header=header, branch=branch, bound_before=bound)
+            return self._slicer.lift(outer, network_is_known)
 
 
 def _bound(statements: list[ast.stmt]) -> set[str]:

@@ -121,7 +121,7 @@ class Lifting:
         lines = lines[1:] if lines and not lines[0] else lines
         if lines or (text.above and not text.above.endswith(":")):
             lines.append("")
-        lines += self._broken(f"{text.margin}def {self._function}(", f"{', '.join(lift.inputs)}", "):")
+        lines += self._broken(f"{text.margin}def {self._function}(", lift.inputs, "):")
         lines += body
         root = self._root_text(lift.site.root)
         if lift.outputs or "\n" in root:
@@ -129,7 +129,7 @@ class Lifting:
         returned = ", ".join([root, *lift.outputs])
         if "\n" in returned or len(text.inner) + 7 + len(returned) <= self._layout.longest_line:
             return [*lines, *f"{text.inner}return {returned}".splitlines()]
-        return [*lines, *self._broken(f"{text.inner}return (", returned, ")")]
+        return [*lines, *self._broken(f"{text.inner}return (", [root, *lift.outputs], ")")]
 
     def _root_text(self, root: ast.expr) -> str:
         """The loss as the file writes it; one that was put together here has no place in the file."""
@@ -140,14 +140,23 @@ class Lifting:
         start = f"{margin}{_targets(lift)}{self._manager}.{method}("
         # one sample: never cut, since it keeps state
         size = ["batch_size=1"] if lift.state is not None else []
-        return self._broken(start, ", ".join([self._function, *lift.inputs, *size]), ")")
+        return self._broken(start, [self._function, *lift.inputs, *size], ")")
 
-    def _broken(self, start: str, inside: str, end: str) -> list[str]:
-        """One line, or three where it would be too long."""
-        if len(start + inside + end) <= self._layout.longest_line:
+    def _broken(self, start: str, items: list[str], end: str) -> list[str]:
+        """One line, or as many as it takes where that would be too long."""
+        inside = ", ".join(items)
+        if not items or len(start + inside + end) <= self._layout.longest_line:
             return [start + inside + end]
         margin = start[: len(start) - len(start.lstrip())]
-        return [start, f"{margin}{self._layout.unit}{inside}", f"{margin}{end}"]
+        inner = margin + self._layout.unit
+        filled = [inner + items[0]]
+        for item in items[1:]:
+            if len(f"{filled[-1]}, {item},") <= self._layout.longest_line:
+                filled[-1] += f", {item}"
+            else:
+                filled[-1] += ","
+                filled.append(inner + item)
+        return [start, *filled, f"{margin}{end}"]
 
 
 class _Text:

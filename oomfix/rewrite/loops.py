@@ -13,6 +13,7 @@ from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
 from oomfix.script import Script, TrainingLoop
+from oomfix.script.hints import looks_like_optimizer
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Step
@@ -192,7 +193,8 @@ class Judge:
             for node in walk(body):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
                     receiver = ast.unparse(node.func.value)
-                    if "optim" in receiver.lower() and "sched" not in receiver.lower():
+                    named = "optim" in receiver.lower() or looks_like_optimizer(path_of(node.func.value) or "")
+                    if named and "sched" not in receiver.lower():
                         yield Step(node, event.site, event.order, optimizer=receiver, scaled=False)
 
     def _engines_reason(self, node: ast.Call) -> str:

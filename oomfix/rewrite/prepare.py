@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
+from oomfix.rewrite.liveness import (
+    FunctionNode,
+    definitely_bound,
+    names_bound,
+    names_bound_by_target,
+    names_read,
+    nodes_of_scope_body,
+)
 from oomfix.script import Script
 from oomfix.script.edits import Edit
 from oomfix.script.hints import looks_like_optimizer
@@ -21,6 +29,8 @@ _MOST_CALLS = 5
 _MOST_ASSIGNMENTS = 2
 _MOVES = frozenset({"to", "cuda"})
 _COLLECTING = frozenset({"list", "tuple", "dict", "filter", "map", "sorted", "zip"})
+
+_OWN_NAMES = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
 
 Owner = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -113,10 +123,36 @@ def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterato
             continue
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         given = [path for argument in arguments for path in _parameters_of(argument, statement, scope)]
+        given = [path for path in given if _has_value(path, node, statement, scope, blocks)]
         if named:
             given += [path for argument in arguments if (path := path_of(argument)) is not None]
         for path in dict.fromkeys(given):
             yield Made(statement, models.place(path, statement))
+
+
+def _has_value(
+    path: str, call: ast.Call, statement: ast.stmt, scope: ast.Module | FunctionNode, blocks: Blocks
+) -> bool:
+    """Whether a path means something ahead of a statement that makes an optimizer of its parameters.
+
+    The statement asks for it whenever it runs, or it is bound on every way there, or outside of the scope.
+    """
+    root = path.split(".")[0]
+    inside = list(itertools.takewhile(lambda parent: parent is not statement, blocks.ancestors(call)))
+    if root in names_read(call) and not any(isinstance(parent, _OWN_NAMES | ast.IfExp) for parent in inside):
+        return True
+    if root in {name for parent in inside for name in _bound_within(parent)}:
+        return False
+    block = blocks.block_of(statement)
+    bound = blocks.bound_before(statement) | definitely_bound(block[: block.index(statement)])
+    return root in bound or not any(root in names_bound(other) for other in scope.body)
+
+
+def _bound_within(node: ast.AST) -> set[str]:
+    """The names that belong to a comprehension or lambda."""
+    if isinstance(node, ast.Lambda):
+        return {argument.arg for argument in node.args.args}
+    return {name for one in getattr(node, "generators", ()) for name in names_bound_by_target(one.target)}
 
 
 def is_optimizer_class(script: Script, function: ast.expr) -> bool:

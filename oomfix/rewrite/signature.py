@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+from collections.abc import Callable
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.lift import CannotLift, Lift, Site
@@ -40,10 +42,14 @@ class Signature:
 
     Args:
         liveness: of the scope it stands in.
+        tree: the module.
+        runs_forward: whether a statement runs a network.
     """
 
-    def __init__(self, liveness: Liveness) -> None:
+    def __init__(self, liveness: Liveness, tree: ast.Module, runs_forward: Callable[[ast.AST], bool]) -> None:
         self._liveness = liveness
+        self._tree = tree
+        self._runs_forward = runs_forward
 
     def find_outputs(self, lift: Lift) -> None:
         """Set the outputs: what the slice binds and something reads later.
@@ -61,7 +67,8 @@ class Signature:
         if lift.all_names_are_read:
             live |= set(bound)
         live |= self._find_deletes(lift, set(bound) - live)
-        certain = definitely_bound(lift.lifted)
+        lift.bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
+        certain = definitely_bound(lift.lifted) | lift.bound_with_network
         others = self._liveness.always | _read_outside(lift)
         for name in bound:
             if name not in live:
@@ -139,21 +146,31 @@ class Signature:
         Raises:
             CannotLift: a parameter may have no value yet.
         """
-        read = self._liveness.before(lift.lifted, names_read(lift.site.root) | set(lift.outputs))
+        read = self._liveness.before(
+            lift.lifted, names_read(lift.site.root) | set(lift.outputs) - lift.bound_with_network
+        )
         rebound = {name for statement in lift.lifted for name in names_bound(statement)}
         candidates, called = _bound_by_iteration(lift.site), _called_names(lift)
+        outside: set[str] = set()
         data = {name for name in read & candidates if name not in called and not self._is_number(name, lift.site)}
         if not data:
             data = _given_to_calls(lift) & read - called
             data = {name for name in data if not _NOT_DATA.search(name) and not self._is_number(name, lift.site)}
-            data &= _bound_anywhere(lift.site.scope)
+            data &= _bound_anywhere(lift.site.scope) | (outside := self._bound_outside(lift.site.scope))
         first = lift.site.block.index(lift.lifted[0] if lift.lifted else lift.site.end)
-        bound = lift.site.bound_before | definitely_bound([*lift.site.block[:first], *lift.before])
+        bound = lift.site.bound_before | definitely_bound([*lift.site.block[:first], *lift.before]) | outside
         if unsure := (read & rebound) - lift.own - bound:
             raise CannotLift(f"{sorted(unsure)[0]} may have no value yet where the slice reads it")
         # what is passed is read at once, even where the slice would not have come to it
         wanted = ((data & bound) | (read & rebound)) - lift.own
         lift.inputs = [name for name in _reading_order(lift) if name in wanted]
+
+    def _bound_outside(self, scope: Scope) -> set[str]:
+        """Variables of the module, bound whenever it has run, that a function reads and does not bind."""
+        if isinstance(scope, ast.Module):
+            return set()
+        variables = [statement for statement in self._tree.body if isinstance(statement, ast.Assign | ast.AnnAssign)]
+        return definitely_bound(variables) - _bound_anywhere(scope)
 
     def _is_number(self, name: str, site: Site) -> bool:
         """Whether all that the iteration binds to a name are counters and numbers."""
@@ -178,6 +195,23 @@ class Signature:
                     lift.copied.append(statement)
                 elif owner in names and owner in lift.inputs:
                     lift.copied.clear()
+
+
+def _bound_by_the_networks_loop(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> set[str]:
+    """What each round of the one `for` binds that runs the network: without a round there is nothing to backpropagate.
+
+    `for t in range(length): out, hidden = rnn(x[:, t], hidden)`, with `out` read behind the backward.
+    """
+    running = [statement for statement in lift.lifted if runs_forward(statement)]
+    if len(running) != 1 or not isinstance(running[0], ast.For) or runs_forward(lift.site.root):
+        return set()
+    loop = running[0]
+    first = itertools.takewhile(lambda statement: not _may_end_round(statement), loop.body)
+    return names_bound_by_target(loop.target) | definitely_bound(first)
+
+
+def _may_end_round(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Break | ast.Continue | ast.Return) for node in nodes_of_scope(statement))
 
 
 def _sizes_asked_outside(site: Site) -> list[ast.stmt]:

@@ -23,13 +23,17 @@ from oomfix.rewrite.signature import Signature
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
-_PREPARATION = frozenset(
+PREPARATION = frozenset(
     "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze "
     "squeeze contiguous flatten Variable autograd tensor from_numpy as_tensor FloatTensor LongTensor len range list "
     "tuple dict zip enumerate get pop items keys values next iter max min requires_grad_ is_available device clone "
     "detach numpy repeat expand stack cat ones zeros ones_like zeros_like full randn rand "
     "randn_like arange normal_ t eq ne".split()
 )
+"""What makes, moves and shapes data; no network is called like that."""
+
+
+_MOST_STARTS = 4
 
 
 class Slicer:
@@ -39,25 +43,55 @@ class Slicer:
         tree: the module.
         helpers: its functions.
         runs_forward: whether a statement runs a network.
+        is_trained: whether it runs one itself with gradients on, as that of a teacher is not.
     """
 
-    def __init__(self, tree: ast.Module, helpers: Helpers, runs_forward: Callable[[ast.AST], bool]) -> None:
+    def __init__(
+        self,
+        tree: ast.Module,
+        helpers: Helpers,
+        runs_forward: Callable[[ast.AST], bool],
+        is_trained: Callable[[ast.AST], bool],
+    ) -> None:
         self._tree = tree
         self._helpers = helpers
         self._runs_forward = runs_forward
+        self._is_trained = is_trained
         self._liveness: dict[int, Liveness] = {}
         self._own_names = {name for statement in tree.body for name in names_bound(statement)}
 
-    def lift(self, site: Site) -> Lift:
-        """The slice of a backward as a function.
+    def lift(self, site: Site, network_is_known: bool) -> Lift:
+        """The slice of a backward as a function: the longest of those that may be one.
+
+        Args:
+            site: where the backward stands.
+            network_is_known: whether a network is seen to run in the loop, here or elsewhere.
 
         Raises:
             CannotLift: moving it might change what the script does; says what stands in the way.
         """
         end = site.block.index(site.end)
-        chosen = self._chosen(site, end)
-        if chosen is None:
+        chain = self._dependences(site, end)
+        starts = self._starts(site, chain, end, network_is_known)
+        if not starts:
             raise OutsideOfBlock("the network runs outside of the block that runs its backward")
+        lifts: list[Lift] = []
+        first_problem: CannotLift | None = None
+        for start in starts:
+            try:
+                lifts.append(self._lift_with_or_without_scaling(site, self._from(start, site, chain), end))
+            except CannotLift as problem:
+                if not self._runs_forward(site.block[start]):
+                    raise
+                first_problem = first_problem or problem
+            else:
+                if lifts[-1].inputs:
+                    return lifts[-1]
+        if not lifts and first_problem is not None:
+            raise first_problem
+        return lifts[0]
+
+    def _lift_with_or_without_scaling(self, site: Site, chosen: list[int], end: int) -> Lift:
         try:
             return self._lift(site, chosen, end)
         except CannotLift:
@@ -75,7 +109,7 @@ class Slicer:
             self._check_lifted(statement, lift)
         self._check_changes(lift)
         self._check_branch(lift)
-        signature = Signature(self.liveness_of(site.scope))
+        signature = Signature(self.liveness_of(site.scope), self._tree, self._runs_forward)
         self._place_others(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)
@@ -84,16 +118,22 @@ class Slicer:
 
     # -- which statements --------------------------------------------------------------------------------------
 
-    def _chosen(self, site: Site, end: int) -> list[int] | None:
-        """The indices in the block of what has to be in the function; None where nothing there runs a network."""
-        chain = self._dependences(site, end)
-        start = next((index for index in chain if self._runs_forward(site.block[index])), None)
-        if start is None and not any(self._runs_forward(statement) for statement in site.scope.body):
-            # nothing is known of the network: it is what the loss is computed from first
-            start = next((index for index in chain if _calls_out(site.block[index])), None)
-        if start is None and not self._runs_forward(site.root):
-            return None
-        first = end if start is None else start
+    def _starts(self, site: Site, chain: list[int], end: int, network_is_known: bool) -> list[int]:
+        """The indices in the block that the slice may start at, the earliest first; none where no network runs there.
+
+        A teacher that runs ahead of the network records nothing that the backward would need: it may stay outside.
+        """
+        running = [index for index in chain if self._runs_forward(site.block[index])]
+        if running:
+            trained = [index for index in running[1:] if self._is_trained(site.block[index])]
+            return running[:1] + ([] if self._is_trained(site.block[running[0]]) else trained[:1])
+        if not network_is_known and (calls := [index for index in chain if _calls_out(site.block[index])]):
+            # it is what the loss is computed from first
+            return calls[:_MOST_STARTS]
+        return [end] if self._runs_forward(site.root) else []
+
+    def _from(self, first: int, site: Site, chain: list[int]) -> list[int]:
+        """The slice from an index on, and what starts what it goes on with."""
         chosen = [index for index in chain if index >= first]
         while (more := self._started_before(site, chosen, chain)) is not None:
             chosen = sorted([*chosen, more])
@@ -361,4 +401,4 @@ def _is_start(statement: ast.stmt) -> bool:
 
 
 def _calls_out(statement: ast.stmt) -> bool:
-    return any(effects.last_name(call) not in _PREPARATION for call in effects.calls_in(statement))
+    return any(effects.last_name(call) not in PREPARATION for call in effects.calls_in(statement))

@@ -25,7 +25,7 @@ EXPECTED = {
     "phases": "micro-batched",
     "sam": "micro-batched",
     "own_scaler": "micro-batched",
-    "by_hand": "micro-batched in-place",
+    "by_hand": "micro-batched micro-batched",
 }
 
 

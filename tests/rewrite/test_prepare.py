@@ -142,3 +142,33 @@ def test_a_comment_stays_with_its_optimizer():
         LOOP + "net = Net().cuda()\n# the optimizer\nopt = torch.optim.SGD(net.parameters())\ntrain(net, loader, opt)\n"
     )
     assert prepared(text) == [("memory.prepare(net)", "# the optimizer")]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]",
+        "make = lambda net: torch.optim.SGD(net.parameters(), lr=0.1)",
+        "chosen = [p for net in nets for p in net.parameters()]\nopt = torch.optim.SGD(chosen, lr=0.1)",
+    ],
+)
+def test_a_name_that_only_a_comprehension_knows_is_not_prepared(made):
+    assert prepared(LOOP.replace("network", "net") + f"nets = [Net()]\n{made}\nfor net in nets: pass\n") == []
+
+
+def test_a_model_that_one_branch_alone_makes_is_not_prepared_behind_it():
+    text = (
+        LOOP
+        + """
+net = Net()
+if two:
+    other = Net()
+    chosen = [*net.parameters(), *other.parameters()]
+else:
+    chosen = net.parameters()
+opt = torch.optim.SGD(chosen, lr=0.1)
+train(net, loader, opt)
+train(other, loader, opt)
+"""
+    )
+    assert [call for call, _ in prepared(text)] == ["memory.prepare(net)"]

@@ -1,0 +1,182 @@
+"""Where a slice starts, what it is given and what it gives, in scripts whose first attempt at a slice does not do."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+from tests.rewrite.test_loops import TOP, apply
+
+
+def assert_trains_the_same(body: str) -> str:
+    """The text of a micro-batched script, which trains the same whole and in three parts."""
+    text = TOP + textwrap.dedent(body)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(rewritten(text, micro_batches=3).text)
+    assert split.calls_in_parts
+    assert_close(before, split)
+    return after.text
+
+
+def test_a_teacher_without_gradients_runs_ahead_of_a_slice_that_cannot_hold_it():
+    text = assert_trains_the_same("""\
+        teacher = nn.Linear(4, 2)
+        batches = iter(loader)
+        for step in range(3):
+            with torch.no_grad():
+                try:
+                    x, y = next(batches)
+                except StopIteration:
+                    batches = iter(loader)
+                    x, y = next(batches)
+                soft = teacher(x)
+            model.train()
+            out = model(x)
+            loss = F.cross_entropy(out, y) + F.mse_loss(out, soft)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert text.index("soft = teacher(x)") < text.index("def forward(")
+
+
+def test_a_network_with_gradients_is_never_left_ahead_of_the_slice():
+    _, loops = apply("""\
+        encoder = nn.Linear(4, 4)
+        for x, y in loader:
+            h = encoder(x)
+            if y.sum() > 2:
+                h = codes = h * 2
+            loss = F.cross_entropy(model(h), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(codes)
+        """)
+    assert loops == [("in-place", "codes is read later, and only bound on some ways through the slice")]
+
+
+def test_the_last_output_of_a_loop_over_time_is_returned():
+    text = assert_trains_the_same("""\
+        cell = nn.RNNCell(1, 4)
+        optimizer.add_param_group({"params": cell.parameters()})
+        for x, y in loader:
+            optimizer.zero_grad()
+            h = torch.zeros(len(x), 4)
+            loss = 0
+            for t in range(x.size(1)):
+                h = cell(x[:, t : t + 1], h)
+                out = model(h)
+                loss += F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            print(loss.item(), out.sum().item())
+        """)
+    assert "return loss, out" in text
+
+
+def test_an_output_that_a_round_of_the_loop_may_not_bind_keeps_the_loss_in_place():
+    _, loops = apply("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = 0
+            for t in range(3):
+                if t > y.sum():
+                    continue
+                out = model(x)
+                loss += F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            print(out)
+        """)
+    assert loops == [("in-place", "out is read later, and only bound on some ways through the slice")]
+
+
+@pytest.mark.parametrize("other", ["", "if y[0]:\n    y = y * 2"])
+def test_data_of_the_module_is_an_input_of_a_function_that_trains_on_all_of_it(other):
+    text = assert_trains_the_same(f"""\
+x, y = loader[0]
+{other}
+
+def fit():
+    for t in range(3):
+        loss = F.cross_entropy(model(x), y.clamp(max=1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+
+fit()
+""")
+    assert "def forward(x, y):" in text
+
+
+def test_losses_of_actions_taken_elsewhere_stay_where_they_are():
+    """The graph is made while the episode runs; what is left to do is a sum over what was kept."""
+    text, loops = apply("""\
+        def act(x):
+            kept.append(model(x).log_softmax(1)[:, 0])
+
+        def finish():
+            optimizer.zero_grad()
+            total = 0
+            returns = []
+            for reward in rewards:
+                total = reward + 0.9 * total
+                returns.insert(0, total)
+            loss = -(torch.stack(kept).mean(1) * torch.tensor(returns)).sum()
+            loss.backward()
+            optimizer.step()
+            kept.clear()
+
+        for episode in range(2):
+            kept, rewards = [], []
+            for x, y in loader:
+                act(x)
+                rewards.append(1.0)
+            finish()
+        """)
+    assert loops == [("in-place", "the network runs outside of the block that runs its backward")]
+    assert "def forward" not in text
+
+
+def test_the_choice_of_a_batch_by_another_library_stays_ahead_of_the_slice():
+    text, loops = apply("""\
+        from library import Agent
+
+        class PPO(Agent):
+            def learn(self, states, actions):
+                while not self.batcher.end():
+                    chosen = self.batcher.next_batch()[0]
+                    chosen = self.network.tensor(chosen).long()
+                    some_states = states[chosen]
+                    some_actions = actions[chosen]
+                    log_probs, entropy = self.network.predict(some_states, some_actions)
+                    loss = -log_probs.mean() - entropy.mean()
+                    self.opt.zero_grad()
+                    loss.backward()
+                    self.opt.step()
+        """)
+    assert loops == [("micro-batched", None)]
+    assert "def forward(some_states, some_actions):" in text
+    assert "memory.step(self.opt)" in text
+
+
+def test_long_lists_of_inputs_are_broken_as_lines_of_the_file_are():
+    names = ", ".join(f"a_rather_long_name_{number}" for number in range(8))
+    text, loops = apply(f"""\
+        for batch in loader:
+            {names} = batch
+            optimizer.zero_grad()
+            loss = model({names}).mean()
+            loss.backward()
+            optimizer.step()
+        """)
+    assert loops == [("micro-batched", None)]
+    written = text[text.index("memory.forward_backward(") :].splitlines()
+    assert len(written) > 3
+    assert max(map(len, written)) <= 120
