@@ -75,10 +75,29 @@ class CachingAllocator:
         if block is None:
             return None
         self._split(block, size)
-        block.in_use = True
-        self.allocated_bytes += block.nbytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self._hand_out(block)
         return block
+
+    def allocate_at(self, address: int, nbytes: int, small: bool) -> Block | None:
+        """The block of exactly `nbytes` bytes at `address` of a pool; None: not all of it is free."""
+        for _, start in self._free[small]:
+            block = self._blocks[start]
+            if start <= address and address + nbytes <= start + block.nbytes:
+                break
+        else:
+            return None
+        self._remove_free(block)
+        if start < address:
+            front, block = block, self._cut(block, address - start)
+            self._add_free(front)
+        if nbytes < block.nbytes:
+            self._add_free(self._cut(block, nbytes))
+        self._hand_out(block)
+        return block
+
+    def layout(self) -> tuple[tuple[int, int, bool], ...]:
+        """All blocks, as (address, bytes, whether in use): where it is equal, what comes next will be."""
+        return tuple(sorted((block.address, block.nbytes, block.in_use) for block in self._blocks.values()))
 
     def free(self, block: Block) -> None:
         """Put a block back into its pool, merged with free neighbours."""
@@ -110,6 +129,11 @@ class CachingAllocator:
         """Let the peaks start again from what is held now."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
+
+    def _hand_out(self, block: Block) -> None:
+        block.in_use = True
+        self.allocated_bytes += block.nbytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def _take_cached(self, size: int, small: bool) -> Block | None:
         pool = self._free[small]

@@ -35,6 +35,7 @@ def _scalar(trace: "CardTrace", func: Any, args: tuple[Any, ...], kwargs: dict[s
     if tensor.constant is not None:
         return tensor.constant.item()
     if (brought := brought_along(tensor)) is not None:
+        trace.values_read += 1
         return brought.item()
     if tensor.dtype is torch.bool:
         answer = getattr(tensor, "_oomfix_all", False)

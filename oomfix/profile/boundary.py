@@ -47,6 +47,7 @@ class CardTrace(MemoryTrace):
     Attributes:
         fake_mode: the mode that the fake tensors belong to.
         assumed: (what was assumed, (file, line) or None), with how often.
+        values_read: how often numbers were read that tensors of the card have from the host.
         recording: False while fake tensors are made that are not on the card, as in a model's initialisers.
     """
 
@@ -58,6 +59,7 @@ class CardTrace(MemoryTrace):
     ) -> None:
         super().__init__(allocator, self._is_on_card, scratch, keeps)
         self.recording = True
+        self.values_read = 0
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
         self.assumed: Counter[tuple[str, tuple[str, int] | None]] = Counter()
 
@@ -156,6 +158,7 @@ class _ToHost(torch.autograd.Function):
 def to_host(trace: CardTrace, tensor: torch.Tensor) -> torch.Tensor:
     """What a small tensor brought along from the host; else zeros in its shape, still connected to its graph."""
     if (brought := brought_along(tensor)) is not None:
+        trace.values_read += 1
         return brought.clone()
     if not _asked_by_torch():
         trace.assume("data copied from the card are zeros")

@@ -34,6 +34,7 @@ from oomfix.profile.overlay import overlay
 from oomfix.profile.progress import EnoughSteps, Progress
 from oomfix.profile.ranks import Ranks, shares
 from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
+from oomfix.profile.repeats import Repeats
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.steps_by_hand import StepsByHand
 from oomfix.profile.tracker import OutOfMemoryError
@@ -115,6 +116,7 @@ def run(
         loaders = Loaders(simulated.patches, trace, progress, batch_size)
         overlay(simulated.patches, rewritten)
         answer_checks(simulated.patches, trace, independent)
+        Repeats(simulated.patches, trace)
         StepsByHand(simulated.patches, trace, lambda: progress.without_optimizer, progress.stepped)
         stop = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: progress.stepped())
         try:

@@ -78,6 +78,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refused_event: the position at the last request that was refused; None: none was.
         running: how many operations are under way, above 0 inside an operation's own code.
         before_forward: called where a model's forward begins, those of its submodules and of backwards left out.
+        run_forward: runs such a forward, as `call(module, *args, **kwargs)`.
 
     Source: one weak reference per storage, as in torch.distributed._tools.mem_tracker.
     """
@@ -101,6 +102,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_phase = "setup"
         self.running = 0
         self.before_forward: Callable[[], None] = lambda: None
+        self.run_forward: Callable[..., Any] = lambda call, module, args, kwargs: call(module, *args, **kwargs)
         self._peak_bytes = 0
         self.steps: list[tuple[int, int, int]] = []
         self._optimizers: dict[int, int] = {}
@@ -240,27 +242,49 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._scratch is not None and (scratch := self._scratch(func, args, result)):
             if not self._add(scratch, "workspaces", f"{func}", (), None):
                 return scratch
-            self._remove(len(self.storages) - 1)
+            self.remove(len(self.storages) - 1)
         return None
 
     def _on_card(self, tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided and self._counts(tensor)
 
     def _count(self, tensor: torch.Tensor, category: str, operation: Any = "") -> bool:
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
+        nbytes = tensor.untyped_storage().nbytes()
         if nbytes == 0:
             return True
         if not self._add(nbytes, category, str(operation), tuple(tensor.shape), tensor.dtype):
             return False
-        index, address = len(self.storages) - 1, storage._cdata
+        self.bind(tensor, len(self.storages) - 1)
+        return True
+
+    def bind(self, tensor: torch.Tensor, index: int) -> None:
+        """Let a storage of the trace be that of `tensor`, and live as long."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
 
         def freed(_: object) -> None:
             self._live.pop(address, None)
-            self._remove(index)
+            self.remove(index)
 
         self._live[address] = (weakref.ref(storage, freed), index)
-        return True
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the storage of `tensor`; None where it was not made on the card."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def add_again(self, like: Storage, address: int, small: bool) -> int | None:
+        """Put a storage like an earlier one where that one was; its index, or None where the place is taken."""
+        block = self.allocator.allocate_at(address, like.nbytes, small)
+        if block is None:
+            return None
+        storage = Storage(block, like.requested_bytes, len(self.events))
+        for name in ("category", "operation", "module", "shape", "dtype", "line"):
+            setattr(storage, name, getattr(like, name))
+        storage.phase = self._current_phase()
+        self.storages.append(storage)
+        self.events.append(len(self.storages) - 1)
+        return len(self.storages) - 1
 
     def _add(
         self, nbytes: int, category: str, operation: str, shape: tuple[int, ...], dtype: torch.dtype | None
@@ -283,7 +307,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak_event, self.peak_phase = len(self.events), storage.phase
         return True
 
-    def _remove(self, index: int) -> None:
+    def remove(self, index: int) -> None:
+        """A storage of the trace is freed; once."""
         storage = self.storages[index]
         if storage.block is not None:
             storage.died = len(self.events)
@@ -327,14 +352,15 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A module's call that says which module is running."""
 
         def call_named(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._modules and not in_backward():
+            outermost = not self._modules and not in_backward()
+            if outermost:
                 self.before_forward()
                 if module not in self._watched:
                     self.watch(module)
                 self.enter_phase("forward")
             self._modules.append(self._names.get(id(module)) or type(module).__name__)
             try:
-                return call(module, *args, **kwargs)
+                return self.run_forward(call, module, args, kwargs) if outermost else call(module, *args, **kwargs)
             finally:
                 self._modules.pop()
 

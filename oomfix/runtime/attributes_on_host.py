@@ -48,6 +48,11 @@ def attributes_on_host(modules: Iterable[nn.Module], min_bytes: int = 2**20) -> 
         hook.remove()
 
 
+def waits_on_host(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is the copy of one that was moved here."""
+    return hasattr(tensor, _DEVICE)
+
+
 class AttributesOnHost:
     """The attributes that are moved in one context.
 
@@ -79,7 +84,7 @@ class AttributesOnHost:
         """Whether this is a large tensor on the device, which was not there on entering."""
         return (
             isinstance(value, torch.Tensor)
-            and not hasattr(value, _DEVICE)
+            and not waits_on_host(value)
             and is_movable(value)
             and not (value.is_leaf and value.requires_grad)
             and nbytes(value) >= self._min_bytes
@@ -101,7 +106,7 @@ class _Attribute:
         except KeyError:
             # torch then looks among parameters, buffers and submodules
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {self._name!r}") from None
-        if not isinstance(value, torch.Tensor) or not hasattr(value, _DEVICE):
+        if not isinstance(value, torch.Tensor) or not waits_on_host(value):
             return value
         with torch.enable_grad():
             read = value.to(getattr(value, _DEVICE), copy=True)

@@ -75,7 +75,8 @@ def _judge_type(type_: type) -> _Kind:
         return _Kind.FLAG
     if issubclass(type_, int | float):
         return _Kind.NUMBER
-    if issubclass(type_, torch.Tensor | types.ModuleType | type):
+    # a scaler has no scale before its first loss: it is the same scaler afterwards
+    if issubclass(type_, torch.Tensor | types.ModuleType | type | torch.amp.GradScaler):
         return _Kind.NOTHING
     if issubclass(type_, DistributedDataParallel):
         return _Kind.WRAPPER

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from oomfix.runtime.attributes import Attributes
+from oomfix.runtime.attributes_on_host import waits_on_host
 from oomfix.runtime.kept_statistics import KeptStatistics, has_statistics
 from oomfix.runtime.referenced import state_of
 
@@ -141,5 +142,6 @@ class _Place:
 def _places(module: nn.Module) -> Iterator[_Place]:
     for holder in ("_parameters", "__dict__") if has_statistics(module) else ("_buffers", "_parameters", "__dict__"):
         for key, value in getattr(module, holder).items():
-            if isinstance(value, torch.Tensor):
+            # what waits on the host is written by nobody: reading it puts another tensor in its place
+            if isinstance(value, torch.Tensor) and not waits_on_host(value):
                 yield _Place(module, holder, key)

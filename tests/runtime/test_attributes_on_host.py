@@ -10,6 +10,7 @@ from torch import nn
 
 from oomfix.runtime import offloading
 from oomfix.runtime.attributes_on_host import attributes_on_host
+from oomfix.runtime.kept_state import KeptState
 
 
 class Attention(nn.Module):
@@ -197,3 +198,13 @@ def test_a_class_that_has_plans_for_the_name_is_left_alone(x):
         module(x)
     assert moved.moved_bytes == 0
     assert isinstance(vars(Watched)["features"], property)
+
+
+def test_what_waits_is_not_copied_to_be_put_back(x):
+    """A forward that is new to the runtime keeps the state of its modules, but not what nobody can write."""
+    block = Attention().double()
+    with torch.no_grad(), attributes_on_host([block], min_bytes=0):
+        block(x)
+    state = KeptState([block])
+    state.keep(True, block.forward)
+    assert [place.name for place in state._kept] == ["Attention.table"]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from oomfix import runtime
+from oomfix.runtime.identity import identity
 
 X, Y = torch.randn(32, 4).double(), torch.randn(32, 3).double()
 
@@ -234,3 +235,16 @@ def test_a_number_that_moves_now_and_then_has_the_forward_checked_in_one_call_of
         state.windows += call % 4 == 0
         memory.forward_backward(forward, X, Y, state.windows)
     assert len(checks - {1, 2, 4, 8, 16, 32, 64}) <= 5
+
+
+def test_a_scaler_that_has_made_its_scale_is_the_same_scaler():
+    """A forward that asks it whether it is enabled stays what it was, and is not checked from the beginning."""
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+
+    def forward(x):
+        return scaler.is_enabled() * x
+
+    before = identity(forward, (X,), {})
+    scaler.scale(torch.ones(()))
+    assert scaler.is_enabled()
+    assert identity(forward, (X,), {}) == before
