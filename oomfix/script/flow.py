@@ -292,7 +292,7 @@ class Flow(Statements):
     def _mark_carried(self, node: Loop, bound: list[Path]) -> None:
         """Everything the first round leaves with a graph is carried into the second."""
         for key, binding in self._left_by_round(node, bound):
-            number = self.trace.number("carried", id(binding.statement))
+            number = self.trace.number("carried", (id(binding.statement), id(node)))
             assert binding.statement is not None
             self._carrying[number] = (binding.statement, node)
             bindings: Any = self.state.names if isinstance(key, str) else self.state.attributes
@@ -304,7 +304,7 @@ class Flow(Statements):
         for key in dict.fromkeys(bound):
             bindings: Any = self.state.names if isinstance(key, str) else self.state.attributes
             binding = bindings.get(key)
-            if binding is None or binding.statement is None or not binding.loops or binding.loops[-1] is not node:
+            if binding is None or binding.statement is None or node not in binding.loops:
                 continue
             if flatten(binding.value).graph is Graph.YES:
                 left.append((key, binding))

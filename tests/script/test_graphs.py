@@ -352,6 +352,38 @@ def test_retain_graph_without_a_second_backward_is_needless_in_each_branch(repor
     assert report(code) == [("OOM103", 4)]
 
 
+@pytest.mark.parametrize(
+    ("loss", "again", "found"),
+    [
+        ("criterion(model(x), y)", "pass", [("OOM103", 3)]),
+        ("criterion(out, y)", "update(other(out, y), optimizer)", []),
+    ],
+)
+def test_retain_graph_in_a_helper_depends_on_the_losses_that_it_is_called_with(report, loss, again, found):
+    code = f"""
+        def update(loss, optimizer):
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+
+        for x, y in loader:
+            out = model(x)
+            update({loss}, optimizer)
+            {again}
+    """
+    assert report(code) == found
+
+
+def test_retain_graph_in_a_helper_that_nothing_calls_is_left_alone(report):
+    code = """
+        def update(loss, optimizer):
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+    """
+    assert report(code) == []
+
+
 def test_truncated_backpropagation_that_detaches_is_clean(report):
     code = """
         hidden = None

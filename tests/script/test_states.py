@@ -132,6 +132,32 @@ def test_time_steps_that_are_backpropagated_together_are_one_iteration(report):
     assert report(code) == []
 
 
+@pytest.mark.parametrize(
+    ("before", "each", "found"),
+    [
+        ("hidden = None", "pass", [("OOM104", 8)]),
+        ("pass", "hidden = None", []),
+        ("hidden = None", "hidden = hidden if hidden is None else hidden.detach()", []),
+    ],
+)
+def test_a_state_left_by_the_time_steps_of_one_batch_is_carried_into_the_next(report, before, each, found):
+    code = f"""
+        import torch
+        {before}
+        for source, target in loader:
+            {each}
+            loss = 0
+            for x, y in zip(source, target):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    out, hidden = model(x, hidden)
+                    loss = loss + criterion(out, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    assert report(code) == found
+
+
 def test_outputs_written_into_one_tensor_are_backpropagated_with_it(report):
     code = """
         import torch
