@@ -16,8 +16,9 @@ class Fp16WithoutScaler(Rule):
     right already, 0% at a scale of 65536 (bench/results/rules.md). Loss scaling keeps them in range; bf16, which has
     the range of fp32, needs none.
 
-    Quiet when: a gradient scaler is used, or spoken of, where the loop is written; the dtype is bfloat16 or decided
-    elsewhere; a framework does the backward. `autocast("cuda")` without a dtype means fp16.
+    Quiet when: a gradient scaler is used, or spoken of, where the loop is written, unless it scales other losses of the
+    loop in sight; the loss is multiplied by a large factor; the dtype is bfloat16 or decided elsewhere; a framework
+    does the backward. `autocast("cuda")` without a dtype means fp16.
 
     Fix: `oomfix.runtime`, which scales where the card has no bf16; by hand, `torch.amp.GradScaler("cuda")`.
     """
@@ -30,10 +31,10 @@ class Fp16WithoutScaler(Rule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         for loop in script.loops:
-            half = [forward for forward in loop.forwards if forward.site.autocast == "float16"]
-            if loop.framework is None and half and not script.precision.may_scale_gradients(loop):
+            unscaled = script.precision.unscaled(loop)
+            if unscaled:
                 yield self.finding(
-                    script.place(half[0].node),
+                    script.place(unscaled[0].node),
                     "training under float16 autocast without a gradient scaler: small gradients become zero",
                 )
 

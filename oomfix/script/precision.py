@@ -25,6 +25,9 @@ _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
 )
 _HALF_DTYPES = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
+_SCALING = re.compile(r"\w*scaler\w*|\w*loss_scal(?!ar)\w*|scale_loss|\w*grad(?:ient)?_scale\w*", re.IGNORECASE)
+_DATA_SCALER = re.compile(r"(Standard|MinMax|MaxAbs|Robust)Scaler")
+_LOSS_SCALE = 128
 _MOVES = frozenset({"to", "cuda", "half", "bfloat16", "train"})
 
 
@@ -101,11 +104,30 @@ class Precision:
             for guard in forward.site.guards
         }
 
-    def may_scale_gradients(self, loop: TrainingLoop) -> bool:
-        """Whether a gradient scaler is at work in a loop: in sight, or spoken of where the loop is written."""
-        if any(backward.scaled for backward in loop.backwards):
-            return True
-        return any("scaler" in ast.unparse(part).lower() for part in self._around(loop))
+    def unscaled(self, loop: TrainingLoop) -> list[Forward]:
+        """The fp16 forwards of a loop whose gradients nothing scales."""
+        half = [forward for forward in loop.forwards if forward.site.autocast == "float16"]
+        scaled = [event for event in loop.backwards if event.scaled or _is_scaled_by_hand(event.node)]
+        if not scaled:
+            return [] if loop.framework is not None or self._speaks_of_scaling(loop) else half
+        within: set[int] = set().union(*(event.origins for event in scaled))
+        others: set[int] = set().union(*(event.origins for event in loop.backwards if event not in scaled))
+        return [forward for forward in half if forward.origin in others - within]
+
+    def _speaks_of_scaling(self, loop: TrainingLoop) -> bool:
+        """Whether a gradient scaler, or a factor of the loss, is named where a loop is written."""
+        written = {word for part in self._around(loop) for word in _SCALING.findall(ast.unparse(part))}
+        return any(_DATA_SCALER.search(word) is None and word not in self._data_scalers for word in written)
+
+    @cached_property
+    def _data_scalers(self) -> set[str]:
+        """The names of what scales the data (`scaler = StandardScaler()`)."""
+        assigned = [node for node in self._imports.nodes if isinstance(node, ast.Assign)]
+        return {
+            (path_of(node.targets[0]) or "").rsplit(".", 1)[-1]
+            for node in assigned
+            if isinstance(node.value, ast.Call) and _DATA_SCALER.search(ast.unparse(node.value.func))
+        }
 
     def _around(self, loop: TrainingLoop) -> Iterator[ast.stmt]:
         """The functions and classes in which a loop's events are written, and the statements of the module itself."""
@@ -115,6 +137,15 @@ class Precision:
         functions = dict.fromkeys(function for event in events for function in event.site.functions)
         owners = [function.owner.node if function.owner is not None else function.node for function in functions]
         yield from dict.fromkeys(node for node in owners if isinstance(node, definitions))
+
+
+def _is_scaled_by_hand(node: ast.Call) -> bool:
+    """`(loss * 1024).backward()`: what is differentiated was multiplied by more than a loss is weighted with."""
+    root = node.func.value if isinstance(node.func, ast.Attribute) else None
+    factors = [root.left, root.right] if isinstance(root, ast.BinOp) and isinstance(root.op, ast.Mult) else []
+    powers = any(isinstance(factor, ast.BinOp) and isinstance(factor.op, ast.Pow) for factor in factors)
+    values = [factor.value for factor in factors if isinstance(factor, ast.Constant)]
+    return powers or any(isinstance(value, (int, float)) and value >= _LOSS_SCALE for value in values)
 
 
 def _names_only(node: ast.expr, devices: frozenset[str]) -> bool:

@@ -372,3 +372,57 @@ def test_a_network_made_in_sixteen_bits_needs_no_autocast(report, made):
 )
 def test_a_network_made_in_full_precision_does(report, made):
     assert report(MADE.format(made=made)) == [("OOM202", 4)]
+
+
+@pytest.mark.parametrize(
+    ("before", "backward", "found"),
+    [
+        ("pass", "loss.backward()", ["OOM304"]),
+        ("pass", "(loss * 1024).backward()", []),
+        ("pass", "(2.0**16 * loss).backward()", []),
+        ("pass", "(loss * 0.5).backward()", ["OOM304"]),
+        ("pass", "(loss * loss_scale).backward()", []),
+        ("import apex", "with apex.scale_loss(loss) as scaled: scaled.backward()", []),
+        ("scaler = make()", "loss.backward()", []),
+        ("grad_scale = 1024", "loss.mul(grad_scale).backward()", []),
+        ("data_scaler = preprocessing.StandardScaler().fit(train)", "loss.backward()", ["OOM304"]),
+        ("scaler = MinMaxScaler()", "loss.backward(); scaler.inverse_transform(x)", ["OOM304"]),
+        ("fabric = lightning.Fabric()", "fabric.backward(loss)", []),
+        ("pass", "loss.backward(); loss_scalar = loss.item()", ["OOM304"]),
+    ],
+)
+def test_what_scales_the_gradients_of_fp16(report, before, backward, found):
+    code = train(context="with torch.autocast('cuda', torch.float16):", before=before, backward=backward)
+    assert codes(report(code)) == found
+
+
+ADVERSARIES = """
+    import torch
+    scaler = torch.amp.GradScaler("cuda")
+    for real in loader:
+        with torch.autocast("cuda"):
+            fake = generator(torch.randn(64, 100))
+            g_loss = criterion(discriminator(fake))
+        {generator}
+        g_optimizer.step()
+        with torch.autocast("cuda"):
+            d_loss = criterion(discriminator(fake.detach()))
+        {discriminator}
+        d_optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("generator", "discriminator", "lines"),
+    [
+        ("scaler.scale(g_loss).backward()", "d_loss.backward()", [10]),
+        ("g_loss.backward()", "scaler.scale(d_loss).backward()", [5]),
+        ("scaler.scale(g_loss).backward()", "scaler.scale(d_loss).backward()", []),
+        ("scaler.scale(g_loss).backward()", "loss = scaler.scale(d_loss); loss.backward()", []),
+        ("scaler.scale(g_loss).backward()", "(d_loss * 65536).backward()", []),
+        ("scaler.scale(g_loss).backward() if amp else g_loss.backward()", "scaler.scale(d_loss).backward()", []),
+    ],
+)
+def test_a_scaler_of_one_loss_scales_no_other(report, generator, discriminator, lines):
+    found = report(ADVERSARIES.format(generator=generator, discriminator=discriminator))
+    assert [line for code, line in found if code == "OOM304"] == lines
