@@ -2,7 +2,10 @@
 
 import operator
 from collections.abc import Iterable, MutableMapping
+from itertools import chain
 from typing import Any
+
+_CONTAINERS = (dict, list, set)
 
 
 def namespace(owner: Any) -> MutableMapping[str, Any]:
@@ -29,16 +32,28 @@ class Attributes:
             attributes = namespace(owner)
             before, contents = dict(attributes), {}
             for name, value in before.items():
-                if isinstance(value, dict | list | set):
+                if isinstance(value, _CONTAINERS):
                     if value:
                         contents[name] = value.copy()
                         for inner in value.values() if isinstance(value, dict) else value:
-                            if isinstance(inner, dict | list | set):
+                            if isinstance(inner, _CONTAINERS):
                                 self._inner.append(((index, name), inner, inner.copy()))
                     else:
                         self._empty.append(value)
                         self._places.append((index, name))
             self._saved.append((attributes, before, contents))
+
+    def _is_untouched(self) -> bool:
+        """Whether nothing at all has changed, seen without a look at each owner; False where that does not tell."""
+        live = [attributes for attributes, _, _ in self._saved]
+        copies = [before for _, before, _ in self._saved]
+        if not all(type(attributes) is dict for attributes in live):
+            return False
+        containers = [before[name] for _, before, contents in self._saved for name in contents]
+        containers += [inner for _, inner, _ in self._inner]
+        contents = [content for _, _, contents in self._saved for content in contents.values()]
+        contents += [content for _, _, content in self._inner]
+        return not any(self._empty) and _are_same([*live, *containers], [*copies, *contents])
 
     def changed(self) -> set[str]:
         """The names of the attributes that have changed."""
@@ -50,6 +65,8 @@ class Attributes:
         Of a container that was changed itself a copy; None for an attribute that is gone.
         """
         found: dict[tuple[int, str], Any] = {}
+        if self._is_untouched():
+            return found
         for index, (attributes, before, contents) in enumerate(self._saved):
             if not _same_values(attributes, before):
                 for name in attributes.keys() | before.keys():
@@ -87,6 +104,16 @@ class Attributes:
         for container in self._empty if changes else ():
             container.clear()
         return {name for _, name in changes}
+
+
+def _are_same(containers: list[Any], contents: list[Any]) -> bool:
+    """Whether `containers` hold the very objects that their copies hold, in the same order."""
+    if list(map(len, containers)) != list(map(len, contents)):
+        return False
+    if not all(map(operator.is_, chain.from_iterable(containers), chain.from_iterable(contents))):
+        return False
+    values, before = ([each.values() for each in some if isinstance(each, dict)] for some in (containers, contents))
+    return all(map(operator.is_, chain.from_iterable(values), chain.from_iterable(before)))
 
 
 def _same_values(attributes: MutableMapping[str, Any], before: dict[str, Any]) -> bool:

@@ -120,8 +120,11 @@ class Batch:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor among the arguments."""
-        yield from trees.tensors(self.args)
-        yield from trees.tensors(self.kwargs)
+        for node in (*self.args, *self.kwargs.values()):
+            if isinstance(node, torch.Tensor):
+                yield node
+            else:
+                yield from trees.tensors(node)
 
 
 def balanced(size: int, parts: int) -> list[tuple[int, int]]:

@@ -159,7 +159,8 @@ class _Comparison:
             found.failure = f"{type(error).__name__}: {said[0]}"
         finally:
             found.drew = generators.moved()
-            generators.restore()
+            if found.drew:
+                generators.restore()
         found.held = self._held_out.something
         return found
 
@@ -168,12 +169,13 @@ class _Comparison:
         cut = min(count // 2 + 1, count - 1)
         whole = self._run(0, count, self._how.light)
         # operations that the functions called show all of, and that draw nothing, need not be watched in the parts
-        light = whole.functions_tell and not generators.moved()
+        drew = generators.moved()
+        light = whole.functions_tell and not drew
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
         found.nll_losses = len(whole.nll_weights)
         left = []
         for begin, end in ((0, cut), (cut, count)):
-            if self._how.replays or begin == 0:
+            if drew and (self._how.replays or begin == 0):
                 generators.restore()
             if self._how.replays:
                 self._draws.replay(begin, count)

@@ -40,10 +40,12 @@ class GradientsAside:
             if id(leaf) in covered:
                 continue
             earlier = leaf.grad
-            if earlier is not None:
-                leaf.grad = None
-                if not touched:
-                    self._held.append((leaf, earlier))
+            if earlier is None:
+                covered[id(leaf)] = (leaf, None)
+                continue
+            leaf.grad = None
+            if not touched:
+                self._held.append((leaf, earlier))
             covered[id(leaf)] = (leaf, None if touched else earlier)
 
     def drop(self) -> None:
@@ -138,19 +140,14 @@ class Border:
     """Inputs that have a graph of their own, behind which a forward shall not run backward piece by piece.
 
     Args:
-        tensors: everything that is passed to the forward.
+        tensors: what is passed to the forward and has a graph.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._inputs = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in tensors if tensor.grad_fn}
-
-    def __bool__(self) -> bool:
-        return bool(self._inputs)
+        self._inputs = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in tensors}
 
     def inside(self, batch: Batch) -> Batch:
         """The batch with leaves in place of those inputs."""
-        if not self._inputs:
-            return batch
         return batch.mapped(lambda leaf: self._inputs[id(leaf)][1] if id(leaf) in self._inputs else leaf)
 
     def leaves_behind(self) -> list[torch.Tensor]:

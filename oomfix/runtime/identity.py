@@ -61,12 +61,17 @@ class _Kind(Enum):
 
 
 _kinds: dict[type, _Kind] = {}
+_TELL_AS_ATTRIBUTES = (_Kind.NUMBER, _Kind.FLAG, _Kind.FUNCTION, _Kind.SETTINGS)
+# types of attributes that tell nothing, which most of the twenty of a module are
+_silent: set[type] = set()
 
 
 def _kind_of(type_: type) -> _Kind:
     kind = _kinds.get(type_)
     if kind is None:
         kind = _kinds[type_] = _judge_type(type_)
+        if kind not in _TELL_AS_ATTRIBUTES:
+            _silent.add(type_)
     return kind
 
 
@@ -154,7 +159,9 @@ class _Look:
         owner: Any = type(value)
         read = _names_read(code, owner) if isinstance(code, types.CodeType) else frozenset()
         for name, entry in getattr(value, "__dict__", {}).items():
-            kind = _kinds.get(type(entry)) or _kind_of(type(entry))
+            if type(entry) in _silent:
+                continue
+            kind = _kind_of(type(entry))
             if kind is _Kind.FLAG:
                 self.key.append((name, entry))
             elif kind is _Kind.FUNCTION:
@@ -162,8 +169,9 @@ class _Look:
             elif kind is _Kind.NUMBER:
                 if name in read:
                     self.numbers.append(entry)
-            elif kind is _Kind.SETTINGS and depth:
-                self._settings(entry, code, depth - 1)
+            elif kind is _Kind.SETTINGS:
+                if depth:
+                    self._settings(entry, code, depth - 1)
 
 
 @functools.lru_cache(maxsize=256)

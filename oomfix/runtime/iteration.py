@@ -45,25 +45,30 @@ class Iteration:
 
     Attributes:
         room: holds the memory of the optimizer's state while this is set.
-        weighing: what its losses are divided by; there from `join_window` on.
+        weighing: what its losses are divided by; None for a whole batch outside of a window, whose loss stays as it is.
+        in_window: the loss shares its step with other calls.
         graph_is_spent: a backward that failed has passed a graph made before the call, which none can pass again.
-        around_forward: makes the context that each forward runs in.
+        around_forward: makes the context that each forward runs in; None: there is nothing around it.
     """
 
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
         self.known = known
         self.forward = forward
         self._tensors = list(batch.tensors())
-        self._border = Border(self._tensors if trains else ())
+        self._border: Border | None = None
         self._given = batch
         self.batch = batch
-        if self._border:
+        with_graph = [tensor for tensor in self._tensors if tensor.grad_fn is not None]
+        if trains and with_graph:
+            self._border = Border(with_graph)
             self.batch = self._border.inside(batch)
             self._tensors = list(self.batch.tensors())
         self.trains = trains
         self.room: OptimizerRoom | None = None
+        self.weighing: Weighing | None = None
+        self.in_window = False
         self._parts = 1
-        self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.around_forward: Callable[[], AbstractContextManager[None]] | None = None
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
         self._generators: RandomState | None = None
@@ -75,15 +80,20 @@ class Iteration:
     def remember(self) -> None:
         """Keep what the run may change. May run out of memory, and be called again."""
         known = self.known
-        explore = known.is_call_to_explore()
-        self._generators = RandomState(explore or known.draws_outside_torch, self._own_generators())
+        explore = known.explores
+        # on a CPU, where memory runs out rarely, only what it was seen to draw from at some call that explored
+        self._generators = RandomState(
+            outside_torch=explore or known.draws_outside_torch,
+            own=self._own_generators(),
+            of_cpu=explore or known.keeps_cpu_generator,
+        )
         known.state.keep(explore, self.forward)
         self._kept_batch = KeptBatch(self.batch, self._tensors, copies=known.calls == 1 or known.writes_batch)
         if self.trains:
-            self._gradients.cover(known.reached())
-            self._gradients.cover(known.holding_gradients())
-            self._gradients.cover(known.ranks.shards())
-            self._gradients.cover(t for t in self._tensors if t.requires_grad and t.is_leaf)
+            self._gradients.cover(known.may_get_gradients())
+            inputs = [tensor for tensor in self._tensors if tensor.requires_grad and tensor.is_leaf]
+            if inputs:
+                self._gradients.cover(inputs)
 
     def _owners(self) -> list[Any]:
         """Where the forward leaves attributes, numbered as in a check."""
@@ -97,12 +107,9 @@ class Iteration:
         """Where it runs."""
         return self.known.device_type(self._tensors)
 
-    def use_half(self, device_type: str, dtype: torch.dtype) -> None:
+    def use_half(self, model_calls: ModelCalls) -> None:
         """Run the calls of models under autocast."""
-        known = self.known
-        if known.model_calls is None or known.is_call_to_explore():
-            known.model_calls = ModelCalls(known.roots(), device_type, dtype)
-        self._model_calls = known.model_calls
+        self._model_calls = model_calls
 
     @property
     def in_half(self) -> bool:
@@ -118,8 +125,10 @@ class Iteration:
         return self._model_calls is not None and self._in_forward and not self.known.fp32
 
     def join_window(self, window: Window) -> None:
-        """Divide the loss by what the accumulation window holds, not by this batch alone."""
-        self.weighing = Weighing(self.known.name, self.batch, window, self.trains)
+        """Divide the loss by what the accumulation window holds, if there is one, not by this batch alone."""
+        self.in_window = self.trains and window.length > 1
+        if self.in_window:
+            self.weighing = Weighing(self.known.name, self.batch, window)
 
     def run(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
         """Forward and backward of `parts` micro-batches; returns the result as of the whole batch, detached.
@@ -135,6 +144,8 @@ class Iteration:
             return self._run_whole(scaler)
         verdict = self.known.verdict
         assert verdict is not None and verdict.rule is not None
+        if self.weighing is None:
+            self.weighing = Weighing(self.known.name, self.batch)
         self.weighing.begin_parts(verdict)
         size = self.batch.size
         collector = verdict.rule.collector(size)
@@ -171,9 +182,9 @@ class Iteration:
 
         May run out of memory, where a graph behind the inputs does; `graph_is_spent` then.
         """
-        if self.trains:
+        if self.weighing is not None:
             self.weighing.correct(self._gradients)
-        if self._border:
+        if self._border is not None:
             self.graph_is_spent = True
             self._gradients.cover(self._border.leaves_behind())
             self._border.flow_on()
@@ -200,7 +211,8 @@ class Iteration:
             lost.append("its batch")
             self.known.writes_batch = True
         self._gradients.drop()
-        self.weighing.put_back()
+        if self.weighing is not None:
+            self.weighing.put_back()
         if self.room is not None:
             self.room.release()
         return lost
@@ -208,18 +220,23 @@ class Iteration:
     def give_up(self) -> None:
         """Leave gradients as they were before the call; an error is on its way to the caller."""
         self._gradients.put_back()
-        self.weighing.withdraw()
+        if self.weighing is not None:
+            self.weighing.withdraw()
 
     def finish(self, parts: int) -> None:
         """Add the gradients to those that were there, and remember what was learned. To be called after `complete`."""
         known = self.known
         known.state.ran()
         known.writes_batch = known.writes_batch or (self._kept_batch is not None and self._kept_batch.written())
-        if self._generators is not None and self._generators.moved_outside_torch():
-            known.draws_outside_torch = True
+        if known.explores and self._generators is not None:
+            known.keeps_cpu_generator = known.keeps_cpu_generator or self._generators.moved_on_cpu()
+            known.draws_outside_torch = known.draws_outside_torch or self._generators.moved_outside_torch()
         if known.sizing.splits or parts > 1:
             known.sizing.fitted(self.batch.size, parts)
         if not self.trains:
+            return
+        if self.weighing is None:
+            self._gradients.merge()
             return
         self.weighing.meet(self._gradients)
         self._gradients.merge()
@@ -250,7 +267,7 @@ class Iteration:
                     "forward: returned a loss without a graph (requires_grad is False); was it detached, made of "
                     "numbers, or computed under no_grad?"
                 )
-            share = self.weighing.share_of_whole(loss, self.known.verdict)
+            share = 1.0 if self.weighing is None else self.weighing.share_of_whole(loss, self.known.verdict)
             if share:
                 self._backward(loss, share, scaler)
         return outputs.detached(result)
@@ -262,6 +279,7 @@ class Iteration:
             if not verdict.nll_losses:
                 return result, []
             loss = self.loss_of(result)
+            assert self.weighing is not None
             self.weighing.check_targets(loss, verdict.nll_losses)
             return result, mean_nll_weights(loss, verdict.nll_losses)
         if not verdict.nll_losses:
@@ -273,8 +291,11 @@ class Iteration:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._in_forward = True
-        with self.around_forward():
-            result = self.in_its_precision(*args, **kwargs)
+        if self.around_forward is None and self._model_calls is None:
+            result = self.forward(*args, **kwargs)
+        else:
+            with nullcontext() if self.around_forward is None else self.around_forward():
+                result = self.in_its_precision(*args, **kwargs)
         self._in_forward = False
         return result
 
@@ -287,11 +308,11 @@ class Iteration:
 
     def _backward(self, loss: torch.Tensor, share: float, scaler: torch.amp.GradScaler) -> None:
         known = self.known
-        explores = known.is_call_to_explore()
+        explores = known.explores
         # what the loss reaches may change at any call; a whole call outside a window is put back as it failed
-        if self._parts > 1 or self.weighing.in_window or self._border or explores:
+        if self._parts > 1 or self.in_window or self._border is not None or explores:
             found = reach(loss)
-            if (self._parts > 1 or self._border) and found.began_before(self._first_node):
+            if (self._parts > 1 or self._border is not None) and found.began_before(self._first_node):
                 self._open_border()
                 name = graph_in(self.forward)
                 what = "a tensor made before" if name is None else repr(name)
@@ -320,5 +341,5 @@ class Iteration:
 
     def _open_border(self) -> None:
         """Let backward pass the graphs behind the inputs: they are used from elsewhere too, so it must pass once."""
-        self._border = Border(())
+        self._border = None
         self.batch = self._given

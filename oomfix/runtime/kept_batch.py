@@ -30,7 +30,8 @@ class KeptBatch:
 
     def written(self) -> bool:
         """Whether a tensor was written since."""
-        return any(tensor._version != version for tensor, version, _ in self._tensors)
+        written = [tensor for tensor, version, _ in self._tensors if tensor._version != version]
+        return bool(written)
 
     def restore(self) -> bool:
         """Put everything back that was kept; False if a tensor was written of which no copy was kept."""

@@ -31,13 +31,16 @@ class Known:
     Attributes:
         name: what to call the forward in messages.
         calls: how many have begun, this one included.
+        explores: the present call is the first, or one of those that are powers of two: everything is looked at anew.
         verdict: the last check's, None before the first.
         sizing: the micro-batches that fit.
         ranks: the processes that run it together with this one.
         state: what is put back after a failure.
         generators: random number generators of the program's own that it may draw from.
+        keeps_cpu_generator: at every call: it runs on a card, or was seen to draw from torch's generator for the CPU.
         draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
         writes_batch: it was seen to write its batch in place.
+        model_calls: runs its models under autocast; None: it computes in fp32.
         fp32: autocast made it fail, or it differentiates by itself under fp16.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
     """
@@ -50,16 +53,17 @@ class Known:
         # a criterion may be made anew in each iteration
         self._models = [weakref.ref(root) for root in roots if next(root.parameters(), None) is not None]
         self.calls = 0
+        self.explores = False
         self.verdict: Verdict | None = None
         self.sizing = Sizing(first_parts)
         self.ranks = ranks_of(forward, roots)
         self.state = KeptState(self.modules())
         self.generators = generators_in(forward, self.modules())
+        self.keeps_cpu_generator = False
         self.draws_outside_torch = False
         self.writes_batch = False
         self._leaves: list[weakref.ref[torch.Tensor]] = []
         self._others: list[weakref.ref[torch.Tensor]] = []
-        self._device_type = ""
         self.model_calls: ModelCalls | None = None
         self.fp32 = False
         self.steps_seen = False
@@ -91,12 +95,16 @@ class Known:
         return [module for module in found.values() if not isinstance(module, DistributedDataParallel)]
 
     def device_type(self, batch: Iterable[torch.Tensor]) -> str:
-        """Where the forward runs: where its models are, or else its batch. Looked up at calls to explore."""
-        if self._device_type and not self.is_call_to_explore():
-            return self._device_type
+        """Where the forward runs: where its models are, or else its batch."""
         first = [next(root.parameters(), None) for root in self.roots()]
-        self._device_type = device_type_of([*(parameter for parameter in first if parameter is not None), *batch])
-        return self._device_type
+        return device_type_of([*(parameter for parameter in first if parameter is not None), *batch])
+
+    def begin_call(self) -> None:
+        """Count a call, and learn from a parameter's version whether an optimizer has stepped since the first."""
+        self.calls += 1
+        self.explores = self.calls & (self.calls - 1) == 0
+        if not self.steps_seen and any(leaf._version != self._first_version for leaf in self.reached()[:1]):
+            self._saw_step()
 
     def keep_whole(self, batch: Batch) -> None:
         """Leave what has been whole before in `batch` whole: a short batch may be as long as it is."""
@@ -151,17 +159,18 @@ class Known:
         self._left_open += 1
         self._check_again_at = self.calls + (1 << max(0, self._left_open - 4))
 
-    def is_call_to_explore(self) -> bool:
-        """Whether to walk the loss's graph for leaves: at the first call and those that are powers of two."""
-        return self.calls & (self.calls - 1) == 0
-
-    def reached(self) -> Iterator[torch.Tensor]:
+    def reached(self) -> list[torch.Tensor]:
         """The tensors that its loss has been seen to reach, and that still exist."""
-        return (leaf for place in self._leaves if (leaf := place()) is not None)
+        return [leaf for place in self._leaves if (leaf := place()) is not None]
 
-    def holding_gradients(self) -> Iterator[torch.Tensor]:
-        """Leaves that its loss has not been seen to reach, but might this time, and that hold a gradient."""
-        return (leaf for place in self._others if (leaf := place()) is not None and leaf.grad is not None)
+    def may_get_gradients(self) -> list[torch.Tensor]:
+        """Leaves whose gradients a call may change.
+
+        Those that its loss has been seen to reach, and of those that it might reach this time the ones that hold a
+        gradient, which could be lost.
+        """
+        others = [leaf for place in self._others if (leaf := place()) is not None and leaf.grad is not None]
+        return [*self.reached(), *others, *self.ranks.shards()]
 
     def reaches(self, leaves: list[torch.Tensor]) -> None:
         """Remember what the loss reaches."""
@@ -202,21 +211,15 @@ class Known:
             self.verdict = None
         self._modes = modes
 
-    def notice_steps(self) -> None:
-        """Learn from the version of a parameter whether an optimizer has stepped since the first call."""
-        first = next(self.reached(), None)
-        if not self.steps_seen and first is not None and first._version != self._first_version:
-            self.steps_seen = True
-            self.sizing.forget_failures()
-
     def stepped(self, optimizer: Any) -> None:
         """Learn that `optimizer` has stepped: fused forms leave the versions of parameters as they were."""
-        if self.steps_seen:
-            return
         stepped = {id(parameter) for parameter in parameters_of(optimizer)}
-        if any(id(leaf) in stepped for leaf in self.reached()):
-            self.steps_seen = True
-            self.sizing.forget_failures()
+        if not self.steps_seen and any(id(leaf) in stepped for leaf in self.reached()):
+            self._saw_step()
+
+    def _saw_step(self) -> None:
+        self.steps_seen = True
+        self.sizing.forget_failures()
 
     def must_be_whole(self) -> str | None:
         """Why its batches may not be split whatever a check says, or None."""

@@ -66,7 +66,8 @@ class Ladder:
             climber = self._climbers[iteration.known] = _Climber(self._preset, self._models)
             climber.take_what_is_on(iteration)
         climber.take_what_others_took(iteration)
-        climber.surround(iteration)
+        if climber.taken:
+            climber.surround(iteration)
         if iteration.known.calls == 1:
             climber.say_what_is_on(iteration)
 
@@ -81,7 +82,7 @@ class Ladder:
     def finish(self, iteration: Iteration, parts: int, reason: str | None) -> None:
         """After a call that went well in `parts` parts, which `reason` kept from being more: say what it took."""
         climber = self._climbers.get(iteration.known)
-        if climber is not None:
+        if climber is not None and (parts > 1 or climber.taken):
             climber.finish(iteration, parts, reason)
 
     def told(self, known: Known) -> str:
@@ -162,8 +163,7 @@ class _Climber:
 
     def surround(self, iteration: Iteration) -> None:
         """Let the forwards of a call run inside what was taken."""
-        if self.taken:
-            iteration.around_forward = self._around
+        iteration.around_forward = self._around
 
     @contextmanager
     def _around(self) -> Iterator[None]:
@@ -174,8 +174,6 @@ class _Climber:
 
     def finish(self, iteration: Iteration, parts: int, reason: str | None) -> None:
         """Say what this call took, in one line, and leave what was of no use."""
-        if parts == 1 and not self.taken:
-            return
         self._rows = math.ceil(iteration.batch.size / parts)
         if parts > 1 and not self._split_since:
             self._split_since = iteration.known.calls

@@ -95,7 +95,8 @@ class LossScaler(torch.amp.GradScaler):
         Returns:
             What its `step` returned; None where it was left out.
         """
-        self.settle(optimizer)
+        if self._steps:
+            self.settle(optimizer)
         self._unscaled_by_user.discard(optimizer)
         if not self.is_enabled() or not has_gradients(optimizer):
             result = optimizer.step(*args, **kwargs)

@@ -40,6 +40,10 @@ class MemoryManager:
 
     Args:
         preset: the budget and the policies.
+
+    Attributes:
+        preset: the same.
+        off: the script runs as it was: its own precision, whole batches.
     """
 
     def __init__(self, preset: Preset) -> None:
@@ -48,6 +52,7 @@ class MemoryManager:
                 f'preset: got {preset!r}, expected a Preset; runtime.preset("16gb") makes a manager of a name'
             )
         self.preset = preset
+        self.off = preset.name == "off"
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._forwards = KnownForwards(preset.first_micro_batches)
         self._evaluations = KnownForwards(preset.first_micro_batches)
@@ -71,11 +76,6 @@ class MemoryManager:
     def __reduce__(self) -> tuple[type["MemoryManager"], tuple[Preset]]:
         # to another process go the policies; what was learned here holds for these models and this memory
         return MemoryManager, (self.preset,)
-
-    @property
-    def off(self) -> bool:
-        """Whether the script runs as it was: its own precision, whole batches."""
-        return self.preset.name == "off"
 
     # -- preparing ---------------------------------------------------------------------------------------------
 
@@ -218,12 +218,15 @@ class MemoryManager:
             ValueError: `clip_norm` is not above 0.
             RuntimeError: in the middle of an accumulation window of this optimizer.
         """
-        check_optimizer(optimizer)
+        is_new = optimizer not in self._stepped
+        if is_new:
+            check_optimizer(optimizer)
         check_schedulers(schedulers)
         check_norm(clip_norm)
-        self._check_window(optimizer)
-        self._complete(optimizer)
-        if optimizer not in self._stepped:
+        if self._window.count:
+            self._check_window(optimizer)
+            self._complete(optimizer)
+        if is_new:
             self._stepped.add(optimizer)
             if (done := make_step_fit(optimizer, self.preset)) is not None:
                 self._lean_steps.append(done)
@@ -358,7 +361,8 @@ class MemoryManager:
         """Let forwards know that the state of `optimizer` is there; an overflow may have kept it from stepping."""
         if not self.scaler.is_enabled() or getattr(innermost(optimizer), "state", None):
             for known in self._forwards:
-                known.stepped(optimizer)
+                if not known.steps_seen:
+                    known.stepped(optimizer)
 
     def _tidy_cache(self) -> None:
         every = self.preset.empty_cache_every

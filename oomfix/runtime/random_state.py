@@ -36,10 +36,11 @@ class RandomState:
     Args:
         outside_torch: Python's and NumPy's too, which takes longer than all of torch's.
         own: generators that the program made for itself.
+        of_cpu: torch's for the CPU, a copy of 5 kB.
     """
 
-    def __init__(self, outside_torch: bool = True, own: Iterable[Any] = ()) -> None:
-        self._torch = torch.get_rng_state()
+    def __init__(self, outside_torch: bool = True, own: Iterable[Any] = (), of_cpu: bool = True) -> None:
+        self._cpu = torch.get_rng_state() if of_cpu else None
         # asking a GPU before CUDA runs would start it
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._own = [(generator, _state_of(generator)) for generator in own]
@@ -47,11 +48,15 @@ class RandomState:
 
     def moved(self) -> bool:
         """Whether any of the generators has been drawn from since."""
-        if not torch.equal(torch.get_rng_state(), self._torch):
+        if self.moved_on_cpu():
             return True
         if self._cuda is not None and not torch.equal(torch.cuda.get_rng_state(), self._cuda):
             return True
         return self.moved_outside_torch() or any(not _same(_state_of(own), state) for own, state in self._own)
+
+    def moved_on_cpu(self) -> bool:
+        """Whether torch's generator for the CPU has been drawn from since; False if it was not kept."""
+        return self._cpu is not None and not torch.equal(torch.get_rng_state(), self._cpu)
 
     def moved_outside_torch(self) -> bool:
         """Whether Python's or NumPy's generator has been drawn from since; False if these were not kept."""
@@ -59,7 +64,8 @@ class RandomState:
 
     def restore(self) -> None:
         """Set the generators back."""
-        torch.set_rng_state(self._torch)
+        if self._cpu is not None:
+            torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
         for generator, state in self._own:

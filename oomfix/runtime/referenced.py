@@ -1,6 +1,7 @@
 """What a forward refers to (models, generators, state), found by reading its code, without running it."""
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -30,8 +31,11 @@ def code_of(forward: Callable[..., Any]) -> Any:
 
 def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> list[Any]:
     """Random number generators of the program's own that `forward` refers to, or its modules hold."""
-    values = [value for _, value in references(forward)]
-    values += [value for module in modules for value in vars(module).values()]
+    held = itertools.chain.from_iterable(vars(module).values() for module in modules)
+    values = [*(value for _, value in references(forward)), *held]
+    one_of_each = dict(zip(map(type, values), values, strict=True))
+    if not any(map(is_generator, one_of_each.values())):
+        return []
     return list({id(value): value for value in values if is_generator(value)}.values())
 
 
@@ -121,6 +125,8 @@ def names_used(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> set
 
 
 def _function_of(forward: Any) -> types.FunctionType | None:
+    if type(forward) is types.FunctionType and not forward.__dict__:
+        return forward
     seen: set[int] = set()
     while id(forward) not in seen:
         seen.add(id(forward))
@@ -147,6 +153,9 @@ def _function_of(forward: Any) -> types.FunctionType | None:
 
 def references(forward: Any) -> Iterator[tuple[str, Any]]:
     """Everything that `forward` is bound or refers to, under its name: owner, arguments, closure, globals, defaults."""
+    if type(forward) is types.FunctionType and not forward.__dict__:
+        yield from _references_of_function(forward)
+        return
     if isinstance(forward, nn.Module):
         yield "forward", forward
         return
@@ -158,8 +167,11 @@ def references(forward: Any) -> Iterator[tuple[str, Any]]:
     function = _function_of(forward)
     if function is None or type(forward).__dict__.get("__call__") is function:
         yield "self", forward
-    if function is None:
-        return
+    if function is not None:
+        yield from _references_of_function(function)
+
+
+def _references_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -174,12 +186,11 @@ def references(forward: Any) -> Iterator[tuple[str, Any]]:
         yield "default", default
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
+@functools.lru_cache(maxsize=1024)
+def names_in(code: types.CodeType) -> tuple[str, ...]:
     """Global names and attributes in `code`, and in the lambdas and comprehensions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return (*code.co_names, *itertools.chain.from_iterable(inner))
 
 
 def _inside(value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import torch
 from oomfix.runtime.batch import Batch
 
 _SMALL_ROW = 16  # entries of a row that is a label, a weight or a length rather than an input
+_SMALL_CHUNK = 4096  # entries that may be looked at together, however few rows a check has memory for
 
 
 def choose_rows(batch: Batch, count: int) -> list[int]:
@@ -111,4 +112,5 @@ def _is_mask(tensor: torch.Tensor, rows: int) -> bool:
 
 
 def _chunks(tensor: torch.Tensor, rows: int) -> Iterator[torch.Tensor]:
-    return iter(torch.split(tensor.detach(), rows))
+    per_row = max(tensor.numel() // len(tensor), 1)
+    return iter(torch.split(tensor.detach(), max(rows, _SMALL_CHUNK // per_row)))

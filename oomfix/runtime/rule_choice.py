@@ -144,6 +144,11 @@ def close(a: Any, b: Any) -> bool:
     relative = _RELATIVE.get(a.dtype, _RELATIVE[torch.bfloat16])
     if a.device.type == "cuda" and a.dtype == torch.float32:
         relative = _RELATIVE_TF32
+    if a.numel() == b.numel() == 1 and a.dim() == b.dim():
+        one, other = a.item(), b.item()
+        # as below: relative to the second, and to the largest entry, which is the first
+        near = one == other or abs(one - other) <= relative * (abs(one) + abs(other))
+        return bool(near or (one != one and other != other))
     finite = a[a.isfinite()]
     # entries near zero are as exact as the largest one, not as themselves
     scale = float(finite.abs().max()) if finite.numel() else 0.0

@@ -15,6 +15,7 @@ from oomfix.runtime.iteration import Iteration
 from oomfix.runtime.known import Known
 from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
+from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.verify import check
 from oomfix.runtime.weighing import CannotSplit
 
@@ -49,9 +50,11 @@ class Splitter:
 
     def _run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
         known, ranks = iteration.known, iteration.known.ranks
-        known.calls += 1
-        known.notice_steps()
-        self._choose_precision(iteration)
+        known.begin_call()
+        if known.explores:
+            self._choose_precision(iteration)
+        if known.model_calls is not None and not known.fp32:
+            iteration.use_half(known.model_calls)
         if iteration.trains:
             self._ladder.begin(iteration)
         iteration.join_window(window)
@@ -81,10 +84,11 @@ class Splitter:
                     said = str(error).splitlines()[0] if str(error) else type(error).__name__
                 outcome = ranks.agreed(outcome, partial(iteration.run_smallest, parts, scaler))
                 if outcome is Outcome.FINE:
-                    if ranks.all_have(iteration.weighing.correction()):
+                    weighing = iteration.weighing
+                    if weighing is None or ranks.all_have(weighing.correction()):
                         break
                     # gradients are averaged already, with other weights than they should have
-                    iteration.weighing.expect_what_was_seen()
+                    weighing.expect_what_was_seen()
                 self._put_back(iteration)
                 if outcome is Outcome.FINER and iteration.graph_is_spent:
                     free_what_is_left(thorough=True)
@@ -136,7 +140,7 @@ class Splitter:
 
     def _first_parts(self, iteration: Iteration) -> int:
         known, wanted = iteration.known, self.preset.micro_batches
-        if iteration.weighing.in_window and iteration.batch.whole_because() is None:
+        if iteration.in_window and iteration.batch.whole_because() is None:
             self._check(iteration, 1)  # what a window divides by depends on what the loss is a mean of
         if wanted != "auto" and iteration.trains:
             parts = sizing.fixed_parts(iteration.batch.size, wanted) if wanted > 1 else 1
@@ -203,7 +207,7 @@ class Splitter:
         known, batch = iteration.known, iteration.batch
         known.keep_whole(batch)
         known.notice_modes()
-        alone = batch.size < 2 and not iteration.weighing.in_window
+        alone = batch.size < 2 and not iteration.in_window
         due = not alone and known.check_is_due(batch.size)
         if self.preset.split == "never" or not known.ranks.any_of(due):
             return
@@ -266,22 +270,26 @@ class Splitter:
 
     def _choose_precision(self, iteration: Iteration) -> None:
         known = iteration.known
+        known.model_calls = None
         device_type = iteration.device_type()
+        known.keeps_cpu_generator = known.keeps_cpu_generator or device_type != "cpu"
         if device_type == "cuda" and not self._limited:
             self._limited = True
             sizing.limit_memory(self.preset, torch.device("cuda", torch.cuda.current_device()))
         dtype = precision.dtype_for(self.preset.precision, device_type)
         if dtype is None or known.fp32:
             return
-        if dtype == torch.float16 and iteration.trains and known.is_call_to_explore():
-            batch, modules = iteration.batch, known.modules()
+        if dtype == torch.float16 and iteration.trains:
+            batch, modules, sharded = iteration.batch, known.modules(), bool(known.ranks.shards())
             verdict = known.ranks.check_together(
-                iteration.forward, lambda forward: check(forward, batch, modules, 2), iteration.call_smallest
+                iteration.forward,
+                lambda forward: check(forward, batch, modules, 2, sharded=sharded),
+                iteration.call_smallest,
             )
             if known.ranks.any_of(verdict.differentiates):
                 self._fall_back_to_fp32(known, "it differentiates by itself, and such gradients underflow in fp16")
                 return
-        iteration.use_half(device_type, dtype)
+        known.model_calls = ModelCalls(known.roots(), device_type, dtype)
 
     def _fall_back_to_fp32(self, known: Known, said: str) -> None:
         known.fp32 = True

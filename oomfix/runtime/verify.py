@@ -23,7 +23,7 @@ from oomfix.runtime.rows import choose_rows, gaps_for_masks
 from oomfix.runtime.verdict import Verdict
 
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
-_FEW_ROWS = 8
+_FEW_ROWS = 5  # a part of one row would lose its dimension where a forward squeezes
 _FEWEST_ROWS = 3  # the least that make two unequal parts
 _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 24  # parameters whose gradients are compared, spread over the model
@@ -107,10 +107,16 @@ class _Check:
         self._batch = batch
         self._modules = modules
         self._trust = trust
+        self._chosen: dict[int, list[int]] = {}
+
+    def _rows(self, count: int) -> list[int]:
+        if count not in self._chosen:
+            self._chosen[count] = choose_rows(self._batch, count)
+        return self._chosen[count]
 
     def by_results(self, count: int) -> tuple[Verdict, Runs, int]:
         """The verdict on `count` rows, and how the runs that gave it were made."""
-        rows = choose_rows(self._batch, count)
+        rows = self._rows(count)
         verdict, how, failed = self._best(rows, graph=False)
         if failed:
             # a forward that differentiates by itself fails without gradients
@@ -140,7 +146,7 @@ class _Check:
 
     def confirmed(self, earlier: Verdict, count: int) -> Verdict | None:
         """An earlier verdict, if a few rows confirm all of it."""
-        rows = choose_rows(self._batch, count)
+        rows = self._rows(count)
         how = Runs(graph=earlier.needs_gradients, graph_of_whole=True, light=True)
         evidence = compare(self._forward, self._batch, self._modules, rows, how)
         verdict = judge(evidence, rows=count)
@@ -151,7 +157,7 @@ class _Check:
 
     def by_masks(self, how: Runs, count: int) -> Verdict | None:
         """The verdict where masks that happen to be full have gaps; None if there are none, or they are refused."""
-        rows = choose_rows(self._batch, count)
+        rows = self._rows(count)
         gaps = gaps_for_masks(self._batch, rows)
         if all(gap is None for gap in gaps):
             return None
@@ -160,25 +166,37 @@ class _Check:
 
     def by_gradients(self, how: Runs, count: int) -> Verdict | None:
         """The verdict on the gradients of a few small parameters, which show factors that have no gradient."""
-        rows = choose_rows(self._batch, count)
+        rows = self._rows(count)
         # a checkpoint in the forward runs again in backward, where no targets can be held out
         how = replace(how, graph=True, holds_out=False)
-        see = partial(self._loss_and_gradients, next_node())
+        # chosen before the runs, in which each look at a parameter is watched
+        see = partial(_loss_and_gradients, self._compared(), next_node())
         evidence = compare(self._forward, self._batch, self._modules, rows, how, see)
         return None if evidence.failure else replace(judge_gradients(evidence), calls=evidence.calls)
 
-    def _loss_and_gradients(self, first_node: int, result: Any) -> tuple[Any, list[torch.Tensor]]:
-        loss = outputs.loss_in(result)
-        if loss is None or not loss.requires_grad or loss.numel() != 1 or reach(loss).began_before(first_node):
-            return loss, []  # a graph that was there before the check is not for it to pass
+    def _compared(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are compared: small ones spread over the model, or the smallest."""
         parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
-        trained = [p for p in parameters if p.requires_grad and p.dtype in _GRADIENT_TOLERANCE]
+        trained: list[torch.Tensor] = [
+            p for p in parameters if p.requires_grad and p.dtype in _GRADIENT_TOLERANCE and p.numel()
+        ]
         if not trained:
-            return loss, []
+            return []
         small = [p for p in trained if p.numel() <= _SMALL] or [min(trained, key=torch.numel)]
-        spread = small[:: -max(1, len(small) // _COMPARED)]
-        gradients = torch.autograd.grad(loss, spread, allow_unused=True, materialize_grads=True)
-        return loss, [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+        return small[:: -max(1, len(small) // _COMPARED)]
+
+
+def _loss_and_gradients(
+    parameters: list[torch.Tensor], first_node: int, result: Any
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The loss in `result` and its gradients, none where it has a graph from before the node numbered `first_node`."""
+    loss = outputs.loss_in(result)
+    if loss is None or not loss.requires_grad or loss.numel() != 1 or not parameters:
+        return loss, []
+    if reach(loss).began_before(first_node):
+        return loss, []  # a graph that was there before the check is not for it to pass
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return loss, [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
@@ -196,7 +214,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
     trusted = trust and (rule is None or bool(evidence.wrote))
     if rule is None and trust:
         rule = rule_choice.likely(evidence.whole, evidence.parts[0])
-    of_loss = rule if loss is None else _rule_of_loss(evidence)
+    of_loss = rule if loss is None or loss is evidence.whole else _rule_of_loss(evidence)
     if rule is None:
         found = "samples depend on each other: a few rows give something else in two parts"
         of_others = "what a few rows return besides the loss cannot be put together from two parts"
@@ -223,18 +241,30 @@ def judge_gradients(evidence: Evidence) -> Verdict:
     rule = rule_choice.choose(loss, [part[0] for part in evidence.parts], evidence.shares) if gradients else None
     if rule is None or rule == Zero():
         return Verdict(None, undecided=True)
+    collector, sizes = rule.collector(0), [gradient.numel() for gradient in gradients]
+    for (_, of_part), share in zip(evidence.parts, evidence.shares, strict=True):
+        collector.add(_joined(of_part), share)
+    errors = _largest(_joined(gradients) - collector.result(), sizes)
+    scales = [
+        max(pair) for pair in zip(*(_largest(_joined(of_part), sizes) for _, of_part in evidence.parts), strict=True)
+    ]
     # where the true gradient is 0 (the bias of attention's keys), rounding of the others is all there is
-    largest = max(float(of_part.abs().max()) for _, of_parts in evidence.parts for of_part in of_parts)
-    for index, gradient in enumerate(gradients):
-        collector = rule.collector(0)
-        for (_, of_part), share in zip(evidence.parts, evidence.shares, strict=True):
-            collector.add(of_part[index], share)
-        scale = max(float(of_part[index].abs().max()) for _, of_part in evidence.parts)
-        error = float((gradient - collector.result()).abs().max())
+    largest = max(scales)
+    for gradient, error, scale in zip(gradients, errors, scales, strict=True):
         tolerance = _GRADIENT_TOLERANCE[gradient.dtype]
         if error > tolerance * max(scale, tolerance * largest):
             return Verdict(None, "samples depend on each other: a few rows give another gradient in two parts")
     return Verdict(rule)
+
+
+def _joined(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def _largest(joined: torch.Tensor, sizes: list[int]) -> list[float]:
+    """The largest absolute entry of each of the tensors that were joined; waits for the device once."""
+    largest: list[float] = torch.stack([part.max() for part in torch.split(joined.abs(), sizes)]).tolist()
+    return largest
 
 
 def _rule_of_loss(evidence: Evidence) -> Rule | None:

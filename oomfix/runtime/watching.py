@@ -3,7 +3,9 @@
 Far cheaper than watching every operation (`probe.Probe`), and enough for a forward that draws no random numbers.
 """
 
+import functools
 from collections.abc import Iterable
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -15,8 +17,31 @@ from oomfix.runtime.probe import Writes
 # functions that select among values along a dimension, or draw indices below a bound
 _SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort")
 _INDEX_DRAWS = ("randperm", "randint")
-# besides those whose names end with an underscore
+# besides those whose names end with an underscore, unless they begin with two
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
+
+
+class _Kind(Enum):
+    """What a function of torch does, as far as it matters."""
+
+    OTHER = auto()
+    CROSS_ENTROPY = auto()
+    WRITES = auto()
+    SELECTS = auto()
+    DRAWS_INDICES = auto()
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(func: Any) -> _Kind:
+    """The kind of `func`, read off its name once."""
+    name = getattr(func, "__name__", "")
+    if func in (F.cross_entropy, F.nll_loss):
+        return _Kind.CROSS_ENTROPY
+    if name.endswith("_") and (not name.startswith("__") or name in _WRITES):
+        return _Kind.WRITES
+    if name in _SELECTIONS:
+        return _Kind.SELECTS
+    return _Kind.DRAWS_INDICES if name in _INDEX_DRAWS else _Kind.OTHER
 
 
 class HeldOut:
@@ -72,14 +97,14 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.calls += 1
-        name = getattr(func, "__name__", "")
-        if func in (F.cross_entropy, F.nll_loss):
+        kind = _kind_of(func)
+        if kind is _Kind.CROSS_ENTROPY:
             return self._cross_entropy(func, args, dict(kwargs))
-        if name.endswith("_") and (not name.startswith("__") or name in _WRITES):
+        if kind is _Kind.WRITES:
             self._about_to_write(args)
-        elif name in _SELECTIONS:
+        elif kind is _Kind.SELECTS:
             self._select(args, kwargs)
-        elif name in _INDEX_DRAWS:
+        elif kind is _Kind.DRAWS_INDICES:
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
         return func(*args, **kwargs)

@@ -36,19 +36,14 @@ class Weighing:
     Args:
         name: the forward's, for messages.
         batch: its samples, which are not counted before they have to be.
-        window: the window that is open, which may be one of a single batch.
-        trains: it runs backward; an evaluation is part of no window.
-
-    Attributes:
-        in_window: the loss shares its step with other calls.
+        window: the window that it is a call of; None: it has its step alone, and is run in micro-batches.
     """
 
-    def __init__(self, name: str, batch: Batch, window: Window, trains: bool) -> None:
+    def __init__(self, name: str, batch: Batch, window: Window | None = None) -> None:
         self._name = name
         self._batch = batch
         self._window = window
-        self.in_window = trains and window.length > 1
-        self._slot = window.totals.begin(window.position) if self.in_window else Slot()
+        self._slot = Slot() if window is None else window.totals.begin(window.position)
         self._before = self._slot.divisor.copy()
 
     def begin_parts(self, verdict: Verdict) -> None:
@@ -64,7 +59,7 @@ class Weighing:
     def share(self, weight: Weight) -> float:
         """The factor for the loss of a micro-batch; 0 where it has nothing to add."""
         divisor = self._slot.divisor
-        length = self._window.length if self.in_window else 1
+        length = 1 if self._window is None else self._window.length
         if self._slot.units == "calls":
             # every part of a sum counts in full; a window averages the sums of its calls
             divisor.expected, divisor.total = length, max(self._slot.calls, 1)
@@ -85,7 +80,7 @@ class Weighing:
         Raises:
             RuntimeError: the window is averaged in a way that this loss does not allow any more.
         """
-        if not self.in_window:
+        if self._window is None:
             return 1.0
         verdict, slot = verdict or Verdict(None, undecided=True), self._slot
         # a forward that takes no argument has its batch from elsewhere: that of the loader
@@ -121,7 +116,7 @@ class Weighing:
         Raises:
             CannotSplit: they do.
         """
-        if not self.in_window or self._slot.units != "targets" or share_targets(loss, nll_losses):
+        if self._window is None or self._slot.units != "targets" or share_targets(loss, nll_losses):
             return
         if self._slot.calls == 1:
             self._slot.units = "rows"
@@ -130,12 +125,12 @@ class Weighing:
 
     def correct(self, gradients: GradientsAside) -> None:
         """Give the gradients of a call outside of a window the right size; those of a window wait for its end."""
-        if not self.in_window:
+        if self._window is None:
             gradients.scale(self._slot.divisor.correction())
 
     def correction(self) -> float:
         """The factor by which gradients are off because batch or window held other amounts than its first part."""
-        return self._slot.divisor.correction() if self._window.closed else 1.0
+        return self._slot.divisor.correction() if self._window is None or self._window.closed else 1.0
 
     def expect_what_was_seen(self) -> None:
         """Divide by what the batch holds from the beginning, when it is run again.
@@ -143,7 +138,7 @@ class Weighing:
         Raises:
             RuntimeError: it shares a window with batches that cannot be run again.
         """
-        if self.in_window:
+        if self._window is not None:
             raise RuntimeError(
                 "accumulate: the batches of this window differ in size (or in targets that count) between processes, "
                 "and FSDP2 has averaged their gradients already. Use batches of one size, drop_last=True, or one "
@@ -157,18 +152,18 @@ class Weighing:
 
     def withdraw(self) -> None:
         """The call ends in an error, and may be made again: its window has not seen it."""
-        if self.in_window:
+        if self._window is not None:
             self.put_back()
             self._window.totals.withdraw(self._slot)
 
     def meet(self, gradients: GradientsAside) -> None:
         """Let the window know what the loss reaches, before its gradients join those of the window."""
-        if self.in_window:
+        if self._window is not None:
             self._window.totals.meets(gradients.leaves, gradients.earlier)
 
     def end(self) -> None:
         """The gradients have joined: the window is corrected if this was its last loss."""
-        if self.in_window:
+        if self._window is not None:
             self._window.totals.end(self._window)
 
 

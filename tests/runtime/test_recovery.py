@@ -320,3 +320,29 @@ def test_memory_that_is_really_held_is_recovered_from(relative_error):
         runtime.preset("16gb").forward_backward(forward, x, y)
     assert max(sizes[-4:]) <= 32
     assert relative_error(model, reference) < 1e-12
+
+
+def trained_with_trouble_at_the_third_call(place):
+    """Parameters after five calls, of which the third runs out of memory before or after its forward has drawn."""
+    torch.manual_seed(0)
+    runtime.reset()
+    model, memory = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 4)), runtime.preset("16gb")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(12, 6), torch.randint(0, 4, (12,))
+
+    def forward(x, y):
+        if place == "before":
+            return F.cross_entropy(model(Trouble.apply(x)), y)
+        return F.cross_entropy(Trouble.apply(model(x)), y)
+
+    for call in range(1, 6):
+        Trouble.where, Trouble.limit = "forward", 6 if call == 3 else 10**9
+        memory.forward_backward(forward, x, y)
+        memory.step(optimizer)
+    assert memory.report().retries == 1
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_draws_are_put_back_at_calls_that_do_not_explore():
+    before, after = map(trained_with_trouble_at_the_third_call, ("before", "after"))
+    assert torch.equal(before, after)
