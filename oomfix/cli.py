@@ -185,7 +185,7 @@ def audit(
         _write(lambda stream: _render(report, form, statistics, stream))
     if form in ("rich", "concise"):
         for path, message in report.errors():
-            click.echo(printable(f"{path}: {message}"), err=True)
+            _tell(path, message)
     ctx.exit(pipeline.status if not write_baseline or pipeline.status == 2 else 0)
 
 
@@ -240,7 +240,7 @@ def presets() -> None:
     own = {name: chosen.preset for name, chosen in configuration.settings(os.curdir).presets.items()}
     _write(lambda stream: _write_table(table(own), stream))
     for path, message in configuration.problems:
-        click.echo(printable(f"{path}: {message}"), err=True)
+        _tell(path, message)
 
 
 def _read_stdin() -> bytes:
@@ -321,6 +321,16 @@ def _write(render: Callable[[TextIO], object]) -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise _Failure(f"standard output: cannot write: {error.strerror}") from None
+
+
+def _tell(path: str, message: str) -> None:
+    """An error of a file, on standard error; where that is a terminal, no word is broken."""
+    text = printable(f"{path}: {message}")
+    if sys.stderr is not None and sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        parts = textwrap.wrap(text, columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(parts)
+    click.echo(text, err=True)
 
 
 def _write_markdown(text: str, stream: TextIO) -> None:

@@ -13,7 +13,7 @@ import click
 import pytest
 
 from oomfix import __version__
-from oomfix.cli import _write_table, main
+from oomfix.cli import _tell, _write_table, main
 from oomfix.pages import markdown, pages, table
 from oomfix.rules import all_rules
 
@@ -169,12 +169,15 @@ def test_rules_lists_every_rule(oomfix):
     assert all(set(row) == {"code", "name", "severity", "fix", "summary"} for row in rows)
 
 
+class Terminal(StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
 def test_the_rules_fit_the_terminal_and_no_word_is_broken(monkeypatch, columns: int):
-    class Terminal(StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
     rows = table(pages(all_rules()))
@@ -183,6 +186,23 @@ def test_the_rules_fit_the_terminal_and_no_word_is_broken(monkeypatch, columns: 
     assert [line for line in lines if len(line.rstrip()) > columns] == []
     shown = " ".join(" ".join(lines).split())
     assert all(row[-1] in shown for row in rows)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_errors_fit_the_terminal_and_no_word_is_broken(monkeypatch, columns: int):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    message = "not UTF-8: byte 0xe9 in line 1; save it as UTF-8, or declare its encoding in the first line"
+    _tell("train.py", message)
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if len(line) > columns] == []
+    assert " ".join(stream.getvalue().split()) == f"train.py: {message}"
+
+
+def test_an_error_is_one_line_for_programs(oomfix):
+    (oomfix.folder / "train.py").write_bytes(b"x = '" + b"very " * 40 + b"\xe9'\nloss.backward()\n")
+    assert len(oomfix("audit", "train.py", COLUMNS="40").stderr.splitlines()) == 1
 
 
 def test_presets_shows_the_table(oomfix):
