@@ -59,6 +59,17 @@ def last_name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
+def called_name(node: ast.expr) -> str:
+    """The last name of what an expression calls; "" where it is no call."""
+    return last_name(node) if isinstance(node, ast.Call) else ""
+
+
+def function_called(call: ast.Call) -> str:
+    """The name that a function of the file would be called by; "" for `model.train()` and `model.eval()`."""
+    name = last_name(call)
+    return "" if isinstance(call.func, ast.Attribute) and name in ("train", "eval") else name
+
+
 def changed_paths(statement: ast.stmt) -> set[str]:
     """The access paths of objects that a statement may change: stores into attributes and items, and method calls.
 
@@ -245,6 +256,21 @@ class Helpers:
                     known = _Attributes(set(values), plain)
                     self._attributes.update((id(method), known) for method in node.body)
         self._known: dict[int, Effect | None] = {}
+        self._drawing: dict[int, bool] = {}
+
+    def draw_random_numbers(self, node: ast.AST) -> bool:
+        """Whether a node is seen to draw random numbers, itself or in a function of the file."""
+        return draws_random_numbers(node) or any(
+            self._draws(function)
+            for call in calls_in(node)
+            for function in self._functions.get(function_called(call), ())
+        )
+
+    def _draws(self, function: FunctionNode) -> bool:
+        if id(function) not in self._drawing:
+            self._drawing[id(function)] = False
+            self._drawing[id(function)] = any(self.draw_random_numbers(statement) for statement in function.body)
+        return self._drawing[id(function)]
 
     def lasting_effect(self, node: ast.AST) -> Effect | None:
         """What a call of the file's own functions leaves behind; None where nothing can be seen."""
@@ -252,7 +278,7 @@ class Helpers:
 
     def _effects(self, node: ast.AST, caller: str | None) -> Iterator[Effect]:
         for call in calls_in(node):
-            for function in self._functions.get(last_name(call), ()):
+            for function in self._functions.get(function_called(call), ()):
                 effect = self._effect_of(function)
                 if effect is not None:
                     owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None

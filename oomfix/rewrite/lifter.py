@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 
-from oomfix.rewrite.effects import Helpers, changed_paths, last_name, overlap
+from oomfix.rewrite.effects import Helpers, changed_paths, function_called, last_name, overlap
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import (
@@ -207,7 +207,8 @@ class _RunsForward:
 
     def __call__(self, node: ast.AST) -> bool:
         return any(
-            id(child) in self._forwards or any(self._in_function(f) for f in self._functions.get(last_name(child), ()))
+            id(child) in self._forwards
+            or any(self._in_function(function) for function in self._functions.get(function_called(child), ()))
             for child in walk(node)
             if isinstance(child, ast.Call)
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from oomfix.rewrite import effects
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
+    FunctionNode,
     Liveness,
     Scope,
     definitely_bound,
@@ -70,10 +71,11 @@ class Signature:
         lift.bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
         certain = definitely_bound(lift.lifted) | lift.bound_with_network
         others = self._liveness.always | _read_outside(lift)
+        given = self._bound_ahead_of(lift)
         for name in bound:
             if name not in live:
                 continue
-            if name not in certain:
+            if name not in certain | given:
                 if name not in others and self._bound_where_read(name, lift.lifted):
                     lift.own.add(name)
                     continue
@@ -153,24 +155,34 @@ class Signature:
         candidates, called = _bound_by_iteration(lift.site), _called_names(lift)
         outside: set[str] = set()
         data = {name for name in read & candidates if name not in called and not self._is_number(name, lift.site)}
-        if not data:
-            data = _given_to_calls(lift) & read - called
-            data = {name for name in data if not _NOT_DATA.search(name) and not self._is_number(name, lift.site)}
-            data &= _bound_anywhere(lift.site.scope) | (outside := self._bound_outside(lift.site.scope))
-        first = lift.site.block.index(lift.lifted[0] if lift.lifted else lift.site.end)
-        bound = lift.site.bound_before | definitely_bound([*lift.site.block[:first], *lift.before]) | outside
+        given = _given_to_calls(lift)
+        if not data & given:
+            others = {n for n in given & read - called if not _NOT_DATA.search(n) and not self._is_number(n, lift.site)}
+            outside = self._bound_outside(lift)
+            data |= others & (_bound_anywhere(lift.site.scope) | outside)
+        bound = self._bound_ahead_of(lift) | outside
         if unsure := (read & rebound) - lift.own - bound:
             raise CannotLift(f"{sorted(unsure)[0]} may have no value yet where the slice reads it")
         # what is passed is read at once, even where the slice would not have come to it
         wanted = ((data & bound) | (read & rebound)) - lift.own
         lift.inputs = [name for name in _reading_order(lift) if name in wanted]
 
-    def _bound_outside(self, scope: Scope) -> set[str]:
-        """Variables of the module, bound whenever it has run, that a function reads and does not bind."""
+    def _bound_outside(self, lift: Lift) -> set[str]:
+        """Variables of the module and of functions around that the slice reads whenever it runs."""
+        scope = lift.site.scope
         if isinstance(scope, ast.Module):
             return set()
-        variables = [statement for statement in self._tree.body if isinstance(statement, ast.Assign | ast.AnnAssign)]
-        return definitely_bound(variables) - _bound_anywhere(scope)
+        variables = {name for outer in _scopes_around(scope, self._tree) for name in _assigned(outer)}
+        certain = set(names_read(lift.site.root))
+        for statement in lift.lifted:
+            certain |= names_read(statement) if isinstance(statement, ast.Assign | ast.Expr) else set()
+        return variables.intersection(certain) - _bound_anywhere(scope)
+
+    def _bound_ahead_of(self, lift: Lift) -> frozenset[str]:
+        """The names that are bound whenever the slice is entered."""
+        first = lift.site.block.index(lift.lifted[0] if lift.lifted else lift.site.end)
+        bound = definitely_bound([*lift.site.block[:first], *lift.before])
+        return lift.site.bound_before | bound
 
     def _is_number(self, name: str, site: Site) -> bool:
         """Whether all that the iteration binds to a name are counters and numbers."""
@@ -212,6 +224,22 @@ def _bound_by_the_networks_loop(lift: Lift, runs_forward: Callable[[ast.AST], bo
 
 def _may_end_round(statement: ast.stmt) -> bool:
     return any(isinstance(node, ast.Break | ast.Continue | ast.Return) for node in nodes_of_scope(statement))
+
+
+def _scopes_around(function: FunctionNode, tree: ast.Module) -> list[Scope]:
+    functions = (node for node in walk(tree) if isinstance(node, FunctionNode) and node is not function)
+    return [tree, *(f for f in functions if f.lineno <= function.lineno <= (f.end_lineno or 0))]
+
+
+def _assigned(scope: Scope) -> set[str]:
+    """The names that a scope gives values to, other than by a definition or an import."""
+    found: set[str] = set()
+    for node in nodes_of_scope_body(scope):
+        if isinstance(node, ast.Assign):
+            found |= {name for target in node.targets for name in names_bound_by_target(target)}
+        elif isinstance(node, ast.AnnAssign | ast.For):
+            found |= names_bound_by_target(node.target)
+    return found
 
 
 def _sizes_asked_outside(site: Site) -> list[ast.stmt]:

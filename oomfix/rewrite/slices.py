@@ -119,18 +119,30 @@ class Slicer:
     # -- which statements --------------------------------------------------------------------------------------
 
     def _starts(self, site: Site, chain: list[int], end: int, network_is_known: bool) -> list[int]:
-        """The indices in the block that the slice may start at, the earliest first; none where no network runs there.
+        """The indices in the block that the slice may start at, the best first; none where no network runs there.
 
-        A teacher that runs ahead of the network records nothing that the backward would need: it may stay outside.
+        A teacher that runs ahead of the network records nothing that the backward would need: it may stay outside. It
+        has to where it draws random numbers, as the noise of a target: parts would draw others than the whole.
         """
         running = [index for index in chain if self._runs_forward(site.block[index])]
         if running:
-            trained = [index for index in running[1:] if self._is_trained(site.block[index])]
-            return running[:1] + ([] if self._is_trained(site.block[running[0]]) else trained[:1])
+            trained = [index for index in running if self._trains(site.block[index])]
+            if not trained or trained[0] == running[0]:
+                return running[:1]
+            ahead = (site.block[index] for index in chain if index < trained[0])
+            drawn = any(self._helpers.draw_random_numbers(statement) for statement in ahead)
+            return [trained[0], running[0]] if drawn else [running[0], trained[0]]
         if not network_is_known and (calls := [index for index in chain if _calls_out(site.block[index])]):
             # it is what the loss is computed from first
             return calls[:_MOST_STARTS]
         return [end] if self._runs_forward(site.root) else []
+
+    def _trains(self, statement: ast.stmt) -> bool:
+        contexts = statement.items if isinstance(statement, ast.With) else []
+        off = {"no_grad", "inference_mode"}
+        return self._is_trained(statement) and not any(
+            effects.called_name(item.context_expr) in off for item in contexts
+        )
 
     def _from(self, first: int, site: Site, chain: list[int]) -> list[int]:
         """The slice from an index on, and what starts what it goes on with."""

@@ -180,3 +180,94 @@ def test_long_lists_of_inputs_are_broken_as_lines_of_the_file_are():
     written = text[text.index("memory.forward_backward(") :].splitlines()
     assert len(written) > 3
     assert max(map(len, written)) <= 120
+
+
+def test_noise_of_a_target_is_drawn_for_the_whole_batch_as_before():
+    text = assert_trains_the_same("""\
+        target = nn.Linear(4, 2)
+
+        def noisy(x):
+            return x + torch.randn_like(x)
+
+        for x, y in loader * 3:
+            with torch.no_grad():
+                wanted = target(noisy(x))
+            loss = F.mse_loss(model(x), wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert text.index("wanted = target(noisy(x))") < text.index("def forward(")
+
+
+def test_an_evaluation_every_few_rounds_stays_ahead_of_the_slice():
+    text = assert_trains_the_same("""\
+        def train():
+            for number in range(4):
+                x, y = loader[0]
+                if number % 2 == 0:
+                    model.eval()
+                    with torch.no_grad():
+                        print(F.cross_entropy(model(x), y).item())
+                    model.train()
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        train()
+        """)
+    assert text.index("model.train()") < text.index("def forward(x, y)")
+
+
+def test_a_name_that_some_batches_bind_anew_is_an_input_and_an_output():
+    text = assert_trains_the_same("""\
+        for x, y in loader * 3:
+            optimizer.zero_grad()
+            out = model(x)
+            if out.sum() > 1e9:
+                y = 1 - y
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            print(loss.item(), y.sum().item())
+        """)
+    assert "def forward(x, y):" in text
+    assert "return loss, y" in text
+
+
+def test_the_batch_of_a_loop_around_that_of_a_policy_is_an_input():
+    text = assert_trains_the_same("""\
+        for x, y in loader:
+            weight = torch.ones(())
+            for _ in range(2):
+                out = model(x)
+                loss = (weight * out).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                weight = weight * 0.5
+                print(loss.item())
+        """)
+    assert "def forward(x, weight):" in text
+
+
+def test_data_of_the_function_around_a_closure_is_an_input():
+    text = assert_trains_the_same("""\
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def fit():
+            for x, y in loader * 3:
+                def closure():
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    return loss
+
+                print(optimizer.step(closure).item())
+
+        fit()
+        """)
+    assert "def forward(x, y):" in text
