@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
-from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.edits import apply_edits, line_before
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.loops import Form
 from oomfix.rewrite.module import Overrides
 from oomfix.rewrite.reading import Reading
-from oomfix.rules.base import Finding, Rule, Severity
+from oomfix.rules.base import Edit, Finding, Rule, Severity
 from oomfix.script import Script
 from oomfix.source import Source, parse
 
@@ -121,6 +123,26 @@ def rewrite_loops(script: Script, options: Options) -> _Rewritten:
         RecursionError: the source is nested absurdly.
     """
     reading = Reading(script)
+    if "apex" in script.source.text and (edits := apex_edits(reading)):
+        current = _changed(script.source, apply_edits(script.source.text, edits))
+        rewritten, loops, fixed = _rewrite_read(Reading(Script.read(current, options.target_torch)), options)
+        if len(loops) == len(script.loops) and all(loop.rewrite != "none" for loop in loops):
+            return rewritten, tuple(_before(loop, script.source.text, edits) for loop in loops), fixed
+    return _rewrite_read(reading, options)
+
+
+def _before(loop: LoopOutcome, text: str, edits: list[Edit]) -> LoopOutcome:
+    """What became of a loop, with the lines of a text as it was before edits that took apex out."""
+
+    def line(number: int) -> int:
+        return line_before(text, edits, number)
+
+    reason = loop.reason and re.sub(r"\bline (\d+)", lambda found: f"line {line(int(found[1]))}", loop.reason)
+    return loop._replace(line=line(loop.line), end_line=line(loop.end_line), reason=reason, notes=(*loop.notes, NOTE))
+
+
+def _rewrite_read(reading: Reading, options: Options) -> _Rewritten:
+    script = reading.script
     ended: tuple[Fixed, ...] = ()
     if options.wants("OOM305"):
         current, ended = _end_autocast(reading)

@@ -185,32 +185,55 @@ class InPlace:
             optimizer = step.node.args[0] if step.scaled and step.node.args else step.node.func.value
             scope = self._blocks.scope_of(step.node)
             before = [
-                event.node.lineno
+                event.node
                 for event in verdict.backwards
                 if self._blocks.scope_of(event.node) is scope and event.node.lineno < step.node.lineno
             ]
+            lines = sorted(node.lineno for node in before)
+            # the last one, and those that run in its place in another branch
+            last = [n.lineno for n in before if n is before[-1] or self._blocks.exclude_each_other(n, before[-1])]
             others = [other.node.lineno for other in verdict.steps if other.node.lineno < step.node.lineno]
-            first = max([*before[-1:], *(line for line in others if not before or line > min(before))], default=0)
+            first = max([*sorted(last)[:1], *(line for line in others if not lines or line > lines[0])], default=0)
             if scope is None or any(first < line <= step.node.lineno for line in known):
                 continue
             if not before:
                 first = scope.lineno if not isinstance(scope, ast.Module) else 0
-            reader = self._first_reader(scope, first, step.node.lineno)
-            if reader is not None and self._layout.own_lines(reader) is not None:
+            for reader in self._first_readers(scope, first, step.node):
                 start = self._source.line_starts[reader.lineno - 1]
                 margin = self._layout.margin(reader)
                 text = f"{margin}{self._name}.unscale_({self._source.segment(optimizer)}){self._layout.newline}"
                 yield Edit(start, start, text)
 
-    def _first_reader(self, scope: ast.AST, first: int, last: int) -> ast.stmt | None:
-        """The first statement between two lines that clips or reads gradients; the innermost with a line of its own."""
-        found = None
-        for node in walk(scope):
-            if isinstance(node, ast.stmt) and node is not scope and first < node.lineno < last:
-                simple = not isinstance(node, ast.If | ast.With | ast.Try | ast.While)
-                if simple and reads_gradients(node) and not is_zero_grad(node):
-                    if found is None or node.lineno < found.lineno:
-                        found = node
+    def _first_readers(self, scope: ast.AST, first: int, step: ast.Call) -> list[ast.stmt]:
+        """The statements between a line and a step that clip or read gradients, where none has done so for certain."""
+        readers = [
+            node
+            for node in walk(scope)
+            if isinstance(node, ast.stmt) and node is not scope and first < node.lineno < step.lineno
+            # compound statements have a reader in them, or none
+            if not isinstance(node, ast.If | ast.With | ast.Try | ast.While)
+            and reads_gradients(node)
+            and not is_zero_grad(node)
+            and not self._blocks.exclude_each_other(node, step)
+        ]
+        readers.sort(key=lambda node: node.lineno)
+        found = self._not_behind_another(readers)
+        if len(found) > 1:
+            # one ahead of all, unless that is ahead of a backward, or where no step follows
+            around = self._blocks.conditions_of(found[0])
+            outer = [one for one in around if one.lineno > first and one not in self._blocks.conditions_of(step)]
+            found = self._not_behind_another([*outer[-1:], *readers])
+        return found
+
+    def _not_behind_another(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements, given by line, that can run without an earlier one having run."""
+        found: list[ast.stmt] = []
+        for statement in statements:
+            around = set(map(id, self._blocks.conditions_of(statement)))
+            before = (other for other in found if not self._blocks.exclude_each_other(other, statement))
+            if not any(around.issuperset(map(id, self._blocks.conditions_of(other))) for other in before):
+                if self._layout.own_lines(statement) is not None:
+                    found.append(statement)
         return found
 
 

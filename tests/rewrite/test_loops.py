@@ -388,7 +388,7 @@ def test_loops_that_others_control_are_left_alone_to_the_byte_with_the_reason(bo
             "reads `x.grad`",
         ),
         (
-            "model(x).sum().backward()\n    print(model.weight.grad.norm())\n    optimizer.step()",
+            "model(x).sum().backward()\n    print(nn.utils.clip_grad_norm_(model.parameters(), 9))\n    optimizer.step()",
             "reads `model.weight.g",
         ),
         ("model(x).sum().backward()\n    optimizer.step_and_update_lr()", "the step is out of sight"),
@@ -1098,3 +1098,51 @@ def test_a_script_that_clips_where_nothing_is_scaled_is_not_clipped_again():
     clip = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    norm"
     assert 'precision="no-fp16", clip_norm=0.5)' in rewritten(TOP + loop, clip_norm=0.5).text
     assert "clip_norm=" not in rewritten(TOP + loop.replace("    norm", clip), clip_norm=0.5).text
+
+
+READERS = """\
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+{between}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "lines"),
+    [
+        # both branches clip: one call ahead of the test for them
+        (
+            "    loss.backward()\n    if flag:\n        nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
+            "    else:\n        nn.utils.clip_grad_norm_(model.parameters(), 2)",
+            ["    memory.unscale_(optimizer)", "    if flag:"],
+        ),
+        # one round in ten only looks, and all clip
+        (
+            "    loss.backward()\n    if flag:\n        print(nn.utils.clip_grad_norm_(model.parameters(), 9))\n"
+            "    nn.utils.clip_grad_norm_(model.parameters(), 2)",
+            ["    memory.unscale_(optimizer)", "    if flag:"],
+        ),
+        # a test that a window closes: gradients are still gathered where it has not
+        (
+            "    loss.backward()\n    if flag:\n        nn.utils.clip_grad_norm_(model.parameters(), 2)",
+            ["        memory.unscale_(optimizer)", "        nn.utils.clip_grad_norm_(model.parameters(), 2)"],
+        ),
+    ],
+    ids=["both branches", "one branch and all", "one branch"],
+)
+def test_gradients_are_unscaled_on_every_way_that_looks_at_them(between, lines):
+    text, _ = apply("flag = False\n" + READERS.format(between=between))
+    found = text.splitlines()
+    assert [line for line in found if "unscale_" in line] == lines[:1]
+    assert found[found.index(lines[0]) + 1] == lines[1]
+
+
+def test_gradients_are_unscaled_in_each_branch_that_runs_its_own_backward():
+    between = (
+        "    if flag:\n        (loss * 2).backward()\n        nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
+        "    else:\n        loss.backward()\n        nn.utils.clip_grad_norm_(model.parameters(), 2)"
+    )
+    text, _ = apply("flag = False\n" + READERS.format(between=between))
+    assert text.count("        memory.unscale_(optimizer)\n        nn.utils.clip_grad_norm_(") == 2

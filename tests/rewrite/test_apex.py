@@ -1,0 +1,76 @@
+"""apex's mixed precision goes where every use of it is understood, and stays to the byte where one is not."""
+
+import pytest
+
+from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+
+SCRIPT = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+fp16 = False
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if fp16:
+    try:
+        from apex import amp
+    except ImportError:
+        raise ImportError("apex is missing")
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+x, y = torch.randn(6, 4), torch.tensor([0, 1, 1, 0, 1, 0])
+for step in range(3):
+    loss = F.cross_entropy(model(x), y)
+    if fp16:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+    else:
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"{loss.item():.6f}")
+"""
+
+
+def test_a_flag_for_apex_becomes_the_runtimes_precision():
+    after = rewritten(SCRIPT)
+    loop = after.loops[0]
+    assert (loop.rewrite, loop.reason, loop.line, loop.end_line) == ("micro-batched", None, 16, 27)
+    assert "apex is replaced by the runtime's own mixed precision" in loop.notes
+    assert "apex" not in after.text
+    assert "\n    memory.unscale_(optimizer)\n" in after.text
+    assert_same_bits(run(SCRIPT), run(after.text, preset="off"))
+    assert rewritten(after.text).text == after.text
+
+
+def test_what_apex_was_given_is_kept_where_it_is_another_object():
+    text = SCRIPT.replace("amp.initialize(model, optimizer", "amp.initialize(model.cuda(), optimizer")
+    assert "\n    model = model.cuda()\n" in rewritten(text).text
+
+
+def test_the_optimizers_parameters_are_clipped_where_the_script_names_no_others():
+    text = SCRIPT.replace("        nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n", "")
+    found = 'clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)'
+    assert found in rewritten(text).text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    print(f", "    torch.save(amp.state_dict(), 'amp.pt')\n    print(f"),
+        ("scaled_loss.backward()\n", "scaled_loss.backward()\n            print(scaled_loss)\n"),
+        ("scale_loss(loss, optimizer)", "scale_loss(loss, optimizer, loss_id=1)"),
+        ("import amp\n", "import amp, optimizers\n"),
+        ("model, optimizer = amp.init", "model, (optimizer, other) = amp.init"),
+    ],
+    ids=["saved", "read", "one of several", "more of apex", "two optimizers"],
+)
+def test_another_use_of_apex_leaves_the_script_alone(old, new):
+    text = SCRIPT.replace(old, new)
+    assert text != SCRIPT
+    after = rewritten(text)
+    assert after.loops[0].rewrite == "none"
+    assert "amp.scale_loss" in after.text
