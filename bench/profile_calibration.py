@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from oomfix.presets import Card
 from oomfix.profile import estimate, overheads
-from oomfix.profile.cards import CARDS
+from oomfix.profile.cards import CARDS, CONTEXT_BYTES
 
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parent / "results"
@@ -344,7 +344,7 @@ def _compare(options: argparse.Namespace) -> int:
     if not options.predict:
         text += ["", "| overhead | measured MiB | reckoned MiB |", "|---|---:|---:|"]
         contexts = [real["context"] / MIB for *_, real in rows if real]
-        reckoned = overheads.CONTEXT_BYTES / MIB
+        reckoned = CONTEXT_BYTES / MIB
         text.append(f"| CUDA context | {min(contexts):.0f} to {max(contexts):.0f} | {reckoned:.0f} |")
         for name, measured_bytes, reckoned_bytes in measured_overheads(capability):
             text.append(f"| {name} | {measured_bytes / MIB:.2f} | {reckoned_bytes / MIB:.2f} |")

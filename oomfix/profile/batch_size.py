@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 # the answer is this exact: a card that is full to the last sample is of no use
 _PRECISION = 1 / 16
-_MOST_TIMES_THE_START = 64
+_MOST_TIMES_THE_START = 1024
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def find_largest(attempt: Callable[[int], Trial], start: int, most: int | None =
     Args:
         attempt: what happens with a batch size.
         start: the size to try first.
-        most: the largest size of interest (a data set has no more samples); 64 times the start if that is less.
+        most: the largest size of interest (a data set has no more samples); 1024 times the start if that is less.
 
     Returns:
         All trials. If none fits, a single sample is too much; if all fit, the limit lies beyond `most`.

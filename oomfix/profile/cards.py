@@ -15,6 +15,12 @@ from types import MappingProxyType
 
 from oomfix.presets import PRESETS, Card
 
+_GIB = 2**30
+
+CONTEXT_BYTES = 600 * 2**20
+"""CUDA context with the kernels of a training script: 590 and 618 MiB measured; lazy loading can leave 135 MiB
+(T4, torch 2.11), an old driver took 1343 MiB (V100). `oomfix.presets` reckons with the same figure."""
+
 _OF_PRESETS = {
     key: card
     for key, preset in {
@@ -67,3 +73,23 @@ def find_card(name: str) -> Card:
 def key_of(card: Card) -> str:
     """The name that `--gpu` takes for one of `CARDS`."""
     return next(key for key, known in CARDS.items() if known == card)
+
+
+def budget(text: str) -> int:
+    """Bytes that the allocator may reserve under a preset ("16gb"), or on a card of so many GiB ("15.77").
+
+    Raises:
+        ValueError: neither a preset with a budget nor a number above what the CUDA context takes.
+    """
+    preset = PRESETS.get(text)
+    if preset is not None and preset.budget_gib:
+        return int(preset.budget_gib * _GIB)
+    try:
+        nbytes = int(float(text) * _GIB) - CONTEXT_BYTES
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes <= 0:
+        names = ", ".join(name for name, known in PRESETS.items() if known.budget_gib)
+        context = f"{CONTEXT_BYTES / _GIB:.2f}"
+        raise ValueError(f"budget: got {text!r}, expected one of {names}, or the GiB of a card (above {context})")
+    return nbytes

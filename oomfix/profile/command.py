@@ -71,12 +71,21 @@ def profile(
 
     Exit codes: 0 for an estimate, 1 if the script failed or ran out of the --budget, 2 if it cannot be simulated.
     """
+    from oomfix.profile.cards import budget as checked_budget
     from oomfix.profile.cards import find_card
 
+    if script.endswith(".ipynb"):
+        save = f"jupyter nbconvert --to script {script}"
+        raise click.UsageError(f"{script} is a notebook, expected a Python file: {save} makes one")
     try:
         find_card(gpu or _DEFAULT_GPU)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--gpu") from None
+    try:
+        if budget is not None:
+            checked_budget(budget)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--budget") from None
     if plot is not None:
         _check_plot(plot)
     what_if = None if preset is None else _what_if(ctx, script, preset)

@@ -1,4 +1,5 @@
-"""What a card needs besides tensors: the CUDA context, and the scratch memory of its libraries. The one table.
+"""What a card needs besides tensors: the scratch memory of its libraries. The one table; the CUDA context
+is in oomfix.profile.cards.
 
 Each figure is a size that the library documents, that its sources compute, or a bound with a margin, and says which.
 No number is fitted to the runs that bench/profile_published.py compares with; two choices were made with them in view
@@ -11,10 +12,6 @@ from dataclasses import dataclass
 import torch
 
 MIB = 2**20
-
-CONTEXT_BYTES = 600 * MIB
-"""CUDA context with the kernels of a training script: 590 and 618 MiB measured; lazy loading can leave 135 MiB
-(T4, torch 2.11), an old driver took 1343 MiB (V100). `oomfix.presets` reckons with the same figure."""
 
 _CUBLAS_WORKSPACE_BYTES = 8 * 2**10 * 1040  # 2 buffers of 4096 KiB and 8 of 16 KiB
 _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB

@@ -6,8 +6,9 @@ from typing import Any
 
 from oomfix.presets import PRESETS, Card
 from oomfix.profile.allocator import Block, CachingAllocator
+from oomfix.profile.cards import CONTEXT_BYTES
 from oomfix.profile.ledger import Ledger, Moment, Step, TopTensor
-from oomfix.profile.overheads import CONTEXT_BYTES, Margin
+from oomfix.profile.overheads import Margin
 from oomfix.profile.trace import MemoryTrace
 
 GIB = 2**30
@@ -38,7 +39,7 @@ class Estimate:
         top_tensors: the largest groups of storages at the peak, largest first.
         timeline: the fullest moments of evenly spread stretches of the run.
         steps: one entry per step of the optimizer that stepped last; others' steps between are part of them.
-        growth_bytes_per_step: by how much `live_bytes` grew per step; 0 with fewer than two steps. Of four and more
+        growth_bytes_per_step: by how much `live_bytes` grew per step; 0 with fewer than two steps. Of three and more
             steps the second half counts: what is made once, such as a copy of the best weights, is no growth.
         fits: by preset name, and under "card" for the simulated card.
         card: the simulated card.
@@ -90,7 +91,7 @@ def report(trace: MemoryTrace, card: Card, margin: Margin, assumptions: Sequence
 
 
 def _growth(steps: Sequence[Step]) -> int:
-    first = len(steps) // 2 if len(steps) >= 4 else 0
+    first = len(steps) // 2 if len(steps) >= 3 else 0
     between = len(steps) - 1 - first
     return max(0, (steps[-1].live_bytes - steps[first].live_bytes) // between) if between > 0 else 0
 

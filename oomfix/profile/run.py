@@ -22,14 +22,12 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from oomfix.presets import PRESETS
-from oomfix.profile.cards import find_card
+from oomfix.profile.cards import budget, find_card
 from oomfix.profile.checkpoints import Checkpoints
 from oomfix.profile.checks import answer_checks
 from oomfix.profile.host import lighten_host
 from oomfix.profile.loaders import Loaders
 from oomfix.profile.optimizers import Optimizers
-from oomfix.profile.overheads import CONTEXT_BYTES
 from oomfix.profile.overlay import overlay
 from oomfix.profile.progress import EnoughSteps, Progress
 from oomfix.profile.ranks import Ranks, shares
@@ -39,7 +37,6 @@ from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.steps_by_hand import StepsByHand
 from oomfix.profile.tracker import OutOfMemoryError
 
-_GIB = 2**30
 CANNOT_SIMULATE = 2
 
 
@@ -201,25 +198,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _contents(path: str) -> dict[str, bytes]:
     names = json.loads(Path(path).read_text(encoding="utf-8"))
     return {os.path.realpath(name): Path(instead).read_bytes() for name, instead in names.items()}
-
-
-def budget(text: str) -> int:
-    """Bytes that the allocator may reserve under a preset ("16gb"), or on a card of so many GiB ("15.77").
-
-    Raises:
-        ValueError: neither a preset with a budget nor a number above what the CUDA context takes.
-    """
-    preset = PRESETS.get(text)
-    if preset is not None and preset.budget_gib:
-        return int(preset.budget_gib * _GIB)
-    try:
-        nbytes = int(float(text) * _GIB) - CONTEXT_BYTES
-    except ValueError:
-        nbytes = 0
-    if nbytes <= 0:
-        names = ", ".join(name for name, known in PRESETS.items() if known.budget_gib)
-        raise ValueError(f"budget: got {text!r}, expected one of {names}, or the GiB of a card")
-    return nbytes
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch.autograd.profiler
 
 from oomfix.presets import Card
 from oomfix.profile.allocator import CachingAllocator
-from oomfix.profile.overheads import CONTEXT_BYTES
+from oomfix.profile.cards import CONTEXT_BYTES
 from oomfix.profile.patches import Patches
 
 _GIB = 2**30

@@ -27,8 +27,8 @@ def test_the_answer_fits_and_a_sixteenth_more_does_not(limit, start, told):
     attempt, tried = card(500 * MIB + limit * 40 * MIB, told=told)
     found = largest_fitting(find_largest(attempt, start))
     assert found is None if limit == 0 else found is not None and found <= limit
-    if found is not None and found < 64 * start:
-        assert found + max(1, found // 16) >= min(limit, 64 * start - 1)
+    if found is not None and found < 1024 * start:
+        assert found + max(1, found // 16) >= min(limit, 1024 * start - 1)
         assert any(found < size <= found + max(1, found // 16) for size in tried) or found == limit
     assert len(tried) == len(set(tried)) <= 14
 
@@ -37,6 +37,13 @@ def test_a_limit_far_from_the_start_takes_few_runs():
     attempt, tried = card(14 * 1024 * MIB)
     assert largest_fitting(find_largest(attempt, 16)) == 345
     assert len(tried) <= 5
+
+
+def test_small_samples_on_a_large_card_are_no_end_of_the_search():
+    attempt, tried = card(80 * 1024 * MIB, per_sample=20 * MIB)
+    found = largest_fitting(find_largest(attempt, 8))
+    assert found is not None and found <= 4071 < found * 17 / 16
+    assert len(tried) <= 8
 
 
 def test_the_samples_of_the_data_set_are_the_most():

@@ -85,3 +85,19 @@ def test_a_plot_is_written_beside_the_report(command, tmp_path):
 def test_a_plot_of_another_kind_is_refused_before_the_script_runs(command, tmp_path):
     result, _ = command("loader", "--plot", str(tmp_path / "mem.pdf"), "rows=none")
     assert result.exit_code == 2 and "got 'mem.pdf', expected a name that ends in .png, .svg, .html" in result.output
+
+
+@pytest.mark.parametrize("size", ["0.3", "17gb", "auto", "inf", "nan"])
+def test_a_budget_that_is_none_is_refused_before_the_script_runs(command, size):
+    result, _ = command("loader", "--budget", size, "rows=none")
+    assert result.exit_code == 2
+    assert f"Invalid value for --budget: budget: got '{size}', expected one of 8gb, 12gb" in result.output
+    assert "the GiB of a card (above 0.59)" in result.output
+
+
+def test_a_notebook_is_refused_with_what_to_do(tmp_path):
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text("{}")
+    result = CliRunner().invoke(profile, [str(notebook)])
+    assert result.exit_code == 2
+    assert "is a notebook, expected a Python file: jupyter nbconvert --to script" in result.output

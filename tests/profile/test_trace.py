@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from oomfix.profile import MemoryTrace
+from oomfix.profile import MemoryTrace, text
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.cards import find_card
 from oomfix.profile.overheads import TRANSFORMER
@@ -128,6 +128,13 @@ def test_growth_is_that_of_what_stays():
             step(model, optimizer)
             kept.append(torch.ones(MIB))
     assert report(trace, find_card("t4"), TRANSFORMER).growth_bytes_per_step == 4 * MIB
+
+
+def test_two_steps_do_not_tell_what_grows_from_what_is_made_once():
+    found = {"growth_bytes_per_step": MIB, "card": {"capacity_gib": 15.0}, "context_bytes": 0, "peak_reserved_bytes": 0}
+    once = "  1.0 MiB more stay after step 2 than after step 1: --steps 6 says whether it grows on"
+    assert text._growth({**found, "steps": [{}] * 2}) == [once]
+    assert text._growth({**found, "steps": [{}] * 3}) == ["  grows 1.0 MiB per step on average: full after 15360 more"]
 
 
 def test_what_is_made_once_is_no_growth():

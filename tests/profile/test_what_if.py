@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from oomfix.presets import PRESETS
 from oomfix.profile import command
+from oomfix.profile.cards import budget
 from oomfix.profile.command import profile
-from oomfix.profile.run import budget
 
 RUN = CliRunner()
 SCRIPT = """\
