@@ -30,10 +30,16 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
     """
 
     def checked(
-        forward: Callable[..., Any], batch: Batch, modules: list[Module], most_rows: int, trust: bool = False, *_: Any
+        forward: Callable[..., Any],
+        batch: Batch,
+        modules: list[Module],
+        most_rows: int,
+        trust: bool = False,
+        *_: Any,
+        sharded: bool = False,
     ) -> Verdict:
         trace.assume(_FOUND[independent])
-        return check(forward, batch, modules, most_rows, trust)
+        return check(forward, batch, modules, most_rows, trust, sharded=sharded)
 
     def judged(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         if independent or trust or evidence.failure or evidence.wrote:
