@@ -110,11 +110,15 @@ class Amp:
         inside = {id(node) for node in walk(scope)}
         if any(id(call) in inside for call in trained):
             return False
-        own = {node.name for node in self._script.imports.nodes if isinstance(node, FunctionNode)}
-        users = [node for node in walk(scope) if isinstance(node, ast.Call) and last_name(node) not in own]
+        users = [node for node in walk(scope) if isinstance(node, ast.Call) and last_name(node) not in self._functions]
         taken = [name for call in users for name in walk(call) if isinstance(name, ast.Name)]
         used = [name for name in walk(scope) if isinstance(name, ast.Name) and name.id == target.id]
         return all(name in taken or name is target for name in used)
+
+    @cached_property
+    def _functions(self) -> set[str]:
+        """The names of the functions of the file."""
+        return {node.name for node in self._script.imports.nodes if isinstance(node, FunctionNode)}
 
     def unscaled_lines(self, steps: list[Step]) -> list[int]:
         """The lines in which the script unscales by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from oomfix.rewrite import effects
@@ -202,9 +203,13 @@ class WindowFolder:
 
     def _check_schedulers(self) -> None:
         """One more step per epoch is one too many for a schedule that counts them."""
-        for node in self._script.imports.nodes:
-            if isinstance(node, ast.Call) and last_name(node) == "OneCycleLR":
-                raise CannotFold("OneCycleLR counts its steps, and refuses more than it was made for")
+        if self._makes_one_cycle:
+            raise CannotFold("OneCycleLR counts its steps, and refuses more than it was made for")
+
+    @cached_property
+    def _makes_one_cycle(self) -> bool:
+        calls = (node for node in self._script.imports.nodes if isinstance(node, ast.Call))
+        return any(last_name(call) == "OneCycleLR" for call in calls)
 
     def _check_no_sums(self) -> None:
         if _SUM.search(self._source.text):
