@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
+from oomfix.profile.process import INDEPENDENT
 from oomfix.runtime import checkpointing, kept_batch, rows, rule_choice, splitter, verify
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence
@@ -15,7 +16,7 @@ from oomfix.runtime.outputs import Rule
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.verify import check, judge
 
-_FOUND = {True: "samples do not depend on each other", False: "samples depend on each other"}
+_FOUND = {True: INDEPENDENT, False: "samples depend on each other"}
 
 
 def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+INDEPENDENT = "samples do not depend on each other"
+"""How the assumption begins that batches may be split, which numbers decide and a simulated card has none."""
+
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 

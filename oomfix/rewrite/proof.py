@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from oomfix.presets import Preset
-from oomfix.profile.process import run_script
+from oomfix.profile.process import INDEPENDENT, run_script
 from oomfix.profile.text import size
 from oomfix.rewrite.files import FileOutcome
 from oomfix.rewrite.what_if import budget_options, card_options, contents_of
@@ -27,6 +27,8 @@ class Proof(NamedTuple):
         preset: the preset.
         before: what `oomfix.profile.run` found of the script as it was, on a card without a limit.
         after: what it found of the rewritten one within the preset's budget, less the margin of the estimate.
+        whole: the same where the samples of a batch depend on each other, so that no batch is split; None where that
+            makes no difference. No number of a simulated run can tell.
     """
 
     script: str
@@ -34,6 +36,7 @@ class Proof(NamedTuple):
     preset: Preset
     before: Mapping[str, Any]
     after: Mapping[str, Any]
+    whole: Mapping[str, Any] | None = None
 
     @property
     def fits(self) -> bool:
@@ -54,7 +57,7 @@ class Proof(NamedTuple):
         text.append("  at the peak")
         names = dict.fromkeys((*before["breakdown"], *after["breakdown"]))
         text += [_row(f"  {name}", before["breakdown"].get(name, 0), after["breakdown"].get(name, 0)) for name in names]
-        return [*text, self.verdict]
+        return [*text, self.verdict, *self._unsplit()]
 
     @property
     def verdict(self) -> str:
@@ -65,6 +68,13 @@ class Proof(NamedTuple):
         label = f"{self.name.removesuffix('gb')} GiB" if self.name == self.preset.name else self.name
         share = f"{self.preset.budget_gib:.1f} GiB of it for tensors, less a margin of {100 * self._margin:.0f} %"
         return f"{peaks}, {'fits' if self.fits else 'does not fit'} {label} ({share})"
+
+    def _unsplit(self) -> list[str]:
+        if self.whole is None:
+            return []
+        then = f"peak {_gib(self.whole)}, fits" if self.whole["out_of_memory"] is None else "does not fit"
+        whole = "if training finds that samples depend on each other, they stay whole"
+        return [f"batches are split there; {whole}: {then}"]
 
     @property
     def _margin(self) -> float:
@@ -82,6 +92,7 @@ class Proof(NamedTuple):
             "margin_fraction": self._margin,
             "before": {key: self.before[key] for key in kept},
             "after": {key: self.after[key] for key in kept},
+            "after_unsplit": self.whole and {key: self.whole[key] for key in kept},
             "fits": self.fits,
         }
 
@@ -101,8 +112,11 @@ def prove(script: str, args: Sequence[str], name: str, preset: Preset, outcomes:
     """
     before = _run(script, args, card_options(preset), {}, "before")
     options = [*card_options(preset), *budget_options(preset, before["margin_fraction"])]
-    after = _run(script, args, options, contents_of(outcomes), "after")
-    return Proof(script, name, preset, before, after)
+    contents = contents_of(outcomes)
+    after = _run(script, args, options, contents, "after")
+    splits = after["out_of_memory"] is None and any(said.startswith(INDEPENDENT) for said in after["assumptions"])
+    whole = _run(script, args, [*options, "--coupled"], contents, "after") if splits else None
+    return Proof(script, name, preset, before, after, whole)
 
 
 def _run(

@@ -57,6 +57,7 @@ def found(peak_gib: float, out_of_memory: str | None = None, **breakdown: int) -
         "breakdown": breakdown,
         "margin_fraction": 0.04,
         "out_of_memory": out_of_memory,
+        "assumptions": [],
         "steps": [] if out_of_memory else [{"peak_allocated_bytes": int((peak_gib - 1) * GIB)}],
     }
 
@@ -80,6 +81,26 @@ def test_both_runs_stand_side_by_side():
     assert Proof("train.py", "auto", PRESETS["auto"], before, after).verdict == "peak 23.4 GiB -> 6.4 GiB"
 
 
+def test_a_batch_that_was_split_is_told_with_what_becomes_of_it_unsplit(tmp_path, monkeypatch):
+    split = {**found(6.4), "assumptions": ["samples do not depend on each other at engine.py:10, 2 times"]}
+    answers, given = [found(23.4), split, found(13.0, "CUDA out of memory")], []
+
+    def run_script(script, args, options, contents):
+        given.append("--coupled" in options)
+        return {**answers.pop(0), "error": None}, 0
+
+    monkeypatch.setattr(proof, "run_script", run_script)
+    done = apply_to(tmp_path, "--preset", "16gb", "--prove")
+    assert done.exit_code == 0, done.output
+    assert given == [False, False, True]
+    assert done.output.splitlines()[-1] == (
+        "batches are split there; if training finds that samples depend on each other, they stay whole: does not fit"
+    )
+    unsplit = Proof("train.py", "16gb", PRESETS["16gb"], found(23.4), split, found(9.1))
+    assert unsplit.lines()[-1].endswith("they stay whole: peak 9.1 GiB, fits")
+    assert unsplit.as_json()["after_unsplit"]["out_of_memory"] is None
+
+
 def test_a_loop_in_a_module_is_run_as_rewritten_and_check_writes_nothing(tmp_path):
     done = apply_to(tmp_path, "--preset", "16gb", "--check", "--format", "json", "--prove", "--", "--rows", "65536")
     assert done.exit_code == 1, done.output
@@ -87,6 +108,7 @@ def test_a_loop_in_a_module_is_run_as_rewritten_and_check_writes_nothing(tmp_pat
     assert numbers["fits"] is True
     assert numbers["before"]["peak_allocated_bytes"] > 19 * GIB
     assert numbers["after"]["peak_reserved_bytes"] <= numbers["budget_gib"] * GIB / (1 + numbers["margin_fraction"])
+    assert numbers["after_unsplit"] is not None
     assert numbers["before"]["breakdown"]["weights"] == numbers["after"]["breakdown"]["weights"]
     assert (tmp_path / "engine.py").read_text() == ENGINE
 
