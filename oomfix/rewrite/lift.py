@@ -49,6 +49,7 @@ class Lift:
         copied: statements that stay, and are repeated at the start of the function: sizes of the batch.
         before: gradient resets found in between, to run before the function is called.
         after: what stood in between, to run after it.
+        reading: what stands ahead of the backward in its branch and reads the result, to run after it.
         inputs: the parameters: what belongs to the batch, and what the slice reads before it binds it.
         loss: the name of the loss, None where it is an expression.
         outputs: the names read later, but for the loss.
@@ -66,6 +67,7 @@ class Lift:
     copied: list[ast.stmt] = field(default_factory=list)
     before: list[ast.stmt] = field(default_factory=list)
     after: list[ast.stmt] = field(default_factory=list)
+    reading: list[ast.stmt] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     loss: str | None = None
     outputs: list[str] = field(default_factory=list)

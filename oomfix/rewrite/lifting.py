@@ -87,10 +87,11 @@ class Lifting:
             raise CannotLift(f"line {statement.lineno} holds more than one statement")
         inner = self._layout.margin(statement)
         call = newline.join(self._call(lift, "forward_backward", inner))
-        edits = [
-            Edit(text.start, start, newline.join([*definition, "", ""])),
-            Edit(*bounds(self._source, statement), call[len(inner) :]),
-        ]
+        edits = [Edit(text.start, start, newline.join([*definition, "", ""]))]
+        if lift.reading:
+            edits += self._ahead_of_readers(lift, call)
+        else:
+            edits.append(Edit(*bounds(self._source, statement), call[len(inner) :]))
         if _targets(lift):
             evaluation = self._call(lift, "evaluate", inner)
             if branch.orelse:
@@ -106,6 +107,19 @@ class Lifting:
         if after:
             edits.append(Edit(stop, stop, "".join(newline + line for line in after)))
         return edits
+
+    def _ahead_of_readers(self, lift: Lift, call: str) -> Iterator[Edit]:
+        """The call ahead of what reads its result in the branch, where the backward stood behind that."""
+        branch = lift.site.branch
+        assert branch is not None
+        first = self._layout.chunk(lift.reading[0], branch.body, branch.lineno)
+        backward = self._layout.own_lines(lift.site.statement)
+        if first is None or backward is None or lift.reading[0].lineno == branch.lineno:
+            raise CannotLift(f"line {lift.reading[0].lineno} holds more than one statement")
+        here = self._layout.span(first)[0]
+        yield Edit(here, here, call + self._layout.newline)
+        start, end = self._layout.span(backward)
+        yield Edit(start, min(end + len(self._layout.newline), len(self._source.text)), "")
 
     def _definition(self, lift: Lift, text: _Text) -> list[str]:
         body: list[str] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.effects import Helpers, changed_paths, overlap, paths_read
@@ -19,6 +18,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
     nodes_of_scope_body,
 )
+from oomfix.rewrite.rescaling import without_scaling
 from oomfix.rewrite.signature import Signature
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -79,7 +79,7 @@ class Slicer:
         first_problem: CannotLift | None = None
         for start in starts:
             try:
-                lifts.append(self._lift_with_or_without_scaling(site, self._from(start, site, chain), end))
+                lifts.append(self._lift_with_orwithout_scaling(site, self._from(start, site, chain), end))
             except CannotLift as problem:
                 if not self._runs_forward(site.block[start]):
                     raise
@@ -91,11 +91,11 @@ class Slicer:
             raise first_problem
         return lifts[0]
 
-    def _lift_with_or_without_scaling(self, site: Site, chosen: list[int], end: int) -> Lift:
+    def _lift_with_orwithout_scaling(self, site: Site, chosen: list[int], end: int) -> Lift:
         try:
             return self._lift(site, chosen, end)
         except CannotLift:
-            shorter = _without_scaling(site, chosen)
+            shorter = without_scaling(site, chosen)
             if shorter is None:
                 raise
             return self._lift(*shorter[:2], end, shorter[2])
@@ -248,10 +248,26 @@ class Slicer:
         bound = {name for statement in lift.lifted for name in names_bound(statement)}
         if bound & names_read(branch.test):
             raise CannotLift(f"the test in line {branch.lineno} depends on the loss")
-        for statement in branch.body[: branch.body.index(lift.site.statement)]:
-            others = names_bound(statement) | names_read(statement)
-            if not effects.is_zero_grad(statement) and (others & bound or effects.leaves(statement)):
+        ahead = branch.body[: branch.body.index(lift.site.statement)]
+        first = next((index for index, one in enumerate(ahead) if self._touches(one, bound)), len(ahead))
+        lift.reading = ahead[first:]
+        for statement in ahead[:first]:
+            # it ran behind the network, and will run ahead of it
+            if not effects.is_zero_grad(statement):
+                self._check_delay(statement)
+                self._check_passing(statement, lift.lifted)
+        for statement in lift.reading:
+            if effects.is_zero_grad(statement) or names_bound(statement) & bound:
                 raise CannotLift(f"line {statement.lineno} stands between forward and backward")
+            self._check_delay(statement)
+            self._check_passing(statement, lift.lifted, reading_is_fine=True)
+
+    def _touches(self, statement: ast.stmt, bound: set[str]) -> bool:
+        """Whether a statement of a branch needs what the slice makes, or may leave before its backward."""
+        if effects.is_zero_grad(statement):
+            return False
+        others = names_bound(statement) | names_read(statement)
+        return bool(others & bound) or effects.leaves(statement) is not None
 
     def _place_others(self, lift: Lift, chosen: list[int], end: int) -> None:
         """Where the statements between the slice's go: those that cannot be passed by stand in the way."""
@@ -297,12 +313,12 @@ class Slicer:
             if effects.last_name(call) in ("step", "backward", "grad") and "sched" not in path:
                 raise CannotLift(f"line {line} runs `{path or 'a step'}` between forward and backward")
 
-    def _check_passing(self, statement: ast.stmt, others: list[ast.stmt]) -> None:
-        """Whether a statement means the same on the other side of others."""
+    def _check_passing(self, statement: ast.stmt, others: list[ast.stmt], reading_is_fine: bool = False) -> None:
+        """Whether a statement means the same on the other side of others; it may come behind what it reads."""
         bound, read = names_bound(statement), names_read(statement)
         changed, paths = changed_paths(statement), paths_read(statement)
         for other in others:
-            if bound & (names_bound(other) | names_read(other)) or read & names_bound(other):
+            if bound & (names_bound(other) | names_read(other)) or (read & names_bound(other) and not reading_is_fine):
                 raise CannotLift(f"line {statement.lineno} depends on its place between the steps to the loss")
             if overlap(changed, paths_read(other)) or overlap(changed_paths(other), paths):
                 raise CannotLift(f"line {statement.lineno} may change what the loss is computed from")
@@ -312,56 +328,6 @@ class Slicer:
         if id(scope) not in self._liveness:
             self._liveness[id(scope)] = Liveness(scope, self._tree)
         return self._liveness[id(scope)]
-
-
-def _without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], list[ast.stmt]] | None:
-    """The slice without the `loss = loss / k` at its end, which the returned expression does instead.
-
-    `loss = loss.mean() / k` is taken likewise, and `if k > 1: loss = loss / k` becomes `loss / k if k > 1 else loss`.
-    """
-    named = _scaled_by_script(site.root) or site.root
-    if len(chosen) < 2 or not isinstance(named, ast.Name):
-        return None
-    last = site.block[chosen[-1]]
-    loss = named.id
-    test = None
-    statement = last
-    if isinstance(last, ast.If) and len(last.body) == 1 and not last.orelse:
-        test, statement = last.test, last.body[0]
-    value: ast.expr
-    if isinstance(statement, ast.Assign) and [path_of(target) for target in statement.targets] == [loss]:
-        value = statement.value
-    elif isinstance(statement, ast.AugAssign) and path_of(statement.target) == loss:
-        value = ast.BinOp(ast.Name(loss, ast.Load()), statement.op, statement.value)
-    else:
-        return None
-    if any(not _reduces(call, loss) for call in effects.calls_in(last)) or loss not in names_read(value):
-        return None
-    if test is not None:
-        value = ast.IfExp(test, value, ast.Name(loss, ast.Load()))
-    if isinstance(site.root, ast.Call):
-        value = ast.Call(site.root.func, [value], [])
-    root = ast.parse(ast.unparse(value), mode="eval").body
-    return replace(site, root=root), chosen[:-1], [last]
-
-
-def _scaled_by_script(root: ast.expr) -> ast.expr | None:
-    """`loss` for `scaler.scale(loss)`."""
-    if isinstance(root, ast.Call) and effects.last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
-        return root.args[0]
-    return None
-
-
-def _reduces(call: ast.Call, loss: str) -> bool:
-    """`loss.mean()`, `loss.sum()`."""
-    function = call.func
-    return (
-        isinstance(function, ast.Attribute)
-        and function.attr in ("mean", "sum")
-        and path_of(function.value) == loss
-        and not call.args
-        and not call.keywords
-    )
 
 
 def _bound_afresh(statement: ast.stmt) -> set[str]:

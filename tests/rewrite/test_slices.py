@@ -271,3 +271,41 @@ def test_data_of_the_function_around_a_closure_is_an_input():
         fit()
         """)
     assert "def forward(x, y):" in text
+
+
+PHASES = """\
+seen = []
+for phase in ("train", "valid") * 2:
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.set_grad_enabled(phase == "train"):
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            if phase == "train":
+                {ahead}
+                loss.backward()
+                optimizer.step()
+        print(phase, out.sum().item(), loss.item(), seen)
+"""
+
+
+def test_a_branch_that_notes_the_loss_ahead_of_its_backward_notes_it_behind():
+    text = assert_trains_the_same(PHASES.format(ahead="seen.append(loss.item())"))
+    call = text.index("loss, out = memory.forward_backward(forward, x, y)")
+    assert call < text.index("seen.append(loss.item())") < text.index("memory.step(optimizer)")
+    assert "loss.backward()" not in text
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        "loss = loss * 2",
+        "seen.append(loss.item()); optimizer.zero_grad()",
+        "model.eval()",
+        "x.mul_(2)",
+        "torch.rand(1)",
+    ],
+)
+def test_a_branch_that_does_more_ahead_of_its_backward_keeps_the_loss_in_place(ahead):
+    _, loops = apply(PHASES.format(ahead=ahead.replace("; ", "\n" + " " * 16)))
+    assert loops[0][0] == "in-place"

@@ -1,0 +1,61 @@
+"""A loss that is divided at the end of its slice, `loss = loss / k`, is divided where it is returned instead."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+from oomfix.rewrite import effects
+from oomfix.rewrite.lift import Site
+from oomfix.rewrite.liveness import names_read
+from oomfix.script.names import path_of
+
+
+def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], list[ast.stmt]] | None:
+    """The slice without the `loss = loss / k` at its end, which the returned expression does instead.
+
+    `loss = loss.mean() / k` is taken likewise, and `if k > 1: loss = loss / k` becomes `loss / k if k > 1 else loss`.
+    """
+    named = _scaled_by_script(site.root) or site.root
+    if len(chosen) < 2 or not isinstance(named, ast.Name):
+        return None
+    last = site.block[chosen[-1]]
+    loss = named.id
+    test = None
+    statement = last
+    if isinstance(last, ast.If) and len(last.body) == 1 and not last.orelse:
+        test, statement = last.test, last.body[0]
+    value: ast.expr
+    if isinstance(statement, ast.Assign) and [path_of(target) for target in statement.targets] == [loss]:
+        value = statement.value
+    elif isinstance(statement, ast.AugAssign) and path_of(statement.target) == loss:
+        value = ast.BinOp(ast.Name(loss, ast.Load()), statement.op, statement.value)
+    else:
+        return None
+    if any(not _reduces(call, loss) for call in effects.calls_in(last)) or loss not in names_read(value):
+        return None
+    if test is not None:
+        value = ast.IfExp(test, value, ast.Name(loss, ast.Load()))
+    if isinstance(site.root, ast.Call):
+        value = ast.Call(site.root.func, [value], [])
+    root = ast.parse(ast.unparse(value), mode="eval").body
+    return replace(site, root=root), chosen[:-1], [last]
+
+
+def _scaled_by_script(root: ast.expr) -> ast.expr | None:
+    """`loss` for `scaler.scale(loss)`."""
+    if isinstance(root, ast.Call) and effects.last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
+        return root.args[0]
+    return None
+
+
+def _reduces(call: ast.Call, loss: str) -> bool:
+    """`loss.mean()`, `loss.sum()`."""
+    function = call.func
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr in ("mean", "sum")
+        and path_of(function.value) == loss
+        and not call.args
+        and not call.keywords
+    )
