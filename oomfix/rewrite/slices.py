@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Sequence
 
 from oomfix.rewrite import effects
+from oomfix.rewrite.batch_names import BatchNames
 from oomfix.rewrite.effects import Helpers, changed_paths, overlap, paths_read
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.liveness import (
@@ -57,6 +58,7 @@ class Slicer:
         self._helpers = helpers
         self._runs_forward = runs_forward
         self._is_trained = is_trained
+        self._batch_names = BatchNames(tree, runs_forward)
         self._liveness: dict[int, Liveness] = {}
         self._own_names = {name for statement in tree.body for name in names_bound(statement)}
 
@@ -109,7 +111,7 @@ class Slicer:
             self._check_lifted(statement, lift)
         self._check_changes(lift)
         self._check_branch(lift)
-        signature = Signature(self.liveness_of(site.scope), self._tree, self._runs_forward)
+        signature = Signature(self.liveness_of(site.scope), self._batch_names, self._runs_forward)
         self._place_others(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)

@@ -309,3 +309,40 @@ def test_a_branch_that_notes_the_loss_ahead_of_its_backward_notes_it_behind():
 def test_a_branch_that_does_more_ahead_of_its_backward_keeps_the_loss_in_place(ahead):
     _, loops = apply(PHASES.format(ahead=ahead.replace("; ", "\n" + " " * 16)))
     assert loops[0][0] == "in-place"
+
+
+def test_what_a_network_is_given_is_an_input_wherever_it_was_bound():
+    text = assert_trains_the_same("""\
+        critic = nn.Linear(4, 1)
+        optimizer.add_param_group({"params": critic.parameters()})
+
+        def step(generator, x, y, scale):
+            for _ in range(2):
+                noise = x * 0.5
+                loss = critic(generator(noise).repeat(1, 2)).mean() - critic(x).mean() * scale
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                print(loss.item())
+
+        for x, y in loader:
+            step(model, x, y, 0.5)
+        """)
+    assert "def forward(noise, x):" in text
+
+
+def test_what_a_loss_reckons_with_is_an_input_where_the_iteration_binds_nothing():
+    text = assert_trains_the_same("""\
+        def update(states, actions, gains):
+            for _ in range(2):
+                chosen = model(states).gather(1, actions[:, None]).squeeze(1)
+                loss = (chosen * gains).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                print(loss.item())
+
+        for x, y in loader:
+            update(x, y, torch.ones(len(x)))
+        """)
+    assert "def forward(states, actions, gains):" in text

@@ -1,0 +1,212 @@
+"""Which names of a slice are parts of the batch, and so its parameters."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from functools import cached_property
+
+from oomfix.rewrite import effects
+from oomfix.rewrite.lift import Lift, Site
+from oomfix.rewrite.liveness import (
+    FunctionNode,
+    Scope,
+    names_bound,
+    names_bound_by_target,
+    names_read,
+    nodes_of_scope_body,
+)
+from oomfix.script.hints import looks_like_module
+from oomfix.script.nodes import walk
+
+_COUNTER = re.compile(
+    r"^(i|j|k|n|t|it|idx|ii|step\w*|epoch\w*|iter\w*|iteration|batch_idx|batch_i|i_batch|\w*_idx|device)$"
+)
+_NOT_DATA = re.compile(
+    r"(^|_)(model|net|network|encoder|decoder|criterion|criteria|loss_fn|loss_func|loss_function|loss_fct|optim\w*|"
+    r"sched\w*|scaler|args|cfg|config|conf|opt|opts|hparams|params|device|logger|writer|epoch|epochs|loader|dataloader|"
+    r"self|lr|gpu|tokenizer|vocab)$",
+    re.IGNORECASE,
+)
+
+
+_FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
+_METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load_state_dict step".split())
+_NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
+
+
+class BatchNames:
+    """Tells the parts of a batch from networks, settings and numbers.
+
+    Args:
+        tree: the module.
+        runs_forward: whether a statement runs a network.
+    """
+
+    def __init__(self, tree: ast.Module, runs_forward: Callable[[ast.AST], bool]) -> None:
+        self._tree = tree
+        self._runs_forward = runs_forward
+        self._variables: dict[int, set[str]] = {}
+
+    def of(self, lift: Lift, read: set[str]) -> set[str]:
+        """The parts of the batch among the names that a slice reads.
+
+        They are what its iteration binds; what else is given to a network; and where that is nothing, what is given
+        to any call or reckoned with. Numbers are no part of a batch: the slice sees them from where it stands.
+        """
+        site, called = lift.site, _called_names(lift)
+        found = {n for n in read & _bound_by_iteration(site) if n not in called and not self._is_number(n, site)}
+        if found & (given := _given_to_calls(lift)):
+            fed = self._given_to_networks(lift)
+        else:
+            fed = given | _reckoned_with(lift)
+        others = {n for n in fed & read - called - found if not _NOT_DATA.search(n) and not self._is_number(n, site)}
+        others -= self._objects if others else set()
+        inside = bound_anywhere(site.scope)
+        return found | (others & inside) | (self._outside(lift) if others - inside else set()) & others
+
+    def _given_to_networks(self, lift: Lift) -> set[str]:
+        """Names given as they are to a network, or to a function that runs one."""
+        calls = (node for part in (*lift.lifted, lift.site.root) for node in walk(part) if isinstance(node, ast.Call))
+        given = (one for call in calls if self._runs_forward(call) for one in (*call.args, *call.keywords))
+        values = (one.value if isinstance(one, ast.keyword | ast.Starred) else one for one in given)
+        return {value.id for value in values if isinstance(value, ast.Name)}
+
+    @cached_property
+    def _objects(self) -> set[str]:
+        """Names that the file calls, or calls the methods of as of networks and optimizers."""
+        found: set[str] = set()
+        for node in walk(self._tree):
+            function = node.func if isinstance(node, ast.Call) else None
+            if isinstance(function, ast.Attribute) and function.attr in _METHODS_OF_OBJECTS:
+                function = function.value
+            if isinstance(function, ast.Name):
+                found.add(function.id)
+        return found
+
+    def _outside(self, lift: Lift) -> set[str]:
+        """Variables of the module and of functions around that the slice reads whenever it runs."""
+        scope = lift.site.scope
+        if isinstance(scope, ast.Module):
+            return set()
+        variables = {name for outer in self._scopes_around(scope) for name in self._assigned(outer)}
+        certain = set(names_read(lift.site.root))
+        for statement in lift.lifted:
+            certain |= names_read(statement) if isinstance(statement, ast.Assign | ast.Expr) else set()
+        return variables.intersection(certain) - bound_anywhere(scope)
+
+    def _scopes_around(self, function: FunctionNode) -> list[Scope]:
+        first = function.lineno
+        around = (f for f in self._functions if f is not function and f.lineno <= first <= (f.end_lineno or 0))
+        return [self._tree, *around]
+
+    @cached_property
+    def _functions(self) -> list[FunctionNode]:
+        return [node for node in walk(self._tree) if isinstance(node, FunctionNode)]
+
+    def _assigned(self, scope: Scope) -> set[str]:
+        """The names that a scope gives values to, other than by a definition or an import."""
+        if id(scope) not in self._variables:
+            found = self._variables[id(scope)] = set()
+            for node in nodes_of_scope_body(scope):
+                if isinstance(node, ast.Assign):
+                    found |= {name for target in node.targets for name in names_bound_by_target(target)}
+                elif isinstance(node, ast.AnnAssign | ast.For):
+                    found |= names_bound_by_target(node.target)
+        return self._variables[id(scope)]
+
+    def _is_number(self, name: str, site: Site) -> bool:
+        """Whether all that the iteration binds to a name are counters and numbers."""
+        if _COUNTER.match(name) or _FLAG.match(name):
+            return True
+        loop = site.iteration
+        if loop is None and _NOT_DATA.search(name):
+            return True
+        nodes = list(nodes_of_scope_body(site.scope))
+        stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
+        values = [node.value for node in nodes if isinstance(node, ast.Assign) and binds_alone(node, name)]
+        return bool(values) and len(values) == len(stores) and all(_is_scalar(value) for value in values)
+
+
+def binds_alone(node: ast.Assign, name: str) -> bool:
+    return len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
+
+
+def _bound_by_iteration(site: Site) -> set[str]:
+    loop = site.iteration
+    if loop is not None:
+        target = names_bound_by_target(loop.target) if not isinstance(loop, ast.While) else set()
+        return target.union(*(names_bound(statement) for statement in loop.body))
+    scope = site.scope
+    if isinstance(scope, ast.Module):
+        return set()
+    arguments = scope.args
+    parameters = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    return parameters.union(*(names_bound(statement) for statement in scope.body))
+
+
+def bound_anywhere(scope: Scope) -> set[str]:
+    bound = {name for statement in scope.body for name in names_bound(statement)}
+    if isinstance(scope, ast.Module):
+        return bound
+    return bound | {argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs)}
+
+
+def _called_names(lift: Lift) -> set[str]:
+    """Names that the slice calls, and those of functions and classes: no data."""
+    found: set[str] = set()
+    for part in (*lift.lifted, lift.site.root):
+        for node in walk(part):
+            if isinstance(node, ast.Call):
+                if isinstance(node.func, ast.Name):
+                    found.add(node.func.id)
+                elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                    if _NOT_DATA.search(node.func.value.id) or looks_like_module(node.func.value.id):
+                        found.add(node.func.value.id)
+    return found
+
+
+def _given_to_calls(lift: Lift) -> set[str]:
+    """Names given as they are, or as a part, to what the slice calls."""
+    found: set[str] = set()
+    for part in (*lift.lifted, lift.site.root):
+        for call in (node for node in walk(part) if isinstance(node, ast.Call)):
+            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+                found |= names_read(argument)
+    return found
+
+
+def _reckoned_with(lift: Lift) -> set[str]:
+    """Names that the slice reckons with: `ratios * advantages`."""
+    operations = (n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.BinOp))
+    return {side.id for n in operations for side in (n.left, n.right) if isinstance(side, ast.Name)}
+
+
+def _is_scalar(value: ast.expr) -> bool:
+    if isinstance(value, ast.Constant):
+        return True
+    if isinstance(value, ast.Call):
+        numbers = ("len", "int", "float") if isinstance(value.func, ast.Name) else _NUMBER_METHODS
+        return effects.last_name(value) in numbers
+    if isinstance(value, ast.BinOp):
+        return _is_scalar(value.left) and _is_scalar(value.right)
+    return size_of(value) is not None
+
+
+def size_of(value: ast.expr) -> str | None:
+    """The name whose size an expression asks for: `len(x)`, `x.size(0)`, `x.shape[0]`, `x.shape`."""
+    if isinstance(value, ast.Subscript):
+        value = value.value
+    if isinstance(value, ast.Attribute) and value.attr == "shape" and isinstance(value.value, ast.Name):
+        return value.value.id
+    if isinstance(value, ast.Call):
+        if isinstance(value.func, ast.Name) and value.func.id == "len" and len(value.args) == 1:
+            return value.args[0].id if isinstance(value.args[0], ast.Name) else None
+        if (
+            isinstance(value.func, ast.Attribute)
+            and value.func.attr == "size"
+            and isinstance(value.func.value, ast.Name)
+        ):
+            return value.func.value.id
+    return None
