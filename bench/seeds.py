@@ -92,14 +92,15 @@ def seeds_table() -> list[str]:
     for seed in SEEDS:
         before = profile(seed, ["--gpu", seed.gpu, "--budget", str(seed.capacity_gib)])
         changed = rewrite_for(seed.script, seed.preset)
-        coupled = ["--coupled"] if is_coupled(seed, changed) else []
+        whole = whole_because(seed, changed)
+        coupled = ["--coupled"] if whole == "samples depend on each other" else []
         after = profile(seed, [*changed.options, *coupled], changed.contents)
         row = (
             seed.name,
             f"{before['card']['name']}, {seed.capacity_gib:.2f} GiB",
             seed.story,
             told(seed, before),
-            outcome(seed, after, changed, bool(coupled)),
+            outcome(seed, after, changed, whole),
         )
         rows.append(f"| {' | '.join(row)} |")
         print(rows[-1], file=sys.stderr)
@@ -130,10 +131,10 @@ def told(seed: Seed, found: dict[str, Any]) -> str:
     return f"fits, with {found['peak_reserved_bytes'] / GIB:.1f} GiB reserved"
 
 
-def outcome(seed: Seed, found: dict[str, Any], changed: WhatIf, coupled: bool) -> str:
+def outcome(seed: Seed, found: dict[str, Any], changed: WhatIf, because: str) -> str:
     """What happens to the rewritten script within the preset's budget."""
     budget = PRESETS[seed.preset].budget_gib
-    whole = ", batches whole: samples depend on each other" if coupled else ""
+    whole = f", batches whole: {because}" if because else ""
     if found["out_of_memory"]:
         return f"`{seed.preset}`: out of memory ({budget} GiB{whole})"
     grows = (
@@ -144,8 +145,8 @@ def outcome(seed: Seed, found: dict[str, Any], changed: WhatIf, coupled: bool) -
     return f"`{seed.preset}`: {found['peak_reserved_bytes'] / GIB:.1f} of {budget} GiB{grows}{whole}"
 
 
-def is_coupled(seed: Seed, changed: WhatIf) -> bool:
-    """Whether the runtime, checking real numbers on the host, finds that samples of a batch depend on each other."""
+def whole_because(seed: Seed, changed: WhatIf) -> str:
+    """Why the runtime, checking real numbers on the host, keeps batches whole; "" where it splits them."""
     (content,) = changed.contents.values()
     as_written = f'runtime.preset("{seed.preset}"'.encode()
     assert content.count(as_written) == 1
@@ -157,7 +158,8 @@ def is_coupled(seed: Seed, changed: WhatIf) -> bool:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{seed.name} --tiny, rewritten: {done.stderr}")
-    return "samples depend on each other" in done.stderr
+    said = re.search(r"batches run whole, because ([^:,.]+)", done.stderr)
+    return said.group(1) if said else ""
 
 
 def configurations_table() -> list[str]:

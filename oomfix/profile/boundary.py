@@ -21,7 +21,8 @@ from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.answers import ANSWERS, bring_along, brought_along
 from oomfix.profile.patches import Patches
 from oomfix.profile.refusals import CannotSimulate
-from oomfix.profile.trace import MemoryTrace, Scratch, user_line
+from oomfix.profile.trace import MemoryTrace, Scratch
+from oomfix.profile.user_code import user_line
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)

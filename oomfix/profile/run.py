@@ -35,6 +35,7 @@ from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
 from oomfix.profile.repeats import Repeats
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.steps_by_hand import StepsByHand
+from oomfix.profile.threads import Threads
 from oomfix.profile.tracker import OutOfMemoryError
 
 CANNOT_SIMULATE = 2
@@ -115,9 +116,11 @@ def run(
         answer_checks(simulated.patches, trace, independent)
         Repeats(simulated.patches, trace)
         StepsByHand(simulated.patches, trace, lambda: progress.without_optimizer, progress.stepped)
+        threads = Threads(simulated.patches, trace)
         stop = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: progress.stepped())
         try:
             _execute(script, args)
+            threads.raise_what_ended_one()
             progress.ended()
         except EnoughSteps:
             stopped = True

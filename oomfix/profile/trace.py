@@ -1,11 +1,9 @@
 """What a block of code allocates and frees on a card: every storage, with its size, purpose, module and line."""
 
-import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,13 +15,9 @@ from torch.utils._pytree import tree_leaves
 from oomfix.profile.allocator import Block, CachingAllocator, rounded, segment_bytes
 from oomfix.profile.patches import Patches
 from oomfix.profile.tracker import OutOfMemoryError
+from oomfix.profile.user_code import user_line
 
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]
-
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", _STANDARD_LIBRARY)
 
 
 class Storage:
@@ -54,6 +48,14 @@ class Storage:
         self.line: tuple[str, int] | None = None
 
 
+class _Thread(threading.local):
+    """What one thread is at."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.modules: list[str] = []
+
+
 class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context in which every new tensor storage is put into a simulated allocator and written down.
 
@@ -76,7 +78,6 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start_event: the position in `events` from which on peaks, steps and phases count.
         end_event: the position up to which they count; None: to the last.
         refused_event: the position at the last request that was refused; None: none was.
-        running: how many operations are under way, above 0 inside an operation's own code.
         before_forward: called where a model's forward begins, those of its submodules and of backwards left out.
         run_forward: runs such a forward, as `call(module, *args, **kwargs)`.
 
@@ -100,7 +101,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.end_event: int | None = None
         self.refused_event: int | None = None
         self.peak_phase = "setup"
-        self.running = 0
+        self._thread = _Thread()
+        self._lock = threading.RLock()
         self.before_forward: Callable[[], None] = lambda: None
         self.run_forward: Callable[..., Any] = lambda call, module, args, kwargs: call(module, *args, **kwargs)
         self._peak_bytes = 0
@@ -108,7 +110,6 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._optimizers: dict[int, int] = {}
         self._counts, self._scratch, self._keeps = counts, scratch, keeps
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._modules: list[str] = []
         self._names: dict[int, str] = {}
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._handles: list[Any] = []
@@ -183,6 +184,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def phase(self) -> str:
         return self.phases[-1][1]
 
+    @property
+    def running(self) -> int:
+        """How many operations of this thread are under way, above 0 inside an operation's own code."""
+        return self._thread.running
+
     # the mode
 
     def __enter__(self) -> "MemoryTrace":
@@ -209,12 +215,14 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.running += 1
+        thread = self._thread
+        thread.running += 1
         try:
             result = self.run(func, args, kwargs)
         finally:
-            self.running -= 1
-        refused_bytes = self._admit(func, args, result)
+            thread.running -= 1
+        with self._lock:
+            refused_bytes = self._admit(func, args, result)
         if refused_bytes is not None:
             # the traceback keeps this frame alive: it must not hold what a real card would not hold
             del result, args, kwargs
@@ -296,7 +304,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = Storage(block, nbytes, len(self.events))
         storage.category, storage.operation, storage.shape, storage.dtype = category, operation, shape, dtype
         storage.phase = self._current_phase()
-        storage.module = self._modules[-1] if self._modules else ""
+        storage.module = self._thread.modules[-1] if self._thread.modules else ""
         storage.line = user_line(sys._getframe(2))
         self.storages.append(storage)
         self.events.append(len(self.storages) - 1)
@@ -309,12 +317,13 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def remove(self, index: int) -> None:
         """A storage of the trace is freed; once."""
-        storage = self.storages[index]
-        if storage.block is not None:
-            storage.died = len(self.events)
-            self.events.append(~index)
-            self.allocator.free(storage.block)
-            storage.block = None
+        with self._lock:
+            storage = self.storages[index]
+            if storage.block is not None:
+                storage.died = len(self.events)
+                self.events.append(~index)
+                self.allocator.free(storage.block)
+                storage.block = None
 
     def _current_phase(self) -> str:
         if in_backward():
@@ -352,17 +361,17 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A module's call that says which module is running."""
 
         def call_named(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            outermost = not self._modules and not in_backward()
+            outermost = not self._thread.modules and not in_backward()
             if outermost:
                 self.before_forward()
                 if module not in self._watched:
                     self.watch(module)
                 self.enter_phase("forward")
-            self._modules.append(self._names.get(id(module)) or type(module).__name__)
+            self._thread.modules.append(self._names.get(id(module)) or type(module).__name__)
             try:
                 return self.run_forward(call, module, args, kwargs) if outermost else call(module, *args, **kwargs)
             finally:
-                self._modules.pop()
+                self._thread.modules.pop()
 
         return call_named
 
@@ -386,23 +395,3 @@ def size(nbytes: int) -> str:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def user_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """The innermost line of code that is neither torch's, nor ours, nor, if possible, that of an installed package."""
-    installed = None
-    while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
-        if kind == "user":
-            return frame.f_code.co_filename, frame.f_lineno
-        if kind == "installed" and installed is None:
-            installed = frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return installed
-
-
-@cache
-def _kind(file: str) -> str:
-    if file.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<")):
-        return "torch"
-    return "installed" if any(folder in file for folder in _INSTALLED) else "user"
