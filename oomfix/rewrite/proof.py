@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any, NamedTuple
 
 from oomfix.presets import Preset
@@ -12,6 +14,7 @@ from oomfix.rewrite.files import FileOutcome
 from oomfix.rewrite.what_if import budget_options, card_options, contents_of
 
 _SIGKILL = 9  # has no name on Windows
+_KEPT = ("peak_allocated_bytes", "peak_reserved_bytes", "breakdown", "out_of_memory")
 
 
 class CannotProve(Exception):
@@ -57,7 +60,7 @@ class Proof(NamedTuple):
         text.append("  at the peak")
         names = dict.fromkeys((*before["breakdown"], *after["breakdown"]))
         text += [_row(f"  {name}", before["breakdown"].get(name, 0), after["breakdown"].get(name, 0)) for name in names]
-        return [*text, self.verdict, *self._unsplit()]
+        return [*text, self.verdict, *self._unsplit_line()]
 
     @property
     def verdict(self) -> str:
@@ -69,7 +72,7 @@ class Proof(NamedTuple):
         share = f"{self.preset.budget_gib:.1f} GiB of it for tensors, less a margin of {100 * self._margin:.0f} %"
         return f"{peaks}, {'fits' if self.fits else 'does not fit'} {label} ({share})"
 
-    def _unsplit(self) -> list[str]:
+    def _unsplit_line(self) -> list[str]:
         if self.whole is None:
             return []
         then = f"peak {_gib(self.whole)}, fits" if self.whole["out_of_memory"] is None else "does not fit"
@@ -83,16 +86,15 @@ class Proof(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """The numbers: bytes by run, the budget, and whether the rewritten script gets by with it."""
-        kept = ("peak_allocated_bytes", "peak_reserved_bytes", "breakdown", "out_of_memory")
         return {
             "script": self.script,
             "preset": self.name,
             "card": self.before["card"],
             "budget_gib": self.preset.budget_gib,
             "margin_fraction": self._margin,
-            "before": {key: self.before[key] for key in kept},
-            "after": {key: self.after[key] for key in kept},
-            "after_unsplit": self.whole and {key: self.whole[key] for key in kept},
+            "before": {key: self.before[key] for key in _KEPT},
+            "after": {key: self.after[key] for key in _KEPT},
+            "after_unsplit": self.whole and {key: self.whole[key] for key in _KEPT},
             "fits": self.fits,
         }
 
@@ -115,8 +117,18 @@ def prove(script: str, args: Sequence[str], name: str, preset: Preset, outcomes:
     contents = contents_of(outcomes)
     after = _run(script, args, options, contents, "after")
     splits = after["out_of_memory"] is None and any(said.startswith(INDEPENDENT) for said in after["assumptions"])
-    whole = _run(script, args, [*options, "--coupled"], contents, "after") if splits else None
+    whole = _unsplit(script, args, options, contents) if splits else None
     return Proof(script, name, preset, before, after, whole)
+
+
+def _unsplit(script: str, args: Sequence[str], options: list[str], contents: Mapping[str, bytes]) -> Mapping[str, Any]:
+    """The rewritten script where no batch may be split: what `_run` finds, or only that memory ran out."""
+    # a script that dies of its own answer to the error has run out of memory, too; its traceback would mislead
+    with redirect_stderr(StringIO()):
+        found, _ = run_script(script, list(args), [*options, "--coupled"], contents)
+    if found is None or found["error"]:
+        return dict.fromkeys(_KEPT, None) | {"out_of_memory": "the script failed"}
+    return found
 
 
 def _run(

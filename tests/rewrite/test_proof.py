@@ -101,6 +101,16 @@ def test_a_batch_that_was_split_is_told_with_what_becomes_of_it_unsplit(tmp_path
     assert unsplit.as_json()["after_unsplit"]["out_of_memory"] is None
 
 
+@pytest.mark.parametrize("answer", [None, {"error": "AttributeError: use_checkpointing"}])
+def test_a_script_that_fails_unsplit_is_proven_split_all_the_same(tmp_path, monkeypatch, answer):
+    split = {**found(6.4), "assumptions": ["samples do not depend on each other at engine.py:10"]}
+    answers = [{**found(23.4), "error": None}, {**split, "error": None}, answer]
+    monkeypatch.setattr(proof, "run_script", lambda *_: (answers.pop(0), 1))
+    done = apply_to(tmp_path, "--preset", "16gb", "--prove")
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1].endswith("they stay whole: does not fit")
+
+
 def test_a_loop_in_a_module_is_run_as_rewritten_and_check_writes_nothing(tmp_path):
     done = apply_to(tmp_path, "--preset", "16gb", "--check", "--format", "json", "--prove", "--", "--rows", "65536")
     assert done.exit_code == 1, done.output
