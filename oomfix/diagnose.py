@@ -32,6 +32,8 @@ _WITHOUT_NUMBERS = re.compile(
     r"(?:CUDA|HIP) error: out of memory|cuda runtime error \(2\) ?: out of memory|cudaErrorMemoryAllocation"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|Failed to CUDA calloc"
 )
+# what a cluster or the kernel says of a process that filled the memory of the host; torch itself says nothing then
+_KILLED = re.compile(r"\boom[-_ ]?kill|\bout of memory: kill(?:ed)? process", re.IGNORECASE)
 _IN_WORDS = re.compile(r"out of memory|\bOOM\b", re.IGNORECASE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n?(.*)')
 # `--epoch 90` and `epoch=90` are settings, no epochs that were reached
@@ -152,7 +154,8 @@ def _hits(text: str) -> Iterator[int]:
 
 def _told_in_words(text: str) -> bool:
     lowered = text.lower()
-    return ("out of memory" in lowered or "oom" in lowered) and _IN_WORDS.search(text) is not None
+    likely = "out of memory" in lowered or "oom" in lowered
+    return likely and (_IN_WORDS.search(text) or _KILLED.search(text)) is not None
 
 
 def _crash(text: str, start: int, end: int, line: int) -> Crash:
@@ -170,7 +173,7 @@ def _crash(text: str, start: int, end: int, line: int) -> Crash:
     above = text[max(0, start - _CONTEXT_CHARACTERS) : start]
     traceback = above[max(0, above.rfind("Traceback (most recent call last)")) :]
     frames = tuple((file, int(line), name, code.strip()) for file, line, name, code in _FRAME.findall(traceback))
-    told = None if message else _IN_WORDS.search(text)
+    told = None if message else _KILLED.search(text) or _IN_WORDS.search(text)
     return Crash(
         line=text.count("\n", 0, told.start()) + 1 if told else line,
         message=message,
@@ -206,9 +209,12 @@ def _diagnosis(crash: Crash, above: str, script: str) -> Diagnosis:
 
 
 def _host(crash: Crash, above: str, script: str) -> Diagnosis | None:
-    if not _ON_THE_HOST.match(crash.message):
+    if _ON_THE_HOST.match(crash.message):
+        evidence = (f"{size(crash.requested or 0)} were asked for in the memory of the host: the card is not full",)
+    elif not crash.message and _KILLED.search(above):
+        evidence = ("the system killed a process that filled the memory of the host: the card is not full",)
+    else:
         return None
-    evidence = (f"{size(crash.requested or 0)} were asked for in the memory of the host: the card is not full",)
     cures = ("use fewer DataLoader workers and a smaller prefetch_factor, or read the data set piece by piece",)
     return Diagnosis(crash, "host memory", evidence, cures)
 

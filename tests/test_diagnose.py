@@ -198,6 +198,21 @@ def test_memory_of_the_host_is_told_apart():
     assert "17.58 GiB" in found.evidence[0] and "workers" in found.cures[0]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=1.0. Some of your processes may have been killed",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.",
+        "[123.4] Out of memory: Killed process 4711 (python) total-vm:98765kB, anon-rss:9876kB",
+        "Reason: OOMKilled",
+    ],
+)
+def test_a_process_that_the_system_kills_has_filled_the_host(said):
+    found = only(f"epoch 3 loss 0.5\n{said}\n")
+    assert found.kind == "host memory" and found.crash.line == 2
+    assert "the system killed" in found.evidence[0] and "workers" in found.cures[0]
+
+
 def test_a_request_beyond_all_machines_is_a_wrong_size_in_the_script():
     frame = 'Traceback (most recent call last):\n  File "train.py", line 9, in pair\n    x = a * b\n'
     found = only(frame + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory.")
