@@ -9,6 +9,7 @@ from collections.abc import Callable
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits, line_before
 from oomfix.rewrite.inplace import InPlace
+from oomfix.rewrite.joined_lines import joined_line, separate
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
@@ -27,6 +28,7 @@ from oomfix.script import Forward, Script
 from oomfix.script.nodes import walk
 from oomfix.source import Source, parse
 
+_MOST_JOINED_LINES = 5
 WINDOW_STAYS = "its accumulation window stays"
 _PRECISION: dict[Scaling, Overrides] = {
     "ours": {},
@@ -149,6 +151,7 @@ class LoopRewriter:
             reading = Reading(Script.read(stages.source, self._target))
             order = [place for number, place in enumerate(order) if number not in merged.gone]
         lifted = lift_backwards(reading, order, manager)
+        lifted = self._lifted_apart(stages, reading, order) or lifted
         self._share()
         for verdict in self.verdicts:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
@@ -157,6 +160,26 @@ class LoopRewriter:
         if scaling != "script's" and any(verdict.form == "in-place" for verdict in self.verdicts):
             stages.edit(model_call_edits(Script.read(stages.source, self._target), self.verdicts, manager))
         return stages.source
+
+    def _lifted_apart(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
+        """The edits that lift more once joined statements have lines of their own; none where that does not help."""
+        before = [(verdict.form, verdict.reason) for verdict in self.verdicts]
+        apart = stages.copy()
+        for _ in range(_MOST_JOINED_LINES):
+            lines = [line for verdict in self.verdicts if (line := joined_line(verdict.reason)) is not None]
+            if not (edits := separate(reading, lines)):
+                break
+            apart.edit(edits)
+            reading = Reading(Script.read(apart.source, self._target))
+            lifted = lift_backwards(reading, order, self._manager)
+            if not any(joined_line(verdict.reason) for verdict in self.verdicts):
+                if [verdict.form for verdict in self.verdicts] == [form for form, _ in before]:
+                    break
+                stages.become(apart)
+                return lifted
+        for verdict, (form, reason) in zip(self.verdicts, before, strict=True):
+            verdict.form, verdict.reason = form, reason
+        return []
 
     def _stages(self) -> list[Edit]:
         """Transitions between stages, where no loop may leave gradients behind that the next stage would add to."""
@@ -221,6 +244,10 @@ class _Stages:
         copied = _Stages(self.source)
         copied._rounds = list(self._rounds)
         return copied
+
+    def become(self, other: _Stages) -> None:
+        """Take over the rounds of a copy."""
+        self.source, self._rounds = other.source, other._rounds
 
     def edit(self, edits: list[Edit]) -> None:
         """Make one round of edits."""

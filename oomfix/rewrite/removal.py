@@ -20,11 +20,19 @@ def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
     """The edit that takes out a statement that resets gradients, updates a loss scale or divides a loss.
 
     With it goes a comment above that speaks of nothing else, and one of two blank lines that would meet. A block left
-    empty, or a line shared with other statements, gets `pass`.
+    empty gets `pass`.
     """
     own = layout.own_lines(statement)
-    if len(block) == 1 or own is None:
-        return Edit(*bounds(layout.source, statement), "pass")
+    start, end = bounds(layout.source, statement)
+    index = block.index(statement)
+    if len(block) == 1:
+        return Edit(start, end, "pass")
+    if own is None and index + 1 < len(block) and block[index + 1].lineno == statement.end_lineno:
+        return Edit(start, bounds(layout.source, block[index + 1])[0], "")
+    if own is None and index and block[index - 1].end_lineno == statement.lineno:
+        return Edit(bounds(layout.source, block[index - 1])[1], end, "")
+    if own is None:
+        return Edit(start, end, "pass")
     lines = layout.source.lines
     first, last = own
     if first >= 2 and _is_about(lines[first - 2]) and not (first >= 3 and lines[first - 3].lstrip().startswith("#")):

@@ -1146,3 +1146,35 @@ def test_gradients_are_unscaled_in_each_branch_that_runs_its_own_backward():
     )
     text, _ = apply("flag = False\n" + READERS.format(between=between))
     assert text.count("        memory.unscale_(optimizer)\n        nn.utils.clip_grad_norm_(") == 2
+
+
+def test_statements_joined_on_a_line_get_lines_of_their_own_where_the_loss_is_lifted():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad(); out = model(x)
+            loss = F.cross_entropy(out, y); print(loss.item())
+            loss.backward(); optimizer.step()  # train
+        """)
+    assert text == textwrap.dedent("""\
+        for x, y in loader:
+            def forward(x, y):
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+                return loss
+
+            loss = memory.forward_backward(forward, x, y)
+            print(loss.item())
+            memory.step(optimizer)  # train
+        """)
+
+
+def test_joined_statements_stay_where_the_loss_cannot_be_lifted_for_another_reason():
+    text, loops = apply("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x); seen = locals()
+            loss = F.cross_entropy(out, y) + eval("0")
+            loss.backward(); optimizer.step()
+        """)
+    assert loops[0][0] == "in-place"
+    assert "memory.backward(loss); memory.step(optimizer)" in text

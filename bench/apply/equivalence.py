@@ -1,0 +1,171 @@
+"""Real scripts run before and after `oomfix apply`: parameters compared after every optimizer step.
+
+    python -m bench.apply.equivalence FOLDER [--python PYTHON] [--stubs FOLDER]
+
+FOLDER holds one folder per script: what the script needs, cut to a size that a CPU runs in seconds, and a `case.json`:
+
+    {"repo": "owner/name", "commit": "...", "path": "in/the/repository.py", "script": "train.py", "arguments": [],
+     "folder": ".", "rewrite": ["train.py"], "steps": 8, "environment": {}}
+
+`script` and `rewrite` are relative to the folder, `folder` is where the script is started. Each is run whole and as it
+is, rewritten with OOMFIX_PRESET=off, and rewritten with `--micro-batches 3`; the last is compared with a run as it is
+that has no dropout, no batch statistics and constant noise, as it has none itself (bench/apply/recorded_run.py).
+Writes bench/results/apply-equivalence.md. Exits 1 where a script that ran before does not train the same after.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from oomfix.rewrite.apply import Options, apply_to
+from oomfix.rules import all_rules
+from oomfix.source import Source
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results" / "apply-equivalence.md"
+MOST_RELATIVE = 1e-5
+MICRO_BATCHES = 3
+RULES = all_rules()
+
+
+class Case(NamedTuple):
+    """A script, and how it is run."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+
+
+class Run(NamedTuple):
+    """The parameters after each step, which optimizer made it, and how many calls ran, in parts and at all."""
+
+    numbers: list[int]
+    vectors: list[np.ndarray]
+    parts: tuple[int, int]
+
+
+class Failed(Exception):
+    """A run that came to no step; the message is its last line."""
+
+
+def main() -> None:
+    """Run every case, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--stubs", type=Path)
+    options = parser.parse_args()
+    rows, wrong = [], 0
+    for path in sorted(options.folder.glob("*/case.json")):
+        case = Case(path.parent.name, path.parent, json.loads(path.read_text()))
+        row, is_wrong = compared(case, options.python, options.stubs)
+        print(row, flush=True)
+        rows.append(row)
+        wrong += is_wrong
+        write(rows, wrong)
+    sys.exit(bool(wrong))
+
+
+def compared(case: Case, python: str, stubs: Path | None) -> tuple[str, bool]:
+    """The line of the table for a script, and whether it trains otherwise than before."""
+    settings = case.settings
+
+    def run(kind: str, rewritten: Options | None = None, preset: str = "") -> tuple[Run, list[str]]:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) / case.folder.name
+            shutil.copytree(case.folder, place)
+            forms = rewrite(place, settings["rewrite"], rewritten) if rewritten is not None else []
+            return recorded(place, settings, kind, python, stubs, preset), forms
+
+    where = f"{settings['repo']} {settings['path']} ({settings['commit'][:7]})"
+    try:
+        before, _ = run("plain")
+        off, forms = run("plain", Options("16gb"), "off")
+        steady, _ = run("steady")
+        split, _ = run("steady", Options("16gb", {"micro_batches": MICRO_BATCHES}))
+    except Failed as problem:
+        return f"| {where} | | | did not run: {problem} | | |", True
+    same = before.numbers == off.numbers and all(map(np.array_equal, before.vectors, off.vectors))
+    worst = distance(steady, split)
+    said = [", ".join(forms), str(len(before.numbers)), "same bits" if same else "**differs**"]
+    said += [f"{worst:.0e}" if worst <= MOST_RELATIVE else f"**{worst:.0e}**", f"{split.parts[0]} of {split.parts[1]}"]
+    return f"| {where} | {' | '.join(said)} |", not same or worst > MOST_RELATIVE
+
+
+def rewrite(place: Path, files: list[str], options: Options) -> list[str]:
+    """Rewrite files of a copy; returns the forms of their loops."""
+    forms: list[str] = []
+    for name in files:
+        path = place / name
+        source = Source.from_bytes(str(path), path.read_bytes())
+        applied = apply_to(source, RULES, options)
+        path.write_bytes(applied.text.encode("utf-8"))
+        forms += [loop.rewrite for loop in applied.loops]
+    return forms
+
+
+def recorded(place: Path, settings: dict[str, Any], kind: str, python: str, stubs: Path | None, preset: str) -> Run:
+    """Run the script of a copy.
+
+    Raises:
+        Failed: it made no step.
+    """
+    out = place / "recorded.npz"
+    paths = [str(place), str(ROOT), *([str(stubs)] if stubs is not None else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OOMFIX_PRESET": preset}
+    environment |= {name: str(value) for name, value in settings.get("environment", {}).items()}
+    given = [str(out), str(settings["steps"]), kind, str(place / settings["script"]), *map(str, settings["arguments"])]
+    done = subprocess.run(
+        [python, "-m", "bench.apply.recorded_run", *given],
+        cwd=place / settings.get("folder", "."),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    numbers = list(np.load(out)["numbers"]) if out.exists() else []
+    if not numbers:
+        raise Failed((done.stderr.strip().splitlines() or ["no step"])[-1][:120])
+    with np.load(out) as found:
+        vectors = [found[f"arr_{index}"] for index in range(len(numbers))]
+        return Run(numbers, vectors, (int(found["parts"][0]), int(found["parts"][1])))
+
+
+def distance(one: Run, other: Run) -> float:
+    """The largest relative distance between the parameters after a step; infinite where the steps are others."""
+    if one.numbers != other.numbers:
+        return float("inf")
+    pairs = zip(one.vectors, other.vectors, strict=True)
+    return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-30)) for a, b in pairs)
+
+
+def write(rows: list[str], wrong: int) -> None:
+    """Write the page."""
+    lines = [
+        "# Real scripts before and after `oomfix apply`, cpu",
+        "",
+        f"Made by `python -m bench.apply.equivalence` on {datetime.date.today()}, 1 thread. {len(rows)} scripts, "
+        f"{wrong} that do not train the same. Off: OOMFIX_PRESET=off, in whole batches. Split: micro_batches=3; the "
+        "largest relative distance between all parameters after a step, and how many calls ran in parts (the others "
+        "were found to be coupled, or cannot be cut, and ran whole).",
+        "",
+        "| script | loops | steps | off | split | calls in parts |",
+        "|---|---|---|---|---|---|",
+        *rows,
+    ]
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
