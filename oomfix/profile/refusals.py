@@ -21,6 +21,10 @@ def refuse_what_cannot_be(error: Exception) -> None:
         raise CannotSimulate(f"it downloads from {_host(error)}, which cannot be reached from here") from None
     if isinstance(error, ModuleNotFoundError):
         raise CannotSimulate(f"it imports {error.name}, which is not installed here") from None
+    if isinstance(error, ImportError) and "attempted relative import" in str(error):
+        launcher = 'import runpy; runpy.run_module("package.module", run_name="__main__")'
+        said = f"it is a module for `python -m`: profile a script of this one line instead: {launcher}"
+        raise CannotSimulate(said) from None
     if isinstance(error, ImportError):
         raise CannotSimulate(str(error).splitlines()[0]) from None
     if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
