@@ -215,13 +215,13 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        thread = self._thread
-        thread.running += 1
-        try:
-            result = self.run(func, args, kwargs)
-        finally:
-            thread.running -= 1
+        # fake tensors are made by one thread at a time
         with self._lock:
+            self._thread.running += 1
+            try:
+                result = self.run(func, args, kwargs)
+            finally:
+                self._thread.running -= 1
             refused_bytes = self._admit(func, args, result)
         if refused_bytes is not None:
             # the traceback keeps this frame alive: it must not hold what a real card would not hold

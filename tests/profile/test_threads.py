@@ -38,7 +38,7 @@ PREFETCHER = """
 
     prefetcher = Prefetcher()
     prefetcher.start()
-    train(iter(prefetcher.ready.get, None))
+    train(iter(lambda: prefetcher.ready.get(timeout=20), None))
 """
 POOL = """
     with ThreadPoolExecutor(2) as pool:
