@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -126,9 +127,9 @@ class Hints:
     moved: set[str] = field(default_factory=set)
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
-    names: dict[str, set[Scope]] = field(default_factory=dict)
+    names: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
     """The functions in which a name is written."""
-    attributes: dict[str, set[Scope]] = field(default_factory=dict)
+    attributes: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
     """The functions in which an attribute of a name is written: `train` in `trainer.train()`."""
     attributes_of_parts: set[str] = field(default_factory=set)
     """Names of attributes of attributes: `train` in `self.model.train()`."""
@@ -157,15 +158,18 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     hints = Hints()
     assignments: list[tuple[Scope, ast.expr, ast.expr]] = []
     for node, scope in nodes:
-        if isinstance(node, ast.Call):
-            _read_call(node, scope, hints)
-        elif isinstance(node, ast.Name):
-            hints.names.setdefault(node.id, set()).add(scope)
+        # in the order of how many there are: every node of a file is asked
+        if isinstance(node, ast.Name):
+            hints.names[node.id].add(scope)
         elif isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Attribute):
                 hints.attributes_of_parts.add(node.attr)
             else:
-                hints.attributes.setdefault(node.attr, set()).add(scope)
+                hints.attributes[node.attr].add(scope)
+        elif isinstance(node, ast.Constant | ast.keyword | ast.arg):
+            continue
+        elif isinstance(node, ast.Call):
+            _read_call(node, scope, hints)
         elif isinstance(node, ast.Compare):
             if isinstance(node.left, ast.Name) and (texts := _compared_texts(node)):
                 hints.told_apart.setdefault((scope, node.left.id), set()).update(texts)
