@@ -27,16 +27,27 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
     telling = [counts for counts in counted if bool((counts != counts[0]).any())]
     if count < size:
         unlike = list(dict.fromkeys(row for counts in telling for row in (int(counts.argmin()), int(counts.argmax()))))
-        spread = list(dict.fromkeys([*unlike[: count - 2], *spread]))[:count]
+        spread = list(dict.fromkeys([*unlike[: max(count - 2, 2)], *spread]))[:count]
     for counts in telling:
-        entries = counts[spread].tolist()
-        if len(set(entries)) > 1:
-            fullest_first = [row for _, row in sorted(zip(entries, spread, strict=True), key=lambda pair: -pair[0])]
-            # one of the fullest rows with the emptiest ones, the other full ones in the second part
-            second = count - (count // 2 + 1)
-            spread = [fullest_first[0], *fullest_first[1 + second :], *fullest_first[1 : 1 + second]]
+        entries = dict(zip(spread, counts[spread].tolist(), strict=True))
+        if len(set(entries.values())) > 1:
+            spread = _in_unequal_parts(entries, count)
             break
     return [spread[index % len(spread)] for index in range(count)]
+
+
+def _in_unequal_parts(entries: dict[int, int], count: int) -> list[int]:
+    """The rows in an order whose two parts hold other numbers of entries per row.
+
+    One of the fullest rows goes with the emptiest ones, for a loss of no targets is no number, and the other full ones
+    into the second part; where that makes the parts alike, all emptiest rows go first.
+    """
+    cut = count // 2 + 1
+    fullest_first = sorted(entries, key=lambda row: -entries[row])
+    mixed = [fullest_first[0], *fullest_first[1 + count - cut :], *fullest_first[1 : 1 + count - cut]]
+    named = [entries[mixed[index % len(mixed)]] for index in range(count)]
+    alike = sum(named[:cut]) * (count - cut) == sum(named[cut:]) * cut
+    return fullest_first[::-1] if alike else mixed
 
 
 def gaps_for_masks(batch: Batch, rows: list[int]) -> list[int | None]:

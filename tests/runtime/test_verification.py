@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from oomfix import runtime
@@ -470,6 +472,18 @@ def test_choosing_rows_takes_no_more_memory_than_a_few_rows():
     with SimulatedCard() as card:
         choose_rows(Batch((images, labels), {}), 4)
     assert card.peak_bytes < images[:16].numel() * 4
+
+
+@given(st.lists(st.integers(0, 4), min_size=3, max_size=12), st.integers(3, 8))
+def test_the_two_parts_of_a_check_hold_other_numbers_of_boxes_per_image(numbers, count):
+    boxes = [torch.zeros(number, 4) for number in numbers]
+    rows = choose_rows(Batch((torch.zeros(len(numbers), 2), boxes), {}), count)
+    seen = [numbers[row] for row in rows]
+    cut = count // 2 + 1
+    assert len(rows) == count
+    if len(set(seen)) > 1:
+        assert sum(seen[:cut]) / cut != sum(seen[cut:]) / (count - cut)
+    assert len(set(seen)) > 1 or len(set(numbers)) == 1
 
 
 @pytest.mark.parametrize("valid", [[3], [3, 9], [0, 1, 14, 15]])
