@@ -259,8 +259,6 @@ class Slicer:
                 self._check_delay(statement)
                 self._check_passing(statement, lift.lifted)
         for statement in lift.reading:
-            if effects.is_zero_grad(statement) or names_bound(statement) & bound:
-                raise CannotLift(f"line {statement.lineno} stands between forward and backward")
             self._check_delay(statement)
             self._check_passing(statement, lift.lifted, reading_is_fine=True)
 

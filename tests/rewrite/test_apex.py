@@ -62,11 +62,12 @@ def test_the_optimizers_parameters_are_clipped_where_the_script_names_no_others(
     [
         ("    print(f", "    torch.save(amp.state_dict(), 'amp.pt')\n    print(f"),
         ("scaled_loss.backward()\n", "scaled_loss.backward()\n            print(scaled_loss)\n"),
+        ("    optimizer.step()\n", "    optimizer.step()\n    print(scaled_loss)\n"),
         ("scale_loss(loss, optimizer)", "scale_loss(loss, optimizer, loss_id=1)"),
         ("import amp\n", "import amp, optimizers\n"),
         ("model, optimizer = amp.init", "model, (optimizer, other) = amp.init"),
     ],
-    ids=["saved", "read", "one of several", "more of apex", "two optimizers"],
+    ids=["saved", "read", "read later", "one of several", "more of apex", "two optimizers"],
 )
 def test_another_use_of_apex_leaves_the_script_alone(old, new):
     text = SCRIPT.replace(old, new)
