@@ -91,7 +91,10 @@ class Rule(ABC):
     name: ClassVar[str]
     severity: ClassVar[Severity]
     needs: ClassVar[tuple[Need, ...]]
-    """What a file must hold, one of these, for the rule to fire: a file with none of any rule's is never parsed."""
+    """What the code of a file must hold, one of these, for the rule to fire; docstrings and comments do not count.
+
+    A file with none of any rule's is never parsed.
+    """
     fixed_by_runtime: ClassVar[bool] = False
     """Whether `oomfix apply` mends it by calling `oomfix.runtime`."""
 
