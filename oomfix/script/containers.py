@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 
-from oomfix.script.names import path_of
+from oomfix.script.hints import looks_like_logging
+from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.training import Training
 from oomfix.script.values import (
     NONE,
     NUMBER,
     UNKNOWN,
+    Graph,
     Kind,
     Value,
     combine,
@@ -98,4 +100,18 @@ class Containers(Training):
             content = combine(given)
             for forward in self.trace.forwards_of(content.origins):
                 forward.escaped = True
+            self._leave_on(node, content)
         return NONE
+
+    def _leave_on(self, node: ast.Call, content: Value) -> None:
+        """`terms.add(outputs, y)`: what a method of an object out of sight is given, the object may make a loss of."""
+        if isinstance(node.func, ast.Attribute) and content.graph and (owner := path_of(node.func.value)) is not None:
+            if owner != "self" and not looks_like_logging(owner):
+                left = Value(Kind.TENSOR, Graph.MAYBE, content.origins | self._left_on(node).origins)
+                self.assign(left_by_methods(node.func.value), left, self.statement)
+
+    def _left_on(self, node: ast.Call) -> Value:
+        """What was given before to the object whose method is called."""
+        place = left_by_methods(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        binding = self.binding_of(place) if place is not None else None
+        return UNKNOWN if binding is None else binding.value

@@ -11,16 +11,15 @@ import ast
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from oomfix.script.names import MANY_NAMES, path_of
+from oomfix.script.names import MANY_NAMES, MOVES, path_of, without_moves
 from oomfix.script.nodes import Scope
 
 _MODULE_METHODS = frozenset(
     "parameters named_parameters modules named_modules children named_children buffers eval train requires_grad_ "
     "forward get_parameter_groups".split()
 )
-_MOVES = frozenset("to cuda half float double bfloat16 cpu".split())
 _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
@@ -29,8 +28,8 @@ _MODULE_NAME = re.compile(
     re.IGNORECASE,
 )
 _PART_NAME = re.compile(
-    r"^(fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|neck|embedding|bottleneck|features|"
-    r"\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding))_?\d*$"
+    r"^(pi|mu|phi|psi|[fgqv]|fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|neck|embedding|"
+    r"bottleneck|features|\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding))_?\d*$"
 )
 _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits|loss|embeddings?)$",
@@ -146,11 +145,18 @@ class Hints:
         abbreviated = bool(_LOSS_ABBREVIATION.match(path.rsplit(".", 1)[-1]))
         return looks_like_loss(path) and not (abbreviated and path in self.modules)
 
+    @cached_property
+    def owners_of_parts(self) -> set[str]:
+        """The paths of which something is called that is named like a layer: `ac` in `ac.pi(state)`."""
+        owners = (called.rpartition(".") for called in self.called)
+        return {owner for owner, _, part in owners if owner and looks_like_part(part)}
+
     def is_module(self, path: str) -> bool:
         """Whether the uses of a called path say that it is a network."""
         if path in self.losses:
             return False
-        return path in self.modules or (path in self.moved and path in self.called)
+        moved = path in self.moved and (path in self.called or path in self.owners_of_parts)
+        return moved or path in self.modules
 
 
 def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
@@ -208,7 +214,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
     elif receiver is not None and method in _MODULE_METHODS:
         hints.modules.add(receiver)
-    elif receiver is not None and method in _MOVES:
+    elif receiver is not None and method in MOVES:
         hints.moved.add(receiver)
 
 
@@ -230,8 +236,7 @@ def _read_maker(statement: ast.Assign, hints: Hints) -> None:
         if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
             pairs = list(zip(target.elts, statement.value.elts, strict=False))
         for name, value in pairs:
-            while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
-                value = value.func.value
+            value = without_moves(value)
             path, maker = path_of(name), path_of(value.func) if isinstance(value, ast.Call) else None
             if path is not None and maker is not None and maker != "next":
                 hints.made_by.setdefault(maker, set()).add(path)

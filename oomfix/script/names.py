@@ -7,6 +7,9 @@ import ast
 MANY_NAMES = 1 << 12
 """More than most files have; what a name says is asked at every place it stands, and worth remembering."""
 
+MOVES = frozenset("to cuda half float double bfloat16 cpu".split())
+"""Methods that move what they belong to, to a device or a type."""
+
 
 def path_of(node: ast.expr) -> str | None:
     """`self.loss`, `losses['g']`, `model`: the text of an access path; None for anything computed."""
@@ -59,3 +62,10 @@ def imported(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
         known = [(name, f"{module}.{name}") for name in STARRED.get(module, ())]
         return [*USUAL_NAMES.items(), *known]
     return [(alias.asname or alias.name, f"{module}.{alias.name}") for alias in node.names]
+
+
+def without_moves(node: ast.expr) -> ast.expr:
+    """`Net(size)` of `Net(size).to(device)`: what is moved where it is made."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:
+        node = node.func.value
+    return node

@@ -14,7 +14,7 @@ from oomfix.script.hints import (
     looks_like_optimizer,
     looks_like_training,
 )
-from oomfix.script.names import path_of
+from oomfix.script.names import path_of, without_moves
 from oomfix.script.nodes import walk
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
 
@@ -38,10 +38,12 @@ class Unseen(Containers):
         if node.args and torch_facts.runs_module((path or "").rsplit(".", 1)[-1]):
             return self.run_argument(node, arguments, keywords)
         content = combine(given)
+        content = content if content.graph else self._left_on(node)
         if content.graph and looks_like_detaching((path or "").rsplit(".", 1)[-1]):
             return self._detached(node, content)
         if content.graph and self._is_handed_on(node, path):
             self.trace.handed_on.append((self.trace.next_order(), content.origins))
+            self._leave_on(node, content)
         if content.graph and (self._is_given_what_it_trains(node, given) or self._is_given_terms(path, given)):
             # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
             self.trace.backpropagated |= content.origins
@@ -55,7 +57,9 @@ class Unseen(Containers):
             if self._takes_the_name_of(node, path):
                 return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
             if self.hints.is_module(path) or (not imported and looks_like_module(path)):
-                if not self.hints.is_loss(path) and not self._made_to_be_module(node):
+                if self._made_to_be_module(node) or self._assigned_to(node) in self.hints.owners_of_parts:
+                    return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+                if not self.hints.is_loss(path):
                     return self.forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)
@@ -125,11 +129,15 @@ class Unseen(Containers):
 
     def _made_to_be_module(self, node: ast.Call) -> bool:
         """The call is assigned to a path that is used as a network."""
+        path = self._assigned_to(node)
+        return path in self.hints.modules and path in self.hints.called
+
+    def _assigned_to(self, node: ast.Call) -> str | None:
+        """The one path that a call is assigned to, moved to a device or not."""
         statement = self.statement
-        if not isinstance(statement, ast.Assign) or statement.value is not node or len(statement.targets) != 1:
-            return False
-        path = path_of(statement.targets[0])
-        return path is not None and path in self.hints.modules and path in self.hints.called
+        if not isinstance(statement, ast.Assign) or without_moves(statement.value) is not node:
+            return None
+        return path_of(statement.targets[0]) if len(statement.targets) == 1 else None
 
     def _as_hinted(self, path: str | None, content: Value) -> Value | None:
         """What an unseen helper returns, when elsewhere in the file its result is backpropagated."""

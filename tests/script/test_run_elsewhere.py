@@ -34,6 +34,8 @@ def training(forward: str, loss: str = "loss = torch.nn.functional.mse_loss(out,
         "networks[name](x)",
         "model.fc(x)",
         "model.block_2(x)",
+        "model.pi(x)",
+        "model.q1(x, y)",
     ],
 )
 def test_what_runs_a_network_is_its_forward(report, call):
@@ -50,6 +52,9 @@ def test_a_container_that_is_not_named_like_networks_says_nothing(report):
     [
         "loss = Loss(out, y)",
         "model.get_loss(out, y); loss = model.loss",
+        "terms.add(out, y); loss = terms.total()",
+        "terms.compare(out, y); terms.compare(x, y); loss = terms.total().mean()",
+        "terms.first(out, y); extra = terms.second(y); loss = extra + 1",
         "parts = model.get_parts(out); loss = model.get_lossfunc(parts, y)",
         "y['out'] = out; loss = criterion(**y)",
         "loss = torch.mean(out.type(torch.cuda.FloatTensor) - y)",
@@ -126,3 +131,57 @@ def test_an_entry_among_several_targets_takes_its_graph_along(read):
     """
     trace = read(code).trace
     assert set(trace.forwards) <= trace.backpropagated
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "terms.add(out, y); loss = others.total().mean()",
+        "terms.add(y, y); loss = terms.total().mean()",
+        "meter.add(out, y); loss = meter.total().mean()",
+        "self.add(out, y); loss = self.total().mean()",
+    ],
+)
+def test_an_object_makes_no_loss_of_what_it_was_not_given(report, loss):
+    assert report(training("out = model(x)", loss)) == []
+
+
+def test_an_object_makes_a_loss_of_all_that_it_was_given(report):
+    loss = "terms.compare(out, y); terms.compare(model(y), x); loss = terms.total().mean()"
+    assert report(training("out = model(x)", loss)) == [("OOM202", 9), ("OOM202", 10)]
+
+
+@pytest.mark.parametrize("made", ["actor_critic(env.space)", "actor_critic(env.space).to(device)"])
+def test_a_network_is_known_by_its_layers(report, made):
+    code = f"""
+        import torch
+        device = torch.device("cuda")
+        ac = {made}
+        for state, action, reward in loader:
+            state = state.to(device)
+            distribution, logp = ac.pi(state, action)
+            loss = -(logp * reward).mean() + (ac.v(state) - reward).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 6), ("OOM202", 7)]
+
+
+def test_what_is_moved_and_asked_by_its_layers_is_a_network(report):
+    code = """
+        import torch
+
+        class Learner:
+            def __init__(self, config):
+                self.nets = config.build()
+                self.nets.cuda()
+
+            def fit(self):
+                for x, y in self.data:
+                    loss = (self.nets.q(x) - y).pow(2).mean()
+                    self.optimizer.zero_grad()
+                    loss.backward()
+                    self.optimizer.step()
+    """
+    assert report(code) == [("OOM202", 10)]
