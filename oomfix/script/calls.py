@@ -14,7 +14,7 @@ from oomfix.script.hints import (
     looks_like_training,
 )
 from oomfix.script.methods import SAME_MODULE, Methods
-from oomfix.script.names import path_of
+from oomfix.script.names import MOVES, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
@@ -175,6 +175,8 @@ class Calls(Methods):
         if last in torch_facts.INTEGER_RESULTS or last in torch_facts.LEAVING_THE_GRAPH or last in torch_facts.COPIES:
             return PLAIN_TENSOR
         content = combine(given)
+        if last == "Variable" and given and given[0].is_tensor:
+            return given[0]
         if content.graph is Graph.NO:
             known = last in torch_facts.TORCH_GRAPH_FREE or content.kind is not Kind.UNKNOWN
             return PLAIN_TENSOR if known else UNKNOWN
@@ -307,7 +309,9 @@ class Calls(Methods):
             return PLAIN_TENSOR
         if (converts or name == "to") and _has_integers(given):
             return PLAIN_TENSOR
-        content = combine([receiver, *given])
+        content = combine([receiver] if name in MOVES else [receiver, *given])
+        if name == "sample":  # of a distribution: torch's own draw without a graph
+            return content.with_graph(min(content.graph, Graph.MAYBE))
         if not name.endswith("_") and name not in SAME_MODULE:
             content = self.computed(content)
         if name in torch_facts.INDEX_REDUCTIONS:

@@ -97,9 +97,9 @@ class Core(ABC):
     def binding_of(self, node: ast.expr) -> Binding | None:
         """What a target (a name, an attribute, an entry) is bound to."""
         if isinstance(node, ast.Attribute):
-            instance = self.instance_of(self.evaluate(node.value))
-            if instance is not None:
-                return self.state.attributes.get((instance.number, node.attr))
+            slot = self.slot_of(node)
+            if slot is not None:
+                return self.state.attributes.get(slot)
         path = path_of(node)
         return None if path is None else self.lookup(path)
 
@@ -129,6 +129,20 @@ class Core(ABC):
         self.bound.append(path)
         frame.state.names.bind(path, Binding(value, loops, statement))
 
+    def slot_of(self, node: ast.Attribute) -> tuple[int, str] | None:
+        """The object of the file that an attribute belongs to, and its name there.
+
+        `self.buffer.rewards`, of a buffer out of sight, is one of `self`: every method sees the same.
+        """
+        name, owner = node.attr, node.value
+        value = self.evaluate(owner)
+        while (instance := self.instance_of(value)) is None:
+            if not isinstance(owner, ast.Attribute):
+                return None
+            name, owner = f"{owner.attr}.{name}", owner.value
+            value = self.evaluate(owner)
+        return instance.number, name
+
     def assign(
         self, target: ast.expr, value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...] | None = None
     ) -> None:
@@ -146,10 +160,10 @@ class Core(ABC):
         path = path_of(target)
         value = self._as_backpropagated(path, value)
         if isinstance(target, ast.Attribute):
-            instance = self.instance_of(self.evaluate(target.value))
-            if instance is not None:
-                self.bound.append((instance.number, target.attr))
-                self.state.attributes[instance.number, target.attr] = Binding(value, loops, statement)
+            slot = self.slot_of(target)
+            if slot is not None:
+                self.bound.append(slot)
+                self.state.attributes[slot] = Binding(value, loops, statement)
                 self._note_module_attribute(target, value, statement)
                 return
         if path is not None:
@@ -259,7 +273,7 @@ class Core(ABC):
         crossed = self.loops[len(loops) :] if self.loops[: len(loops)] == loops else ()
         if not content.graph or not crossed or len(loops) >= self.enclosing_depth:
             return NO_ORIGINS
-        node, manner = self._seen_from_the_loop(node, manner, crossed[-1])
+        node, manner = self._seen_from_the_loop(node, manner, content)
         number = self.trace.number("keep", id(node), self.way)
         self.trace.keeps[number] = Keep(
             node=node,
@@ -275,11 +289,14 @@ class Core(ABC):
         )
         return frozenset({number})
 
-    def _seen_from_the_loop(self, node: ast.expr, manner: str, loop: Loop) -> tuple[ast.expr, str]:
+    def _seen_from_the_loop(self, node: ast.expr, manner: str, content: Value) -> tuple[ast.expr, str]:
         """A meter keeps the tensor inside its own method: what counts is the call that hands it over."""
         frame = self.frame
+        made_in = {
+            function for forward in self.trace.forwards_of(content.origins) for function in forward.site.functions
+        }
         while frame.instance is not None and frame.caller is not None and frame.call is not None:
-            if frame.caller.instance is frame.instance or frame.instance.cls.is_module:
+            if frame.caller.instance is frame.instance or frame.instance.cls.is_module or frame.function in made_in:
                 break
             node, manner, frame = frame.call, "meter", frame.caller
         return node, manner

@@ -65,10 +65,13 @@ class Expressions(Calls):
         if binding is None:
             return UNKNOWN
         value = binding.value
-        if value.kind is Kind.UNKNOWN and not value.graph:
-            entries = combine([flatten(entry.value) for entry in self.state.names.entries(node.id)])
+        if value.kind is Kind.CONTAINER or (value.kind is Kind.UNKNOWN and not value.graph):
+            bound = [entry.value for entry in self.state.names.entries(node.id)]
+            if value.kind is Kind.CONTAINER:
+                bound = [entry for entry in bound if entry.kind is Kind.TENSOR]  # not `log["loss"]`, a list of its own
+            entries = combine([flatten(entry) for entry in bound])
             if entries.graph:  # one of its entries was assigned a graph; which one is asked for is not known
-                return value.with_graph(Graph.MAYBE, entries.origins)
+                return value.with_graph(value.graph or Graph.MAYBE, value.origins | entries.origins)
         return value
 
     def _attribute(self, node: ast.Attribute) -> Value:
@@ -91,6 +94,11 @@ class Expressions(Calls):
         path = path_of(node)
         if path is not None and (binding := self.lookup(path)) is not None:
             return binding.value
+        if base.kind is Kind.UNKNOWN and path is not None and isinstance(node.value, ast.Attribute):
+            slot = self.slot_of(node)
+            binding = self.state.attributes.get(slot) if slot is not None else None
+            if binding is not None:
+                return binding.value
         if base.kind is Kind.MODULE and node.attr == "module":
             return base
         if base.kind in (Kind.MODULE, Kind.UNKNOWN) and not base.graph and looks_like_loss(node.attr):

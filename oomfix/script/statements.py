@@ -140,11 +140,15 @@ class Statements(Expressions):
             return
         fresh = base.kind is Kind.TENSOR and base.is_tensor
         if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
+            for forward in self.trace.forwards_of(content.origins):
+                forward.escaped = True
             return
         binding = self.binding_of(target.value)
         loops = binding.loops if binding is not None else self._loops_of_root(target.value)
         path = path_of(target.value)
-        kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
+        kept: frozenset[int] = frozenset()
+        if not _added(value_node, ast.unparse(target)):  # each entry of `outputs` to itself makes it no larger
+            kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
         if path is not None:
             grown = Value(base.kind, content.graph, base.origins | content.origins | kept, is_tensor=fresh)
             self.assign(target.value, grown, binding.statement if binding else None, loops)

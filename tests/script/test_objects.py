@@ -1,0 +1,283 @@
+"""What objects, entries and tensors hold for those that read them elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+STEPS = """
+    import torch
+    from torch.autograd import Variable
+
+    def train(xs, target, decoder, optimizer):
+        hidden = decoder.init_hidden()
+        outputs = {holder}
+        for t in range(5):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out, hidden = decoder(xs[t], hidden)
+            {write}
+        loss = masked_cross_entropy(outputs, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "holder",
+    [
+        "torch.zeros(5, 3, 7)",
+        "Variable(torch.zeros(5, 3, decoder.size))",
+        "torch.zeros(5, 3, 7).cuda(gpu)",
+        "torch.zeros(5, 3, 7).to(xs.device)",
+        "allocate(5)",
+    ],
+)
+@pytest.mark.parametrize("write", ["outputs[t] = out", "outputs[t] = outputs[t] + out"])
+def test_what_is_written_into_a_tensor_is_backpropagated_with_it(report, holder, write):
+    assert report(STEPS.format(holder=holder, write=write)) == []
+
+
+@pytest.mark.parametrize(
+    "holder", ["torch.zeros(5, 3, 7)", "Variable(torch.zeros(5, 3, decoder.size))", "torch.zeros(5, 3, 7).cuda(gpu)"]
+)
+def test_the_loss_of_a_tensor_goes_through_the_forwards_whose_results_were_written_into_it(report, holder):
+    code = STEPS.format(holder=holder, write="outputs[t] = out")
+    code = code.replace('torch.autocast("cuda", dtype=torch.bfloat16)', "timer").replace("xs[t]", "xs[t].cuda()")
+    loop = "\n    for xs, target in loader:\n        train(xs, target, decoder, optimizer)\n"
+    assert report(code + loop) == [("OOM202", 9)]
+
+
+def test_an_entry_of_a_tensor_that_is_added_to_itself_keeps_no_more_than_the_tensor(report):
+    code = """
+        import torch
+
+        def evaluate(encoder, source):
+            outputs = torch.zeros(10, encoder.size)
+            for i in range(10):
+                outputs[i] = outputs[i] + encoder(source[i])
+            return outputs
+
+        for x, y in loader:
+            loss = criterion(encoder(x), y)
+            loss.backward()
+    """
+    assert "OOM102" not in dict(report(code))
+
+
+LOSSES = """
+    import torch
+
+    class Trainer:
+        def losses(self, inputs, outputs):
+            losses, total = {{}}, 0
+            for scale in range(4):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = self.head(outputs[scale], inputs).mean()
+                total += loss
+                losses[f"loss/{{scale}}"] = {single}
+            losses["loss"] = total / 4
+            return losses
+
+        def process(self, inputs):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                outputs = self.decoder(inputs)
+            return outputs, self.losses(inputs, outputs)
+
+        def run(self):
+            for inputs in self.loader:
+                outputs, losses = self.process(inputs)
+                self.optimizer.zero_grad()
+                losses["{used}"].backward()
+                self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("single", ["loss", "loss.item()"])
+def test_a_sum_that_is_an_entry_of_what_a_helper_returns_is_a_loss(report, single):
+    assert report(LOSSES.format(single=single, used="loss")) == []
+
+
+def test_a_dict_holds_the_graphs_of_all_its_entries(report):
+    code = """
+        history = []
+        for x, y in loader:
+            log = {}
+            for name, head in heads:
+                log[name] = criterion(model(x, name), y)
+            log["total"] = criterion(model(x), y)
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            history.append(log)
+    """
+    assert ("OOM102", 10) in report(code)
+
+
+def test_an_attribute_of_a_network_is_read_where_it_is_written(report):
+    code = """
+        class Trainer:
+            def __init__(self, model):
+                self.model = model.cuda()
+
+            def train(self):
+                for x, y in self.loader:
+                    self.model.total = criterion(self.model(x), y)
+                    self.model.total.backward()
+                    self.optimizer.step()
+                    self.kept.append(self.model.total)
+    """
+    assert sorted(report(code)) == [("OOM102", 10), ("OOM202", 7)]
+
+
+def test_lists_among_the_entries_are_lists_of_their_own(report):
+    code = """
+        class Network(nn.Module):
+            def __init__(self, epochs, interval):
+                log = {"sum": [], "test": []}
+                for epoch in range(epochs):
+                    loss = inner + beta * outer
+                    test_loss = self.test_loss()
+                    log["sum"].append(loss)
+                    log["test"].append(test_loss)
+                    if epoch % interval == 0:
+                        loss.backward()
+    """
+    assert [line for code, line in report(code) if code == "OOM102"] == [7, 8]
+
+
+def test_a_sum_returned_as_an_entry_may_be_a_loss_of_the_caller(report):
+    code = """
+        class Trainer:
+            def __init__(self):
+                self.head = self.head.to(self.device)
+
+            def losses(self, inputs):
+                losses, total = {}, 0
+                for scale in range(4):
+                    total += self.head(inputs, scale).mean()
+                losses["loss"] = total
+                return losses
+    """
+    assert "OOM101" not in dict(report(code))
+
+
+def test_all_entries_of_a_dict_go_into_their_sum(report):
+    code = """
+        for x, y in loader:
+            losses = {}
+            for name in names:
+                losses[name] = criterion(model(x.cuda(), name), y)
+            losses["all"] = criterion(model(x), y)
+            sum(losses.values()).backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 4), ("OOM202", 5)]
+
+
+AGENT = """
+    import torch
+    from torch.distributions import Categorical
+    from elsewhere import Actor, Buffer
+
+    class Agent:
+        def __init__(self):
+            self.policy = Actor().cuda()
+            self.buffer = Buffer()
+
+        def select_action(self, state):
+            distribution = Categorical(logits=self.policy(state))
+            action = distribution.sample()
+            self.buffer.actions.append({action})
+            self.buffer.logprobs.append(distribution.log_prob(action))
+            return action.item()
+
+        def update(self):
+            loss = -torch.cat(self.buffer.{read}).mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.buffer.clear()
+
+    def train(env, agent):
+        for epoch in range(100):
+            state = env.reset()
+            for step in range(200):
+                state, done = env.step(agent.select_action(state))
+                if done:
+                    agent.update()
+
+    agent = Agent()
+    train(env, agent)
+"""
+
+
+def test_every_method_sees_what_one_puts_into_a_buffer_of_its_object(report):
+    assert report(AGENT.format(action="action", read="logprobs")) == [("OOM202", 11)]
+
+
+def test_what_no_method_takes_out_of_a_buffer_is_kept(report):
+    assert ("OOM102", 14) in report(AGENT.format(action="action", read="rewards"))
+
+
+@pytest.mark.parametrize(
+    ("action", "found"),
+    [("distribution.sample()", False), ("distribution.rsample()", True), ("self.policy(state).sample()", False)],
+)
+def test_what_a_distribution_draws_has_no_graph(report, action, found):
+    assert (("OOM102", 13) in report(AGENT.format(action=action, read="logprobs"))) is found
+
+
+def test_what_a_method_keeps_of_its_own_forward_is_kept_there(report):
+    code = """
+        class Trainer:
+            def __init__(self, model):
+                self.model, self.latents = model, []
+
+            def train(self):
+                for x, y in self.loader:
+                    loss = self.model(x).sum()
+                    loss.backward()
+                    self.optimizer.step()
+
+            def inference(self):
+                for x in self.loader:
+                    self.latents.append(self.model(x))
+
+        for run in range(3):
+            trainer = Trainer(network)
+            trainer.train()
+            trainer.inference()
+    """
+    assert [line for code, line in report(code) if code == "OOM102"] == [13]
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"), [("action + self.noise.draw()", []), ("self.actor(state)", [("OOM102", 12)])]
+)
+def test_what_a_module_makes_of_its_detached_output_has_no_graph_for_certain(report, returned, found):
+    code = f"""
+        import torch
+
+        class Agent(torch.nn.Module):
+            def __init__(self):
+                self.actor, self.memory = Actor(), []
+
+            def get_action(self, state):
+                action = self.actor(state).detach().numpy()
+                return {returned}
+
+            def remember(self, state, action):
+                self.memory.append((state, action))
+
+            def learn(self):
+                loss = -self.actor(torch.tensor(self.memory[0][0])).mean()
+                loss.backward()
+                self.optimizer.step()
+
+        agent = Agent()
+        for t in range(200):
+            action = agent.get_action(state)
+            agent.remember(state, action)
+            agent.learn()
+    """
+    assert [finding for finding in report(code) if finding[0] == "OOM102"] == found
