@@ -231,6 +231,9 @@ def rules(form: str) -> None:
 def presets() -> None:
     """List the memory presets: what a card of each class can hold, and the policies that go with it.
 
+    A batch that does not fit is first cut into as many parts as the table says. The allocator's cache is emptied when
+    it is fragmented, or after so many steps.
+
     Presets of your own, from [tool.oomfix.presets] in the nearest pyproject.toml, come last.
     """
     from oomfix.config import Configuration, Flags

@@ -158,23 +158,23 @@ def from_environment(preset: Preset, environ: Mapping[str, str] = os.environ) ->
 
 def table(own: Mapping[str, Preset] = MappingProxyType({})) -> list[tuple[str, ...]]:
     """The presets as rows of text, then one's own by their names; the first row is the header. For `oomfix presets`."""
-    header = ("preset", "card", "capacity", "budget", "first split", "checkpointing", "emptied", "lean step")
+    header = ("preset", "card", "capacity", "budget", "parts", "checkpointing", "emptied")
     return [header, *(_row(name, preset) for name, preset in {**PRESETS, **own}.items())]
 
 
 def _row(name: str, preset: Preset) -> tuple[str, ...]:
     if name == "off":
-        return ("off", "-", "-", "-", "whole batches", "off", "never", "off")
+        return ("off", "-", "-", "-", "1", "off", "never")
     card, every = preset.card, preset.empty_cache_every
     return (
         name,
-        card.name if card else "the card at hand",
+        # 80 columns hold the table
+        card.name.removeprefix("GeForce ") if card else "the card at hand",
         f"{card.capacity_gib:.2f} GiB" if card else "-",
-        "what is free" if preset.budget_gib is None else f"{preset.budget_gib:.1f} GiB",
+        "free" if preset.budget_gib is None else f"{preset.budget_gib:.1f} GiB",
         str(preset.first_micro_batches),
         preset.checkpointing,
-        "when fragmented" if every is None else f"every {every} steps",
-        preset.lean_step,
+        "fragmented" if every is None else f"{every} steps",
     )
 
 

@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # all of oomfix
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", _STANDARD_LIBRARY)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _TAB = 4
 _MOST_FIXED_LINES = 3
+_MOST_PATHS = 3  # in one command
 
 
 class Span(NamedTuple):
@@ -198,21 +200,24 @@ def _summary(report: Report) -> Iterator[Line]:
 
 
 def _fixed_by_apply(report: Report) -> str:
-    """What to give `oomfix apply`: the path of the one file with findings that it fixes, PATH for several, or nothing.
+    """What to give `oomfix apply`: the few files with findings that it fixes, or the folder of many, or nothing.
 
     It leaves notes as they are, and cannot rewrite standard input.
     """
+    # imported here: only this line needs it
+    from shlex import quote
+
     paths = [
         file.path
         for file in report.files
         if file.path != "<stdin>" and any(found.fix and found.severity != "note" for found in file.findings)
     ]
-    if len(paths) == 1:
-        # imported here: only this line needs it
-        from shlex import quote
-
-        return quote(printable(paths[0]))
-    return "PATH" if paths else ""
+    if len(paths) > _MOST_PATHS:
+        try:
+            paths = [os.path.commonpath(paths) or os.curdir]
+        except ValueError:  # on several drives, or only some of them from the root
+            paths = ["PATH"]
+    return " ".join(quote(printable(path)) for path in paths)
 
 
 def _plural(count: int, noun: str) -> str:

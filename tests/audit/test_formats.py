@@ -234,7 +234,12 @@ def test_apply_is_named_where_it_would_fix_something():
     said = "`oomfix apply --preset 16gb --diff {}` shows what it would change"
     assert hints(AuditedFile("a.py", [located(fix="runtime")]), AuditedFile("b.py")) == [said.format("a.py")]
     assert hints(AuditedFile("my runs/a.py", [located()])) == [said.format("'my runs/a.py'")]
-    assert hints(AuditedFile("a.py", [located()]), AuditedFile("b.py", [located()])) == [said.format("PATH")]
+    two = [AuditedFile(name, [located()]) for name in ("runs/a.py", "my runs/b.py")]
+    assert hints(*two) == [said.format("runs/a.py 'my runs/b.py'")]
+    many = [AuditedFile(f"runs/{name}/train.py", [located()]) for name in "abcd"]
+    assert hints(*many) == [said.format("runs")]
+    assert hints(*many, *two) == [said.format(".")]
+    assert hints(*many, AuditedFile("/elsewhere/train.py", [located()])) == [said.format("PATH")]
     assert hints(AuditedFile("a.py", [located(fix=None), located(severity="note")])) == []
     assert hints(AuditedFile("<stdin>", [located()])) == []
 
