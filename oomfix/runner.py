@@ -87,7 +87,7 @@ def _known(job: Job) -> FileReport | None:
 def _audit(auditor: Auditor, jobs: Sequence[Job], indices: Sequence[int], processes: int) -> Iterator[_Outcome]:
     # jobs as workers need them: a cache stays with the process that owns it
     bare = [(index, jobs[index]._replace(cache=None), jobs[index].cache is not None) for index in indices]
-    if processes > 1 and sum(job.found.stat.st_size for _, job, _ in bare) > _WORTH_PROCESSES_BYTES:
+    if processes > 1 and sum(map(_bytes_of, bare)) > _WORTH_PROCESSES_BYTES:
         return _audit_in_processes(auditor, bare, processes)
     return (outcome for task in bare for outcome in _audit_batch(auditor, [task]))
 
@@ -167,17 +167,21 @@ def _died(index: int) -> _Outcome:
 
 
 def _batches(tasks: Sequence[_Task]) -> Iterator[list[_Task]]:
-    """The tasks in pieces of about equal bytes, so that no process is left with all that is long."""
+    """The tasks in pieces of about equal bytes, the longest files first: what comes last keeps no process waiting."""
     batch: list[_Task] = []
     size = 0
-    for task in tasks:
+    for task in sorted(tasks, key=_bytes_of, reverse=True):
         batch.append(task)
-        size += task[1].found.stat.st_size
+        size += _bytes_of(task)
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _bytes_of(task: _Task) -> int:
+    return task[1].found.stat.st_size
 
 
 def _die_of_interrupts() -> None:
