@@ -163,9 +163,14 @@ class Judge:
                 return True
             for node in walk(scope):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if "step" in node.func.attr and "optim" in ast.unparse(node.func.value).lower():
+                    owner = ast.unparse(node.func.value)
+                    if "step" in node.func.attr and ("optim" in owner.lower() or self._holds_an_optimizer(owner)):
                         return True
         return False
+
+    def _holds_an_optimizer(self, path: str) -> bool:
+        """Whether the gradients of an object's optimizer are reset, as `schedule.optimizer.zero_grad()` does."""
+        return f"{path}.optimizer.zero_grad" in self._called
 
     def _why_backward_stays(self, event: Backward) -> str | None:
         node = event.node

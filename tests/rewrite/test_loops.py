@@ -1180,3 +1180,19 @@ def test_joined_statements_stay_where_the_loss_cannot_be_lifted_for_another_reas
         """)
     assert loops[0][0] == "in-place"
     assert "memory.backward(first); print(first.item())" in text
+
+
+@pytest.mark.parametrize(("reset", "form"), [("schedule.optimizer", "micro-batched"), ("optimizer", "none")])
+def test_a_schedule_that_holds_the_optimizer_steps_it_out_of_sight(reset, form):
+    text, loops = apply(f"""\
+        from library import Schedule
+        schedule = Schedule(optimizer)
+        for x, y in loader:
+            {reset}.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            schedule.step()
+        """)
+    assert loops[0][0] == form
+    assert f"    {reset}.zero_grad()\n" in text
+    assert "    schedule.step()\n" in text
