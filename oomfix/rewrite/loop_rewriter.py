@@ -10,6 +10,7 @@ from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits, line_before
 from oomfix.rewrite.inplace import InPlace
 from oomfix.rewrite.joined_lines import joined_line, separate
+from oomfix.rewrite.kept_losses import name_losses
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
@@ -162,24 +163,34 @@ class LoopRewriter:
         return stages.source
 
     def _lifted_apart(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
-        """The edits that lift more once joined statements have lines of their own; none where that does not help."""
+        """The edits that lift more once joined statements have lines of their own, and losses names.
+
+        None where that does not help.
+        """
         before = [(verdict.form, verdict.reason) for verdict in self.verdicts]
         apart = stages.copy()
         for _ in range(_MOST_JOINED_LINES):
             lines = [line for verdict in self.verdicts if (line := joined_line(verdict.reason)) is not None]
-            if not (edits := separate(reading, lines)):
+            edits = separate(reading, lines)
+            named = [] if edits else self._names_of_losses(reading)
+            if not (edits or named):
                 break
-            apart.edit(edits)
+            apart.edit(edits or named)
             reading = Reading(Script.read(apart.source, self._target))
             lifted = lift_backwards(reading, order, self._manager)
             if not any(joined_line(verdict.reason) for verdict in self.verdicts):
-                if [verdict.form for verdict in self.verdicts] == [form for form, _ in before]:
+                stays = any(verdict.form == "in-place" and verdict.liftable for verdict in self.verdicts)
+                if [verdict.form for verdict in self.verdicts] == [form for form, _ in before] or (named and stays):
                     break
                 stages.become(apart)
                 return lifted
         for verdict, (form, reason) in zip(self.verdicts, before, strict=True):
             verdict.form, verdict.reason = form, reason
         return []
+
+    def _names_of_losses(self, reading: Reading) -> list[Edit]:
+        stay = any(verdict.form == "in-place" and verdict.liftable for verdict in self.verdicts)
+        return name_losses(reading, self._manager) if stay else []
 
     def _stages(self) -> list[Edit]:
         """Transitions between stages, where no loop may leave gradients behind that the next stage would add to."""

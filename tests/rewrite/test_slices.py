@@ -346,3 +346,41 @@ def test_what_a_loss_reckons_with_is_an_input_where_the_iteration_binds_nothing(
             update(x, y, torch.ones(len(x)))
         """)
     assert "def forward(states, actions, gains):" in text
+
+
+TRAINER = """\
+class Trainer:
+    def run(self, loader):
+        for x, y in loader:
+            # forward
+            out, self.loss = self.compute(x, y)  # both
+            {between}
+            model.zero_grad()
+            self.loss.backward()
+            optimizer.step()
+            self.report()
+
+    def compute(self, x, y):
+        out = model(x)
+        return out, F.cross_entropy(out, y)
+
+    def report(self):
+        print(f"{{self.loss.item():.6f}}")
+
+Trainer().run(loader * 3)
+"""
+
+
+def test_a_loss_that_an_object_keeps_is_given_to_it_behind_the_call():
+    text = assert_trains_the_same(TRAINER.format(between="pass"))
+    lines = [line.strip() for line in text.splitlines()]
+    call = lines.index("loss = memory.forward_backward(forward, x, y)")
+    assert lines[call + 1] == "self.loss = loss"
+    assert "out, loss = self.compute(x, y)  # both" in lines
+
+
+@pytest.mark.parametrize("between", ["self.loss = self.loss * 2", "loss = 1"])
+def test_a_loss_that_an_object_keeps_is_left_where_its_name_or_value_is_not_its_own(between):
+    text, loops = apply(TRAINER.format(between=between))
+    assert loops[0][0] == "in-place"
+    assert "memory.backward(self.loss)" in text
