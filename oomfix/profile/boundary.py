@@ -30,6 +30,11 @@ CUDA = torch.device("cuda", 0)
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _UNTOUCHED_BYTES = 2**20
+_MOST_QUESTIONS = 200_000
+# torch asks the driver what a bare number stands for, where none of the operations is reached yet
+_FACTORIES = (
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye",
+)  # fmt: skip
 
 # operations whose tensors come from the script; operations between could have been given some that torch made
 _OF_ONE_DEVICE = {
@@ -79,9 +84,19 @@ class CardTrace(MemoryTrace):
         return func(*args, **kwargs)
 
     def assume(self, what: str) -> None:
-        """Note an assumption, with the line of user code that asked."""
+        """Note an assumption, with the line of user code that asked.
+
+        Raises:
+            CannotSimulate: the line has asked so often that it seems to wait for another answer.
+        """
         if self.recording:
-            self.assumed[what, user_line(sys._getframe(1))] += 1
+            line = user_line(sys._getframe(1))
+            self.assumed[what, line] += 1
+            if self.assumed[what, line] >= _MOST_QUESTIONS and line is not None:
+                raise CannotSimulate(
+                    f"{line[0]}:{line[1]} has read the card {_MOST_QUESTIONS} times: it seems to wait for its numbers "
+                    "to change, and a simulated card has none"
+                )
 
     def watch(self, model: torch.nn.Module) -> None:
         """As `MemoryTrace.watch`; refuses models that several devices share."""
@@ -307,5 +322,16 @@ def fakes_on_cuda(patches: Patches, trace: CardTrace) -> None:
         patches.set(torch, **{name: like(getattr(torch, name))})
     for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         patches.set(torch.Tensor, **{name: like(getattr(torch.Tensor, name))})
+
+    def on_numbered_card(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if isinstance(kwargs.get("device"), int):
+                kwargs["device"] = _numbered(kwargs["device"])
+            return make(*args, **kwargs)
+
+        return made
+
+    for name in _FACTORIES:
+        patches.set(torch, **{name: on_numbered_card(getattr(torch, name))})
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, **{name: made_on_host(getattr(torch, name))})

@@ -177,7 +177,8 @@ def _execute(script: str, args: list[str]) -> None:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as exit:
         if exit.code not in (None, 0):
-            raise CannotSimulate(f"it ended itself with exit code {exit.code}") from None
+            said = f"with exit code {exit.code}" if isinstance(exit.code, int) else f"and said: {exit.code}"
+            raise CannotSimulate(f"it ended itself {said}") from None
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from oomfix.profile import boundary
 from oomfix.profile.refusals import CannotSimulate
 from oomfix.profile.run import run as simulate
 
@@ -196,3 +197,17 @@ def test_what_scripts_ask_of_the_card_is_answered(simulated):
 def test_what_only_a_real_card_has_is_refused(simulated, source, reason):
     with pytest.raises(CannotSimulate, match=reason):
         simulated(HEAD + source)
+
+
+def test_factories_take_a_bare_number_as_the_card(simulated):
+    """As `device=rank` in scripts for several processes."""
+    source = HEAD + "tensors = [torch.zeros(256, 1024, device=0), torch.randn(256, 1024, device=0)]\n"
+    source += "tensors += [torch.randint(9, (256, 512), device=0), torch.arange(131072, device=0)]\n"
+    assert simulated(source)["peak_allocated_bytes"] == 4 * MIB
+
+
+def test_a_script_that_waits_for_a_number_of_the_card_is_refused(simulated, monkeypatch):
+    monkeypatch.setattr(boundary, "_MOST_QUESTIONS", 1000)
+    source = HEAD + "error = torch.ones(1, device=device)\nwhile error.item() > 0.001:\n    error = error * 0.5\n"
+    with pytest.raises(CannotSimulate, match=r"train.py:\d+ has read the card 1000 times: it seems to wait"):
+        simulated(source)

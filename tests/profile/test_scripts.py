@@ -308,6 +308,7 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs):
         (SHARED_MODEL, "it shares its model with other processes"),
         (DEVICE_MAP, "its device map spreads a model over 0, cpu: one card is simulated"),
         ("raise SystemExit(3)\n", "it ended itself with exit code 3"),
+        ("raise SystemExit('no config')\n", "it ended itself and said: no config"),
         ("from .engine import train", r"a module for `python -m`.*import runpy; runpy\.run_module"),
     ],
 )
