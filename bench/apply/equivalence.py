@@ -1,6 +1,6 @@
 """Real scripts run before and after `oomfix apply`: parameters compared after every optimizer step.
 
-    python -m bench.apply.equivalence FOLDER [--python PYTHON] [--stubs FOLDER]
+    python -m bench.apply.equivalence FOLDER [--python PYTHON] [--stubs FOLDER] [--only NAME...]
 
 FOLDER holds one folder per script: what the script needs, cut to a size that a CPU runs in seconds, and a `case.json`:
 
@@ -10,7 +10,8 @@ FOLDER holds one folder per script: what the script needs, cut to a size that a 
 `script` and `rewrite` are relative to the folder, `folder` is where the script is started. Each is run whole and as it
 is, rewritten with OOMFIX_PRESET=off, and rewritten with `--micro-batches 3`; the last is compared with a run as it is
 that has no dropout, no batch statistics and constant noise, as it has none itself (bench/apply/recorded_run.py).
-Writes bench/results/apply-equivalence.md. Exits 1 where a script that ran before does not train the same after.
+Writes bench/results/apply-equivalence.md; with `--only`, which takes names of folders, other lines stay. Exits 1 where
+a script that ran before does not train the same after.
 """
 
 import argparse
@@ -32,6 +33,8 @@ from oomfix.source import Source
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "apply-equivalence.md"
+# by its path: a script may bring a module of the name of this package
+RECORDED_RUN = Path(__file__).with_name("recorded_run.py")
 MOST_RELATIVE = 1e-5
 MICRO_BATCHES = 3
 RULES = all_rules()
@@ -63,20 +66,33 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--stubs", type=Path)
+    parser.add_argument("--only", nargs="+")
     options = parser.parse_args()
-    rows, wrong = [], 0
+    rows = known() if options.only else {}
     for path in sorted(options.folder.glob("*/case.json")):
-        case = Case(path.parent.name, path.parent, json.loads(path.read_text()))
-        row, is_wrong = compared(case, options.python, options.stubs)
-        print(row, flush=True)
-        rows.append(row)
-        wrong += is_wrong
-        write(rows, wrong)
-    sys.exit(bool(wrong))
+        if not options.only or path.parent.name in options.only:
+            case = Case(path.parent.name, path.parent, json.loads(path.read_text()))
+            row = compared(case, options.python, options.stubs)
+            print(row, flush=True)
+            rows[row.split("|")[1]] = row
+            write(list(rows.values()))
+    sys.exit(any(map(is_wrong, rows.values())))
 
 
-def compared(case: Case, python: str, stubs: Path | None) -> tuple[str, bool]:
-    """The line of the table for a script, and whether it trains otherwise than before."""
+def known() -> dict[str, str]:
+    """The lines of the page, by script."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| run |")]
+    return {row.split("|")[1]: row for row in rows}
+
+
+def is_wrong(row: str) -> bool:
+    """Whether a line tells of a script that trains otherwise than before, or did not run."""
+    return "**" in row or "did not run" in row
+
+
+def compared(case: Case, python: str, stubs: Path | None) -> str:
+    """The line of the table for a script."""
     settings = case.settings
 
     def run(kind: str, rewritten: Options | None = None, preset: str = "") -> tuple[Run, list[str]]:
@@ -86,19 +102,19 @@ def compared(case: Case, python: str, stubs: Path | None) -> tuple[str, bool]:
             forms = rewrite(place, settings["rewrite"], rewritten) if rewritten is not None else []
             return recorded(place, settings, kind, python, stubs, preset), forms
 
-    where = f"{settings['repo']} {settings['path']} ({settings['commit'][:7]})"
+    where = f"{case.name} | {settings['repo']} {settings['path']} ({settings['commit'][:7]})"
     try:
         before, _ = run("plain")
         off, forms = run("plain", Options("16gb"), "off")
         steady, _ = run("steady")
         split, _ = run("steady", Options("16gb", {"micro_batches": MICRO_BATCHES}))
     except Failed as problem:
-        return f"| {where} | | | did not run: {problem} | | |", True
+        return f"| {where} | | | did not run: {problem} | | |"
     same = before.numbers == off.numbers and all(map(np.array_equal, before.vectors, off.vectors))
     worst = distance(steady, split)
     said = [", ".join(forms), str(len(before.numbers)), "same bits" if same else "**differs**"]
     said += [f"{worst:.0e}" if worst <= MOST_RELATIVE else f"**{worst:.0e}**", f"{split.parts[0]} of {split.parts[1]}"]
-    return f"| {where} | {' | '.join(said)} |", not same or worst > MOST_RELATIVE
+    return f"| {where} | {' | '.join(said)} |"
 
 
 def rewrite(place: Path, files: list[str], options: Options) -> list[str]:
@@ -126,7 +142,7 @@ def recorded(place: Path, settings: dict[str, Any], kind: str, python: str, stub
     environment |= {name: str(value) for name, value in settings.get("environment", {}).items()}
     given = [str(out), str(settings["steps"]), kind, str(place / settings["script"]), *map(str, settings["arguments"])]
     done = subprocess.run(
-        [python, "-m", "bench.apply.recorded_run", *given],
+        [python, str(RECORDED_RUN), *given],
         cwd=place / settings.get("folder", "."),
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -150,8 +166,9 @@ def distance(one: Run, other: Run) -> float:
     return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-30)) for a, b in pairs)
 
 
-def write(rows: list[str], wrong: int) -> None:
+def write(rows: list[str]) -> None:
     """Write the page."""
+    wrong = sum(map(is_wrong, rows))
     lines = [
         "# Real scripts before and after `oomfix apply`, cpu",
         "",
@@ -160,8 +177,8 @@ def write(rows: list[str], wrong: int) -> None:
         "largest relative distance between all parameters after a step, and how many calls ran in parts (the others "
         "were found to be coupled, or cannot be cut, and ran whole).",
         "",
-        "| script | loops | steps | off | split | calls in parts |",
-        "|---|---|---|---|---|---|",
+        "| run | script | loops | steps | off | split | calls in parts |",
+        "|---|---|---|---|---|---|---|",
         *rows,
     ]
     RESULTS.write_text("\n".join(lines) + "\n")

@@ -1,6 +1,6 @@
 """Runs a script as `__main__` and writes down the parameters of every optimizer after each of its steps.
 
-    python -m bench.apply.recorded_run OUT STEPS KIND SCRIPT [ARGS...]
+    python bench/apply/recorded_run.py OUT STEPS KIND SCRIPT [ARGS...]
 
 Ends the process after STEPS steps. KIND is `plain`, or `steady`: no dropout, batch normalisation by its running
 statistics, and noise that is a constant, so that a batch in parts computes what the whole one does. Independent of
@@ -100,6 +100,7 @@ def hold_steady() -> None:
     functional.scaled_dot_product_attention = without_dropout
     if os.environ.get("CONSTANT_NOISE"):
         torch.randn_like = lambda x, **kwargs: torch.zeros_like(x) + 0.5
+        torch.distributions.normal._standard_normal = lambda shape, **kwargs: torch.full(shape, 0.5, **kwargs)
     made = nn.RNNBase.__init__
 
     def recurrent(module: nn.RNNBase, *args: object, **kwargs: object) -> None:
