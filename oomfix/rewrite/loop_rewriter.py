@@ -16,7 +16,15 @@ from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
-from oomfix.rewrite.module import Names, Overrides, header_edits, manager_in, runtime_name, unused_amp_imports
+from oomfix.rewrite.module import (
+    Names,
+    Overrides,
+    header_edits,
+    manager_in,
+    runtime_name,
+    unused_amp_imports,
+    unused_scalers,
+)
 from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.same_branches import merge_branches
@@ -88,7 +96,9 @@ class LoopRewriter:
             rewritten = self._rewritten(scaling)
             if scaling != "script's" or all(verdict.form != "in-place" for verdict in self.verdicts):
                 self._note(scaling)
-                removals = unused_amp_imports(self._source.tree, rewritten.tree, Layout(rewritten))
+                layout = Layout(rewritten)
+                removals = unused_amp_imports(self._source.tree, rewritten.tree, layout)
+                removals += unused_scalers(rewritten.tree, self._manager, layout)
                 return _changed(rewritten, apply_edits(rewritten.text, removals))
             self._leave(_why_nothing_is_gained)
         return self._source

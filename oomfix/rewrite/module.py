@@ -90,29 +90,39 @@ def header_edits(
         start = _behind_head(layout)
         return [Edit(start, start, f"{statement}{newline}{newline}{made}{newline}{newline}")]
     end = layout.span(Lines(last.end_lineno, last.end_lineno))[1]
-    before = _sorted_place(layout, last)
-    if before is None:
+    line = _sorted_line(layout, last)
+    if line > last.end_lineno:
         return [Edit(end, end, f"{newline}{statement}{newline}{newline}{made}")]
-    start = layout.source.line_starts[before.lineno - 1]
+    start = layout.source.line_starts[line - 1]
     return [Edit(start, start, f"{statement}{newline}"), Edit(end, end, f"{newline}{newline}{made}")]
 
 
-def _sorted_place(layout: Layout, last: ast.stmt) -> ast.stmt | None:
-    """The `from` import that ours stands before, in a sorted run of imports with torch; None: behind the last one."""
-    run: list[ast.stmt] = []
-    for statement in layout.source.tree.body:
-        adjacent = bool(run) and (run[-1].end_lineno or 0) + 1 == statement.lineno
-        if isinstance(statement, ast.Import | ast.ImportFrom) and layout.own_lines(statement) is not None:
-            run = [*run, statement] if adjacent else [statement]
-        if statement is last:
-            break
+def _sorted_line(layout: Layout, last: ast.stmt) -> int:
+    """The line that our import stands before: in its place among sorted imports with torch, else behind `last`."""
+    behind = (last.end_lineno or last.lineno) + 1
+    run = next((run for run in reversed(_runs_of_imports(layout, last)) if _imports_torch(run)), [])
     plain = [index for index, node in enumerate(run) if isinstance(node, ast.Import)]
     wanted = [node for node in run if isinstance(node, ast.ImportFrom) and not node.level]
     modules = [(node.module or "").lower() for node in wanted]
     sections = len(plain) + len(wanted) == len(run) and plain == list(range(len(plain)))
-    if not sections or modules != sorted(modules) or not _imports_torch(run):
-        return None
-    return next((node for node, module in zip(wanted, modules, strict=True) if module > "oomfix"), None)
+    if not run or not sections or modules != sorted(modules):
+        return behind
+    above = (node.lineno for node, module in zip(wanted, modules, strict=True) if module > "oomfix")
+    return next(above, (run[-1].end_lineno or run[-1].lineno) + 1)
+
+
+def _runs_of_imports(layout: Layout, last: ast.stmt) -> list[list[ast.stmt]]:
+    """The imports of the module up to `last`, in runs without an empty line between them."""
+    runs: list[list[ast.stmt]] = []
+    for statement in layout.source.tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom) and layout.own_lines(statement) is not None:
+            if runs and (runs[-1][-1].end_lineno or 0) + 1 == statement.lineno:
+                runs[-1].append(statement)
+            else:
+                runs.append([statement])
+        if statement is last:
+            break
+    return runs
 
 
 def _imports_torch(run: list[ast.stmt]) -> bool:
@@ -137,6 +147,30 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
         elif (lines := layout.own_lines(statement)) is not None:
             start, end = layout.span(lines)
             edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
+    return edits
+
+
+def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:
+    """Take out local variables that hold the manager's scaler and that nothing reads any more.
+
+    One with a comment stays: it says something of the script's author.
+    """
+    edits: list[Edit] = []
+    held = f"{manager}.scaler"
+    functions = (node for node in walk(after) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    for function in functions if f"= {held}" in layout.source.text else ():
+        nodes = list(walk(function))
+        read = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
+        outside = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        # not the first, which a block may not do without
+        for statement in function.body[1:]:
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+            if not isinstance(target, ast.Name) or target.id in read | outside or "locals" in read:
+                continue
+            line, above = layout.source.lines[statement.lineno - 1], layout.source.lines[statement.lineno - 2]
+            if line.strip() == f"{target.id} = {held}" and not above.lstrip().startswith("#"):
+                start, end = layout.span(Lines(statement.lineno, statement.lineno))
+                edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
     return edits
 
 

@@ -233,6 +233,44 @@ def test_amp_is_folded_and_its_flag_and_checkpoint_lines_stay():
     assert "torch.cuda.amp" not in text
 
 
+def in_a_function(comment: str = "", end: str = "return model") -> str:
+    loop = textwrap.indent(AMP[AMP.index("for ") : AMP.index("torch.save")], "    ")
+    head = f"from torch.cuda.amp import GradScaler, autocast\ndef train(args):\n    print(args){comment}\n"
+    text, _ = apply(f"{head}    scaler = GradScaler(enabled=args.amp)\n{loop}    {end}\n")
+    return text
+
+
+def test_a_local_scaler_that_nothing_reads_any_more_is_taken_out():
+    assert "def train(args):\n    print(args)\n    for x, y in loader:\n" in in_a_function()
+    assert "    scaler = memory.scaler\n" in in_a_function(end="return scaler")
+    assert "    # scales\n    scaler = memory.scaler\n" in in_a_function("\n    # scales")
+    assert "    scaler = memory.scaler\n" in in_a_function(end="return locals()")
+
+
+@pytest.mark.parametrize(
+    ("imports", "expected"),
+    [
+        (
+            "import torch\n\nfrom .data import loader",
+            "import torch\nfrom oomfix import runtime\n\nfrom .data import loader",
+        ),
+        (
+            "import torch\nfrom torch import nn\n\nfrom data import loader",
+            "import torch\nfrom oomfix import runtime\nfrom torch import nn\n\nfrom data import loader",
+        ),
+        ("import torch\nimport data, os", "import torch\nimport data, os\nfrom oomfix import runtime"),
+        (
+            "from torch import nn\nfrom data import loader",
+            "from torch import nn\nfrom data import loader\nfrom oomfix import runtime",
+        ),
+    ],
+)
+def test_the_runtime_is_imported_among_what_is_installed(imports, expected):
+    body = "for x, y in loader:\n    loss = model(x, y)\n    loss.backward()\n    optimizer.step()\n"
+    text = rewritten(f"import os\n\n{imports}\n{body}").text
+    assert text.startswith(f'import os\n\n{expected}\n\nmemory = runtime.preset("16gb")\n')
+
+
 def test_a_backward_inside_of_autocast_moves_out_and_the_loop_is_split():
     text, forms = apply("""\
         scaler = torch.amp.GradScaler("cuda")
