@@ -1,16 +1,24 @@
 """Attributes of modules and other objects, kept so that they can be compared and put back."""
 
 import operator
-from collections.abc import Iterable, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterable, MutableMapping
 from itertools import chain
 from typing import Any
 
-_CONTAINERS = (dict, list, set)
+_CONTAINERS = (dict, list, set, deque)
 
 
 def namespace(owner: Any) -> MutableMapping[str, Any]:
     """The attributes of `owner`, or the mapping that stands for them; written to, it changes them."""
     return owner if isinstance(owner, MutableMapping) else vars(owner)
+
+
+class Containers(dict[Any, Any]):
+    """Lists, dictionaries and sets that a function refers to, under its names for them.
+
+    What is only added to at the end is a record of what went by, rather than state: it counts as unchanged.
+    """
 
 
 class Attributes:
@@ -47,7 +55,7 @@ class Attributes:
         """Whether nothing at all has changed, seen without a look at each owner; False where that does not tell."""
         live = [attributes for attributes, _, _ in self._saved]
         copies = [before for _, before, _ in self._saved]
-        if not all(type(attributes) is dict for attributes in live):
+        if not all(isinstance(attributes, dict) for attributes in live):
             return False
         containers = [before[name] for _, before, contents in self._saved for name in contents]
         containers += [inner for _, inner, _ in self._inner]
@@ -68,20 +76,22 @@ class Attributes:
         if self._is_untouched():
             return found
         for index, (attributes, before, contents) in enumerate(self._saved):
+            is_same = _same_content_of(attributes)
             if not _same_values(attributes, before):
                 for name in attributes.keys() | before.keys():
                     value = attributes.get(name)
                     if name not in before or value is not before[name]:
                         found[index, name] = value
             for name, content in contents.items():
-                if (index, name) not in found and not _same_content(before[name], content):
+                if (index, name) not in found and not is_same(before[name], content):
                     found[index, name] = before[name].copy()
         for (index, name), container, content in self._inner:
-            if (index, name) not in found and not _same_content(container, content):
+            is_same = _same_content_of(self._saved[index][0])
+            if (index, name) not in found and not is_same(container, content):
                 found[index, name] = self._saved[index][1][name].copy()
         if any(self._empty):
             for place, container in zip(self._places, self._empty, strict=True):
-                if container:
+                if container and not isinstance(self._saved[place[0]][0], Containers):
                     found.setdefault(place, container.copy())
         return found
 
@@ -94,15 +104,17 @@ class Attributes:
                 del attributes[name]
             elif name not in attributes or attributes[name] is not before[name]:
                 attributes[name] = before[name]
-        for _, before, contents in self._saved if changes else ():
+        for attributes, before, contents in self._saved if changes else ():
+            is_same = _same_content_of(attributes)
             for name, content in contents.items():
-                if not _same_content(before[name], content):
+                if not is_same(before[name], content):
                     _refill(before[name], content)
-        for _, container, content in self._inner if changes else ():
-            if not _same_content(container, content):
+        for (index, _), container, content in self._inner if changes else ():
+            if not _same_content_of(self._saved[index][0])(container, content):
                 _refill(container, content)
-        for container in self._empty if changes else ():
-            container.clear()
+        for (index, _), container in zip(self._places, self._empty, strict=True) if changes else ():
+            if not isinstance(self._saved[index][0], Containers):
+                container.clear()
         return {name for _, name in changes}
 
 
@@ -122,6 +134,21 @@ def _same_values(attributes: MutableMapping[str, Any], before: dict[str, Any]) -
     )
 
 
+def _same_content_of(owner: Any) -> Callable[[Any, Any], bool]:
+    """What tells whether a container of `owner` is as it was."""
+    return _begins_with if isinstance(owner, Containers) else _same_content
+
+
+def _begins_with(container: Any, content: Any) -> bool:
+    if isinstance(container, deque) and container.maxlen is not None:
+        return _same_content(container, content)  # what is added drives something out in the end
+    if isinstance(container, set):
+        return bool(content <= container)
+    if len(container) < len(content) or not all(map(operator.is_, container, content)):
+        return False
+    return not isinstance(container, dict) or all(map(operator.is_, container.values(), content.values()))
+
+
 def _same_content(container: Any, content: Any) -> bool:
     if len(container) != len(content):
         return False
@@ -134,4 +161,4 @@ def _same_content(container: Any, content: Any) -> bool:
 
 def _refill(container: Any, content: Any) -> None:
     container.clear()
-    (container.extend if isinstance(container, list) else container.update)(content)
+    (container.extend if isinstance(container, list | deque) else container.update)(content)

@@ -9,18 +9,21 @@ import torch
 from torch import nn
 
 from oomfix.runtime import compat, outputs, rule_choice, trees
-from oomfix.runtime.attributes import Attributes, namespace
+from oomfix.runtime.attributes import Attributes, Containers, namespace
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.probe import Draws, Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
-from oomfix.runtime.referenced import generators_in, state_of
-from oomfix.runtime.rows import make_gaps
+from oomfix.runtime.referenced import generators_in, state_of, tensors_of
+from oomfix.runtime.rows import first_part, make_gaps
 from oomfix.runtime.running_statistics import quiet
 from oomfix.runtime.variables import Variables
 from oomfix.runtime.watching import HeldOut, Watch
+
+_WROTE = "it writes parameters, buffers or other tensors that outlive it"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Runs:
         light: only functions are watched, not every operation: for a forward known to draw no random numbers.
         replays: the parts draw the rows of what the whole drew. If not, they go on drawing, which is the same
             for a forward that draws sample by sample in a loop.
+        ahead: numbers drawn beforehand from the generators of Python and NumPy, so that the runs draw others.
         graph_of_whole: with gradients on in the run on all rows, so that its calls are those of a run with gradients:
             forwards register hooks where there is a graph.
     """
@@ -43,6 +47,7 @@ class Runs:
     holds_out: bool = True
     replays: bool = True
     light: bool = False
+    ahead: int = 0
     graph_of_whole: bool = False
 
 
@@ -60,6 +65,7 @@ class Evidence:
         nll_losses: cross entropies with a mean.
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
+        drew_besides_torch: some of them from Python's or NumPy's generators, which are not watched.
         held: targets were held out.
         differentiates: the forward runs a backward of its own.
         selects: a selection (topk, a random permutation) was made among as many entries as there are rows.
@@ -74,6 +80,7 @@ class Evidence:
     nll_losses: int = 0
     calls: int = 0
     drew: bool = False
+    drew_besides_torch: bool = False
     held: bool = False
     differentiates: bool = False
     selects: bool = False
@@ -147,8 +154,14 @@ class _Comparison:
         found = Evidence()
         holders = [names for module in modules for names in (module._parameters, module._buffers) if names]
         self._outside = [held for names in holders for held in names.values() if held is not None]
+        self._outside += tensors_of(self._forward)
+        places = DataPlaces(self._outside)
         given = filter(is_generator, (*self._batch.args, *self._batch.kwargs.values()))
-        generators = RandomState(own=[*generators_in(self._forward, modules), *given])
+        own = [*generators_in(self._forward, modules), *given]
+        before = generators = RandomState(own=own)
+        if self._how.ahead:
+            before.draw_ahead(self._how.ahead)
+            generators = RandomState(own=own)
         try:
             with self._undisturbed(modules, found):
                 self._compare(found, generators)
@@ -158,24 +171,26 @@ class _Comparison:
             said = str(error).strip().splitlines() or [""]
             found.failure = f"{type(error).__name__}: {said[0]}"
         finally:
-            found.drew = generators.moved()
-            if found.drew:
-                generators.restore()
+            self._note_draws(found, generators)
+            if found.drew or self._how.ahead:
+                before.restore()
+            if places.restore():
+                found.wrote = _WROTE
         found.held = self._held_out.something
         return found
 
     def _compare(self, found: Evidence, generators: RandomState) -> None:
         count = len(self._rows)
-        cut = min(count // 2 + 1, count - 1)
+        cut = first_part(count)
         whole = self._run(0, count, self._how.light)
         # operations that the functions called show all of, and that draw nothing, need not be watched in the parts
-        drew = generators.moved()
-        light = whole.functions_tell and not drew
+        self._note_draws(found, generators)
+        light = whole.functions_tell and not found.drew
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
         found.nll_losses = len(whole.nll_weights)
         left = []
         for begin, end in ((0, cut), (cut, count)):
-            if drew and (self._how.replays or begin == 0):
+            if found.drew and (self._how.replays or begin == 0):
                 generators.restore()
             if self._how.replays:
                 self._draws.replay(begin, count)
@@ -192,6 +207,11 @@ class _Comparison:
             found.wrote = f"it changes {', '.join(names[:2])}"
         found.left = tuple(attribute for attribute in depends or () if not attribute.has_rows)
 
+    @staticmethod
+    def _note_draws(found: Evidence, generators: RandomState) -> None:
+        found.drew = found.drew or generators.moved()
+        found.drew_besides_torch = found.drew_besides_torch or (found.drew and generators.moved_besides_torch())
+
     def _repeats(self, whole: _Run, generators: RandomState) -> bool:
         """Whether the forward gives the same again, though it finds what it left in attributes."""
         for (owner, name), value in whole.left.items():
@@ -207,7 +227,7 @@ class _Comparison:
             return False
 
     def _name(self, owner: int, name: str) -> str:
-        is_variable = isinstance(self._owners[owner], Variables)
+        is_variable = isinstance(self._owners[owner], Variables | Containers)
         return f"the variable {name!r}" if is_variable else f"{type(self._owners[owner]).__name__}.{name}"
 
     def _run(self, begin: int, end: int, light: bool) -> _Run:
@@ -250,6 +270,6 @@ class _Comparison:
                 yield
             finally:
                 if self._writes:
-                    found.wrote = "it writes parameters, buffers or other tensors that outlive it"
+                    found.wrote = _WROTE
                     self._writes.undo()
                 self._attributes.restore()

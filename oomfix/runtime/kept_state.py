@@ -1,6 +1,7 @@
 """What a forward changes in its models and objects, kept so that a run which failed leaves no trace."""
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,8 +11,12 @@ from torch import nn
 
 from oomfix.runtime.attributes import Attributes
 from oomfix.runtime.attributes_on_host import waits_on_host
+from oomfix.runtime.data_places import DataPlaces
+from oomfix.runtime.kept_batch import KeptTensors
 from oomfix.runtime.kept_statistics import KeptStatistics, has_statistics
-from oomfix.runtime.referenced import state_of
+from oomfix.runtime.referenced import state_of, tensors_of
+
+_SMALL = 2**20  # bytes of a tensor outside of modules that is kept before it was seen to change
 
 
 class KeptState:
@@ -36,6 +41,9 @@ class KeptState:
         self._explores = False
         self._attributes: Attributes | None = None
         self._attributes_change = False
+        self._loose: KeptTensors | None = None
+        self._loose_change = False
+        self._data: DataPlaces | None = None
 
     def keep(self, explore: bool, forward: Callable[..., Any]) -> None:
         """Remember what the coming run may change. May run out of memory, and be called again.
@@ -47,12 +55,19 @@ class KeptState:
         if self._first and not self._places:
             self._places = [place for module in self._living() for place in _places(module)]
             self._kept = [place for place in self._places if not place.is_parameter]
+        self._explores = explore
         looks = explore or self._attributes_change
         self._attributes = Attributes([*self._living(), *state_of(forward)]) if looks else None
-        self._explores = explore
+        self._data = None
         if explore:
             for place in self._places:
                 place.look()
+            held = (place.tensor() for place in self._places)
+            self._data = DataPlaces([*(tensor for tensor in held if tensor is not None), *tensors_of(forward)])
+        self._loose = None
+        if explore or self._loose_change:
+            largest = sys.maxsize if self._loose_change else _SMALL if self._first else 0
+            self._loose = KeptTensors((t for t in tensors_of(forward) if t.grad_fn is None), largest)
         tensors = [place.tensor() for place in self._kept]
         if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
             self._tensors, self._copies = [], []
@@ -70,8 +85,12 @@ class KeptState:
             return
         self._attributes_change = self._attributes_change or bool(self._attributes.changed())
         self._attributes = None
+        self._loose_change = self._loose_change or (self._loose is not None and self._loose.written())
+        self._loose = None
+        moved = {id(tensor) for tensor in self._data.moved()} if self._data is not None else set()
+        self._data = None
         before = len(self._kept)
-        self._kept = [place for place in self._places if place.changes or place.changed()]
+        self._kept = [p for p in self._places if p.changes or p.changed() or id(p.tensor()) in moved]
         for place in self._kept:
             place.changes = True
         if self._first or len(self._kept) != before:
@@ -80,6 +99,8 @@ class KeptState:
 
     def restore(self) -> list[str]:
         """Put everything back that was kept; the names of tensors that were changed without having been kept."""
+        if self._data is not None:
+            self._data.restore()
         with torch.no_grad():
             for place, tensor, copy in zip(self._kept, self._tensors, self._copies, strict=True):
                 tensor.copy_(copy)
@@ -87,6 +108,8 @@ class KeptState:
         self._statistics.restore()
         if self._attributes is not None:
             self._attributes.restore()
+        loose_is_lost = self._loose is not None and not self._loose.restore()
+        self._loose_change = self._loose_change or loose_is_lost
         kept = {id(place) for place in self._kept}
         # parameters are changed by optimizers too, so they are compared with a look at this very call only
         lost = [
@@ -97,7 +120,7 @@ class KeptState:
         for place in lost:
             place.changes = True
             place.look()
-        return [place.name for place in lost]
+        return [place.name for place in lost] + ["a tensor outside of modules"] * loose_is_lost
 
     def _living(self) -> list[nn.Module]:
         return [module for place in self._modules if (module := place()) is not None]

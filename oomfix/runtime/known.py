@@ -72,6 +72,7 @@ class Known:
         self._rows_seen = 0
         self._left_open = 0
         self._cut_before: dict[Place, bool] = {}
+        self._ragged: list[bool] = []
         self._whole_places: frozenset[Place] = frozenset()
         self._first_version: int | None = None
         self._numbers: Numbers = ()
@@ -107,13 +108,23 @@ class Known:
             self._saw_step()
 
     def keep_whole(self, batch: Batch) -> None:
-        """Leave what has been whole before in `batch` whole: a short batch may be as long as it is."""
+        """Leave what has been whole before in `batch` whole: a short batch may be as long as it is.
+
+        What comes as cut for the first time, or in lists of entries that differ in length for the first time, shows
+        something new, so the verdict is forgotten.
+        """
         batch.whole = self._whole_places
         layout = dict(batch.layout())
         self._whole_places |= {place for place, cut in layout.items() if not cut}
         if self.verdict is not None and any(self._cut_before.get(place) != cut for place, cut in layout.items()):
             self.verdict = None
         self._cut_before.update(layout)
+        ragged = [len(set(numbers)) > 1 for numbers in batch.numbers_per_sample()]
+        if len(ragged) != len(self._ragged):
+            self._ragged = ragged
+        elif any(now and not before for now, before in zip(ragged, self._ragged, strict=True)):
+            self._ragged = [now or before for now, before in zip(ragged, self._ragged, strict=True)]
+            self.verdict = None
 
     def check_is_due(self, size: int) -> bool:
         """Whether the next split needs a check first: never checked, or its turn has come again.

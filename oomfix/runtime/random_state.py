@@ -62,6 +62,19 @@ class RandomState:
         """Whether Python's or NumPy's generator has been drawn from since; False if these were not kept."""
         return self._outside is not None and self._outside.moved()
 
+    def moved_besides_torch(self) -> bool:
+        """Whether a generator of Python or NumPy, the program's own ones too, has been drawn from since."""
+        owned = [(own, state) for own, state in self._own if not isinstance(own, torch.Generator)]
+        return self.moved_outside_torch() or any(not _same(_state_of(own), state) for own, state in owned)
+
+    def draw_ahead(self, count: int) -> None:
+        """Draw `count` numbers from every generator of Python or NumPy, so that others follow."""
+        numpy: Any = sys.modules.get("numpy")
+        owned = [own for own, _ in self._own if not isinstance(own, torch.Generator)]
+        for generator in (random, *([] if numpy is None else [numpy.random]), *owned):
+            for _ in range(count):
+                generator.random()
+
     def restore(self) -> None:
         """Set the generators back."""
         if self._cpu is not None:

@@ -3,13 +3,15 @@
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
+from oomfix.runtime.attributes import Containers
 from oomfix.runtime.random_state import is_generator
 from oomfix.runtime.trees import tensors
 from oomfix.runtime.variables import Variables, assigned_outside
@@ -40,13 +42,41 @@ def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> 
 
 
 def state_of(forward: Callable[..., Any]) -> list[Any]:
-    """Where `forward` may keep state, its modules apart: objects that it refers to, and variables that it assigns."""
-    values = {id(value): value for _, value in references(forward)}.values()
-    objects = [value for value in values if _is_object(value) and 0 < len(vars(value)) <= MOST_ENTRIES]
-    helpers = [value for value in values if isinstance(value, _FUNCTIONS) and not is_of_torch(value)]
-    functions = [function for helper in (forward, *helpers) if (function := _function_of(helper)) is not None]
+    """Where `forward` may keep state, its modules apart.
+
+    Returns:
+        Objects that it and its helpers refer to, the variables that they assign, and the containers that they refer to.
+    """
+    helpers = _helpers(forward)
+    named = {id(value): (name, value) for helper in helpers for name, value in references(helper)}.values()
+    objects = [value for _, value in named if _is_object(value) and 0 < len(vars(value)) <= MOST_ENTRIES]
+    functions = [function for helper in helpers if (function := _function_of(helper)) is not None]
     variables = [Variables(function) for function in functions if any(assigned_outside(function.__code__))]
-    return [*objects, *variables]
+    containers = Containers()
+    for name, value in named:
+        if isinstance(value, list | dict | set | deque) and len(value) <= MOST_ENTRIES:
+            containers[name if name not in containers else (name, id(value))] = value
+    return [*objects, *variables, *([containers] if containers else [])]
+
+
+def tensors_of(forward: Callable[..., Any]) -> list[torch.Tensor]:
+    """Tensors outside of modules that `forward` may write: that it, its helpers, containers and objects refer to."""
+    values = [value for helper in _helpers(forward) for _, value in references(helper)]
+    for state in state_of(forward):
+        values += (state if isinstance(state, Mapping) else vars(state)).values()
+    shallow = [value for value in values if not isinstance(value, list | tuple | dict) or len(value) <= MOST_ENTRIES]
+    return list({id(tensor): tensor for value in shallow for tensor in tensors(value)}.values())
+
+
+def _helpers(forward: Any) -> list[Any]:
+    """`forward`, and the functions of the program that it refers to, or that these refer to, each once."""
+    found, layer = {id(forward): forward}, [forward]
+    for _ in range(_DEPTH):
+        values = [value for helper in layer for _, value in references(helper)]
+        layer = [value for value in values if isinstance(value, _FUNCTIONS) and not is_of_torch(value)]
+        layer = [value for value in layer if id(value) not in found]
+        found.update((id(value), value) for value in layer)
+    return list(found.values())
 
 
 def _is_object(value: Any) -> bool:

@@ -28,12 +28,31 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
     if count < size:
         unlike = list(dict.fromkeys(row for counts in telling for row in (int(counts.argmin()), int(counts.argmax()))))
         spread = list(dict.fromkeys([*unlike[: max(count - 2, 2)], *spread]))[:count]
-    for counts in telling:
-        entries = dict(zip(spread, counts[spread].tolist(), strict=True))
-        if len(set(entries.values())) > 1:
-            spread = _in_unequal_parts(entries, count)
-            break
-    return [spread[index % len(spread)] for index in range(count)]
+    cut = first_part(count)
+    orders = [order for counts in telling for order in _orders(spread, counts, count - cut)] or [spread]
+    named = [[order[index % len(order)] for index in range(count)] for order in orders]
+    return max(named, key=lambda rows: sum(_differ(counts, rows[:cut], rows[cut:]) for counts in telling))
+
+
+def first_part(count: int) -> int:
+    """How many of `count` rows are in the first of two parts of unequal size."""
+    return min(count // 2 + 1, count - 1)
+
+
+def _orders(rows: list[int], counts: torch.Tensor, second: int) -> Iterator[list[int]]:
+    """Orders of `rows` that put other numbers of what is counted into two parts, the second of `second` rows."""
+    entries = dict(zip(rows, counts[rows].tolist(), strict=True))
+    fullest_first = sorted(entries, key=lambda row: -entries[row])
+    # one of the fullest rows goes with the emptiest ones, for a loss of no targets is no number
+    yield [fullest_first[0], *fullest_first[1 + second :], *fullest_first[1 : 1 + second]]
+    # that may make the parts alike: 3 and 1 against 2
+    yield fullest_first[::-1]
+    yield fullest_first
+
+
+def _differ(counts: torch.Tensor, first: list[int], second: list[int]) -> bool:
+    """Whether the rows of two parts hold different numbers on average."""
+    return bool(counts[first].double().mean() != counts[second].double().mean())
 
 
 def _in_unequal_parts(entries: dict[int, int], count: int) -> list[int]:

@@ -19,6 +19,7 @@ from oomfix.runtime.comparison import Evidence, Runs, compare
 from oomfix.runtime.gradients import next_node, reach
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.outputs import Mean, Rule, Sum, Zero
+from oomfix.runtime.referenced import leaves_in
 from oomfix.runtime.rows import choose_rows, gaps_for_masks
 from oomfix.runtime.verdict import Verdict
 
@@ -27,6 +28,7 @@ _FEW_ROWS = 5  # a part of one row would lose its dimension where a forward sque
 _FEWEST_ROWS = 3  # the least that make two unequal parts
 _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 24  # parameters whose gradients are compared, spread over the model
+_OTHER_DRAWS = 6  # runs that shuffle a few rows otherwise
 _GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
 
 
@@ -62,14 +64,15 @@ def check(
         The verdict; an undecided one where not even two rows fit.
     """
     checking = _Check(forward, batch, modules, trust)
-    most = max(min(most_rows, _MOST_ROWS), _FEWEST_ROWS)
-    few = [max(min(most // 2, _FEW_ROWS), _FEWEST_ROWS), _FEWEST_ROWS, 2]
+    # odd numbers of rows: pairs and groups inside a batch are taken apart, or fail
+    most = max(_odd(min(most_rows, _MOST_ROWS)), _FEWEST_ROWS)
+    few = [max(_odd(min(most // 2, _FEW_ROWS)), _FEWEST_ROWS), _FEWEST_ROWS, 2]
     may_split = earlier is not None and earlier.rule is not None
     if earlier is not None and may_split and not earlier.drew and not trust:
         confirmed = _with_rows_that_fit(few, partial(checking.confirmed, earlier))
         if confirmed is not None:
             return confirmed
-    found = _with_rows_that_fit([most, (most + 1) // 2, _FEWEST_ROWS, 2], checking.by_results)
+    found = _with_rows_that_fit([most, _odd((most + 1) // 2), _FEWEST_ROWS, 2], checking.by_results)
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
     verdict, how, rows = found
@@ -84,6 +87,10 @@ def check(
     if gradients is not None and gradients.rule is None and not gradients.undecided:
         return gradients
     return verdict if verdict.drew else replace(verdict, calls=0 if gradients is None else gradients.calls)
+
+
+def _odd(count: int) -> int:
+    return count - 1 + count % 2
 
 
 def _with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:
@@ -117,15 +124,26 @@ class _Check:
     def by_results(self, count: int) -> tuple[Verdict, Runs, int]:
         """The verdict on `count` rows, and how the runs that gave it were made."""
         rows = self._rows(count)
-        verdict, how, failed = self._best(rows, graph=False)
-        if failed:
+        verdict, how, evidence = self._best(rows, graph=False)
+        if evidence.failure:
             # a forward that differentiates by itself fails without gradients
-            verdict, how, _ = self._best(rows, graph=True)
+            verdict, how, evidence = self._best(rows, graph=True)
+        if verdict.rule is not None and evidence.drew_besides_torch:
+            verdict = self._with_other_draws(verdict, how, rows)
         return replace(verdict, needs_gradients=how.graph), how, count
 
-    def _best(self, rows: list[int], graph: bool) -> tuple[Verdict, Runs, bool]:
-        """The first verdict that allows a split, or else that of a run which did not fail; whether all failed."""
-        found: tuple[Verdict, Runs, bool] | None = None
+    def _with_other_draws(self, verdict: Verdict, how: Runs, rows: list[int]) -> Verdict:
+        """`verdict`, unless runs with other draws from Python and NumPy refuse: few rows may be shuffled alike."""
+        for ahead in range(1, _OTHER_DRAWS + 1):
+            evidence = compare(self._forward, self._batch, self._modules, rows, replace(how, ahead=ahead))
+            other = judge(evidence, self._trust, len(rows))
+            if other.rule is None and not other.undecided:
+                return other
+        return verdict
+
+    def _best(self, rows: list[int], graph: bool) -> tuple[Verdict, Runs, Evidence]:
+        """The first verdict that allows a split, or else that of a run which did not fail; what it was given for."""
+        found: tuple[Verdict, Runs, Evidence] | None = None
         drew = held = True
         for holds_out, replays in ((True, True), (True, False), (False, True), (False, False)):
             if (not replays and not drew) or (not holds_out and not held):
@@ -135,8 +153,8 @@ class _Check:
             # penalties are told of whatever the verdict is
             verdict = replace(judge(evidence, self._trust, len(rows)), differentiates=evidence.differentiates)
             failed = bool(evidence.failure)
-            if found is None or (found[2] and not failed) or verdict.rule is not None:
-                found = verdict, how, failed
+            if found is None or (found[2].failure and not failed) or verdict.rule is not None:
+                found = verdict, how, evidence
             if verdict.rule is not None or verdict.undecided or (evidence.wrote and not failed):
                 break
             if holds_out and replays and not failed:
@@ -175,8 +193,9 @@ class _Check:
         return None if evidence.failure else replace(judge_gradients(evidence), calls=evidence.calls)
 
     def _compared(self) -> list[torch.Tensor]:
-        """The parameters whose gradients are compared: small ones spread over the model, or the smallest."""
-        parameters = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        """The parameters whose gradients are compared: small ones, of no module too, or the smallest."""
+        of_modules = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        parameters = [*of_modules, *leaves_in(self._forward)]
         trained: list[torch.Tensor] = [
             p for p in parameters if p.requires_grad and p.dtype in _GRADIENT_TOLERANCE and p.numel()
         ]

@@ -89,11 +89,14 @@ def test_what_was_not_foreseen_at_the_first_call_is_named(caplog):
 
 def test_a_leaf_first_reached_by_a_call_that_fails_keeps_its_earlier_gradient():
     first, second = nn.Linear(6, 4), nn.Linear(6, 4)
-    both, fails = [False], [False]
+    both = [False]
+
+    class Trouble:
+        armed = False
 
     def fail_once(gradient):
-        if fails[0]:
-            fails[0] = False
+        if Trouble.armed:
+            Trouble.armed = False
             raise OutOfMemoryError("CUDA out of memory")
         return gradient
 
@@ -110,9 +113,9 @@ def test_a_leaf_first_reached_by_a_call_that_fails_keeps_its_earlier_gradient():
     both[0] = True
     fresh = torch.autograd.grad(forward(X), parameters)
     expected = [parameter.grad + gradient for parameter, gradient in zip(parameters, fresh, strict=True)]
-    fails[0] = True
+    Trouble.armed = True
     memory.forward_backward(forward, X)  # the fifth call: not one to explore
-    assert not fails[0]
+    assert not Trouble.armed
     for parameter, gradient in zip(parameters, expected, strict=True):
         assert torch.allclose(parameter.grad, gradient, rtol=1e-5)
 
@@ -153,7 +156,7 @@ def test_a_forward_that_writes_its_batch_finds_it_as_it_was_at_a_second_try(writ
     def train(fails):
         torch.manual_seed(0)
         runtime.reset()
-        model, memory, fails = nn.Linear(6, 4), runtime.preset("16gb"), [fails]
+        model, memory, failures = nn.Linear(6, 4), runtime.preset("16gb"), iter([True] * fails)
 
         def forward(batch):
             labels = batch.pop("labels") if write == "container" else batch["labels"]
@@ -163,8 +166,7 @@ def test_a_forward_that_writes_its_batch_finds_it_as_it_was_at_a_second_try(writ
             elif write == "labels":
                 labels += 1
             loss = F.cross_entropy(model(inputs), labels)
-            if fails[0]:
-                fails[0] = False
+            if next(failures, False):
                 raise OutOfMemoryError("CUDA out of memory")
             return loss
 
@@ -220,12 +222,11 @@ def test_a_generator_among_the_arguments_is_put_back():
     def train(fails):
         runtime.reset()
         torch.manual_seed(0)
-        model, fails, generator = nn.Linear(6, 4), [fails], torch.Generator().manual_seed(1)
+        model, failures, generator = nn.Linear(6, 4), iter([True] * fails), torch.Generator().manual_seed(1)
 
         def forward(x, generator):
             loss = model(x + torch.randn(6, generator=generator)).pow(2).mean()
-            if fails[0]:
-                fails[0] = False
+            if next(failures, False):
                 raise OutOfMemoryError("CUDA out of memory")
             return loss
 

@@ -123,14 +123,13 @@ def test_a_hidden_state_in_a_variable_is_put_back_when_a_call_starts_again():
     def train(fails):
         runtime.reset()
         torch.manual_seed(0)
-        net, hidden, fails = nn.Linear(4, 4).double(), torch.zeros(4).double(), [fails]
+        net, hidden, failures = nn.Linear(4, 4).double(), torch.zeros(4).double(), iter([True] * fails)
 
         def forward(x):
             nonlocal hidden
             output = net(x) + hidden
             hidden = output.detach().mean((0, 1))
-            if fails[0]:
-                fails[0] = False
+            if next(failures, False):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return output.pow(2).mean()
 
