@@ -9,7 +9,7 @@ from torch.nn import Module
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
 from oomfix.profile.process import INDEPENDENT
-from oomfix.runtime import checkpointing, kept_batch, rows, rule_choice, splitter, verify
+from oomfix.runtime import checkpointing, comparison, kept_batch, rows, rule_choice, splitter, verify
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence
 from oomfix.runtime.outputs import Rule
@@ -52,6 +52,7 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
 
     patches.set(splitter, check=checked)
     patches.set(rule_choice, _choose_value=of_one_value)
+    patches.set(comparison, bend_apart=lambda whole, part: False)
     # gradients, what tells rows apart, and copies of a batch are nothing but numbers
     patches.set(verify, judge=judged, judge_gradients=lambda evidence: Verdict(None, undecided=True))
     patches.set(checkpointing, _close=lambda a, b: (a is None) == (b is None))

@@ -19,6 +19,7 @@ from oomfix.runtime.probe import Draws, Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
 from oomfix.runtime.referenced import generators_in, state_of, tensors_of
 from oomfix.runtime.rows import first_part, make_gaps
+from oomfix.runtime.rule_choice import close
 from oomfix.runtime.running_statistics import quiet
 from oomfix.runtime.variables import Variables
 from oomfix.runtime.watching import HeldOut, Watch
@@ -68,6 +69,7 @@ class Evidence:
         drew_besides_torch: some of them from Python's or NumPy's generators, which are not watched.
         held: targets were held out.
         differentiates: the forward runs a backward of its own.
+        bends: a number for the whole batch went into a function that bends at a threshold (clamp, abs, relu).
         selects: a selection (topk, a random permutation) was made among as many entries as there are rows.
     """
 
@@ -83,6 +85,7 @@ class Evidence:
     drew_besides_torch: bool = False
     held: bool = False
     differentiates: bool = False
+    bends: bool = False
     selects: bool = False
 
 
@@ -98,9 +101,21 @@ class _Run:
     left: Left
     nll_weights: list[float]
     selected_among: list[int]
+    bent: list[torch.Tensor]
     calls: int
     differentiates: bool
     functions_tell: bool
+
+
+def bend_apart(whole: list[torch.Tensor], part: list[torch.Tensor]) -> bool:
+    """Whether something of one shape, but not one value, went into the functions that bend, on all rows and on a part.
+
+    Other numbers of such functions are those of a loop over samples, which bends each by itself.
+    """
+    if len(whole) != len(part):
+        return False
+    pairs = [(a, b) for a, b in zip(whole, part, strict=True) if a.shape == b.shape and a.numel()]
+    return any(not close(a, b) for a, b in pairs)
 
 
 def compare(
@@ -201,6 +216,7 @@ class _Comparison:
             # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
+            found.bends |= bend_apart(whole.bent, part.bent)
         depends = left_by(whole.left, left, found.shares)
         if depends is None or (depends and not self._repeats(whole, generators)):
             names = [self._name(*key) for key in whole.left]
@@ -242,7 +258,9 @@ class _Comparison:
                 result = self._forward(*args, **kwargs)
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
-            return _Run(result, self._changes(), watch.nll_weights, watch.selected_among, calls, False, True)
+            return _Run(
+                result, self._changes(), watch.nll_weights, watch.selected_among, watch.bent, calls, False, True
+            )
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
@@ -253,7 +271,8 @@ class _Comparison:
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
-        return _Run(result, self._changes(), probe.nll_weights, probe.selected_among, calls, differentiates, tell)
+        weights, among = probe.nll_weights, probe.selected_among
+        return _Run(result, self._changes(), weights, among, watch.bent, calls, differentiates, tell)
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

@@ -29,6 +29,7 @@ _FEWEST_ROWS = 3  # the least that make two unequal parts
 _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 24  # parameters whose gradients are compared, spread over the model
 _OTHER_DRAWS = 6  # runs that shuffle a few rows otherwise
+_BENDS = "a number for the whole batch meets a threshold (clamp, abs, relu), and parts may be on either side of it"
 _GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
 
 
@@ -238,6 +239,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         found = "samples depend on each other: a few rows give something else in two parts"
         of_others = "what a few rows return besides the loss cannot be put together from two parts"
         return Verdict(None, found if of_loss is None else of_others)
+    if evidence.bends and not trust:
+        return Verdict(None, _BENDS)
     if evidence.selects and not trust:
         return Verdict(None, "it selects among the samples of a batch, which a few rows cannot show")
     if loss is not None and not trust and _leaves_open(of_loss, evidence):

@@ -17,6 +17,10 @@ from oomfix.runtime.probe import Writes
 # functions that select among values along a dimension, or draw indices below a bound
 _SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort")
 _INDEX_DRAWS = ("randperm", "randint")
+# functions that are linear on both sides of a threshold, so that a mean over a batch shows nothing of it far away
+_CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "maximum", "minimum")
+_BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu", "hardtanh", "threshold", "where")
+_MOST_ENTRIES = 1024  # of a tensor that is kept to be compared
 # besides those whose names end with an underscore, unless they begin with two
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
 
@@ -29,12 +33,15 @@ class _Kind(Enum):
     WRITES = auto()
     SELECTS = auto()
     DRAWS_INDICES = auto()
+    BENDS = auto()
 
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of(func: Any) -> _Kind:
     """The kind of `func`, read off its name once."""
     name = getattr(func, "__name__", "")
+    if name in _BENDS:
+        return _Kind.BENDS
     if func in (F.cross_entropy, F.nll_loss):
         return _Kind.CROSS_ENTROPY
     if name.endswith("_") and (not name.startswith("__") or name in _WRITES):
@@ -67,6 +74,7 @@ class Watch(TorchFunctionMode):
     Attributes:
         nll_weights: the divisor of each cross entropy with a mean, in the order of the calls.
         calls: functions that were called.
+        bent: what went into functions that bend, in the order of the calls; empty where it has rows, or is large.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
 
     Args:
@@ -82,6 +90,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.nll_weights: list[float] = []
         self.selected_among: list[int] = []
+        self.bent: list[torch.Tensor] = []
         self.calls = 0
         self._rows = rows
         self._held_out = held_out
@@ -104,10 +113,20 @@ class Watch(TorchFunctionMode):
             self._about_to_write(args)
         elif kind is _Kind.SELECTS:
             self._select(args, kwargs)
+        elif kind is _Kind.BENDS:
+            self.bent += [self._kept(value) for value in args if isinstance(value, torch.Tensor)]
+            if func.__name__.endswith("_"):
+                self._about_to_write(args)
         elif kind is _Kind.DRAWS_INDICES:
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
         return func(*args, **kwargs)
+
+    def _kept(self, value: torch.Tensor) -> torch.Tensor:
+        if not value.is_floating_point() or value.layout != torch.strided or value.is_nested:
+            return torch.empty(0)
+        has_rows = value.dim() > 0 and value.shape[0] == self._rows
+        return torch.empty(0) if has_rows or value.numel() > _MOST_ENTRIES else value.detach().clone()
 
     def _about_to_write(self, args: tuple[Any, ...]) -> None:
         for written in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:

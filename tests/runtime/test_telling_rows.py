@@ -1,5 +1,6 @@
 """The few rows of a check, and what is compared on them, tell apart what other rows would not."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -87,3 +88,45 @@ def test_sequences_that_differ_in_length_for_the_first_time_are_checked_at_once(
         mean_over_padding(plain)(batch).backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+
+
+def flooding(loss):
+    return (loss - 0.05).abs() + 0.05
+
+
+def free_bits(loss):
+    return loss.clamp(min=0.01)
+
+
+def of_the_larger(loss):
+    return torch.maximum(loss, torch.tensor(0.02).double())
+
+
+@pytest.mark.parametrize("bend", [flooding, free_bits, of_the_larger])
+def test_a_threshold_for_the_mean_of_a_batch_is_seen_far_from_it(bend):
+    model = network()
+    apart, together = lambda x: bend(model(x).pow(2).mean(1)).mean(), lambda x: bend(model(x).pow(2).mean())
+    assert verdict_of(apart, model, (rows(12),), 5).rule is not None
+    assert verdict_of(together, model, (rows(12),), 5).rule is None
+
+
+def test_a_threshold_per_dimension_of_what_is_averaged_over_the_batch_is_seen():
+    model = network()
+
+    def free_bits_per_dimension(x):
+        return model(x).pow(2).mean(0).clamp(min=0.001).sum()
+
+    assert verdict_of(free_bits_per_dimension, model, (rows(12),), 5).rule is None
+
+
+def test_thresholds_of_parameters_and_of_samples_in_a_loop_still_split():
+    model, scale = network(), nn.Parameter(torch.ones(()).double())
+
+    def of_a_parameter(x):
+        return (scale.clamp(max=100.0) * torch.relu(model(x))).mean()
+
+    def in_a_loop(x):
+        return torch.stack([torch.relu(model(sample)).abs().mean().clamp(min=0.1) for sample in x]).mean()
+
+    assert verdict_of(of_a_parameter, model, (rows(12),), 5).rule is not None
+    assert verdict_of(in_a_loop, model, (rows(12),), 5).rule is not None
