@@ -231,6 +231,7 @@ class Iteration:
         if known.explores and self._generators is not None:
             known.keeps_cpu_generator = known.keeps_cpu_generator or self._generators.moved_on_cpu()
             known.draws_outside_torch = known.draws_outside_torch or self._generators.moved_outside_torch()
+        known.split_calls += parts > 1
         if known.sizing.splits or parts > 1:
             known.sizing.fitted(self.batch.size, parts)
         if not self.trains:

@@ -41,6 +41,7 @@ class Known:
         draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
         writes_batch: it was seen to write its batch in place.
         model_calls: runs its models under autocast; None: it computes in fp32.
+        split_calls: how many went well in micro-batches.
         fp32: autocast made it fail, or it differentiates by itself under fp16.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
     """
@@ -66,6 +67,7 @@ class Known:
         self._others: list[weakref.ref[torch.Tensor]] = []
         self.model_calls: ModelCalls | None = None
         self.fp32 = False
+        self.split_calls = 0
         self.steps_seen = False
         self._checked_at = 0
         self._check_again_at = 0

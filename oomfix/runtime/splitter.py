@@ -253,7 +253,15 @@ class Splitter:
         return None
 
     def _whole(self, known: Known, reason: str | None) -> int:
-        self._say(f"{known.name}: batches run whole, because {reason}.", f"whole {known.name} {reason}")
+        told = f"{known.name}: batches run whole, because {reason}."
+        verdict = known.verdict
+        is_found = verdict is not None and verdict.rule is None and verdict.reason == reason and not verdict.undecided
+        if is_found and known.split_calls:
+            told += (
+                f" This shows only now: {known.split_calls} earlier call(s) were split, and if it held for them too, "
+                "theirs were not the gradients of whole batches."
+            )
+        self._say(told, f"whole {known.name} {reason}")
         return 1
 
     def _no_way_out(self, iteration: Iteration, parts: int, reason: str | None, said: str) -> str:

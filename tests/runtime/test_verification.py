@@ -294,6 +294,7 @@ def test_a_loss_is_checked_again_at_calls_2_4_8_and_a_ramped_coupling_is_caught(
         memory.forward_backward(forward, X, Y)
         assert ("depend on each other" in caplog.text) == (call >= 8)
     assert list(dict.fromkeys(checks)) == [1, 2, 4, 8, 16]
+    assert caplog.text.count("7 earlier call(s) were split") == 1
 
 
 def test_a_loss_that_stays_coupled_is_checked_ever_more_seldom():
