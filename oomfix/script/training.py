@@ -201,7 +201,7 @@ class Training(Networks):
             for keyword in node.keywords
         )
         binding = self.binding_of(root_node) if path_of(root_node) is not None else None
-        made_here = binding is None or binding.statement is not None or self.frame.call is not None
+        followed = binding is None or binding.statement is not None or self.frame.call is not None
         self.trace.backwards.append(
             Backward(
                 node=node,
@@ -213,7 +213,7 @@ class Training(Networks):
                 retains=retains,
                 carried=root.carried_from,
                 framework=framework,
-                made_here=made_here,
+                made_here=followed and bool(root.origins),
                 unseen=root.origins & self.trace.unseen,
             )
         )

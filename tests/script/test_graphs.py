@@ -384,6 +384,22 @@ def test_retain_graph_in_a_helper_that_nothing_calls_is_left_alone(report):
     assert report(code) == []
 
 
+@pytest.mark.parametrize("root", ["self.losses[who]", "(sum(penalties) / len(penalties))", "self.parts[0].loss"])
+def test_retain_graph_of_what_was_made_out_of_sight_is_left_alone(report, root):
+    code = f"""
+        class Trainer:
+            def backward(self, who, penalties):
+                {root}.backward(retain_graph=True)
+                self.optimizer.step()
+
+            def fit(self):
+                for x, y in self.loader:
+                    self.compute(x, y)
+                    self.backward("generator", self.penalties)
+    """
+    assert report(code) == []
+
+
 def test_truncated_backpropagation_that_detaches_is_clean(report):
     code = """
         hidden = None
