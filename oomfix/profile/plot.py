@@ -31,7 +31,8 @@ _COLORS = {
 _PHASES = {"forward": "#dcedc8", "backward": "#ffe0b2", "optimizer": "#d1c4e9"}
 _ALARM, _FINE = "#c1121f", "#386641"
 # narrower phases have no room for their name: the legend tells their colour
-_NARROWEST_LABEL = 0.055
+_NARROWEST_LABEL = 0.07
+_NARROWEST_NUMBER = 0.025
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -126,14 +127,18 @@ def _mark_phases(axes: "Axes", moments: list[dict[str, Any]], top: float) -> Non
         if (end - start) / width >= _NARROWEST_LABEL:
             axes.text((start + end) / 2, top - strip / 2, phase, ha="center", va="center", fontsize=8)
     for step, group in groupby(enumerate(moments), lambda item: item[1]["step"]):
-        start = next(group)[0]
+        positions = [position for position, _ in group]
+        start, share = positions[0], len(positions) / width
         if step > 1:
             axes.axvline(start, color="#666666", linewidth=0.8)
-        axes.text(start + 0.006 * width, top - 1.25 * strip, f"step {step}", va="top", fontsize=8, color="#444444")
+        # a narrow step has room for its number, a very narrow one for none
+        label = f"step {step}" if share >= _NARROWEST_LABEL else str(step) if share >= _NARROWEST_NUMBER else ""
+        axes.text(start + 0.006 * width, top - 1.25 * strip, label, va="top", fontsize=8, color="#444444")
 
 
 def _mark_limit(axes: "Axes", found: dict[str, Any], limit: float, top: float) -> None:
-    words = f"{found['card']['name']}: {size(_limit_bytes(found))} for tensors"
+    whose = "budget" if found["budget_bytes"] == _limit_bytes(found) else found["card"]["name"]
+    words = f"{whose}: {size(_limit_bytes(found))} for tensors"
     if limit < top:
         axes.axhline(limit, color=_ALARM, linewidth=1.4)
         axes.text(0.995, limit + 0.008 * top, words, color=_ALARM, ha="right", va="bottom", fontsize=9,

@@ -65,7 +65,15 @@ def test_the_peak_is_pointed_at_where_it_is(found):
 
 def test_a_budget_below_the_card_is_the_limit(found):
     words = texts(picture({**found, "budget_bytes": 4 * GIB}))
-    assert "T4: 4.00 GiB for tensors" in words
+    assert "budget: 4.00 GiB for tensors" in words
+
+
+def test_the_names_of_many_steps_leave_each_other_room(found):
+    moment = found["timeline"][-1]
+    timeline = [{**moment, "step": step} for step in range(1, 22) for _ in range(20 if step < 21 else 1)]
+    words = texts(picture({**found, "timeline": timeline}))
+    assert {"1", "20"} <= set(words)
+    assert not {"step 1", "step 20", "step 21", "21"} & set(words)
 
 
 def test_a_run_that_ran_out_of_memory_shows_the_request_that_was_refused(found):
