@@ -23,6 +23,8 @@ _EVALUATION_NAME = re.compile(
     r"^(eval|valid|test|infer|predict|(plot|show|display)_|save_(?!.*(model|checkpoint|ckpt|state|weight)))",
     re.IGNORECASE,
 )
+# what is predicted or sampled has a loss in training, where `val_loss` and `estimate_loss` say that they evaluate
+_LOSS_OF_A_PREDICTION = re.compile(r"(^|_)(predict\w*|generate|sample|score|embed)_(\w+_)?loss(_|$|\d)", re.IGNORECASE)
 _ACTING_NAME = re.compile(r"(^|_)((select|choose|take|pick|get)_(\w+_)?action|act)(_|$|\d)", re.IGNORECASE)
 _MODULE_BASE = re.compile(
     r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
@@ -50,7 +52,8 @@ class Function:
     @property
     def evaluates(self) -> bool:
         """Whether its name says that it evaluates, tests or predicts."""
-        return bool(_EVALUATION_NAME.search(self.name)) and "train" not in self.name.lower()
+        trains = "train" in self.name.lower() or _LOSS_OF_A_PREDICTION.search(self.name)
+        return bool(_EVALUATION_NAME.search(self.name)) and not trains
 
     @property
     def acts(self) -> bool:

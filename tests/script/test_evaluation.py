@@ -816,3 +816,20 @@ def test_a_call_behind_the_training_loop_evaluates(report):
     """
     assert report(code.format(first="pass")) == [("OOM201", 4)]
     assert report(code.format(first="pass").replace('print(translate("man"))', "pass")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("predict_loss", []), ("sample_pair_loss", []), ("val_loss", [("OOM201", 4)]), ("predict", [("OOM201", 4)])],
+)
+def test_the_loss_of_a_prediction_is_no_evaluation(report, name, expected):
+    assert (
+        report(f"""
+    import torch
+
+    def {name}(predictor, x, y):
+        out = predictor(x)
+        return torch.nn.functional.mse_loss(out, y)
+    """)
+        == expected
+    )
