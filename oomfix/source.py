@@ -247,16 +247,33 @@ def parse(text: str) -> ast.Module:
         Unreadable: the text is not Python 3, or nested deeper than Python can parse.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(text)
+        return _tree(text)
     except SyntaxError as error:
-        raise Unreadable(_syntax_problem(error, text)) from error
+        older = _in_older_form(text)
+        if older is None:
+            raise Unreadable(_syntax_problem(error, text)) from error
+        return parse(older)
     except (RecursionError, MemoryError) as error:
         raise Unreadable("cannot parse: nested too deeply") from error
     except UnicodeEncodeError as error:
         line = len(_NEWLINE.findall(text[: error.start])) + 1
         raise Unreadable(f"cannot parse: line {line} holds half a surrogate pair") from error
+
+
+def _tree(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
+def _in_older_form(text: str) -> str | None:
+    """A text with the f-strings of Python 3.12 as this Python reads them, every character in its place, or None."""
+    if sys.version_info >= (3, 12):
+        return None
+    # imported here: few scripts need it
+    from oomfix.newer_fstrings import in_older_form
+
+    return in_older_form(text)
 
 
 def _syntax_problem(error: SyntaxError, text: str) -> str:

@@ -80,7 +80,7 @@ def _check(path: str, data: bytes) -> None:
     try:
         source = Source.from_bytes(path, data)
         if source.cells is None:  # cells of a notebook may await at their top
-            compile(source.text, path, "exec", dont_inherit=True)
+            compile(source.tree, path, "exec", dont_inherit=True)
     except (Unreadable, SyntaxError, ValueError) as error:
         raise CannotWrite(f"{path}: the result would not compile ({error}), left as it is; please report it") from None
 

@@ -140,7 +140,7 @@ def test_split_lines_keeps_every_character():
         ("async def f[T](x): pass", (3, 12)),
         ("class A[T]: pass", (3, 12)),
         ("type Batch = tuple[int, int]", (3, 12)),
-        ("""print(f"{d["a"]}")""", (3, 12)),
+        ("""print(f"{f"{f"{d}"}"}")""", (3, 12)),
         ("""print(t"{d}")""", (3, 14)),
     ],
 )

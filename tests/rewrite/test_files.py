@@ -61,6 +61,17 @@ def test_bytes_outside_of_the_loop_stay(tmp_path, unit, newline, encoding, bom):
     assert after == encoded(lifted, newline, encoding, bom)
 
 
+def test_f_strings_of_python_3_12_stay_and_do_not_keep_the_loop_from_being_rewritten(tmp_path):
+    path = tmp_path / "train.py"
+    newer = 'print(f"{str({"a": 1}["a"])}")\n'
+    path.write_text(SCRIPT + newer)
+    done = RUN.invoke(apply, ["--preset", "16gb", str(path)])
+    assert done.exit_code == 0, done.output
+    after = path.read_text()
+    assert "memory.forward_backward(forward, x, y)" in after
+    assert after.endswith(newer)
+
+
 def test_a_second_run_changes_nothing(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
