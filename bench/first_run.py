@@ -40,11 +40,11 @@ ROUNDS = [
 `trainer.fit`, of a repository picked from search results by the topic in its name, unseen (classification,
 segmentation, detection, GANs, speech, reinforcement learning, diffusion, contrastive learning, distillation, graphs,
 time series, fine-tuning, autoencoders, recommenders, meta learning, semi-supervised learning, competitions).
-Seven more were drawn that hold nothing and in which nothing was reported. The script of
-rmdluo/pytorch-gan is in the syntax of Python 3.12: the Python 3.11 of this run cannot parse it, which the auditor says,
-and its 9 findings and 2 loops count as missed. After this run the auditor learned to read such f-strings on older Pythons,
-and that the loss of a prediction is no evaluation; nothing else was mended on this set. OOM102, OOM104, OOM304 and OOM501 have no certain case in the set, and
-OOM101, OOM103, OOM301, OOM302, OOM303 and OOM305 have one each.""",
+Seven more were drawn that hold nothing and in which nothing was reported. The script of rmdluo/pytorch-gan is in the
+syntax of Python 3.12: the Python 3.11 of this run cannot parse it, which the auditor says, and its 9 findings and 2
+loops count as missed. After this run the auditor learned to read such f-strings on older Pythons, and that the loss
+of a prediction is no evaluation; nothing else was mended on this set. OOM102, OOM104, OOM304 and OOM501 have no
+certain case in the set, and OOM101, OOM103, OOM301, OOM302, OOM303 and OOM305 have one each.""",
     ),
     Round(
         "5",
