@@ -48,7 +48,7 @@ def enable_checkpointing(model: nn.Module, policy: Policy = "on") -> list[str]:
         ValueError: `policy` is none of the three.
 
     At bf16 ViT-B/16 with batch 64 peaks at 1.95 GiB instead of 5.69, GPT-2 124M with 16 x 1024 tokens at 11.35
-    instead of 23.42 (simulated A100); on a CPU smaller versions take 1.46 and 1.20 times as long
+    instead of 23.42 (simulated A100); on a CPU smaller versions take 1.36 and 1.16 times as long
     (bench/results/techniques-cpu.md).
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; torch.utils.checkpoint without

@@ -51,7 +51,7 @@ def encode_in_chunks(
 
     Works under autocast, with a GradScaler, under DDP, in `torch.no_grad` and inside a forward of `forward_backward`.
     Costs a second forward. CLIP ViT-B/32 at batch 512 peaks at 5.42 GiB in chunks of 64 instead of 24.45 (simulated
-    A100); on a CPU a smaller version takes 1.53 times as long (bench/results/techniques-cpu.md).
+    A100); on a CPU a smaller version takes 1.51 times as long (bench/results/techniques-cpu.md).
 
     Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache).
     """

@@ -50,7 +50,7 @@ def chunked_cross_entropy(
     logits would be copied. Values and gradients differ from torch's by rounding. The mean without class weights is
     reduced by torch's own NLL loss, where `memory.forward_backward` reads what it divides by. Second derivatives are
     not to be had. GPT-2 124M with 16 x 1024 tokens under bf16 peaks at 17.35 GiB instead of 23.42 (simulated A100);
-    on a CPU a smaller version takes 1.08 times as long (bench/results/techniques-cpu.md).
+    on a CPU a smaller version takes 1.05 times as long (bench/results/techniques-cpu.md).
     """
     _check(logits, target, weight, reduction, label_smoothing, rows)
     classes = logits.shape[-1]
@@ -90,7 +90,7 @@ def linear_cross_entropy(
         ValueError: shapes, types or numbers that do not go together.
 
     GPT-2 124M with 16 x 1024 tokens under bf16 peaks at 14.82 GiB instead of 23.42 (simulated A100); on a CPU a
-    smaller version takes 1.08 times as long (bench/results/techniques-cpu.md).
+    smaller version takes 1.09 times as long (bench/results/techniques-cpu.md).
 
     torch 2.13 has `functional.linear_cross_entropy` with `options=`, which peaks at the same. It ignores `options`
     with label smoothing, keeps to the type of its inputs, also for the loss, and hides from `memory.forward_backward`
