@@ -45,8 +45,8 @@ def attention(
 
     Values and gradients differ from those of attention written out by rounding; with dropout other numbers are drawn.
 
-    GPT-2 124M with 16 x 1024 tokens under bf16 peaks at 23.04 GiB instead of 38.79 with attention written out (simulated
-    A100), with the kernel and in blocks; on a CPU a smaller version takes 1.27 and 1.17 times as long
+    GPT-2 124M with 16 x 1024 tokens under bf16 peaks at 23.04 GiB instead of 38.79 with attention written out
+    (simulated A100), with the kernel and in blocks; on a CPU a smaller version takes 1.27 and 1.17 times as long
     (bench/results/techniques-cpu.md).
 
     Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory", for the blocks.
