@@ -20,6 +20,7 @@ _MOST_FLASH_HEAD = 256
 
 def attention_for(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
     """An implementation of `scaled_dot_product_attention` that allocates what a card of `capability` would."""
+    choose = choice_for(capability)
 
     def attention(
         query: torch.Tensor,
@@ -32,9 +33,10 @@ def attention_for(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if _may_flash(query, key, value, attn_mask, capability):
+        kernel = choose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if kernel == SDPBackend.FLASH_ATTENTION.value:
             return _flash(query, key, value, dropout_p, is_causal, scale)
-        if _may_be_efficient(query, key, value, attn_mask, is_causal, enable_gqa, capability):
+        if kernel == SDPBackend.EFFICIENT_ATTENTION.value:
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
         result: torch.Tensor = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -9,7 +9,7 @@ from torch.nn import Module
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
 from oomfix.profile.process import INDEPENDENT
-from oomfix.runtime import checkpointing, comparison, kept_batch, rows, rule_choice, splitter, verify
+from oomfix.runtime import checkpointing, comparison, kept_tensors, rows, rule_choice, splitter, verify
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence
 from oomfix.runtime.outputs import Rule
@@ -57,4 +57,4 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
     patches.set(verify, judge=judged, judge_gradients=lambda evidence: Verdict(None, undecided=True))
     patches.set(checkpointing, _close=lambda a, b: (a is None) == (b is None))
     patches.set(rows, _tells=lambda *_: False, _sums=lambda *_: torch.empty(0))
-    patches.set(kept_batch, _contents=lambda tensor: None)
+    patches.set(kept_tensors, _contents=lambda tensor: None)

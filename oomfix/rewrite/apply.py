@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
-from oomfix.rewrite.edits import apply_edits, line_before
+from oomfix.rewrite.edits import apply_edits, line_before, with_lines
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.local import Fixed, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
@@ -137,7 +136,7 @@ def _before(loop: LoopOutcome, text: str, edits: list[Edit]) -> LoopOutcome:
     def line(number: int) -> int:
         return line_before(text, edits, number)
 
-    reason = loop.reason and re.sub(r"\bline (\d+)", lambda found: f"line {line(int(found[1]))}", loop.reason)
+    reason = loop.reason and with_lines(loop.reason, line)
     return loop._replace(line=line(loop.line), end_line=line(loop.end_line), reason=reason, notes=(*loop.notes, NOTE))
 
 

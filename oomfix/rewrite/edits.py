@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from oomfix.rules.base import Edit, Finding
@@ -61,6 +62,11 @@ def line_before(text: str, edits: Iterable[Edit], line: int) -> int:
             return text.count("\n", 0, edit.start) + 1
         grown += len(edit.replacement) - (edit.end - edit.start)
     return text.count("\n", 0, offset - grown) + 1
+
+
+def with_lines(said: str, line: Callable[[int], int]) -> str:
+    """What was said of a text, with other numbers in place of those of its lines."""
+    return re.sub(r"\bline (\d+)", lambda found: f"line {line(int(found[1]))}", said)
 
 
 class Merged(NamedTuple):

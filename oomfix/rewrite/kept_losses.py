@@ -8,6 +8,7 @@ from oomfix.rewrite.liveness import nodes_of_scope_body
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 
 
 def name_losses(reading: Reading, manager: str) -> list[Edit]:
@@ -35,7 +36,7 @@ def _named(reading: Reading, call: ast.Call, root: ast.Attribute) -> list[Edit]:
         (other, target)
         for other in block[: block.index(statement)]
         if isinstance(other, ast.Assign)
-        for target in ast.walk(other)
+        for target in walk(other)
         if isinstance(target, ast.Attribute) and path_of(target) == path and isinstance(target.ctx, ast.Store)
     ]
     own = layout.own_lines(made[0][0]) if len(made) == 1 else None

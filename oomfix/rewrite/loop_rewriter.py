@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.edits import apply_edits, line_before
+from oomfix.rewrite.edits import apply_edits, line_before, with_lines
 from oomfix.rewrite.inplace import InPlace
 from oomfix.rewrite.joined_lines import joined_line, separate
 from oomfix.rewrite.kept_losses import name_losses
@@ -277,7 +276,7 @@ class _Stages:
 
     def with_lines_before(self, reason: str) -> str:
         """A reason with the lines of the script as it was, not as it is now."""
-        return re.sub(r"\bline (\d+)", lambda found: f"line {self._line_before(int(found[1]))}", reason)
+        return with_lines(reason, self._line_before)
 
     def _line_before(self, line: int) -> int:
         for text, edits in reversed(self._rounds):

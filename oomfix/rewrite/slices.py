@@ -81,7 +81,7 @@ class Slicer:
         first_problem: CannotLift | None = None
         for start in starts:
             try:
-                lifts.append(self._lift_with_orwithout_scaling(site, self._from(start, site, chain), end))
+                lifts.append(self._lift_with_or_without_scaling(site, self._from(start, site, chain), end))
             except CannotLift as problem:
                 if not self._runs_forward(site.block[start]):
                     raise
@@ -93,7 +93,7 @@ class Slicer:
             raise first_problem
         return lifts[0]
 
-    def _lift_with_orwithout_scaling(self, site: Site, chosen: list[int], end: int) -> Lift:
+    def _lift_with_or_without_scaling(self, site: Site, chosen: list[int], end: int) -> Lift:
         try:
             return self._lift(site, chosen, end)
         except CannotLift:

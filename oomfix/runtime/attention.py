@@ -116,5 +116,5 @@ def _check(
         raise ValueError("mask: got one together with causal=True, expected one of them; write both into the mask")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout: got {dropout!r}, expected a probability from 0 to below 1")
-    if rows is not None and rows < 1:
+    if rows is not None and (not isinstance(rows, int) or rows < 1):
         raise ValueError(f"rows: got {rows!r}, expected a whole number above 0, or None")

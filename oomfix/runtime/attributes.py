@@ -4,7 +4,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -21,6 +21,15 @@ class Containers(dict[Any, Any]):
     """
 
 
+class _Saved(NamedTuple):
+    """One owner's attributes, as they were, with what their containers held and how to tell that they still do."""
+
+    attributes: MutableMapping[str, Any]
+    before: dict[str, Any]
+    contents: dict[str, Any]
+    is_same: Callable[[Any, Any], bool]
+
+
 class Attributes:
     """The attributes of some modules, or other objects, at one moment, with what their containers held.
 
@@ -31,7 +40,7 @@ class Attributes:
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
-        self._saved: list[tuple[MutableMapping[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._saved: list[_Saved] = []
         # every module has a dozen empty dictionaries for hooks, which one look can tell apart from filled ones
         self._empty: list[Any] = []
         self._places: list[tuple[int, str]] = []
@@ -46,20 +55,21 @@ class Attributes:
                         for inner in value.values() if isinstance(value, dict) else value:
                             if isinstance(inner, _CONTAINERS):
                                 self._inner.append(((index, name), inner, inner.copy()))
-                    else:
+                    elif not isinstance(owner, Containers):
                         self._empty.append(value)
                         self._places.append((index, name))
-            self._saved.append((attributes, before, contents))
+            is_same = _begins_with if isinstance(owner, Containers) else _same_content
+            self._saved.append(_Saved(attributes, before, contents, is_same))
 
     def _is_untouched(self) -> bool:
         """Whether nothing at all has changed, seen without a look at each owner; False where that does not tell."""
-        live = [attributes for attributes, _, _ in self._saved]
-        copies = [before for _, before, _ in self._saved]
+        live = [saved.attributes for saved in self._saved]
+        copies = [saved.before for saved in self._saved]
         if not all(isinstance(attributes, dict) for attributes in live):
             return False
-        containers = [before[name] for _, before, contents in self._saved for name in contents]
+        containers = [saved.before[name] for saved in self._saved for name in saved.contents]
         containers += [inner for _, inner, _ in self._inner]
-        contents = [content for _, _, contents in self._saved for content in contents.values()]
+        contents = [content for saved in self._saved for content in saved.contents.values()]
         contents += [content for _, _, content in self._inner]
         return not any(self._empty) and _are_same([*live, *containers], [*copies, *contents])
 
@@ -75,8 +85,7 @@ class Attributes:
         found: dict[tuple[int, str], Any] = {}
         if self._is_untouched():
             return found
-        for index, (attributes, before, contents) in enumerate(self._saved):
-            is_same = _same_content_of(attributes)
+        for index, (attributes, before, contents, is_same) in enumerate(self._saved):
             if not _same_values(attributes, before):
                 for name in attributes.keys() | before.keys():
                     value = attributes.get(name)
@@ -86,12 +95,11 @@ class Attributes:
                 if (index, name) not in found and not is_same(before[name], content):
                     found[index, name] = before[name].copy()
         for (index, name), container, content in self._inner:
-            is_same = _same_content_of(self._saved[index][0])
-            if (index, name) not in found and not is_same(container, content):
-                found[index, name] = self._saved[index][1][name].copy()
+            if (index, name) not in found and not self._saved[index].is_same(container, content):
+                found[index, name] = self._saved[index].before[name].copy()
         if any(self._empty):
             for place, container in zip(self._places, self._empty, strict=True):
-                if container and not isinstance(self._saved[place[0]][0], Containers):
+                if container:
                     found.setdefault(place, container.copy())
         return found
 
@@ -99,22 +107,20 @@ class Attributes:
         """Put everything back; the names of the attributes that had changed."""
         changes = self.changes()
         for index, name in changes:
-            attributes, before, _ = self._saved[index]
+            attributes, before = self._saved[index].attributes, self._saved[index].before
             if name not in before:
                 del attributes[name]
             elif name not in attributes or attributes[name] is not before[name]:
                 attributes[name] = before[name]
-        for attributes, before, contents in self._saved if changes else ():
-            is_same = _same_content_of(attributes)
-            for name, content in contents.items():
-                if not is_same(before[name], content):
-                    _refill(before[name], content)
+        for saved in self._saved if changes else ():
+            for name, content in saved.contents.items():
+                if not saved.is_same(saved.before[name], content):
+                    _refill(saved.before[name], content)
         for (index, _), container, content in self._inner if changes else ():
-            if not _same_content_of(self._saved[index][0])(container, content):
+            if not self._saved[index].is_same(container, content):
                 _refill(container, content)
-        for (index, _), container in zip(self._places, self._empty, strict=True) if changes else ():
-            if not isinstance(self._saved[index][0], Containers):
-                container.clear()
+        for container in self._empty if changes else ():
+            container.clear()
         return {name for _, name in changes}
 
 
@@ -132,11 +138,6 @@ def _same_values(attributes: MutableMapping[str, Any], before: dict[str, Any]) -
     return attributes.keys() == before.keys() and all(
         map(operator.is_, map(attributes.__getitem__, before), before.values())
     )
-
-
-def _same_content_of(owner: Any) -> Callable[[Any, Any], bool]:
-    """What tells whether a container of `owner` is as it was."""
-    return _begins_with if isinstance(owner, Containers) else _same_content
 
 
 def _begins_with(container: Any, content: Any) -> bool:

@@ -329,7 +329,7 @@ def same_everywhere(factor: float) -> bool:
     return largest == -smallest or not _averages_in_backward()
 
 
-def all_replicas() -> list[DistributedDataParallel]:
+def _all_replicas() -> list[DistributedDataParallel]:
     """Every DistributedDataParallel of the program, in an order that is the same in all processes.
 
     Raises:
@@ -361,4 +361,4 @@ def ranks_of(forward: Callable[..., Any], roots: Sequence[nn.Module]) -> Ranks:
         return Ranks()
     modules = list({module: None for root in roots for module in root.modules()})
     models = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    return Processes(models or all_replicas(), Exchanges(forward, modules))
+    return Processes(models or _all_replicas(), Exchanges(forward, modules))

@@ -12,8 +12,8 @@ from torch import nn
 from oomfix.runtime.attributes import Attributes
 from oomfix.runtime.attributes_on_host import waits_on_host
 from oomfix.runtime.data_places import DataPlaces
-from oomfix.runtime.kept_batch import KeptTensors
 from oomfix.runtime.kept_statistics import KeptStatistics, has_statistics
+from oomfix.runtime.kept_tensors import KeptTensors
 from oomfix.runtime.referenced import state_of, tensors_of
 
 _SMALL = 2**20  # bytes of a tensor outside of modules that is kept before it was seen to change

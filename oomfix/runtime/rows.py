@@ -55,20 +55,6 @@ def _differ(counts: torch.Tensor, first: list[int], second: list[int]) -> bool:
     return bool(counts[first].double().mean() != counts[second].double().mean())
 
 
-def _in_unequal_parts(entries: dict[int, int], count: int) -> list[int]:
-    """The rows in an order whose two parts hold other numbers of entries per row.
-
-    One of the fullest rows goes with the emptiest ones, for a loss of no targets is no number, and the other full ones
-    into the second part; where that makes the parts alike, all emptiest rows go first.
-    """
-    cut = count // 2 + 1
-    fullest_first = sorted(entries, key=lambda row: -entries[row])
-    mixed = [fullest_first[0], *fullest_first[1 + count - cut :], *fullest_first[1 : 1 + count - cut]]
-    named = [entries[mixed[index % len(mixed)]] for index in range(count)]
-    alike = sum(named[:cut]) * (count - cut) == sum(named[cut:]) * cut
-    return fullest_first[::-1] if alike else mixed
-
-
 def gaps_for_masks(batch: Batch, rows: list[int]) -> list[int | None]:
     """For each tensor of `batch`, what clears (or fills) an entry of it if it is a full (or empty) mask on `rows`.
 

@@ -139,6 +139,7 @@ def test_mistakes_are_named():
         ((query, key, value, MASKS["boolean"]), {"causal": True}, "mask: got one together with causal=True"),
         ((query, key, value), {"dropout": 1.0}, "dropout: got 1.0"),
         ((query, key, value), {"rows": 0}, "rows: got 0"),
+        ((query, key, value), {"rows": 2.5}, "rows: got 2.5"),
     ):
         with pytest.raises(ValueError, match=r".*") as error:
             runtime.attention(*arguments, **options)
