@@ -282,6 +282,7 @@ class _Comparison:
         with ExitStack() as stack:
             stack.enter_context(quiet(modules))
             stack.enter_context(compat.force_eager())
+            stack.enter_context(compat.without_autocast())
             stack.enter_context(torch.set_grad_enabled(self._how.graph))
             self._owners = [*modules, *state_of(self._forward)]
             self._attributes = Attributes(self._owners)

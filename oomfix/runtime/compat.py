@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +59,16 @@ def active_autocast_dtype(device_type: str) -> torch.dtype | None:
         return autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     is_enabled = torch.is_autocast_cpu_enabled if device_type == "cpu" else torch.is_autocast_enabled
     return autocast_dtype(device_type) if is_enabled() else None  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Context in which an autocast that is on around it is off."""
+    with ExitStack() as stack:
+        for device_type in ("cpu", "cuda"):
+            if active_autocast_dtype(device_type) is not None:
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def may_be_inside_checkpoint() -> bool:

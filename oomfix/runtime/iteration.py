@@ -292,6 +292,8 @@ class Iteration:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._in_forward = True
+        # casts of weights that an autocast around the call keeps belong to the graph that they were first used in
+        torch.clear_autocast_cache()
         if self.around_forward is None and self._model_calls is None:
             result = self.forward(*args, **kwargs)
         else:

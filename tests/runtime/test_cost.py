@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomfix import runtime
 
@@ -58,3 +59,31 @@ def test_a_call_and_a_step_take_at_most_105_functions():
 @pytest.mark.parametrize("kind", [nn.ReLU, lambda: nn.BatchNorm1d(4), lambda: nn.Linear(4, 4), nn.Dropout])
 def test_what_a_call_costs_does_not_grow_with_the_layers_of_a_model(kind):
     assert cost(layers(30, kind)) == cost(layers(1, kind))
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations that bring a number to the host, for which a GPU would be waited."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("overrides", [{}, {"precision": "bf16"}, {"clip_norm": 1.0}])
+def test_a_settled_call_and_step_wait_for_nothing(overrides):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
+    memory, optimizer = runtime.preset("16gb", **overrides), torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    for _ in range(17):
+        with Waits() as waits:
+            loss = memory.forward_backward(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+            memory.step(optimizer)
+    assert waits.seen == []
+    with Waits() as waits:
+        loss.item()
+    assert len(waits.seen) == 1

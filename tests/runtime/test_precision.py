@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomfix import runtime
+from oomfix.runtime.compat import active_autocast_dtype
 from oomfix.runtime.precision import ModelCalls, dtype_for
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
@@ -214,3 +215,22 @@ def test_fp16_training_on_a_gpu_follows_fp32():
         losses[precision] = float(loss)
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.1)
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.1)
+
+
+def test_a_call_inside_of_an_autocast_is_checked_in_fp32_and_split(relative_error):
+    """Autocast keeps casts of weights as long as it is on; those of a check, or of a part, are no graph of the next."""
+    model, seen = network(), []
+    reference = copy.deepcopy(model)
+
+    def forward(x, y):
+        seen.append((len(x), torch.is_grad_enabled(), active_autocast_dtype("cpu")))
+        return F.cross_entropy(model(x).float(), y)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        runtime.preset("16gb", micro_batches=4).forward_backward(forward, X, Y)
+        loss = F.cross_entropy(reference(X).float(), Y)
+    loss.backward()
+    assert [rows for rows, _, _ in seen[-4:]] == [2] * 4
+    assert {dtype for _, graph, dtype in seen if not graph} == {None}
+    assert {dtype for _, _, dtype in seen[-4:]} == {torch.bfloat16}
+    assert relative_error(model, reference) < 2e-2  # of bf16
