@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
 from oomfix.rewrite.effects import Helpers, changed_paths, function_called, last_name, overlap
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
@@ -23,7 +24,7 @@ from oomfix.rewrite.slices import PREPARATION, Slicer
 from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
-from oomfix.script.trace import Forward
+from oomfix.script.trace import Forward, Loop
 
 
 def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
@@ -46,16 +47,18 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
         return []
     edits: list[Edit] = []
     lifter = _Lifter(reading, manager)
-    for verdict in dict.fromkeys(id(verdict) for verdict, _ in wanted):
-        group = [(owner, call) for owner, call in wanted if id(owner) == verdict]
-        owner = group[0][0]
+    calls_of: dict[int, list[ast.Call]] = {}
+    for verdict, call in wanted:
+        calls_of.setdefault(id(verdict), []).append(call)
+    for verdict in {id(verdict): verdict for verdict, _ in wanted}.values():
+        of_loop = calls_of[id(verdict)]
         try:
-            edits += lifter.edits([call for _, call in group])
+            edits += lifter.edits(of_loop)
         except CannotLift as reason:
-            owner.reason = _among_several(str(reason), [call.lineno for _, call in group])
+            verdict.reason = _among_several(str(reason), [call.lineno for call in of_loop])
         else:
-            owner.form, owner.reason = "micro-batched", None
-            owner.state = lifter.state
+            verdict.form, verdict.reason = "micro-batched", None
+            verdict.state = lifter.state
     return edits
 
 
@@ -118,8 +121,18 @@ class _Lifter:
 
     def _runs_network_around(self, call: ast.Call) -> bool:
         """Whether a network is seen to run in a loop around a backward, perhaps in another function."""
-        loops = {loop for event in self._script.backwards if event.node is call for loop in event.site.loops}
-        return any(not loops.isdisjoint(forward.site.loops) for forward in self._script.trace.forwards.values())
+        return not self._loops_of_backward.get(call, set()).isdisjoint(self._loops_of_networks)
+
+    @cached_property
+    def _loops_of_backward(self) -> dict[ast.Call, set[Loop]]:
+        found: dict[ast.Call, set[Loop]] = {}
+        for event in self._script.backwards:
+            found.setdefault(event.node, set()).update(event.site.loops)
+        return found
+
+    @cached_property
+    def _loops_of_networks(self) -> set[Loop]:
+        return {loop for forward in self._script.trace.forwards.values() for loop in forward.site.loops}
 
     def _check_apart(self, first: Lift, second: Site) -> None:
         """Whether the second loss does not depend on what the first slice computes and gives out without its graph."""

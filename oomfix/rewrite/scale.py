@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.rewrite import effects
@@ -64,12 +65,21 @@ class ScaleWatch:
     def _why_another_function_sees(self, verdict: Verdict) -> str | None:
         if any(event.scaled for event in verdict.backwards):
             return None
+        if not self._gradients_read:
+            return None
         seen = {id(node) for scope in bodies(verdict, self._blocks) for node in walk(scope)}
-        for node in self._script.imports.nodes:
-            if id(node) not in seen and self._reads_one(node) and not self._clips(node):
-                assert isinstance(node, ast.expr)
+        for node in self._gradients_read:
+            if id(node) not in seen:
                 return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
         return None
+
+    @cached_property
+    def _gradients_read(self) -> list[ast.expr]:
+        """Where the file reads the numbers of a gradient, but for functions that clip."""
+        nodes = self._script.imports.nodes
+        return [
+            node for node in nodes if isinstance(node, ast.expr) and self._reads_one(node) and not self._clips(node)
+        ]
 
     def _clips(self, node: ast.AST) -> bool:
         """Whether a node stands in a function that clips, before whose calls gradients are unscaled."""

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.audit.test_cost import ACCUMULATES, IN_HALF
+from tests.audit.test_cost import ACCUMULATES, ADDS_UP, IN_HALF
 from tests.rewrite.equivalence import rewritten
 
 
@@ -25,7 +25,7 @@ def work(part: str, copies: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("part", [ACCUMULATES, IN_HALF], ids=["accumulates", "in half"])
+@pytest.mark.parametrize("part", [ACCUMULATES, IN_HALF, ADDS_UP], ids=["accumulates", "in half", "adds up"])
 def test_four_times_the_functions_take_four_times_the_work(part):
     work(part, 1)  # what is read or compiled once
     # one look at all calls of the file for each loop makes it 4.1
