@@ -126,6 +126,7 @@ class Processes(Ranks):
     def __init__(self, models: Sequence[DistributedDataParallel], exchanges: Exchanges) -> None:
         self._models = [weakref.ref(model) for model in models]
         self._exchanges = exchanges
+        self._evaluated: list[Replica] = []
         self._due: list[Replica] = []
         self._told = True
 
@@ -141,13 +142,34 @@ class Processes(Ranks):
 
     @contextmanager
     def together(self, trains: bool, due: bool) -> Iterator[None]:
-        """Context around one call, in which DistributedDataParallel exchanges nothing by itself."""
+        """Context around one call, in which DistributedDataParallel exchanges no gradients by itself."""
         replicas = [Replica(model) for place in self._models if (model := place()) is not None]
-        averaged = [replica for replica in replicas if trains and replica.exchanges]
-        self._due, self._told = averaged if due else [], False
+        self._exchanges.begin()
+        self._told = False
+        with self._training(replicas, due) if trains else self._evaluating(replicas):
+            yield
+
+    @contextmanager
+    def _evaluating(self, replicas: list[Replica]) -> Iterator[None]:
+        self._evaluated = replicas
+        for replica in replicas:
+            replica.enter_evaluation(self._exchanges.apart)
+        try:
+            yield
+        except Exception as error:  # the forward is the user's, and may fail in any way while others wait
+            self._tell_of(error)
+            raise
+        finally:
+            for replica in replicas:
+                replica.leave_evaluation()
+            self._evaluated = []
+
+    @contextmanager
+    def _training(self, replicas: list[Replica], due: bool) -> Iterator[None]:
+        averaged = [replica for replica in replicas if replica.exchanges]
+        self._due = averaged if due else []
         for replica in replicas:
             replica.enter()
-        self._exchanges.begin()
         try:
             yield
         except BaseException as error:
@@ -156,8 +178,7 @@ class Processes(Ranks):
                 replica.forget_call()
             # an interrupt reaches all processes, or none is left to be told
             if isinstance(error, Exception):
-                no_memory = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
-                self._tell_of_failure(Outcome.DOES_NOT_FIT if no_memory else Outcome.FAILED)
+                self._tell_of(error)
             raise
         finally:
             # what is known of a forward does not keep its models alive
@@ -226,6 +247,8 @@ class Processes(Ranks):
 
     def begin_try(self) -> None:
         """To be called before each try."""
+        for replica in self._evaluated:
+            replica.begin_try()
         self._exchanges.begin()
 
     def agreed(self, outcome: Outcome, whole_try: Callable[[], None]) -> Outcome:
@@ -268,19 +291,21 @@ class Processes(Ranks):
             # the others exchange gradients from here on, and would take a number for one of those
             self._told = True
 
-    def _tell_of_failure(self, outcome: Outcome) -> None:
+    def _tell_of(self, error: Exception) -> None:
         """Tell those who wait that this process gives up."""
         if self._told:
             return
         self._told = True
+        no_memory = is_out_of_memory(error) or isinstance(error, DoesNotFitError)
+        outcome = Outcome.DOES_NOT_FIT if no_memory else Outcome.FAILED
         try:
             if self.in_step:
                 agreement_in(_everyone()).largest([_coded(outcome), 0, 0], _WAIT_S)
             elif self._due:
                 agreement_in(self._due[0].group).largest([_coded(outcome)])
-        except RuntimeError as error:
+        except RuntimeError as unheard:
             # the failure itself is on its way to the caller
-            _log.warning(f"the other processes could not be told of it ({error})")
+            _log.warning(f"the other processes could not be told of it ({unheard})")
 
     def _raise_for(self, code: int) -> None:
         outcome, rank = divmod(code, dist.get_world_size())
@@ -329,8 +354,8 @@ def same_everywhere(factor: float) -> bool:
     return largest == -smallest or not _averages_in_backward()
 
 
-def _all_replicas() -> list[DistributedDataParallel]:
-    """Every DistributedDataParallel of the program, in an order that is the same in all processes.
+def _all_replicas(trains: bool) -> list[DistributedDataParallel]:
+    """Every DistributedDataParallel of the program; to train, in an order that is the same in all processes.
 
     Raises:
         RuntimeError: two have the same parameters, and nothing tells which comes first.
@@ -338,6 +363,8 @@ def _all_replicas() -> list[DistributedDataParallel]:
     # what waits for the collector here may be gone already in another process
     gc.collect()
     models = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    if not trains:
+        return models
     # the collector lists objects in another order in each process
     shapes = {model: repr([(name, tuple(p.shape)) for name, p in model.named_parameters()]) for model in models}
     if len(set(shapes.values())) < len(models):
@@ -348,7 +375,7 @@ def _all_replicas() -> list[DistributedDataParallel]:
     return sorted(models, key=shapes.__getitem__)
 
 
-def ranks_of(forward: Callable[..., Any], roots: Sequence[nn.Module]) -> Ranks:
+def ranks_of(forward: Callable[..., Any], roots: Sequence[nn.Module], trains: bool) -> Ranks:
     """The processes that run `forward`, which may run the models `roots`, together with this one.
 
     Where no DistributedDataParallel can be reached from the forward, all that exist are taken: one that it runs would
@@ -361,4 +388,4 @@ def ranks_of(forward: Callable[..., Any], roots: Sequence[nn.Module]) -> Ranks:
         return Ranks()
     modules = list({module: None for root in roots for module in root.modules()})
     models = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    return Processes(models or _all_replicas(), Exchanges(forward, modules))
+    return Processes(models or _all_replicas(trains), Exchanges(forward, modules))

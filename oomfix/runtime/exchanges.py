@@ -1,7 +1,8 @@
 """What a forward exchanges with other processes while it runs, found without running it."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +63,13 @@ class Exchanges:
         """A try begins, everywhere with nothing but shards."""
         self.shards.gather_nothing()
         self._begun_at = self._total()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Context whose exchanges are none of the forward's own."""
+        before = self._total()
+        yield
+        self._begun_at += self._total() - before
 
     def position(self) -> int:
         """The exchanges since the try began."""

@@ -46,7 +46,7 @@ class Known:
         steps_seen: an optimizer has stepped since the first call, so its state exists.
     """
 
-    def __init__(self, forward: Callable[..., Any], roots: list[nn.Module], first_parts: int) -> None:
+    def __init__(self, forward: Callable[..., Any], trains: bool, roots: list[nn.Module], first_parts: int) -> None:
         # held so that its id, under which this is found, stays its own
         self.code = code_of(forward)
         self.name = getattr(forward, "__qualname__", type(forward).__name__)
@@ -57,7 +57,7 @@ class Known:
         self.explores = False
         self.verdict: Verdict | None = None
         self.sizing = Sizing(first_parts)
-        self.ranks = ranks_of(forward, roots)
+        self.ranks = ranks_of(forward, roots, trains)
         self.state = KeptState(self.modules())
         self.generators = generators_in(forward, self.modules())
         self.keeps_cpu_generator = False
@@ -282,7 +282,7 @@ class KnownForwards:
             self._known = dict(list(self._known.items())[-_MOST_KNOWN:])
             reachable = reachable_modules(forward, (batch.args, batch.kwargs))
             roots = list(dict.fromkeys([*reachable, *prepared]))
-            known = self._known[key] = Known(forward, roots, self._first_parts)
+            known = self._known[key] = Known(forward, trains, roots, self._first_parts)
         known.notice_numbers(numbers)
         return known
 

@@ -1,7 +1,8 @@
 """DistributedDataParallel models around one call: silent while it runs, and averaged once when it is over."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ _waiting: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictiona
 class Replica:
     """One DistributedDataParallel model during one call of a forward.
 
-    It exchanges nothing by itself from `enter` to `leave`, so a process may cut its batch as it likes, run a forward
-    to check it, and start again after an out-of-memory error, without another one waiting for it. What
+    While it trains, it exchanges nothing by itself from `enter` to `leave`, so a process may cut its batch as it likes,
+    run a forward to check it, and start again after an out-of-memory error, without another one waiting for it. What
     DistributedDataParallel does otherwise is done once: buffers come from the first process before the call, gradients
     are averaged after it.
 
@@ -34,6 +35,7 @@ class Replica:
         refuse_what_is_not_honoured(model)
         self._model = model
         self._needs_buffers = model.require_forward_param_sync
+        self._taken_over: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.exchanges = model.require_backward_grad_sync
 
     @property
@@ -46,6 +48,38 @@ class Replica:
         if self._needs_buffers and self._model.broadcast_buffers:
             _broadcast(_buffers(self._model), self.group)
         self._speak(False, False)
+
+    def enter_evaluation(self, around_buffers: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let the model take over the buffers of the first process by itself, in its first forward, if it has one.
+
+        Without gradients it does so once, however many pieces there are. A process that evaluates alone, what is
+        inside of the wrapper for example, waits for nobody.
+
+        Args:
+            around_buffers: makes the context that it does so in.
+        """
+        take_over: Callable[[], None] = self._model._sync_buffers
+
+        def noted() -> None:
+            with around_buffers():
+                take_over()
+            # as at the end of a forward without gradients, which this one may not reach
+            self._model.require_forward_param_sync = False
+            self._taken_over = [(buffer, buffer.clone()) for buffer in _buffers(self._model)]
+
+        self._model._sync_buffers = noted
+        self._model.require_backward_grad_sync = False
+
+    def begin_try(self) -> None:
+        """Have the buffers that were taken over in a try which failed, and was put back."""
+        for buffer, taken_over in self._taken_over:
+            buffer.data.copy_(taken_over)
+
+    def leave_evaluation(self) -> None:
+        """Give the model its voice back."""
+        del self._model._sync_buffers
+        self._taken_over = []
+        self._model.require_backward_grad_sync = self.exchanges
 
     def leave(self, synchronised: bool) -> None:
         """Give the model its voice back.

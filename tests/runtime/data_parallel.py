@@ -336,9 +336,6 @@ def no_sync(rank):
 def buffers(rank):
     """Running statistics are those of the first process at each forward, as DDP has it; bitwise while whole."""
 
-    def normed():
-        return Net(norm=True)
-
     reference, model = made(normed), made(normed)
     ours(model, batches(3))
     plain(reference, batches(3))
@@ -357,9 +354,6 @@ def buffers(rank):
 def buffers_in_windows(rank):
     """Inside of a window each process goes on with its own statistics, as inside of `no_sync`."""
 
-    def normed():
-        return Net(norm=True)
-
     reference, model, memory, data = made(normed), made(normed), memory_of(), list(batches(4))
     optimizer = sgd(reference)
     for index, (x, y) in enumerate(data):
@@ -375,6 +369,51 @@ def buffers_in_windows(rank):
             memory.step(optimizer)
     mean = model.module.norm.running_mean
     return {"error": error(model, reference), "apart": float((gathered(mean)[0] - gathered(mean)[1]).abs().max())}
+
+
+def normed():
+    return Net(norm=True)
+
+
+def evaluated_by_one(rank):
+    """The first process alone evaluates what is inside of the wrapper, between two steps that all make."""
+    reference, model, memory, (x, _) = made(normed), made(normed), memory_of(), next(batches(1))
+    errors = []
+    for _ in range(2):
+        ours(model, batches(2), memory)
+        plain(reference, batches(2))
+        for module in (model, reference):
+            module.eval()
+        if rank == 0:
+            with torch.no_grad():
+                expected = reference.module(x)
+            errors.append(float((memory.evaluate(lambda x: model.module(x), x) - expected).abs().max()))
+        for module in (model, reference):
+            module.train()
+    return {"error": max([error(model, reference), *errors]), "spread": spread(model)}
+
+
+def evaluated_in_pieces(rank):
+    """Buffers differ between the processes when the evaluation begins, in which one runs out of memory."""
+    reference, model, memory = made(normed), made(normed), memory_of()
+    ours(model, batches(2), memory)
+    plain(reference, batches(2))
+    apart = float((gathered(model.module.norm.running_mean)[0] - model.module.norm.running_mean).abs().max())
+    errors = []
+    for x, _ in batches(3):
+        for module in (model, reference):
+            module.eval()
+        with torch.no_grad():
+            expected = reference(x)
+        Trouble.where, Trouble.limit = "forward", 5 if rank else 10**9
+        errors.append(float((memory.evaluate(lambda x: model(x), x) - expected).abs().max()))
+        Trouble.where = None
+        for module in (model, reference):
+            module.train()
+        ours(model, batches(1), memory)
+        plain(reference, batches(1))
+    largest = memory.report().forwards[-1].largest
+    return {"error": max([error(model, reference), *errors]), "apart": apart, "largest": largest}
 
 
 def several_models(rank):
@@ -615,6 +654,8 @@ CASES = {
     "no_sync": no_sync,
     "buffers": buffers,
     "buffers in windows": buffers_in_windows,
+    "evaluated by one": evaluated_by_one,
+    "evaluated in pieces": evaluated_in_pieces,
     "several models": several_models,
     "preparing": preparing,
     "clipping": clipping,

@@ -115,6 +115,18 @@ def test_buffers_are_those_of_the_first_process(found):
         assert result["error"] == result["evaluation"] == result["apart"] == 0.0
 
 
+def test_a_process_may_evaluate_the_inside_of_the_wrapper_alone(found):
+    """As scripts do that validate on the first process; it waited for the others' buffers once."""
+    assert worst(found["evaluated by one"]) == 0.0
+    assert max(result["spread"] for result in found["evaluated by one"]) == 0.0
+
+
+def test_an_evaluation_in_pieces_on_one_process_has_the_buffers_of_the_first(found):
+    assert worst(found["evaluated in pieces"]) < 1e-12
+    assert found["evaluated in pieces"][1]["apart"] > 1e-3
+    assert [result["largest"] for result in found["evaluated in pieces"]] == [None, 3]
+
+
 def test_buffers_inside_of_a_window_are_those_of_each_process(found):
     assert worst(found["buffers in windows"]) < 1e-12
     assert found["buffers in windows"][0]["apart"] > 1e-3
