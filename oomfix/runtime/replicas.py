@@ -67,7 +67,7 @@ class Replica:
             self._model.require_forward_param_sync = False
             self._taken_over = [(buffer, buffer.clone()) for buffer in _buffers(self._model)]
 
-        self._model._sync_buffers = noted
+        self._model._sync_buffers = noted  # type: ignore[method-assign]
         self._model.require_backward_grad_sync = False
 
     def begin_try(self) -> None:
