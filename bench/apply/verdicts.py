@@ -12,6 +12,7 @@ reports none of the fixed findings again.
 
 import csv
 import datetime
+import os
 import re
 import sys
 import time
@@ -79,8 +80,9 @@ def main(folders: Sequence[str]) -> None:
 
 def _scripts(folders: Sequence[str]) -> Iterator[tuple[Path, Path]]:
     for folder in folders:
-        for path in sorted(Path(folder).rglob("*.py")):
-            yield Path(folder), path
+        # `rglob` does not go into the linked folders of a collection
+        found = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
+        yield from ((Path(folder), path) for path in sorted(found) if path.suffix == ".py")
 
 
 def _known() -> dict[tuple[str, ...], str]:

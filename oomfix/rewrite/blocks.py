@@ -109,6 +109,11 @@ class Blocks:
         branches = {id(parent): side for parent, side in self._branches(one)}
         return any(id(parent) in branches and branches[id(parent)] != side for parent, side in self._branches(other))
 
+    def is_elif(self, condition: ast.If) -> bool:
+        """Whether an `if` is the `elif` of another one."""
+        parent = self._parents[condition]
+        return isinstance(parent, ast.If) and parent.orelse == [condition] and parent.col_offset == condition.col_offset
+
     def are_apart_in(self, condition: ast.If, one: ast.AST, other: ast.AST) -> bool:
         """Whether two nodes are in different branches of this `if`."""
         sides = [side for node in (one, other) for parent, side in self._branches(node) if parent is condition]

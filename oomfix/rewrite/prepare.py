@@ -100,12 +100,16 @@ def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[
     first = statements[0]
     others = [other for other in statements if blocks.exclude_each_other(first, other)]
     ahead = first
+    apart = False
     for condition in blocks.conditions_of(first):
-        apart = [other for other in others if condition in blocks.conditions_of(other)]
-        if apart and place.path.split(".")[0] in names_bound(condition):
+        together = [other for other in others if condition in blocks.conditions_of(other)]
+        apart |= any(blocks.are_apart_in(condition, first, other) for other in together)
+        if blocks.is_elif(condition):
+            continue  # nothing stands between it and the `if` that it belongs to
+        if together and place.path.split(".")[0] in names_bound(condition):
             return list(dict.fromkeys([first, *others]))
-        if any(blocks.are_apart_in(condition, first, other) for other in apart):
-            ahead = condition
+        if apart:
+            ahead, apart = condition, False
     return [ahead]
 
 

@@ -67,6 +67,19 @@ def test_a_function_that_makes_the_optimizer_is_enough():
     assert prepared(text) == [("memory.prepare(net)", "optimizer = make(args, net)")]
 
 
+def test_a_model_is_prepared_ahead_of_an_if_whose_elifs_choose_the_optimizer():
+    text = """
+net = Net().cuda()
+if given:
+    opt = load(path)
+elif adam:
+    opt = torch.optim.Adam(net.parameters())
+elif nesterov:
+    opt = torch.optim.SGD(net.parameters(), nesterov=True)
+"""
+    assert prepared(LOOP + text + "train(net, loader, opt)\n") == [("memory.prepare(net)", "if given:")]
+
+
 def test_branches_that_choose_an_optimizer_are_preceded():
     text = (
         LOOP
