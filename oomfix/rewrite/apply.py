@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
-from oomfix.rewrite.local import Fixed, fix_locally
+from oomfix.rewrite.local import Fixed, findings_of, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.loops import Form
 from oomfix.rewrite.module import Overrides
@@ -21,7 +22,11 @@ from oomfix.source import Source, parse
 _MENDED = {
     "OOM301": "the loss is divided by the size of its window",
     "OOM302": "the last window of an epoch is stepped",
+    "OOM303": "gradients are unscaled before they are clipped",
+    "OOM304": "losses in fp16 are scaled",
 }
+_BY_THE_MANAGER = ("OOM303", "OOM304")
+"""What a loop does no longer wrongly once the manager scales its losses and makes its steps."""
 
 
 class Options(NamedTuple):
@@ -96,12 +101,33 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
         current, loops, ended = rewrite_loops(Script.read(source, options.target_torch), options)
+        ended += _mended_by_the_manager(source, current, rules, options)
     last = fix_locally(current, rules, options.wants_finding, options.target_torch)
     text = last.text
     if any(loop.rewrite != "none" for loop in loops):
         script = Script.read(_changed(current, text), options.target_torch)
         text = apply_edits(text, evaluation_call_edits(script))
     return Applied(text, loops, ended + last.fixed)
+
+
+def _mended_by_the_manager(before: Source, after: Source, rules: Sequence[Rule], options: Options) -> tuple[Fixed, ...]:
+    """What the audit found in a script and no longer finds once its loops are rewritten."""
+    asked = [rule for rule in rules if rule.code in _BY_THE_MANAGER and options.wants(rule.code)]
+    found = [] if after is before else findings_of(before, asked, options.target_torch)
+    if not found:
+        return ()
+    left = Counter(_words(after, finding) for finding in findings_of(after, asked, options.target_torch))
+    fixed = []
+    for finding in found:
+        if left[_words(before, finding)]:
+            left[_words(before, finding)] -= 1
+        else:
+            fixed.append(Fixed(finding.code, finding.line, _MENDED[finding.code]))
+    return tuple(fixed)
+
+
+def _words(source: Source, finding: Finding) -> tuple[str, str]:
+    return finding.code, source.lines[finding.line - 1].strip()
 
 
 def _changed(source: Source, text: str) -> Source:

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import ast
 import itertools
-import re
 from collections.abc import Iterable, Iterator
 
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.nodes import walk
-
-_JOINED = re.compile(r"^line (\d+) holds more than one statement$|; line (\d+) holds more than one statement$")
-
-
-def joined_line(reason: str | None) -> int | None:
-    """The line that stands in the way, where a reason is that it holds more than one statement."""
-    found = _JOINED.search(reason or "")
-    return int(found[1] or found[2]) if found is not None else None
 
 
 def separate(reading: Reading, lines: Iterable[int]) -> list[Edit]:

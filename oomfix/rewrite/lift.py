@@ -12,6 +12,18 @@ class CannotLift(Exception):
     """The slice has to stay where it is; the message is a clause that completes "in place, because ..."."""
 
 
+class JoinedStatements(CannotLift):
+    """A line holds more than one statement, so that one of them cannot be moved by its text.
+
+    Attributes:
+        line: that line.
+    """
+
+    def __init__(self, line: int) -> None:
+        super().__init__(f"line {line} holds more than one statement")
+        self.line = line
+
+
 class OutsideOfBlock(CannotLift):
     """Nothing in the block of the backward computes the loss."""
 

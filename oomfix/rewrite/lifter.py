@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from oomfix.rewrite.effects import Helpers, changed_paths, function_called, last_name, overlap
-from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
+from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import (
     FunctionNode,
@@ -56,8 +56,9 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
             edits += lifter.edits(of_loop)
         except CannotLift as reason:
             verdict.reason = _among_several(str(reason), [call.lineno for call in of_loop])
+            verdict.joined_line = reason.line if isinstance(reason, JoinedStatements) else None
         else:
-            verdict.form, verdict.reason = "micro-batched", None
+            verdict.form, verdict.reason, verdict.joined_line = "micro-batched", None, None
             verdict.state = lifter.state
     return edits
 

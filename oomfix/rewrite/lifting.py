@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.layout import Layout, Lines
-from oomfix.rewrite.lift import CannotLift, Lift
+from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.nodes import walk
 
@@ -84,7 +84,7 @@ class Lifting:
         start, stop = self._layout.span(chunk)
         statement = lift.site.statement
         if self._layout.own_lines(statement) is None:
-            raise CannotLift(f"line {statement.lineno} holds more than one statement")
+            raise JoinedStatements(statement.lineno)
         inner = self._layout.margin(statement)
         call = newline.join(self._call(lift, "forward_backward", inner))
         edits = [Edit(text.start, start, newline.join([*definition, "", ""]))]
@@ -115,7 +115,7 @@ class Lifting:
         first = self._layout.chunk(lift.reading[0], branch.body, branch.lineno)
         backward = self._layout.own_lines(lift.site.statement)
         if first is None or backward is None or lift.reading[0].lineno == branch.lineno:
-            raise CannotLift(f"line {lift.reading[0].lineno} holds more than one statement")
+            raise JoinedStatements(lift.reading[0].lineno)
         here = self._layout.span(first)[0]
         yield Edit(here, here, call + self._layout.newline)
         start, end = self._layout.span(backward)
@@ -126,7 +126,7 @@ class Lifting:
         for statement in lift.copied:
             own = self._layout.chunk(statement, [statement], statement.lineno)
             if own is None:
-                raise CannotLift(f"line {statement.lineno} holds more than one statement")
+                raise JoinedStatements(statement.lineno)
             body += self._layout.moved(own, text.margin, text.inner)
         for statement in lift.lifted:
             body += text.moved(statement, text.inner)
@@ -186,7 +186,7 @@ class _Text:
         for statement in site.block[first : end + 1]:
             lines = layout.chunk(statement, site.block, site.header)
             if lines is None:
-                raise CannotLift(f"line {statement.lineno} holds more than one statement")
+                raise JoinedStatements(statement.lineno)
             self._chunks[id(statement)] = lines
         top = self._chunks[id(site.block[first])]
         self.margin = layout.margin(site.end)

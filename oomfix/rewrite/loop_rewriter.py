@@ -8,7 +8,7 @@ from collections.abc import Callable
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines
 from oomfix.rewrite.inplace import InPlace
-from oomfix.rewrite.joined_lines import joined_line, separate
+from oomfix.rewrite.joined_lines import separate
 from oomfix.rewrite.kept_losses import name_losses
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
@@ -179,7 +179,7 @@ class LoopRewriter:
         before = [(verdict.form, verdict.reason) for verdict in self.verdicts]
         apart = stages.copy()
         for _ in range(_MOST_JOINED_LINES):
-            lines = [line for verdict in self.verdicts if (line := joined_line(verdict.reason)) is not None]
+            lines = [line for verdict in self.verdicts if (line := verdict.joined_line) is not None]
             edits = separate(reading, lines)
             named = [] if edits else self._names_of_losses(reading)
             if not (edits or named):
@@ -187,7 +187,7 @@ class LoopRewriter:
             apart.edit(edits or named)
             reading = Reading(Script.read(apart.source, self._target))
             lifted = lift_backwards(reading, order, self._manager)
-            if not any(joined_line(verdict.reason) for verdict in self.verdicts):
+            if all(verdict.joined_line is None for verdict in self.verdicts):
                 stays = any(verdict.form == "in-place" and verdict.liftable for verdict in self.verdicts)
                 if [verdict.form for verdict in self.verdicts] == [form for form, _ in before] or (named and stays):
                     break

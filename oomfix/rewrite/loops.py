@@ -49,6 +49,7 @@ class Verdict:
         scaled: whether the script scales its loss.
         state: what a lifted slice leaves behind in objects, None where nothing is seen.
         notes: what else the summary has to say.
+        joined_line: the line that holds more than one statement, where that is the reason.
     """
 
     loop: TrainingLoop
@@ -61,6 +62,7 @@ class Verdict:
     sees_scale: str | None = None
     state: str | None = None
     notes: list[str] = field(default_factory=list)
+    joined_line: int | None = None
 
     @property
     def scaled(self) -> bool:

@@ -6,6 +6,7 @@ import ast
 import builtins
 
 from oomfix.rewrite.layout import Layout, Lines
+from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
@@ -151,19 +152,26 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
 
 
 def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:
-    """Take out local variables that hold the manager's scaler and that nothing reads any more.
+    """Take out variables that hold the manager's scaler and that nothing reads any more.
 
-    One with a comment stays: it says something of the script's author.
+    One with a comment stays: it says something of the script's author. One of a module stays where another file may
+    read it: nobody imports what trains at once.
     """
     edits: list[Edit] = []
     held = f"{manager}.scaler"
-    functions = (node for node in walk(after) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    for function in functions if f"= {held}" in layout.source.text else ():
-        nodes = list(walk(function))
+    if f"= {held}" not in layout.source.text:
+        return []
+    scopes: list[Scope] = [node for node in walk(after) if isinstance(node, FunctionNode)]
+    calls = (node for node in nodes_of_scope_body(after) if isinstance(node, ast.Call))
+    if any(path_of(call.func) == f"{manager}.step" for call in calls):
+        scopes.append(after)
+    for scope in scopes:
+        nodes = list(walk(scope))
         read = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
         outside = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        blocks = [scope.body, *(node.body for node in scope.body if isinstance(node, ast.If))]
         # not the first, which a block may not do without
-        for statement in function.body[1:]:
+        for statement in (statement for block in blocks for statement in block[1:]):
             target = statement.targets[0] if isinstance(statement, ast.Assign) else None
             if not isinstance(target, ast.Name) or target.id in read | outside or "locals" in read:
                 continue

@@ -1,0 +1,72 @@
+"""What the manager does right and the script did wrong is named as a fix, once, and only where it is gone."""
+
+import textwrap
+
+import pytest
+
+from oomfix.rewrite.apply import Options, apply_to
+from oomfix.rewrite.local import findings_of
+from oomfix.rules import all_rules
+from oomfix.source import Source
+
+CLIPS_SCALED = """
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad(set_to_none=True)
+    with torch.autocast("cuda"):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+UNSCALED_FP16 = """
+import torch
+for x, y in loader:
+    optimizer.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def source_of(text: str) -> Source:
+    return Source.from_bytes("train.py", textwrap.dedent(text).encode())
+
+
+@pytest.mark.parametrize(("text", "code", "line"), [(CLIPS_SCALED, "OOM303", 9), (UNSCALED_FP16, "OOM304", 6)])
+def test_what_the_manager_mends_is_named_with_its_line_and_no_longer_found(text, code, line):
+    source = source_of(text)
+    applied = apply_to(source, all_rules(), Options("16gb"))
+    assert [(fix.code, fix.line) for fix in applied.fixed] == [(code, line)]
+    assert code not in {finding.code for finding in findings_of(source_of(applied.text), all_rules())}
+
+
+def test_what_is_not_to_be_fixed_is_not_named():
+    applied = apply_to(source_of(CLIPS_SCALED), all_rules(), Options("16gb", ignore=("OOM303",)))
+    assert applied.fixed == ()
+
+
+def test_a_clip_that_still_sees_scaled_gradients_is_not_called_mended():
+    other = CLIPS_SCALED.replace("import torch", "").replace(
+        "scaler.step(optimizer)", "scaler.step(optimizer, closure)"
+    )
+    source = source_of(CLIPS_SCALED + "def train(scaler):\n" + textwrap.indent(other, "    "))
+    applied = apply_to(source, all_rules(), Options("16gb"))
+    left = [f for f in findings_of(source_of(applied.text), all_rules()) if f.code == "OOM303"]
+    assert len(left) == 2
+    assert "OOM303" not in {fix.code for fix in applied.fixed}
+
+
+def test_a_scaler_that_nothing_reads_any_more_goes_where_the_module_itself_trains():
+    applied = apply_to(source_of(CLIPS_SCALED), all_rules(), Options("16gb"))
+    assert "scaler" not in applied.text
+
+
+def test_a_scaler_of_a_module_that_others_may_import_stays():
+    head, _, loop = CLIPS_SCALED.partition("for x")
+    text = head + "def train(loader):\n" + textwrap.indent("for x" + loop, "    ")
+    applied = apply_to(source_of(text), all_rules(), Options("16gb"))
+    assert "scaler = memory.scaler" in applied.text
