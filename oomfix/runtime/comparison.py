@@ -198,8 +198,10 @@ class _Comparison:
         count = len(self._rows)
         cut = first_part(count)
         whole = self._run(0, count, self._how.light)
+        if not self._how.light or self._how.graph:
+            # one that is to be confirmed, known to draw nothing, is asked in the end
+            self._note_draws(found, generators)
         # operations that the functions called show all of, and that draw nothing, need not be watched in the parts
-        self._note_draws(found, generators)
         light = whole.functions_tell and not found.drew
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
         found.nll_losses = len(whole.nll_weights)

@@ -101,7 +101,8 @@ class Iteration:
 
     def _own_generators(self) -> list[Any]:
         arguments = (*self.batch.args, *self.batch.kwargs.values())
-        return [*self.known.generators, *filter(is_generator, arguments)]
+        given = [value for value in arguments if type(value) is not torch.Tensor and is_generator(value)]
+        return [*self.known.generators, *given]
 
     def device_type(self) -> str:
         """Where it runs."""

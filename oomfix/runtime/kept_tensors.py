@@ -10,15 +10,15 @@ class KeptTensors:
     """The versions of some tensors, and in host memory the contents of those that are small enough.
 
     Args:
-        tensors: any; those without contents of their own are left out.
+        tensors: any; those made in inference mode, which have no version, and empty ones are left out.
         largest: bytes of the largest tensor whose contents are kept.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], largest: int) -> None:
         self._tensors = [
-            (tensor, tensor._version, _contents(tensor) if largest and tensor.nbytes <= largest else None)
+            (tensor, tensor._version, _contents(tensor, largest) if largest else None)
             for tensor in tensors
-            if not tensor.is_inference() and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel()
+            if not tensor.is_inference() and tensor.numel()
         ]
 
     def written(self) -> bool:
@@ -39,7 +39,10 @@ class KeptTensors:
         return whole
 
 
-def _contents(tensor: torch.Tensor) -> bytearray:
+def _contents(tensor: torch.Tensor, largest: int) -> bytearray | None:
+    """What `tensor` holds; None where that is more than `largest` bytes, or not in one piece."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > largest:
+        return None
     # no tensor: what is short is the device's memory, and a tensor on the CPU is what a simulated card counts
     bytes_ = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return bytearray(ctypes.string_at(bytes_.data_ptr(), bytes_.numel()))

@@ -157,6 +157,8 @@ def names_used(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> set
 def _function_of(forward: Any) -> types.FunctionType | None:
     if type(forward) is types.FunctionType and not forward.__dict__:
         return forward
+    if isinstance(forward, nn.Module):
+        return _function_of(type(forward).forward)
     seen: set[int] = set()
     while id(forward) not in seen:
         seen.add(id(forward))
@@ -174,7 +176,7 @@ def _function_of(forward: Any) -> types.FunctionType | None:
         elif hasattr(forward, "__wrapped__"):
             forward = forward.__wrapped__
         elif isinstance(forward, nn.Module):
-            forward = type(forward).forward
+            return _function_of(forward)
         else:
             call = type(forward).__dict__.get("__call__")
             return call if isinstance(call, types.FunctionType) else None

@@ -1,6 +1,7 @@
 """Which rows of a batch a check looks at: few, and unlike each other."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -19,19 +20,30 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
     """
     size = batch.size
     spread = [index * (size - 1) // max(count - 1, 1) for index in range(count)] if count < size else list(range(size))
-    # few rows show what one tensor tells apart: labels to ignore rather than tokens
-    tensors = sorted(batch.tensors(), key=_has_labels_to_ignore, reverse=True)
-    counted = [counts for tensor in tensors if len(counts := _entries(tensor, size, count))]
-    counted += [sums for tensor in batch.tensors() if len(sums := _sums(tensor, size))]
-    counted += [torch.tensor(numbers) for numbers in batch.numbers_per_sample()]
-    telling = [counts for counts in counted if bool((counts != counts[0]).any())]
+    telling = [numbers for numbers in _numbers_of_rows(batch, count) if any(n != numbers[0] for n in numbers)]
     if count < size:
-        unlike = list(dict.fromkeys(row for counts in telling for row in (int(counts.argmin()), int(counts.argmax()))))
+        unlike = list(dict.fromkeys(row for numbers in telling for row in _extremes(numbers)))
         spread = list(dict.fromkeys([*unlike[: max(count - 2, 2)], *spread]))[:count]
     cut = first_part(count)
-    orders = [order for counts in telling for order in _orders(spread, counts, count - cut)] or [spread]
+    orders = [order for numbers in telling for order in _orders(spread, numbers, count - cut)] or [spread]
     named = [[order[index % len(order)] for index in range(count)] for order in orders]
-    return max(named, key=lambda rows: sum(_differ(counts, rows[:cut], rows[cut:]) for counts in telling))
+    return max(named, key=lambda rows: sum(_differ(numbers, rows[:cut], rows[cut:]) for numbers in telling))
+
+
+def _numbers_of_rows(batch: Batch, count: int) -> Iterator[list[Any]]:
+    """For each tensor and list of samples that may tell rows apart, a number for each row."""
+    # few rows show what one tensor tells apart: labels to ignore rather than tokens
+    marked = [(tensor, _has_labels_to_ignore(tensor)) for tensor in batch.tensors()]
+    for tensor, has_ignored in sorted(marked, key=lambda pair: pair[1], reverse=True):
+        yield _entries(tensor, batch.size, count, has_ignored)
+    for tensor, _ in marked:
+        yield _sums(tensor, batch.size)
+    yield from batch.numbers_per_sample()
+
+
+def _extremes(numbers: list[Any]) -> tuple[int, int]:
+    """The rows with the smallest and the largest number."""
+    return numbers.index(min(numbers)), numbers.index(max(numbers))
 
 
 def first_part(count: int) -> int:
@@ -39,10 +51,9 @@ def first_part(count: int) -> int:
     return min(count // 2 + 1, count - 1)
 
 
-def _orders(rows: list[int], counts: torch.Tensor, second: int) -> Iterator[list[int]]:
+def _orders(rows: list[int], numbers: list[Any], second: int) -> Iterator[list[int]]:
     """Orders of `rows` that put other numbers of what is counted into two parts, the second of `second` rows."""
-    entries = dict(zip(rows, counts[rows].tolist(), strict=True))
-    fullest_first = sorted(entries, key=lambda row: -entries[row])
+    fullest_first = sorted(rows, key=lambda row: -numbers[row])
     # one of the fullest rows goes with the emptiest ones, for a loss of no targets is no number
     yield [fullest_first[0], *fullest_first[1 + second :], *fullest_first[1 : 1 + second]]
     # that may make the parts alike: 3 and 1 against 2
@@ -50,9 +61,9 @@ def _orders(rows: list[int], counts: torch.Tensor, second: int) -> Iterator[list
     yield fullest_first
 
 
-def _differ(counts: torch.Tensor, first: list[int], second: list[int]) -> bool:
+def _differ(numbers: list[Any], first: list[int], second: list[int]) -> bool:
     """Whether the rows of two parts hold different numbers on average."""
-    return bool(counts[first].double().mean() != counts[second].double().mean())
+    return sum(numbers[row] for row in first) / len(first) != sum(numbers[row] for row in second) / len(second)
 
 
 def gaps_for_masks(batch: Batch, rows: list[int]) -> list[int | None]:
@@ -79,18 +90,20 @@ def make_gaps(copies: Iterable[torch.Tensor], gaps: Iterable[int | None]) -> Non
             row[: max(row.numel() // 2, 1)] = gap
 
 
-def _entries(tensor: torch.Tensor, size: int, rows: int) -> torch.Tensor:
-    """For each row, how many entries are neither 0 nor a label that means "none"; empty for plain inputs.
+def _entries(tensor: torch.Tensor, size: int, rows: int, has_ignored: bool) -> list[Any]:
+    """For each row, how many entries are neither 0 nor a label that means "none"; none for plain inputs.
 
     Args:
         rows: looked at together, so that no more memory is needed than for a few rows.
+        has_ignored: some labels mean "none".
     """
     if not _tells(tensor, size, rows):
-        return torch.empty(0)
+        return []
     # class 0 is a label like any other where negative ones stand for those to ignore
-    least = 0 if _has_labels_to_ignore(tensor) else 1
-    counts = [(chunk >= least).reshape(len(chunk), -1).sum(1) for chunk in _chunks(tensor, rows)]
-    return torch.cat(counts)
+    least = 0 if has_ignored else 1
+    return [
+        number for chunk in _chunks(tensor, rows) for number in (chunk >= least).reshape(len(chunk), -1).sum(1).tolist()
+    ]
 
 
 def _has_labels_to_ignore(tensor: torch.Tensor) -> bool:
@@ -99,16 +112,17 @@ def _has_labels_to_ignore(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and tensor.dtype != torch.bool and bool(tensor.amin() < 0)
 
 
-def _sums(tensor: torch.Tensor, size: int) -> torch.Tensor:
+def _sums(tensor: torch.Tensor, size: int) -> list[Any]:
     """The sum of each row of a small tensor, NaNs apart: lengths, weights and targets may be what losses divide by."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.dim() == 0 or tensor.shape[0] != size:
-        return torch.empty(0)
+        return []
     if tensor.is_complex() or not 0 < tensor.numel() <= size * _SMALL_ROW:
-        return torch.empty(0)
+        return []
     rows = tensor.detach().reshape(size, -1)
-    if not rows.is_floating_point():
-        return rows.sum(1)
-    return rows.nansum(1) - size * rows.isnan().sum(1)
+    sums: list[Any] = (
+        rows.nansum(1) - size * rows.isnan().sum(1) if rows.is_floating_point() else rows.sum(1)
+    ).tolist()
+    return sums
 
 
 def _tells(tensor: torch.Tensor, size: int, rows: int) -> bool:

@@ -104,9 +104,11 @@ class Watch(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         self.calls += 1
         kind = _kind_of(func)
+        if kind is _Kind.OTHER:  # nearly all
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         if kind is _Kind.CROSS_ENTROPY:
             return self._cross_entropy(func, args, dict(kwargs))
         if kind is _Kind.WRITES:
