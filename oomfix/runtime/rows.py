@@ -63,7 +63,8 @@ def _orders(rows: list[int], numbers: list[Any], second: int) -> Iterator[list[i
 
 def _differ(numbers: list[Any], first: list[int], second: list[int]) -> bool:
     """Whether the rows of two parts hold different numbers on average."""
-    return sum(numbers[row] for row in first) / len(first) != sum(numbers[row] for row in second) / len(second)
+    one, other = (sum(numbers[row] for row in rows) / len(rows) for rows in (first, second))
+    return bool(one != other)
 
 
 def gaps_for_masks(batch: Batch, rows: list[int]) -> list[int | None]:
