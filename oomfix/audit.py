@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from oomfix.parsing import ForeignLanguage, Unreadable, decode
 from oomfix.prefilter import Prefilter
 from oomfix.results import FileReport, Located, Silencer, locate
 from oomfix.rules.base import TRAINS, Finding, Rule, holds
-from oomfix.source import ForeignLanguage, Source, Unreadable, decode
+from oomfix.source import Source
 from oomfix.spelling import did_you_mean
 from oomfix.suppressions import Comment, Statements, UnusedSuppression, comments
 

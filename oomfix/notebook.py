@@ -7,7 +7,7 @@ import re
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-from oomfix.source import ForeignLanguage, Unreadable, parse, split_lines
+from oomfix.parsing import ForeignLanguage, Unreadable, parse, split_lines
 
 # Cell magics whose cell is still Python run by this kernel; every other one hands its cell to something else.
 _PYTHON_CELL_MAGICS = frozenset({"time", "timeit", "capture", "prun", "memit", "mprun", "lprun", "debug"})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from oomfix.parsing import split_lines
 from oomfix.rewrite.edits import apply_edits
 from oomfix.rules.base import Edit, Finding
-from oomfix.source import Source, split_lines
+from oomfix.source import Source
 
 CONTEXT_LINES = 2
 """How many lines a report shows above and below the line of a finding."""

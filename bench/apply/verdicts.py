@@ -21,10 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from oomfix.parsing import Unreadable, parse
 from oomfix.rewrite.apply import Applied, Options, apply_to
 from oomfix.rewrite.local import findings_of
 from oomfix.rules import all_rules
-from oomfix.source import Source, Unreadable, parse
+from oomfix.source import Source
 
 HERE = Path(__file__).parent
 SHEET = HERE / "verdicts.tsv"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from oomfix.presets import PRESETS, Card
+from oomfix.presets import CUDA_CONTEXT_GIB, PRESETS, Card, Preset
 
 _GIB = 2**30
 
@@ -93,3 +93,21 @@ def budget(text: str) -> int:
         context = f"{CONTEXT_BYTES / _GIB:.2f}"
         raise ValueError(f"budget: got {text!r}, expected one of {names}, or the GiB of a card (above {context})")
     return nbytes
+
+
+def card_options(preset: Preset) -> list[str]:
+    """The options of `oomfix.profile.run` for the card of a preset; none where the preset has no card."""
+    return [] if preset.card is None else ["--gpu", key_of(preset.card)]
+
+
+def budget_options(preset: Preset, margin: float = 0.0) -> list[str]:
+    """The options of `oomfix.profile.run` for the budget of a preset; none where the preset has no budget.
+
+    Args:
+        preset: the preset.
+        margin: by what share a measured peak may exceed an estimate; the budget is that much smaller.
+    """
+    if preset.budget_gib is None:
+        return []
+    # the option takes the memory of a card, part of which the CUDA context fills
+    return ["--budget", repr(preset.budget_gib / (1 + margin) + CUDA_CONTEXT_GIB)]

@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from oomfix.parsing import parse
 from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.local import Fixed, findings_of, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
-from oomfix.rewrite.loops import Form
 from oomfix.rewrite.module import Overrides
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.verdict import Form
 from oomfix.rules.base import Edit, Finding, Rule, Severity
 from oomfix.script import Script
-from oomfix.source import Source, parse
+from oomfix.source import Source
 
 _MENDED = {
     "OOM301": "the loss is divided by the size of its window",

@@ -12,9 +12,10 @@ import re
 from typing import NamedTuple
 
 from oomfix.notebook import read_notebook
+from oomfix.parsing import Unreadable, parse
 from oomfix.rewrite.notebook_json import CannotRestore
 from oomfix.script.nodes import walk
-from oomfix.source import Source, Unreadable, parse
+from oomfix.source import Source
 
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 _TIMED = re.compile(r"%time\s+(.+)")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from oomfix.config import Configuration, Flags
 from oomfix.discovery import Discovery, Found
 from oomfix.own_presets import Chosen, choose
+from oomfix.parsing import ForeignLanguage, Unreadable
 from oomfix.rewrite.apply import Applied, LoopOutcome, Options, apply_to
 from oomfix.rewrite.cells import NotebookText
 from oomfix.rewrite.edits import EditsOverlap
@@ -17,7 +18,7 @@ from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
 from oomfix.rewrite.writing import CannotWrite, write_source
 from oomfix.rules.base import Rule, holds
 from oomfix.script import Script
-from oomfix.source import ForeignLanguage, Source, Unreadable
+from oomfix.source import Source
 
 _IN_EVERY_LOOP = b"backward"
 
@@ -57,6 +58,11 @@ class FileOutcome(NamedTuple):
     def changed(self) -> bool:
         """Whether the rewritten file is another one."""
         return self.content is not None
+
+
+def contents_of(outcomes: Sequence[FileOutcome]) -> dict[str, bytes]:
+    """By real path, what rewritten files are to hold."""
+    return {os.path.realpath(found.path): found.content for found in outcomes if found.content is not None}
 
 
 class Rewriter:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from oomfix.parsing import Unreadable
 from oomfix.rewrite.apply import LoopOutcome, Options, rewrite_loops
 from oomfix.rewrite.cells import NotebookText
 from oomfix.rewrite.edits import EditsOverlap
-from oomfix.rewrite.loops import Form
 from oomfix.rewrite.notebook_json import CannotRestore
+from oomfix.rewrite.verdict import Form
 from oomfix.script import Script
-from oomfix.source import Unreadable
 
 # the form of a loop is the same for every preset, which only sets the numbers that the runtime goes by
 _ANY_PRESET = "16gb"

@@ -11,10 +11,10 @@ from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import is_zero_grad, last_name, leaves
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope
-from oomfix.rewrite.loops import Scaling, Verdict
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of

@@ -17,10 +17,10 @@ from oomfix.rewrite.liveness import (
     names_bound_by_target,
     names_read,
 )
-from oomfix.rewrite.loops import Verdict
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.slices import PREPARATION, Slicer
+from oomfix.rewrite.verdict import Verdict
 from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk

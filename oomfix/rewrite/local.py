@@ -6,10 +6,11 @@ import ast
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from oomfix.parsing import Unreadable, parse
 from oomfix.rewrite.edits import apply_edits, merge
 from oomfix.rules.base import Finding, Rule, holds
 from oomfix.script import Script
-from oomfix.source import Source, Unreadable, parse
+from oomfix.source import Source
 from oomfix.suppressions import Statements, comments
 
 _MOST_PASSES = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
+from oomfix.parsing import parse
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines
 from oomfix.rewrite.inplace import InPlace
@@ -13,7 +14,7 @@ from oomfix.rewrite.kept_losses import name_losses
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
-from oomfix.rewrite.loops import Judge, Scaling, Verdict, scaling_of
+from oomfix.rewrite.loops import Judge, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.module import (
     Names,
@@ -21,20 +22,20 @@ from oomfix.rewrite.module import (
     header_edits,
     manager_in,
     runtime_name,
-    unused_amp_imports,
-    unused_scalers,
 )
 from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.stages import stage_edits
+from oomfix.rewrite.unused import unused_amp_imports, unused_scalers
+from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.rewrite.window_shape import CannotFold
 from oomfix.rewrite.windows import WindowFolder
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
 from oomfix.script.nodes import walk
-from oomfix.source import Source, parse
+from oomfix.source import Source
 
 _MOST_JOINED_LINES = 5
 WINDOW_STAYS = "its accumulation window stays"

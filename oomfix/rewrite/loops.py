@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
+from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.hints import looks_like_optimizer
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Step
-
-Form = Literal["micro-batched", "in-place", "none"]
-Scaling = Literal["ours", "none", "script's"]
-"""Who scales losses in a file: the manager, nobody (no fp16), or the script itself, precision and all."""
 
 _ENGINE_METHODS = ("step", "zero_grad", "parameters", "state_dict", "train", "eval")
 _OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine".split())
@@ -31,47 +26,6 @@ _FRAMEWORKS = {
     "apex": "apex does the mixed precision; move it to torch.amp first",
     "oomfix": "it already trains through oomfix.runtime",
 }
-
-
-@dataclass
-class Verdict:
-    """What becomes of a loop.
-
-    Attributes:
-        loop: the loop.
-        form: the strongest form that is safe.
-        reason: why not more; None for a loop that is micro-batched.
-        backwards: the calls that run its backwards, one per place in the file.
-        liftable: those whose slice may be tried as a function.
-        steps: the calls that step its optimizers and that the manager can make.
-        kept_steps: those that stay as they are.
-        sees_scale: why its gradients must not be scaled by the manager, or None.
-        scaled: whether the script scales its loss.
-        state: what a lifted slice leaves behind in objects, None where nothing is seen.
-        notes: what else the summary has to say.
-        joined_line: the line that holds more than one statement, where that is the reason.
-    """
-
-    loop: TrainingLoop
-    form: Form = "in-place"
-    reason: str | None = None
-    backwards: list[Backward] = field(default_factory=list)
-    liftable: list[ast.Call] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    kept_steps: list[Step] = field(default_factory=list)
-    sees_scale: str | None = None
-    state: str | None = None
-    notes: list[str] = field(default_factory=list)
-    joined_line: int | None = None
-
-    @property
-    def scaled(self) -> bool:
-        """Whether the script itself scales its loss."""
-        return any(event.scaled for event in self.backwards)
-
-    def leave(self, reason: str) -> None:
-        """Leave the loop alone."""
-        self.form, self.reason = "none", reason
 
 
 class Judge:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.liveness import FunctionNode
-from oomfix.rewrite.loops import Verdict
+from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of

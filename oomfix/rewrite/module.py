@@ -1,4 +1,4 @@
-"""What a rewritten module needs around its loops: the manager at the top, tidy imports."""
+"""What a rewritten module needs around its loops: names that are free, and the manager at the top."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import ast
 import builtins
 
 from oomfix.rewrite.layout import Layout, Lines
-from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
 from oomfix.script import Script
-from oomfix.script.edits import Edit, bounds
+from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
 Overrides = dict[str, object]
-
-_AMP_MODULES = ("torch.cuda.amp", "torch.amp", "torch.cuda.amp.grad_scaler", "torch.amp.grad_scaler")
 
 
 class Names:
@@ -129,61 +126,6 @@ def _runs_of_imports(layout: Layout, last: ast.stmt) -> list[list[ast.stmt]]:
 def _imports_torch(run: list[ast.stmt]) -> bool:
     roots = {alias.name.split(".")[0] for node in run if isinstance(node, ast.Import) for alias in node.names}
     return "torch" in roots | {(node.module or "").split(".")[0] for node in run if isinstance(node, ast.ImportFrom)}
-
-
-def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) -> list[Edit]:
-    """Take out the names of `torch.cuda.amp` and `torch.amp` that were used before the rewrite and no longer are."""
-    used_before, used_now = _loaded(before), _loaded(after)
-    edits: list[Edit] = []
-    for statement in walk(after):
-        if not isinstance(statement, ast.ImportFrom) or statement.module not in _AMP_MODULES:
-            continue
-        unused = [alias for alias in statement.names if (alias.asname or alias.name) in used_before - used_now]
-        if not unused or statement not in after.body:
-            continue
-        kept = [alias for alias in statement.names if alias not in unused]
-        if kept:
-            text = ", ".join(f"{a.name} as {a.asname}" if a.asname else a.name for a in kept)
-            edits.append(Edit(*bounds(layout.source, statement), f"from {statement.module} import {text}"))
-        elif (lines := layout.own_lines(statement)) is not None:
-            start, end = layout.span(lines)
-            edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
-    return edits
-
-
-def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:
-    """Take out variables that hold the manager's scaler and that nothing reads any more.
-
-    One with a comment stays: it says something of the script's author. One of a module stays where another file may
-    read it: nobody imports what trains at once.
-    """
-    edits: list[Edit] = []
-    held = f"{manager}.scaler"
-    if f"= {held}" not in layout.source.text:
-        return []
-    scopes: list[Scope] = [node for node in walk(after) if isinstance(node, FunctionNode)]
-    calls = (node for node in nodes_of_scope_body(after) if isinstance(node, ast.Call))
-    if any(path_of(call.func) == f"{manager}.step" for call in calls):
-        scopes.append(after)
-    for scope in scopes:
-        nodes = list(walk(scope))
-        read = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
-        outside = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        blocks = [scope.body, *(node.body for node in scope.body if isinstance(node, ast.If))]
-        # not the first, which a block may not do without
-        for statement in (statement for block in blocks for statement in block[1:]):
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-            if not isinstance(target, ast.Name) or target.id in read | outside or "locals" in read:
-                continue
-            line, above = layout.source.lines[statement.lineno - 1], layout.source.lines[statement.lineno - 2]
-            if line.strip() == f"{target.id} = {held}" and not above.lstrip().startswith("#"):
-                start, end = layout.span(Lines(statement.lineno, statement.lineno))
-                edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
-    return edits
-
-
-def _loaded(tree: ast.Module) -> set[str]:
-    return {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _last_import(body: list[ast.stmt], first_use: int) -> ast.stmt | None:

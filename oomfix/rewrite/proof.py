@@ -8,10 +8,10 @@ from io import StringIO
 from typing import Any, NamedTuple
 
 from oomfix.presets import Preset
+from oomfix.profile.cards import budget_options, card_options
 from oomfix.profile.process import INDEPENDENT, run_script
 from oomfix.profile.text import size
-from oomfix.rewrite.files import FileOutcome
-from oomfix.rewrite.what_if import budget_options, card_options, contents_of
+from oomfix.rewrite.files import FileOutcome, contents_of
 
 _SIGKILL = 9  # has no name on Windows
 _KEPT = ("peak_allocated_bytes", "peak_reserved_bytes", "breakdown", "out_of_memory")

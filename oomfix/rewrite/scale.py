@@ -5,19 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Step
-
-if TYPE_CHECKING:
-    from oomfix.rewrite.loops import Verdict
 
 _CLIPPING = ("clip_grad", "clip_gradient", "clip_coef")
 _TWO_STEPS = frozenset({"first_step", "second_step", "ascent_step", "descent_step"})

@@ -15,7 +15,7 @@ import click
 from oomfix.report import printable
 from oomfix.rewrite import trial_text
 from oomfix.rewrite.files import Change, FileOutcome
-from oomfix.rewrite.loops import Form
+from oomfix.rewrite.verdict import Form
 
 if TYPE_CHECKING:
     from oomfix.rewrite.proof import Proof

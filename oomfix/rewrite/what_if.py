@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from oomfix.presets import CUDA_CONTEXT_GIB, Preset
-from oomfix.profile.cards import key_of
+from oomfix.presets import Preset
+from oomfix.profile.cards import budget_options, card_options
 from oomfix.rewrite import summary
 from oomfix.rewrite.apply import Options
-from oomfix.rewrite.files import FileOutcome, Rewriter
+from oomfix.rewrite.files import FileOutcome, Rewriter, contents_of
 from oomfix.rules import all_rules
 
 
@@ -71,26 +69,3 @@ def rewrite_for(script: str, preset: str) -> WhatIf:
     if errors := [f"{outcome.path}: {error}" for outcome in outcomes for error in outcome.errors]:
         raise CannotRewrite("\n".join(errors))
     return WhatIf(preset, chosen, outcomes[0])
-
-
-def contents_of(outcomes: Sequence[FileOutcome]) -> dict[str, bytes]:
-    """By real path, what rewritten files are to hold."""
-    return {os.path.realpath(found.path): found.content for found in outcomes if found.content is not None}
-
-
-def card_options(preset: Preset) -> list[str]:
-    """The options of `oomfix.profile.run` for the card of a preset; none where the preset has no card."""
-    return [] if preset.card is None else ["--gpu", key_of(preset.card)]
-
-
-def budget_options(preset: Preset, margin: float = 0.0) -> list[str]:
-    """The options of `oomfix.profile.run` for the budget of a preset; none where the preset has no budget.
-
-    Args:
-        preset: the preset.
-        margin: by what share a measured peak may exceed an estimate; the budget is that much smaller.
-    """
-    if preset.budget_gib is None:
-        return []
-    # the option takes the memory of a card, part of which the CUDA context fills
-    return ["--budget", repr(preset.budget_gib / (1 + margin) + CUDA_CONTEXT_GIB)]

@@ -15,15 +15,16 @@ from oomfix.rewrite.divisions import Divisions
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import names_bound, names_read
-from oomfix.rewrite.loops import Verdict
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.verdict import Verdict
 from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, remove_statement
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward
-from oomfix.script.windows import Window, is_divided
+from oomfix.script.training_loop import Window
+from oomfix.script.windows import is_divided
 
 _SUM = re.compile(
     r"reduction\s*=\s*[\"']sum[\"']|size_average\s*=\s*False|\.sum\(\)\.backward|loss\w*\s*=.*\.sum\(\)\s*$", re.M

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from oomfix.source import Source, Unreadable
+from oomfix.parsing import Unreadable
+from oomfix.source import Source
 
 BACKUP_SUFFIX = ".orig"
 

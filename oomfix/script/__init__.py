@@ -28,13 +28,14 @@ from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, zeroed_by_hand
 from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
-from oomfix.script.loops import TrainingLoop, find_training_loops
+from oomfix.script.loops import find_training_loops
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.reuse import GraphReuse
 from oomfix.script.trace import Backward, Event, Forward, Guard, Keep, Loop, ModuleAttribute, Trace
+from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import is_window_test, lost_tails
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from oomfix.script.loops import TrainingLoop
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope, walk
+from oomfix.script.training_loop import TrainingLoop
 
 _DIVIDING = (".grad.div_", ".grad.mul_", ".grad.data.div_", ".grad.data.mul_")
 

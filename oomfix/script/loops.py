@@ -1,83 +1,10 @@
-"""Training loops: which loops train, and what is known of each."""
+"""Which loops of a script train, and which of its forwards and steps belong to each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
-from oomfix.script.windows import Window, find_window, waits
-
-
-@dataclass
-class TrainingLoop:
-    """The innermost batch loop whose iterations run a backward, with its events in program order."""
-
-    node: Loop
-    forwards: list[Forward] = field(default_factory=list)
-    backwards: list[Backward] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    later_steps: list[Step] = field(default_factory=list)
-    """Steps that run when the loop has ended, in what surrounds it."""
-    framework: str | None = None
-    window: Window | None = None
-    runs: set[int] = field(default_factory=set)
-    """The runs of the loop in which a backward happens: a loop that also evaluates has others."""
-
-    @property
-    def line(self) -> int:
-        """The line of the `for` or `while` (1-based)."""
-        return self.node.lineno
-
-    @property
-    def end_line(self) -> int:
-        """The last line of the loop's body (1-based)."""
-        return self.node.end_lineno or self.node.lineno
-
-    @property
-    def autocast(self) -> str:
-        """The dtype under which its forwards run: "none", "float16", "bfloat16", "unknown" or "framework"."""
-        kinds = {
-            "unknown" if forward.site.autocast == "held" else forward.site.autocast for forward in self.forwards
-        } - {None}
-        if self.framework is not None:
-            return "framework"
-        return "none" if not kinds else (kinds.pop() or "unknown") if len(kinds) == 1 else "unknown"
-
-    @property
-    def accumulates_by_itself(self) -> bool:
-        """Whether a framework divides the loss and steps the tail; apex does the precision only."""
-        return self.framework not in (None, "apex")
-
-    @property
-    def accumulated_backwards(self) -> list[Backward]:
-        """The backwards that run on every iteration of the window."""
-        if self.window is None or self.window.decision is None:
-            return self.backwards
-        decisions = {id(self.window.decision), *(id(guard.statement) for guard in self.window.alternatives)}
-        return [
-            backward
-            for backward in self.backwards
-            if backward.node not in self.window.elsewhere and not waits(backward, self.node, decisions)
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """The loop as `oomfix audit --format json` shows it."""
-        return {
-            "line": self.line,
-            "end_line": self.end_line,
-            "forwards": _lines(self.forwards),
-            "backwards": _lines(self.backwards),
-            "steps": _lines(self.steps or self.later_steps),
-            "optimizers": sorted({step.optimizer for step in self.steps or self.later_steps}),
-            "amp": self.autocast,
-            "accumulation": None if self.window is None else self.window.size,
-            "framework": self.framework,
-        }
-
-
-def _lines(events: list[Any]) -> list[int]:
-    return sorted({event.node.lineno for event in events})
+from oomfix.script.training_loop import TrainingLoop
+from oomfix.script.windows import find_window
 
 
 def find_training_loops(trace: Trace) -> list[TrainingLoop]:

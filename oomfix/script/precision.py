@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.script.imports import Imports
-from oomfix.script.loops import TrainingLoop
 from oomfix.script.names import path_of
 from oomfix.script.trace import Forward, Trace
+from oomfix.script.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
     from oomfix.source import Source

@@ -5,36 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Event, Guard, Loop, Step
-
-if TYPE_CHECKING:
-    from oomfix.script.loops import TrainingLoop
+from oomfix.script.training_loop import TrainingLoop, Window, waits
 
 _WINDOW_NAME = re.compile(r"accum|micro|grad_?steps|iter_?size|update_(freq|every)|virtual|subdivision", re.IGNORECASE)
 _SKIPPING = (ast.Break, ast.Continue)
-
-
-@dataclass
-class Window:
-    """Gradient accumulation: a step every `size` iterations.
-
-    `test` is what the step waits for, `decision` the `if` that asks it; None when the window is an inner loop.
-    """
-
-    size: str
-    test: ast.expr
-    decision: ast.If | None
-    alternatives: tuple[Guard, ...] = ()
-    """The decisions on other branches of a flag, one for each way to step."""
-    elsewhere: frozenset[ast.Call] = frozenset()
-    """Backwards on a branch of a flag on which something else decides about the step."""
-    fires_on_last_batch: bool = False
-    """An alternative in the decision lets the step through at the end of the epoch."""
 
 
 def find_window(loop: TrainingLoop) -> Window | None:
@@ -84,11 +62,6 @@ def _excludes_all(event: Event, others: Iterable[Event], loop: TrainingLoop) -> 
         )
         for other in others
     )
-
-
-def waits(backward: Backward, loop: Loop, decisions: set[int]) -> bool:
-    """Whether a backward waits for one of these decisions (by `id`) within its loop."""
-    return any(id(guard.statement) in decisions for guard in backward.site.guards_within(loop))
 
 
 def _window_guard(step: Step, loop: TrainingLoop) -> Guard | None:

@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from oomfix.newer_fstrings import in_older_form
-from oomfix.source import Unreadable, parse
+from oomfix.parsing import Unreadable, parse
 
 NEWER = [
     ('f"{d["a"]} {x}"', "f\"{d['a']} {x}\""),

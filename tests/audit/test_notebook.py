@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from oomfix.source import Source, Unreadable
+from oomfix.parsing import Unreadable
+from oomfix.source import Source
 
 
 def read(*cells: tuple[str, str], **metadata: object) -> Source:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomfix.source import Source, Unreadable, split_lines
+from oomfix.parsing import Unreadable, split_lines
+from oomfix.source import Source
 
 NEWLINES = st.sampled_from(["\n", "\r\n", "\r"])
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc"), exclude_characters="'\\"), max_size=8)

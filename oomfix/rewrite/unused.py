@@ -1,0 +1,69 @@
+"""What a rewrite leaves without use: imported names of mixed precision, local variables that hold a scaler."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.rewrite.layout import Layout, Lines
+from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
+from oomfix.script.edits import Edit, bounds
+from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
+
+_AMP_MODULES = ("torch.cuda.amp", "torch.amp", "torch.cuda.amp.grad_scaler", "torch.amp.grad_scaler")
+
+
+def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) -> list[Edit]:
+    """Take out the names of `torch.cuda.amp` and `torch.amp` that were used before the rewrite and no longer are."""
+    used_before, used_now = _loaded(before), _loaded(after)
+    edits: list[Edit] = []
+    for statement in after.body:
+        if not isinstance(statement, ast.ImportFrom) or statement.module not in _AMP_MODULES:
+            continue
+        unused = {name for alias in statement.names if (name := alias.asname or alias.name) in used_before - used_now}
+        if len(unused) == len(statement.names):
+            if (lines := layout.own_lines(statement)) is not None:
+                start, end = layout.span(lines)
+                edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
+        elif unused:
+            # imported here: most scripts import nothing that they stop using, and libcst takes a while
+            from oomfix.rewrite.imported_names import without_names
+
+            text = layout.source.segment(statement)
+            edits.append(Edit(*bounds(layout.source, statement), without_names(text, unused)))
+    return edits
+
+
+def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:
+    """Take out variables that hold the manager's scaler and that nothing reads any more.
+
+    One with a comment stays: it says something of the script's author. One of a module stays where another file may
+    read it: nobody imports what trains at once.
+    """
+    edits: list[Edit] = []
+    held = f"{manager}.scaler"
+    if f"= {held}" not in layout.source.text:
+        return []
+    scopes: list[Scope] = [node for node in walk(after) if isinstance(node, FunctionNode)]
+    calls = (node for node in nodes_of_scope_body(after) if isinstance(node, ast.Call))
+    if any(path_of(call.func) == f"{manager}.step" for call in calls):
+        scopes.append(after)
+    for scope in scopes:
+        nodes = list(walk(scope))
+        read = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
+        outside = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        blocks = [scope.body, *(node.body for node in scope.body if isinstance(node, ast.If))]
+        # not the first, which a block may not do without
+        for statement in (statement for block in blocks for statement in block[1:]):
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+            if not isinstance(target, ast.Name) or target.id in read | outside or "locals" in read:
+                continue
+            line, above = layout.source.lines[statement.lineno - 1], layout.source.lines[statement.lineno - 2]
+            if line.strip() == f"{target.id} = {held}" and not above.lstrip().startswith("#"):
+                start, end = layout.span(Lines(statement.lineno, statement.lineno))
+                edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
+    return edits
+
+
+def _loaded(tree: ast.Module) -> set[str]:
+    return {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}

@@ -1,0 +1,55 @@
+"""What becomes of a training loop."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oomfix.script import TrainingLoop
+from oomfix.script.trace import Backward, Step
+
+Form = Literal["micro-batched", "in-place", "none"]
+Scaling = Literal["ours", "none", "script's"]
+"""Who scales losses in a file: the manager, nobody (no fp16), or the script itself, precision and all."""
+
+
+@dataclass
+class Verdict:
+    """What becomes of a loop.
+
+    Attributes:
+        loop: the loop.
+        form: the strongest form that is safe.
+        reason: why not more; None for a loop that is micro-batched.
+        backwards: the calls that run its backwards, one per place in the file.
+        liftable: those whose slice may be tried as a function.
+        steps: the calls that step its optimizers and that the manager can make.
+        kept_steps: those that stay as they are.
+        sees_scale: why its gradients must not be scaled by the manager, or None.
+        scaled: whether the script scales its loss.
+        state: what a lifted slice leaves behind in objects, None where nothing is seen.
+        notes: what else the summary has to say.
+        joined_line: the line that holds more than one statement, where that is the reason.
+    """
+
+    loop: TrainingLoop
+    form: Form = "in-place"
+    reason: str | None = None
+    backwards: list[Backward] = field(default_factory=list)
+    liftable: list[ast.Call] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    kept_steps: list[Step] = field(default_factory=list)
+    sees_scale: str | None = None
+    state: str | None = None
+    notes: list[str] = field(default_factory=list)
+    joined_line: int | None = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the script itself scales its loss."""
+        return any(event.scaled for event in self.backwards)
+
+    def leave(self, reason: str) -> None:
+        """Leave the loop alone."""
+        self.form, self.reason = "none", reason
