@@ -57,4 +57,4 @@ def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None
     patches.set(verify, judge=judged, judge_gradients=lambda evidence: Verdict(None, undecided=True))
     patches.set(checkpointing, _close=lambda a, b: (a is None) == (b is None))
     patches.set(rows, _tells=lambda *_: False, _sums=lambda *_: torch.empty(0))
-    patches.set(kept_tensors, _contents=lambda tensor: None)
+    patches.set(kept_tensors, _contents=lambda *_: None)
