@@ -206,6 +206,13 @@ def test_one_process_trains_bitwise_as_without_a_process_group(group_of_one, mon
     assert all(map(torch.equal, train(DistributedDataParallel), alone))
 
 
+def test_join_is_refused_by_name(group_of_one):
+    """Its shadow collectives are those of DDP's own backward, so that the other processes would wait for ever."""
+    memory, model = runtime.preset("16gb"), DistributedDataParallel(Net())
+    with pytest.raises(RuntimeError, match=r"join\(\), for processes with different numbers of batches"), model.join():
+        memory.forward_backward(lambda x: model(x).square().mean(), torch.randn(8, 6))
+
+
 def test_what_was_learned_does_not_keep_a_replica_alive(group_of_one):
     memory, model = runtime.preset("16gb"), DistributedDataParallel(Net())
     memory.forward_backward(lambda x, model=model: model(x).square().mean(), torch.randn(8, 6))
