@@ -60,15 +60,18 @@ class Ladder:
             self._models.checkpoint(model)
 
     def begin(self, iteration: Iteration) -> None:
-        """Let a call that trains use what its forward has taken; at its first call, what the preset has "on"."""
+        """Let a call use what its forward has taken; at its first call, what the preset has "on".
+
+        The call trains, or runs a model for a loop that stays in place: there the loss is not part of it.
+        """
         climber = self._climbers.get(iteration.known)
         if climber is None:
-            climber = self._climbers[iteration.known] = _Climber(self._preset, self._models)
+            climber = self._climbers[iteration.known] = _Climber(self._preset, self._models, iteration.trains)
             climber.take_what_is_on(iteration)
         climber.take_what_others_took(iteration)
         if climber.taken:
             climber.surround(iteration)
-        if iteration.known.calls == 1:
+        if iteration.trains and iteration.known.calls == 1:
             climber.say_what_is_on(iteration)
 
     def climb(self, iteration: Iteration) -> bool:
@@ -78,6 +81,11 @@ class Ladder:
             return False
         climber.surround(iteration)
         return True
+
+    def has_more(self, known: Known) -> bool:
+        """Whether some rung is left for a forward."""
+        climber = self._climbers.get(known)
+        return climber is not None and climber.has_more
 
     def finish(self, iteration: Iteration, parts: int, reason: str | None) -> None:
         """After a call that went well in `parts` parts, which `reason` kept from being more: say what it took."""
@@ -111,10 +119,11 @@ class _Taken:
 class _Climber:
     """One forward on the ladder: the rungs it has taken, and those that are left."""
 
-    def __init__(self, preset: Preset, models: CheckpointedModels) -> None:
+    def __init__(self, preset: Preset, models: CheckpointedModels, has_losses: bool) -> None:
         self._preset = preset
         self._models = models
-        self._left: list[Rung] = [kind(models) for kind in _RUNGS if kind.policy(preset) != "off"]
+        kinds = [kind for kind in _RUNGS if has_losses or kind is not ChunkedLoss]
+        self._left: list[Rung] = [kind(models) for kind in kinds if kind.policy(preset) != "off"]
         self.taken: list[_Taken] = []
         self._climbed = False
         self._rows = 0
@@ -145,6 +154,11 @@ class _Climber:
             f"{known.name}: preset {self._preset.name} begins with {begins}; "
             f"when memory asks for it: {', '.join(later) or 'nothing'}."
         )
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a rung is left."""
+        return bool(self._left)
 
     def take_next(self, iteration: Iteration) -> bool:
         """Take the first rung that has something to offer."""

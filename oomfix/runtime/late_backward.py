@@ -2,9 +2,11 @@
 
 Inside of an accumulation window the loss stands for all samples of its batch, as the loader gave it, and is weighed
 by them. A backward that fails withdraws from its window, so that the batch may be run again and counts once. Running
-out of memory ends in an error that says what to call instead, since the graph is gone by then.
+out of memory ends in an error that says what to call instead, since the graph is gone by then; models called through
+`memory.forward` take a technique more in the next iteration, if the loop goes on.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +18,18 @@ from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 
 
 def backward_of(
-    loss: torch.Tensor, options: dict[str, Any], window: Window, scaler: torch.amp.GradScaler, weighs: bool
+    loss: torch.Tensor,
+    options: dict[str, Any],
+    window: Window,
+    scaler: torch.amp.GradScaler,
+    weighs: bool,
+    after_failure: Callable[[], str],
 ) -> None:
     """`loss.backward(**options)`, scaled for fp16 and for its window.
 
     Args:
         weighs: by samples inside of a window; False: by the number of batches, as scripts do by hand.
+        after_failure: does what helps when the iteration is run again, and returns what to say of it.
 
     Raises:
         DoesNotFitError: out of memory.
@@ -44,7 +52,7 @@ def backward_of(
         raise DoesNotFitError(
             f"backward ran out of memory ({said}). A loss whose graph exists already cannot be cut; call "
             "memory.forward_backward(forward, *batch), with batch_size=1 where it may not be cut either, set "
-            "checkpointing='on', or use a smaller batch."
+            f"checkpointing='on', or use a smaller batch.{after_failure()}"
         )
 
 

@@ -20,7 +20,7 @@ from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.late_backward import backward_of
 from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.loss_scaling import LossScaler
-from oomfix.runtime.model_call import PreciseCalls
+from oomfix.runtime.model_recovery import RecoveringCalls
 from oomfix.runtime.oom import note_choices
 from oomfix.runtime.optimizers import check_optimizer, check_schedulers, innermost, parameters_of
 from oomfix.runtime.outputs import detached
@@ -60,7 +60,7 @@ class MemoryManager:
         self._scaler: LossScaler | None = None
         self._ladder = Ladder(preset, self._prepared)
         self._splitter = Splitter(preset, self._ladder)
-        self._calls = PreciseCalls(preset.precision)
+        self._calls = RecoveringCalls(preset, self._ladder, self._prepared)
         self._steps = 0
         self._janitor = CacheJanitor()
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -83,8 +83,8 @@ class MemoryManager:
         """Put activation checkpointing on `model` where the preset asks for it from the start.
 
         Where the preset has it "if-needed", `forward_backward` puts it on when a call does not fit and may not be split
-        any finer, after chunked losses and before offloading (`oomfix.runtime.ladder`). `memory.backward` cannot: by
-        then the graph exists.
+        any finer, after chunked losses and before offloading (`oomfix.runtime.ladder`), and `memory.forward` when a
+        call of a model does not fit. `memory.backward` cannot: by then the graph exists.
 
         Returns:
             The same object. Its type, state_dict keys, pickles and deep copies stay as they are.
@@ -170,8 +170,14 @@ class MemoryManager:
     def forward(self, model: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """`model(*args, **named)` under the preset's precision, for loops that cannot be split.
 
+        A call that runs out of memory starts again, with checkpointing and then with activations in host memory, as if
+        it had never begun (`oomfix.runtime.model_recovery`).
+
         Returns:
             What the model returned, floating tensors of half precision as fp32: losses stay outside of autocast.
+
+        Raises:
+            OutOfMemoryError: torch's own, where that is not enough.
         """
         if not callable(model):
             raise TypeError(f"model: got {shown(model)}, expected a model or a function")
@@ -192,13 +198,14 @@ class MemoryManager:
         """`loss.backward(**options)`, scaled as precision and accumulation ask, for loops that cannot be split.
 
         Raises:
-            DoesNotFitError: out of memory; the graph is gone by then, so there is no second try.
+            DoesNotFitError: out of memory; the graph is gone by then, so there is no second try. The next call of each
+                model that went through `memory.forward` takes a technique more.
             TypeError: `loss` is no tensor.
             ValueError: it has more than one number, or no graph.
         """
         check_loss(loss, options)
         self._before_backward()
-        backward_of(loss, options, self._window, self.scaler, weighs=not self.off)
+        backward_of(loss, options, self._window, self.scaler, not self.off, self._calls.after_failed_backward)
 
     def step(self, optimizer: Any, *schedulers: Any, clip_norm: float | None = None, zero_grad: bool = True) -> None:
         """Unscale, clip, step the optimizer, then its schedulers, and drop the gradients.
