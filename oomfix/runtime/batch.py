@@ -167,10 +167,15 @@ def _differ_behind_the_first(node: list[Any]) -> bool:
     return len(shapes) > 1 and len(lengths) == 1 and not are_images
 
 
+def _length(node: Any) -> int:
+    """The length of dimension 0 of a tensor or an array."""
+    return int(node.size(0)) if isinstance(node, torch.Tensor) else len(node)  # nested tensors have no shape
+
+
 def _votes(node: Any) -> Iterator[int]:
     if isinstance(node, torch.Tensor) or is_array(node):
         if node.ndim:
-            yield int(node.shape[0])
+            yield _length(node)
     elif isinstance(node, list | tuple) and node and is_samples(node):
         yield len(node)
     else:
@@ -182,7 +187,7 @@ def _cut(node: Any, place: Place, size: int, take: Callable[[Any], Any], whole: 
     if place in whole:
         return node
     if isinstance(node, torch.Tensor) or is_array(node):
-        return take(node) if node.ndim and node.shape[0] == size else node
+        return take(node) if node.ndim and _length(node) == size else node
     if _is_list_of(node, size):
         return take(node)
     inner = trees.children(node)
@@ -195,7 +200,7 @@ def _layout(node: Any, place: Place, size: int, whole: frozenset[Place]) -> Iter
     """The same walk as of `_cut`."""
     if isinstance(node, torch.Tensor) or is_array(node):
         if node.ndim:
-            yield place, place not in whole and node.shape[0] == size
+            yield place, place not in whole and _length(node) == size
     elif place in whole:
         yield place, False
     elif _is_list_of(node, size):

@@ -23,7 +23,7 @@ from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.left_attributes import LeftBehind
 from oomfix.runtime.normaliser import mean_nll_weights
-from oomfix.runtime.outputs import NotZero
+from oomfix.runtime.outputs import Unforeseen
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
@@ -143,39 +143,11 @@ class Iteration:
         self._first_node = next_node()
         if parts == 1:
             return self._run_whole(scaler)
-        verdict = self.known.verdict
-        assert verdict is not None and verdict.rule is not None
-        if self.weighing is None:
-            self.weighing = Weighing(self.known.name, self.batch)
-        self.weighing.begin_parts(verdict)
-        size = self.batch.size
-        collector = verdict.rule.collector(size)
-        left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
-        shares, went_backward = Shares(verdict), False
-        with RunningStatistics(self.known.modules(), parts) as statistics:
-            for start, stop in balanced(size, parts):
-                result, weights = self._forward_rows(start, stop, verdict)
-                weight = shares.of(stop - start, weights)
-                if self.trains:
-                    share, loss = self.weighing.share(weight), self.loss_of(result)
-                    # a part whose loss is a constant has nothing to add, unless all are
-                    if share and loss.requires_grad:
-                        self._backward(loss, share, scaler)
-                        went_backward = True
-                    elif self.known.ranks.in_step:
-                        # it adds nothing, but other processes wait for its backward
-                        self._backward(loss, share, scaler)
-                collector.add(result, weight)
-                left.add(weight)
-                del result
-                statistics.after_first()
-        if self.trains and not went_backward:
-            raise CannotSplit("no micro-batch has a loss with a graph")
         try:
-            left.put_together()
-            return collector.result()
-        except NotZero:
-            reason = "the rows checked left open how one of its results is put together"
+            return self._run_parts(parts, scaler)
+        except Unforeseen as error:
+            # only its text leaves the `except`: an exception keeps the frames that failed, and they their tensors
+            reason = str(error)
         raise CannotSplit(reason, Verdict(None, reason, undecided=True))
 
     def complete(self) -> None:
@@ -273,6 +245,38 @@ class Iteration:
             if share:
                 self._backward(loss, share, scaler)
         return outputs.detached(result)
+
+    def _run_parts(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
+        verdict = self.known.verdict
+        assert verdict is not None and verdict.rule is not None
+        if self.weighing is None:
+            self.weighing = Weighing(self.known.name, self.batch)
+        self.weighing.begin_parts(verdict)
+        size = self.batch.size
+        collector = verdict.rule.collector(size)
+        left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
+        shares, went_backward = Shares(verdict), False
+        with RunningStatistics(self.known.modules(), parts) as statistics:
+            for start, stop in balanced(size, parts):
+                result, weights = self._forward_rows(start, stop, verdict)
+                weight = shares.of(stop - start, weights)
+                if self.trains:
+                    share, loss = self.weighing.share(weight), self.loss_of(result)
+                    # a part whose loss is a constant has nothing to add, unless all are
+                    if share and loss.requires_grad:
+                        self._backward(loss, share, scaler)
+                        went_backward = True
+                    elif self.known.ranks.in_step:
+                        # it adds nothing, but other processes wait for its backward
+                        self._backward(loss, share, scaler)
+                collector.add(result, weight)
+                left.add(weight)
+                del result
+                statistics.after_first()
+        if self.trains and not went_backward:
+            raise CannotSplit("no micro-batch has a loss with a graph")
+        left.put_together()
+        return collector.result()
 
     def _forward_rows(self, start: int, stop: int, verdict: Verdict) -> tuple[Any, list[float]]:
         args, kwargs = self.batch.rows(start, stop)

@@ -197,7 +197,8 @@ class _Climber:
         known = iteration.known
         self.taken = [t for t in self.taken if t.rung.saved_bytes(known, self._rows) != 0]
         why = f"its batches cannot be split, because {reason}" if reason else f"{self._rows} sample(s) are the fewest"
-        _log.warning(f"{known.name}: out of memory, and {why}; it goes on with {self.told(known)}.")
+        end = f"it goes on with {self.told(known)}" if self.taken else "its second try fitted all the same"
+        _log.warning(f"{known.name}: out of memory, and {why}; {end}.")
 
     def told(self, known: Known) -> str:
         """What is on, as it follows "with"."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from oomfix.runtime import rule_choice
 from oomfix.runtime.attributes import namespace
-from oomfix.runtime.outputs import Collector, Mean, Rule, Sum, Weight, Zero
+from oomfix.runtime.outputs import Collector, Mean, Rule, Sum, Unforeseen, Weight, Zero
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,14 @@ class LeftBehind:
         self._places = places
 
     def add(self, weight: Weight) -> None:
-        """A micro-batch of this weight has run."""
+        """A micro-batch of this weight has run.
+
+        Raises:
+            Unforeseen: it left something else.
+        """
         for (attributes, name), collector in zip(self._places, self._collectors, strict=True):
+            if name not in attributes:
+                raise Unforeseen("it leaves other attributes behind than on the rows that were checked")
             collector.add(attributes[name], weight)
 
     def put_together(self) -> None:

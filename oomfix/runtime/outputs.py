@@ -3,7 +3,8 @@
 Each value of a forward's result has a rule (`rule_choice` finds it): concatenated, summed, averaged or the same
 everywhere. A rule makes a collector for each call, which takes the value of one micro-batch after the other, cut from
 its graph, and gives that of the batch. Rows are written into one tensor made for all, since joining them at the end
-would hold everything twice. Sums and means are taken on the device, without waiting for it.
+would hold everything twice. Sums and means are taken on the device, without waiting for it. A rule holds for values of
+the kind that it was found on; a collector refuses others (`Unforeseen`).
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from oomfix.runtime import trees
+from oomfix.runtime.batch import is_array
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,15 @@ class Weight:
     targets: float
 
 
+class Unforeseen(Exception):
+    """A micro-batch gave what the rule was not found on; the message is why the batch runs whole."""
+
+    def __init__(self, reason: str = "it returns other values than on the rows that were checked") -> None:
+        super().__init__(reason)
+
+
 class Collector(Protocol):
-    """Takes one value per micro-batch and gives the value of the batch."""
+    """Takes one value per micro-batch and gives the value of the batch; both may raise `Unforeseen`."""
 
     def add(self, value: Any, weight: Weight) -> None: ...
 
@@ -49,10 +58,12 @@ class Concatenate:
 
 @dataclass(frozen=True)
 class Sum:
-    """A count or a sum over samples."""
+    """A sum over samples, or with `counts` a whole number, which no mean is."""
+
+    counts: bool = False
 
     def collector(self, rows: int) -> Collector:
-        return _Weighted(None)
+        return _Weighted(None, self.counts)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class Mean:
     by: str
 
     def collector(self, rows: int) -> Collector:
-        return _Weighted(self.by)
+        return _Weighted(self.by, counts=False)
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,15 @@ class Same:
     """Does not depend on the samples: a name, a temperature, None."""
 
     def collector(self, rows: int) -> Collector:
-        return _First()
+        return _First(others_are_equal=True)
+
+
+@dataclass(frozen=True)
+class First:
+    """May depend on the samples, and is taken from the first micro-batch."""
+
+    def collector(self, rows: int) -> Collector:
+        return _First(others_are_equal=False)
 
 
 @dataclass(frozen=True)
@@ -91,12 +110,13 @@ class Extend:
 
 @dataclass(frozen=True)
 class Inside:
-    """A container, each of whose values has a rule of its own."""
+    """A container, each of whose values has a rule of its own, under its key."""
 
     rules: tuple[Rule, ...]
+    keys: tuple[Any, ...]
 
     def collector(self, rows: int) -> Collector:
-        return _Container([rule.collector(rows) for rule in self.rules])
+        return _Container([rule.collector(rows) for rule in self.rules], self.keys)
 
 
 @dataclass(frozen=True)
@@ -109,34 +129,41 @@ class Array:
         return _Array(self.rule.collector(rows))
 
 
-class NotZero(Exception):
-    """A value that was 0 so far is not: how it is put together is not known."""
-
-
 class _Zero:
     def __init__(self) -> None:
         self._values: list[Any] = []
 
     def add(self, value: Any, weight: Weight) -> None:
+        if not isinstance(value, torch.Tensor | int | float):
+            raise Unforeseen
         self._values.append(detached(value))
 
     def result(self) -> Any:
         if any(bool((torch.as_tensor(value) != 0).any()) for value in self._values):
-            raise NotZero
+            raise Unforeseen("the rows checked left open how one of its results is put together")
         return self._values[0]
 
 
 class _First:
-    def __init__(self) -> None:
+    def __init__(self, others_are_equal: bool) -> None:
+        self._others_are_equal = others_are_equal
         self._value: Any = None
         self._empty = True
 
     def add(self, value: Any, weight: Weight) -> None:
         if self._empty:
             self._value, self._empty = detached(value), False
+        elif self._others_are_equal and not _are_equal(self._value, value):
+            raise Unforeseen
 
     def result(self) -> Any:
         return self._value
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(value, other)
+    return type(value) is type(other) and (value == other) is True
 
 
 class _Array:
@@ -144,6 +171,8 @@ class _Array:
         self._collector = collector
 
     def add(self, value: Any, weight: Weight) -> None:
+        if not is_array(value) or value.dtype.kind not in "biuf":
+            raise Unforeseen
         self._collector.add(torch.from_numpy(value), weight)
 
     def result(self) -> Any:
@@ -155,6 +184,8 @@ class _List:
         self._values: list[Any] = []
 
     def add(self, value: Any, weight: Weight) -> None:
+        if not isinstance(value, list):
+            raise Unforeseen
         self._values.extend(detached(value))
 
     def result(self) -> Any:
@@ -164,13 +195,16 @@ class _List:
 class _Weighted:
     """A sum, or with `by` a mean; of tensors without waiting for the device, of numbers as numbers."""
 
-    def __init__(self, by: str | None) -> None:
+    def __init__(self, by: str | None, counts: bool) -> None:
         self._by = by
+        self._counts = counts
         self._sum: Any = None
         self._of_nothing: Any = None
         self._weight = 0.0
 
     def add(self, value: Any, weight: Weight) -> None:
+        if not self._is_foreseen(value):
+            raise Unforeseen
         value = detached(value)
         if self._by is not None:
             share = getattr(weight, self._by)
@@ -181,6 +215,12 @@ class _Weighted:
             value = value * share
         # a new tensor, not an in-place sum: the value may be one that the forward still owns
         self._sum = value if self._sum is None else self._sum + value
+
+    def _is_foreseen(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            as_before = not isinstance(self._sum, torch.Tensor) or self._sum.shape == value.shape
+            return as_before and value.is_floating_point() != self._counts
+        return isinstance(value, int if self._counts else float) and not isinstance(value, bool)
 
     def result(self) -> Any:
         if self._by is None:
@@ -198,7 +238,9 @@ class _Rows:
         self._filled = 0
         self._loose: list[torch.Tensor] = []
 
-    def add(self, value: torch.Tensor, weight: Weight) -> None:
+    def add(self, value: Any, weight: Weight) -> None:
+        if not isinstance(value, torch.Tensor) or value.dim() <= self._dim:
+            raise Unforeseen
         value = value.detach()
         length = value.shape[self._dim]
         if self._whole is None and not self._loose and self._rows * length % int(weight.rows) == 0:
@@ -215,27 +257,30 @@ class _Rows:
         if self._whole is None or self._loose:
             return False
         room = self._whole.shape[self._dim] - self._filled
-        others = [list(tensor.shape) for tensor in (self._whole, value)]
-        for shape in others:
-            shape[self._dim] = 0
-        return value.shape[self._dim] <= room and others[0] == others[1] and value.dtype == self._whole.dtype
+        alike = self._shape_of_rows(value) == self._shape_of_rows(self._whole)
+        return value.shape[self._dim] <= room and alike and value.dtype == self._whole.dtype
+
+    def _shape_of_rows(self, value: torch.Tensor) -> list[int]:
+        return [size for dim, size in enumerate(value.shape) if dim != self._dim]
 
     def result(self) -> torch.Tensor:
-        if self._whole is None:
-            return torch.cat(self._loose, self._dim)
-        written = self._whole.narrow(self._dim, 0, self._filled)
-        if self._loose:
-            return torch.cat([written, *self._loose], self._dim)
-        return written
+        rows = [] if self._whole is None else [self._whole.narrow(self._dim, 0, self._filled)]
+        rows += self._loose
+        if any(self._shape_of_rows(value) != self._shape_of_rows(rows[0]) for value in rows):
+            raise Unforeseen  # padded to the longest of a micro-batch, for example
+        return rows[0] if len(rows) == 1 else torch.cat(rows, self._dim)
 
 
 class _Container:
-    def __init__(self, collectors: list[Collector]) -> None:
+    def __init__(self, collectors: list[Collector], keys: tuple[Any, ...]) -> None:
         self._collectors = collectors
+        self._keys = keys
         self._like: Any = None
 
     def add(self, value: Any, weight: Weight) -> None:
         inner = trees.contents(value) or []
+        if tuple(key for key, _ in inner) != self._keys:
+            raise Unforeseen
         if self._like is None:
             self._like = trees.map_leaves(lambda _: None, value, trees.contents)
         for collector, (_, child) in zip(self._collectors, inner, strict=True):

@@ -68,27 +68,31 @@ def _differ(numbers: list[Any], first: list[int], second: list[int]) -> bool:
 
 
 def gaps_for_masks(batch: Batch, rows: list[int]) -> list[int | None]:
-    """For each tensor of `batch`, what clears (or fills) an entry of it if it is a full (or empty) mask on `rows`.
+    """For each tensor of `batch` that is a mask with as many entries in each of `rows`, what makes a gap in it: 0.
 
-    A mean over what a mask leaves cannot be told from a mean over everything as long as the mask is full.
+    1 for an empty mask, None for what is none. A mean over what a mask leaves cannot be told from a mean over samples
+    as long as it leaves as much of each: where it is full, where all samples are of one length, with one class each.
     """
     return [_gap(tensor, rows) if _tells(tensor, batch.size, len(rows)) else None for tensor in batch.tensors()]
 
 
 def _gap(mask: torch.Tensor, rows: list[int]) -> int | None:
     seen = mask.detach()[rows]
+    is_one = seen == 1
+    counts = is_one.reshape(len(rows), -1).sum(1)
     # an index of 1 may be made 0; an index of 0 made 1 may be out of range
-    if bool((seen == 1).all()):
+    if bool((counts[0] > 0) & (counts == counts[0]).all() & (is_one | (seen == 0)).all()):
         return 0
     return 1 if seen.dtype == torch.bool and not bool(seen.any()) else None
 
 
 def make_gaps(copies: Iterable[torch.Tensor], gaps: Iterable[int | None]) -> None:
-    """Write the gaps into half of the first row of each copy of some rows."""
+    """Write the gaps into half of the first row of each copy of some rows, or into half of its entries."""
     for copy, gap in zip(copies, gaps, strict=True):
         if gap is not None:
-            row = copy[0].view(-1)
-            row[: max(row.numel() // 2, 1)] = gap
+            row = copy[0]
+            entries = (row != gap).nonzero()
+            row[tuple(entries[: max(len(entries) // 2, 1)].T)] = gap
 
 
 def _entries(tensor: torch.Tensor, size: int, rows: int, has_ignored: bool) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 
 from oomfix.runtime import trees
 from oomfix.runtime.batch import is_array
-from oomfix.runtime.outputs import Array, Concatenate, Extend, Inside, Mean, Rule, Same, Sum, Weight, Zero
+from oomfix.runtime.outputs import Array, Concatenate, Extend, First, Inside, Mean, Rule, Same, Sum, Weight, Zero
 
 # Relative error that two orders of the same sum may show; on a GPU matrix products may run in TF32.
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -34,7 +34,8 @@ def choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule 
         return _choose_value(whole, parts, weights)
     if isinstance(whole, list) and _is_list_of_samples(whole, parts):
         return _choose_value(whole, parts, weights)
-    if any(len(part or ()) != len(inner) for part in cut):
+    keys = tuple(key for key, _ in inner)
+    if any(tuple(key for key, _ in part or ()) != keys for part in cut):
         return None
     rules = []
     for index, (_, child) in enumerate(inner):
@@ -42,7 +43,7 @@ def choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule 
         if rule is None:
             return None
         rules.append(rule)
-    return Inside(tuple(rules))
+    return Inside(tuple(rules), keys)
 
 
 def likely(value: Any, micro: Any) -> Rule:
@@ -55,16 +56,16 @@ def likely(value: Any, micro: Any) -> Rule:
     inner, cut = trees.contents(value), trees.contents(micro)
     if inner is not None and cut is not None and len(inner) == len(cut) and not isinstance(value, list):
         pairs = zip(inner, cut, strict=True)
-        return Inside(tuple(likely(a, b) for (_, a), (_, b) in pairs))
+        return Inside(tuple(likely(a, b) for (_, a), (_, b) in pairs), tuple(key for key, _ in inner))
     if isinstance(value, list):
         return Extend()
     if isinstance(value, torch.Tensor) and isinstance(micro, torch.Tensor) and value.shape != micro.shape:
         return Concatenate(_growing_dim(value, micro) or 0)
     if isinstance(value, torch.Tensor):
-        return Mean("rows") if value.is_floating_point() else Sum()
+        return Mean("rows") if value.is_floating_point() else Sum(counts=True)
     if isinstance(value, float):
         return Mean("rows")
-    return Sum() if isinstance(value, int) and not isinstance(value, bool) else Same()
+    return Sum(counts=True) if isinstance(value, int) and not isinstance(value, bool) else First()
 
 
 def _growing_dim(whole: torch.Tensor, part: torch.Tensor) -> int | None:
@@ -116,7 +117,8 @@ def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], coun
     # where targets are in proportion to rows, both means are one; that over rows is refused later where they are not
     first = weights[0]
     by_targets = any(weight.targets * first.rows != weight.rows * first.targets for weight in weights)
-    for rule in (Mean("targets"), Mean("rows"), Sum()):
+    total = Sum(counts)
+    for rule in (Mean("targets"), Mean("rows"), total):
         # an average of counts is a count of nothing; without cross entropies both means are one
         if (isinstance(rule, Mean) and counts) or (rule == Mean("targets") and not by_targets):
             continue
@@ -127,8 +129,8 @@ def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], coun
             fitting.append(rule)
     if counts and all(equal(whole, part) for part in parts):
         # 0 on all rows: a count that found nothing so far; any other constant is no count
-        return Sum() if fitting else Same()
-    if Sum() in fitting and len(fitting) > 1:
+        return total if fitting else Same()
+    if total in fitting and len(fitting) > 1:
         return Zero()
     return fitting[0] if fitting else None
 

@@ -357,6 +357,18 @@ def test_packed_sequences_run_whole_and_it_is_said_once(caplog):
     assert caplog.text.count("a packed sequence in the batch cannot be cut") == 1
 
 
+def test_nested_tensors_run_whole():
+    model, sizes = network(), []
+    nested = torch.nested.nested_tensor([torch.randn(n, 6).double() for n in (5, 4, 3, 2)])
+
+    def forward(nested):
+        sizes.append(nested.size(0))
+        return torch.stack([model(one).pow(2).mean() for one in nested.unbind()]).mean()
+
+    runtime.preset("16gb", micro_batches=2).forward_backward(forward, nested)
+    assert sizes == [4]
+
+
 def test_micro_batches_differ_by_one_sample_at_most():
     assert [stop - start for start, stop in balanced(11, 4)] == [3, 3, 3, 2]
     assert [len(part) for part in torch.tensor_split(torch.arange(11), 4)] == [3, 3, 3, 2]

@@ -10,7 +10,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
-from oomfix.runtime.outputs import Concatenate, Same, Weight
+from oomfix.runtime.outputs import Concatenate, First, Weight
 
 X = torch.randn(13, 6, generator=torch.Generator().manual_seed(1)).double()
 MODEL = nn.Linear(6, 4).double()
@@ -131,8 +131,53 @@ def test_rows_of_unforeseen_length_still_come_back_in_order():
     assert torch.equal(collector.result(), torch.cat(pieces))
 
 
-def test_a_constant_is_taken_once():
-    collector = Same().collector(4)
+def test_what_need_not_be_equal_is_taken_from_the_first():
+    collector = First().collector(4)
     collector.add("a", Weight(2, 2))
     collector.add("b", Weight(2, 2))
     assert collector.result() == "a"
+
+
+LARGEST = MODEL(X[:12])[:, 0].max().item()
+
+
+def has_the_largest(out):
+    return bool(out[:, 0].max() > LARGEST - 1e-9)
+
+
+def other_kinds():
+    """What a forward returns besides its loss in its first two calls, and in the third, which is not checked."""
+    yield "another key", lambda out, late: {"mean": out.mean()} if not late else {"count": (out > 0).sum().float()}
+    yield "more values", lambda out, late: (out, out.mean()) if not late else (out, out.mean(), out.sum())
+    yield "a float for a count", lambda out, late: 0 if not late else out.mean()
+    yield "a count for a mean", lambda out, late: out.mean() if not late else (out > 0).sum()
+    yield "a tensor for nothing", lambda out, late: None if not late else out
+    yield "a number for rows", lambda out, late: out if not late else out.mean()
+    yield "a list for rows", lambda out, late: out if not late else list(out)
+    yield "rows for a list", lambda out, late: list(out) if not late else out
+    yield "an array of objects", lambda out, late: out.detach().numpy() if not late else "text"
+    yield "a flag of one part", lambda out, late: late and has_the_largest(out)
+    yield "a text of one part", lambda out, late: "text" * (1 + (late and has_the_largest(out)))
+    yield "a number of one part", lambda out, late: 3 + (late and has_the_largest(out))
+    yield "rows padded to the longest", lambda out, late: out[:, : 4 if not late or has_the_largest(out) else 2]
+
+
+@pytest.mark.parametrize("other", [make for _, make in other_kinds()], ids=[name for name, _ in other_kinds()])
+def test_a_result_of_another_kind_than_was_checked_comes_back_as_of_the_whole_batch(other, caplog):
+    x, late = X[:12], torch.tensor(False)
+
+    def forward(x):
+        out = MODEL(x)
+        return out.pow(2).mean(), other(out, bool(late))
+
+    memory = runtime.preset("16gb", micro_batches=4)
+    for call in (1, 2, 3):
+        late.fill_(call == 3)
+        MODEL.zero_grad()
+        _, got = memory.forward_backward(forward, x)
+        gradient = MODEL.weight.grad
+        with torch.no_grad():
+            _, expected = forward(x)
+        assert same(expected, got)
+        assert torch.allclose(torch.autograd.grad(forward(x)[0], MODEL.weight)[0], gradient, rtol=1e-12)
+    assert caplog.text.count("run whole") == 1

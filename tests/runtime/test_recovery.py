@@ -249,6 +249,16 @@ def test_a_coupled_batch_that_does_not_fit_names_the_choices():
         runtime.preset("16gb").forward_backward(lambda x: model(x).std(0).mean(), torch.randn(12, 6))
 
 
+def test_a_second_try_that_fits_with_nothing_switched_on_is_told_as_such(caplog):
+    model = nn.Linear(6, 4)
+    with SimulatedCard() as card:
+        card.track(model)
+        card.fail_at(2)
+        runtime.preset("16gb").forward_backward(lambda x: model(x).std(0).mean(), torch.randn(12, 6))
+    assert "its second try fitted all the same." in caplog.text
+    assert "goes on with" not in caplog.text
+
+
 class Deep(nn.Module):
     """Blocks to checkpoint."""
 
