@@ -108,7 +108,8 @@ def _problems(source: Source, applied: Applied) -> Iterator[str]:
     fixed = Counter(fix.code for fix in applied.fixed)
     before = Counter(finding.code for finding in findings_of(source, RULES))
     after = Counter(finding.code for finding in findings_of(again, RULES))
-    yield from (f"{code} fixed and still reported" for code in fixed if after[code] > before[code] - fixed[code])
+    left = {code: max(before[code] - count, 0) for code, count in fixed.items()}
+    yield from (f"{code} fixed and still reported" for code in fixed if after[code] > left[code])
 
 
 def _compiles(text: str) -> bool:

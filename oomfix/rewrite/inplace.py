@@ -10,7 +10,7 @@ from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import is_zero_grad, last_name, leaves
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope
+from oomfix.rewrite.liveness import FunctionNode, Scope, names_bound, names_read, nodes_of_scope, nodes_of_scope_body
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.scale import reads_gradients
@@ -70,7 +70,7 @@ class InPlace:
         for step in steps.values():
             edits += self._step(step, verdicts, by_scope, removed)
         for verdict in rewritten if self._scaling == "ours" else ():
-            edits += self._unscaled(verdict)
+            edits += self._unscaled(verdict, [event.node for event in backwards.values()])
         return list(dict.fromkeys(edits))
 
     def _backward(self, event: Backward, lifted: bool) -> Edit:
@@ -177,18 +177,19 @@ class InPlace:
         loop = self._blocks.loop_of(backward)
         return step.lineno > backward.lineno and loop is not None and loop in list(self._blocks.ancestors(step))
 
-    def _unscaled(self, verdict: Verdict) -> Iterator[Edit]:
-        """`memory.unscale_(optimizer)` ahead of what clips or reads gradients between a backward and a step."""
+    def _unscaled(self, verdict: Verdict, backwards: list[ast.Call]) -> Iterator[Edit]:
+        """`memory.unscale_(optimizer)` ahead of what clips or reads gradients between a backward and a step.
+
+        Args:
+            backwards: those of all loops; a loop of another function may be stepped behind one of them.
+        """
         known = self._amp.unscaled_lines(verdict.steps)
         for step in verdict.steps:
             assert isinstance(step.node.func, ast.Attribute)
             optimizer = step.node.args[0] if step.scaled and step.node.args else step.node.func.value
             scope = self._blocks.scope_of(step.node)
-            before = [
-                event.node
-                for event in verdict.backwards
-                if self._blocks.scope_of(event.node) is scope and event.node.lineno < step.node.lineno
-            ]
+            own = [event.node for event in verdict.backwards]
+            before = self._ahead_in(scope, own, step.node) or self._ahead_in(scope, backwards, step.node)
             lines = sorted(node.lineno for node in before)
             # the last one, and those that run in its place in another branch
             last = [n.lineno for n in before if n is before[-1] or self._blocks.exclude_each_other(n, before[-1])]
@@ -204,14 +205,20 @@ class InPlace:
                 text = f"{margin}{self._name}.unscale_({self._source.segment(optimizer)}){self._layout.newline}"
                 yield Edit(start, start, text)
 
-    def _first_readers(self, scope: ast.AST, first: int, step: ast.Call) -> list[ast.stmt]:
+    def _ahead_in(self, scope: Scope | None, nodes: list[ast.Call], step: ast.Call) -> list[ast.Call]:
+        """Those of the nodes that stand in a scope above a step."""
+        return [node for node in nodes if self._blocks.scope_of(node) is scope and node.lineno < step.lineno]
+
+    def _first_readers(self, scope: Scope, first: int, step: ast.Call) -> list[ast.stmt]:
         """The statements between a line and a step that clip or read gradients, where none has done so for certain."""
+        around_step = {id(parent) for parent in self._blocks.ancestors(step)}
         readers = [
             node
-            for node in walk(scope)
-            if isinstance(node, ast.stmt) and node is not scope and first < node.lineno < step.lineno
-            # compound statements have a reader in them, or none
-            if not isinstance(node, ast.If | ast.With | ast.Try | ast.While)
+            for node in nodes_of_scope_body(scope)
+            if isinstance(node, ast.stmt) and first < node.lineno < step.lineno
+            # compound statements have a reader in them, or none; so has the loop that the step is in
+            if not isinstance(node, ast.If | ast.With | ast.Try | ast.While | FunctionNode | ast.ClassDef)
+            and id(node) not in around_step
             and reads_gradients(node)
             and not is_zero_grad(node)
             and not self._blocks.exclude_each_other(node, step)

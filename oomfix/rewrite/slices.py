@@ -288,6 +288,11 @@ class Slicer:
                 lift.before.append(statement)
             else:
                 passed = [block[other] for other in chosen if other > index]
+                if _is_start(statement) and any(names_bound(statement) & names_bound(other) for other in passed):
+                    # the slice binds the name anew: what is bound here is for nobody
+                    self._check_passing(statement, [block[other] for other in chosen if other < index])
+                    lift.before.append(statement)
+                    continue
                 if statement in lift.rescaled:
                     lift.after.append(statement)
                     continue

@@ -29,12 +29,18 @@ class WindowShape:
         size: k.
         closes_on_last: the script steps on the last batch too.
         skips: the decision is `if ...: continue`, ahead of the step.
+        test: what decides, where it is written: in the `if`, or in the name that the `if` asks.
+        index: the name of the count of batches.
+        start: its first value.
     """
 
     batches: ast.expr
     size: ast.expr
     closes_on_last: bool
     skips: bool
+    test: ast.expr
+    index: str
+    start: int
 
 
 def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks) -> WindowShape:
@@ -45,6 +51,8 @@ def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks) -> WindowShape:
     """
     header, index, start, batches = _header(loop, blocks)
     test, skips = decision.test, _only_continues(decision)
+    if isinstance(test, ast.Name):
+        test = flag_of(test, loop, blocks) or test
     parts = (
         test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And if skips else ast.Or) else [test]
     )
@@ -59,7 +67,32 @@ def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks) -> WindowShape:
     _check_size(size, loop, header, blocks)
     if index in {name for statement in loop.body for name in names_bound(statement)}:
         raise CannotFold(f"`{index}` is changed inside of the loop")
-    return WindowShape(batches, size, bool(others), skips)
+    return WindowShape(batches, size, bool(others), skips, test, index, start)
+
+
+def flag_of(name: ast.Name, loop: ast.For, blocks: Blocks) -> ast.expr | None:
+    """What a name stands for that each round of a loop binds once, such as `update = (i + 1) % k == 0`."""
+    made = _only_assignment(name.id, loop, blocks)
+    in_body = made is not None and blocks.block_of(made) is loop.body
+    return made.value if made is not None and in_body and made.lineno < name.lineno else None
+
+
+def follows(test: ast.expr, shape: WindowShape, loop: ast.For, blocks: Blocks) -> bool | None:
+    """Whether a test is true exactly where a window closes (True), or exactly elsewhere (False); None: neither.
+
+    The last batch counts as the end of a window, whether or not the test asks for it.
+    """
+    for negated in (False, True):
+        joined = ast.And if negated else ast.Or
+        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, joined) else [test]
+        sizes = {id(part): _closing_size(part, shape.index, shape.start, negated) for part in parts}
+        found = [size for size in sizes.values() if size is not None]
+        others = [part for part in parts if sizes[id(part)] is None]
+        if len(found) == 1 and ast.dump(found[0]) == ast.dump(shape.size):
+            last = (_is_last(one, shape.index, shape.start, shape.batches, loop, blocks, negated) for one in others)
+            if all(last):
+                return not negated
+    return None
 
 
 def _only_continues(decision: ast.If) -> bool:

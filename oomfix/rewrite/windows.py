@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.rewrite.module import Names
+from oomfix.rewrite.no_sync import exchange_edits
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.verdict import Verdict
 from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
@@ -93,6 +94,8 @@ class WindowFolder:
         if not undivided:
             self._check_schedulers()
         edits = list(self._header(shape, window.decision))
+        closed = f"{self._manager}.window_closed"
+        edits += exchange_edits(verdict.loop.node, shape, self._blocks, self._source, closed)
         edits += self._tail_behind(verdict)
         if undivided:
             self._check_no_sums()
@@ -125,6 +128,9 @@ class WindowFolder:
             yield Edit(line, line, made + self._layout.newline)
             yield Edit(start, end, name)
         closed = f"{self._manager}.window_closed"
+        if shape.test is not decision.test:
+            yield Edit(*bounds(self._source, shape.test), f"not {closed}" if shape.skips else closed)
+            return
         last = bounds(self._source, decision.test)[1]
         keyword = bounds(self._source, decision)[0] + len("if")
         # the parentheses around the test are not part of it
@@ -137,14 +143,14 @@ class WindowFolder:
     def _check_body(self, verdict: Verdict, decision: ast.If) -> None:
         loop = verdict.loop.node
         assert isinstance(loop, ast.For)
-        for node in walk(loop):
-            if isinstance(node, ast.Call) and last_name(node) == "no_sync":
-                raise CannotFold(f"`no_sync` in line {node.lineno} follows it")
         self._check_reached(decision, loop)
         self._check_left(decision, loop)
-        for event in verdict.backwards:
-            self._check_reached(event.node, loop, decision)
         apart = self._blocks.exclude_each_other
+        nodes = [event.node for event in verdict.backwards]
+        for node in nodes:
+            around = self._blocks.conditions_of(node)
+            either_way = [one for one in around if any(self._blocks.are_apart_in(one, node, o) for o in nodes)]
+            self._check_reached(node, loop, decision, either_way)
         for one in verdict.backwards:
             if any(one is not other and not apart(one.node, other.node) for other in verdict.backwards):
                 raise CannotFold("several losses share it, whose batches could not be weighed together")
@@ -166,8 +172,14 @@ class WindowFolder:
             return block[block.index(decision) + 1 :]
         return decision.body
 
-    def _check_reached(self, node: ast.AST, loop: ast.AST, decision: ast.If | None = None) -> None:
-        """Whether a node runs in each iteration: nothing ahead of it leaves, no condition of the batch is around it."""
+    def _check_reached(
+        self, node: ast.AST, loop: ast.AST, decision: ast.If | None = None, either_way: Collection[ast.If] = ()
+    ) -> None:
+        """Whether a node runs in each iteration: nothing ahead of it leaves, no condition of the batch is around it.
+
+        Args:
+            either_way: conditions on both sides of which such a node runs.
+        """
         current: ast.AST = node if isinstance(node, ast.stmt) else self._blocks.statement_of(node)
         bound = {name for statement in getattr(loop, "body", ()) for name in names_bound(statement)}
         bound |= names_bound(loop)
@@ -178,7 +190,7 @@ class WindowFolder:
                 if statement is not decision and (keyword := effects.leaves(statement)) is not None:
                     raise CannotFold(f"`{keyword}` in line {statement.lineno} may leave it open")
             parent = next(self._blocks.ancestors(current))
-            if isinstance(parent, ast.If) and names_read(parent.test) & bound:
+            if isinstance(parent, ast.If) and names_read(parent.test) & bound and parent not in either_way:
                 raise CannotFold(f"line {parent.lineno} may pass over a batch")
             if isinstance(parent, ast.Try) and parent.handlers:
                 raise CannotFold(f"the `try` in line {parent.lineno} may pass over a batch")

@@ -106,8 +106,9 @@ def looks_like_loss(name: str) -> bool:
 
 
 def looks_like_optimizer(name: str) -> bool:
-    """Whether a name is usually an optimizer."""
-    return bool(_OPTIMIZER_NAME.search(name.rsplit(".", 1)[-1].split("[", 1)[0]))
+    """Whether a name is usually an optimizer, as `optimizer_scheduler` is not."""
+    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
+    return bool(_OPTIMIZER_NAME.search(last)) and "sched" not in last.lower()
 
 
 def looks_like_scaler(name: str) -> bool:

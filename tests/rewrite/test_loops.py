@@ -1234,3 +1234,40 @@ def test_a_schedule_that_holds_the_optimizer_steps_it_out_of_sight(reset, form):
     assert loops[0][0] == form
     assert f"    {reset}.zero_grad()\n" in text
     assert "    schedule.step()\n" in text
+
+
+def test_gradients_of_a_step_in_a_loop_are_unscaled_inside_of_the_loop():
+    """Ahead of the loop, which the loop of the caller sees as well, its names mean nothing."""
+    text, _ = apply("""\
+        nets = [nn.Linear(4, 2), nn.Linear(4, 2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        def others(x, y):
+            for i in range(2):
+                optimizers[i].zero_grad()
+                x = x + 1
+                loss = F.cross_entropy(nets[i](x), y)
+                loss.backward(retain_graph=flag)
+                nn.utils.clip_grad_norm_(nets[i].parameters(), 1)
+                optimizers[i].step()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            others(x, y)
+        """)
+    lines = text.splitlines()
+    assert [line for line in lines if "unscale_" in line] == ["        memory.unscale_(optimizers[i])"]
+
+
+def test_a_schedule_named_after_its_optimizer_steps_as_before():
+    text, _ = apply("""\
+        def adjust():
+            optim_scheduler.step()
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            adjust()
+        """)
+    assert "    optim_scheduler.step()\n" in text

@@ -384,3 +384,35 @@ def test_a_loss_that_an_object_keeps_is_left_where_its_name_or_value_is_not_its_
     text, loops = apply("loss = 1\n" + TRAINER.format(between=between))
     assert loops[0][0] == "in-place"
     assert "memory.backward(self.loss)" in text
+
+
+def test_a_start_that_the_slice_binds_anew_runs_ahead_of_it():
+    text = assert_trains_the_same("""\
+        encoder = nn.Linear(4, 4)
+        for x, y in loader:
+            h = encoder(x)
+            loss = 0.0
+            out = model(h)
+            loss = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert text.index("loss = 0.0") < text.index("def forward(")
+
+
+def test_a_start_that_is_read_before_the_slice_binds_it_anew_keeps_its_place():
+    _, loops = apply("""\
+        encoder = nn.Linear(4, 4)
+        total = 1.0
+        for x, y in loader:
+            h = encoder(x) * total
+            total = 0.0
+            out = model(h)
+            total = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+        """)
+    assert [form for form, _ in loops] == ["in-place"]

@@ -197,7 +197,7 @@ def test_a_window_with_nothing_to_mend_stays_as_it_is_written(body):
         (window("loss.backward()", loss="loss = F.cross_entropy(model(x), y, reduction='sum')"), "may be a sum"),
         (
             window("with model.no_sync():", "    (loss / k).backward()"),
-            "`no_sync` in line 11 follows it",
+            "when gradients are exchanged in line 11 is not seen to follow it",
         ),
     ],
 )
