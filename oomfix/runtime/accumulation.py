@@ -84,6 +84,7 @@ class Totals:
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._corrected: set[int] = set()
         self._foreign = False
+        self._hidden = False
         self.left = False
 
     def begin(self, position: int) -> Slot:
@@ -107,8 +108,20 @@ class Totals:
         slot.calls -= 1
         self._next -= 1
 
-    def meets(self, leaves: Iterable[torch.Tensor], held: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Note the leaves of the present loss before its backward; `held` gives the gradient they held before."""
+    def meets(
+        self,
+        leaves: Iterable[torch.Tensor],
+        held: Callable[[torch.Tensor], torch.Tensor | None],
+        hides_leaves: bool = False,
+    ) -> None:
+        """Note the leaves of the present loss before its backward.
+
+        Args:
+            leaves: those that are to be seen.
+            held: gives the gradient that a leaf held before.
+            hides_leaves: there are others.
+        """
+        self._hidden = self._hidden or hides_leaves
         for leaf in leaves:
             before = held(leaf)
             if id(leaf) in self._leaves:
@@ -134,7 +147,8 @@ class Totals:
         """Multiply gradients by what they are off because the window held other amounts than expected, once.
 
         Raises:
-            RuntimeError: the losses, or gradients of other origin, in one gradient are off by different factors.
+            RuntimeError: the losses, or gradients of other origin, in one gradient are off by different factors, or
+                some of the gradients are not to be seen.
         """
         if not self._leaves:
             return
@@ -149,6 +163,12 @@ class Totals:
             off = [factor for factor in factors if abs(factor - 1.0) > 1e-12]
             if not off:
                 continue
+            if self._hidden:
+                raise RuntimeError(
+                    "accumulate: the batches of this window differ in size, and memory.backward cannot see which "
+                    "gradients went through a reentrant checkpoint. Use checkpoint(..., use_reentrant=False), or "
+                    "memory.forward_backward"
+                )
             if self._foreign or max(factors) - min(factors) > 1e-12 * max(factors):
                 raise RuntimeError(
                     "accumulate: the batches of this window differ in size (or in targets that count), and its "

@@ -125,7 +125,7 @@ def compare(
     rows: list[int],
     how: Runs,
     see: Callable[[Any], Any] = lambda result: result,
-    gaps: Sequence[int | None] = (),
+    gaps: Sequence[float | None] = (),
 ) -> Evidence:
     """Run `forward` on `rows` of `batch`, and on two unequal parts of them.
 
@@ -150,7 +150,7 @@ class _Comparison:
         rows: list[int],
         how: Runs,
         see: Callable[[Any], Any],
-        gaps: Sequence[int | None],
+        gaps: Sequence[float | None],
     ) -> None:
         self._gaps = gaps
         self._forward = forward

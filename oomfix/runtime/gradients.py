@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from oomfix.runtime.batch import Batch
 
@@ -33,20 +34,17 @@ class GradientsAside:
 
         Args:
             leaves: tensors that backward accumulates into; those covered already are left alone.
-            touched: a backward has run since, so what they hold now belongs to this call.
+            touched: a backward has run since, so what they hold now belongs to this call, and stays there.
         """
         covered = self._earlier
         for leaf in leaves:
             if id(leaf) in covered:
                 continue
-            earlier = leaf.grad
-            if earlier is None:
-                covered[id(leaf)] = (leaf, None)
-                continue
-            leaf.grad = None
-            if not touched:
+            earlier = None if touched else leaf.grad
+            covered[id(leaf)] = (leaf, earlier)
+            if earlier is not None:
+                leaf.grad = None
                 self._held.append((leaf, earlier))
-            covered[id(leaf)] = (leaf, None if touched else earlier)
 
     def drop(self) -> None:
         """Forget what this call has accumulated so far."""
@@ -90,16 +88,19 @@ class Reach:
     Attributes:
         leaves: the tensors it accumulates gradients into: the variables of its AccumulateGrad nodes.
         oldest: the sequence number of the first node of the graph that was made, leaves apart.
+        hides_leaves: there are more, behind a reentrant checkpoint, whose backward is one of its own.
     """
 
     leaves: list[torch.Tensor]
     oldest: int
+    hides_leaves: bool = False
 
     def began_before(self, node: int) -> bool:
         """Whether the graph has nodes that were there before the one numbered `node`, see `next_node`."""
         return self.oldest < node
 
 
+_REENTRANT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 _LEAF = 2**64 - 1  # the sequence number of all AccumulateGrad nodes
 
 
@@ -118,8 +119,11 @@ def reach(loss: torch.Tensor) -> Reach:
     if loss.grad_fn is None:
         return Reach([loss] if loss.requires_grad else [], _LEAF)
     stack, seen, oldest = [loss.grad_fn], {loss.grad_fn}, loss.grad_fn._sequence_nr()
+    hides_leaves = False
     while stack:
-        for node, _ in stack.pop().next_functions:
+        last = stack.pop()
+        hides_leaves = hides_leaves or isinstance(last, _REENTRANT)
+        for node, _ in last.next_functions:
             if node is None or node in seen:
                 continue
             seen.add(node)
@@ -128,7 +132,7 @@ def reach(loss: torch.Tensor) -> Reach:
             variable = getattr(node, "variable", None)
             if isinstance(variable, torch.Tensor):
                 leaves.append(variable)
-    return Reach(leaves, oldest)
+    return Reach(leaves, oldest, hides_leaves)
 
 
 def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -155,6 +155,7 @@ class Iteration:
 
         May run out of memory, where a graph behind the inputs does; `graph_is_spent` then.
         """
+        self._cover_unseen()
         if self.weighing is not None:
             self.weighing.correct(self._gradients)
         if self._border is not None:
@@ -183,6 +184,7 @@ class Iteration:
         if self._kept_batch is not None and not self._kept_batch.restore():
             lost.append("its batch")
             self.known.writes_batch = True
+        self._cover_unseen()
         self._gradients.drop()
         if self.weighing is not None:
             self.weighing.put_back()
@@ -192,9 +194,15 @@ class Iteration:
 
     def give_up(self) -> None:
         """Leave gradients as they were before the call; an error is on its way to the caller."""
+        self._cover_unseen()
         self._gradients.put_back()
         if self.weighing is not None:
             self.weighing.withdraw()
+
+    def _cover_unseen(self) -> None:
+        if self.trains and self.known.unseen:
+            # those that held a gradient before the call are covered already
+            self._gradients.cover(self.known.unseen_with_gradients(), touched=True)
 
     def finish(self, parts: int) -> None:
         """Add the gradients to those that were there, and remember what was learned. To be called after `complete`."""

@@ -41,6 +41,7 @@ class Known:
         draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
         writes_batch: it was seen to write its batch in place.
         model_calls: runs its models under autocast; None: it computes in fp32.
+        unseen: leaves that its loss was not seen to reach, and might.
         split_calls: how many went well in micro-batches.
         fp32: autocast made it fail, or it differentiates by itself under fp16.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
@@ -64,7 +65,7 @@ class Known:
         self.draws_outside_torch = False
         self.writes_batch = False
         self._leaves: list[weakref.ref[torch.Tensor]] = []
-        self._others: list[weakref.ref[torch.Tensor]] = []
+        self.unseen: list[weakref.ref[torch.Tensor]] = []
         self.model_calls: ModelCalls | None = None
         self.fp32 = False
         self.split_calls = 0
@@ -182,8 +183,16 @@ class Known:
         Those that its loss has been seen to reach, and of those that it might reach this time the ones that hold a
         gradient, which could be lost.
         """
-        others = [leaf for place in self._others if (leaf := place()) is not None and leaf.grad is not None]
-        return [*self.reached(), *others, *self.ranks.shards()]
+        unseen = self.unseen_with_gradients() if self.unseen else ()
+        return [*self.reached(), *unseen, *self.ranks.shards()]
+
+    def unseen_with_gradients(self) -> list[torch.Tensor]:
+        """Leaves that hold a gradient, though no loss was seen to reach them.
+
+        It may be of the present call: a reentrant checkpoint runs a backward of its own, and its leaves are not to be
+        seen in the graph of the loss.
+        """
+        return [leaf for place in self.unseen if (leaf := place()) is not None and leaf.grad is not None]
 
     def reaches(self, leaves: list[torch.Tensor]) -> None:
         """Remember what the loss reaches."""
@@ -197,7 +206,7 @@ class Known:
         """Remember what the loss might reach at a later call: parameters of its models, and `loose` ones."""
         known = {id(leaf) for leaf in self.reached()}
         inside = [p for module in self.modules() for p in module._parameters.values() if p is not None]
-        self._others = [weakref.ref(parameter) for parameter in (*inside, *loose) if id(parameter) not in known]
+        self.unseen = [weakref.ref(parameter) for parameter in (*inside, *loose) if id(parameter) not in known]
 
     def notice_numbers(self, numbers: Numbers) -> None:
         """Learn which of the numbers that the forward reads have changed, before a call.

@@ -13,7 +13,7 @@ import torch
 
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.distributed import same_everywhere
-from oomfix.runtime.gradients import reached_leaves
+from oomfix.runtime.gradients import reach
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 
 
@@ -68,7 +68,8 @@ def _in_window(loss: torch.Tensor, options: dict[str, Any], window: Window, scal
         slot.units = "rows"
         share = slot.divisor.share(window.samples, window.samples * window.length)
         if share:
-            window.totals.meets(reached_leaves(loss), lambda leaf: leaf.grad)
+            reached = reach(loss)
+            window.totals.meets(reached.leaves, lambda leaf: leaf.grad, reached.hides_leaves)
             _scaled_backward(scaler, loss * share, options)
         if window.closed and not same_everywhere(slot.divisor.correction()):
             raise RuntimeError(

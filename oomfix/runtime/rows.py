@@ -67,16 +67,20 @@ def _differ(numbers: list[Any], first: list[int], second: list[int]) -> bool:
     return bool(one != other)
 
 
-def gaps_for_masks(batch: Batch, rows: list[int]) -> list[int | None]:
-    """For each tensor of `batch` that is a mask with as many entries in each of `rows`, what makes a gap in it: 0.
+def gaps_for_masks(batch: Batch, rows: list[int]) -> list[float | None]:
+    """For each tensor of `batch`, what to write into one of `rows` to tell them apart; None where they are, or no mask.
 
-    1 for an empty mask, None for what is none. A mean over what a mask leaves cannot be told from a mean over samples
-    as long as it leaves as much of each: where it is full, where all samples are of one length, with one class each.
+    A mean over what a mask leaves cannot be told from a mean over samples as long as it leaves as much of each: where
+    it is full, where all samples are of one length, with one class each, with the same weight.
     """
-    return [_gap(tensor, rows) if _tells(tensor, batch.size, len(rows)) else None for tensor in batch.tensors()]
+    return [_gap(tensor, rows) if _has_rows(tensor, batch.size) else None for tensor in batch.tensors()]
 
 
-def _gap(mask: torch.Tensor, rows: list[int]) -> int | None:
+def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
+    if mask.is_floating_point() and not _is_mask(mask, len(rows)):
+        seen = mask.detach()[rows]
+        is_weight = seen[0].numel() <= _SMALL_ROW and bool((seen == seen.view(-1)[0]).all())
+        return float(seen.view(-1)[0]) / 2 if is_weight else None
     seen = mask.detach()[rows]
     is_one = seen == 1
     counts = is_one.reshape(len(rows), -1).sum(1)
@@ -86,7 +90,7 @@ def _gap(mask: torch.Tensor, rows: list[int]) -> int | None:
     return 1 if seen.dtype == torch.bool and not bool(seen.any()) else None
 
 
-def make_gaps(copies: Iterable[torch.Tensor], gaps: Iterable[int | None]) -> None:
+def make_gaps(copies: Iterable[torch.Tensor], gaps: Iterable[float | None]) -> None:
     """Write the gaps into half of the first row of each copy of some rows, or into half of its entries."""
     for copy, gap in zip(copies, gaps, strict=True):
         if gap is not None:
@@ -119,9 +123,7 @@ def _has_labels_to_ignore(tensor: torch.Tensor) -> bool:
 
 def _sums(tensor: torch.Tensor, size: int) -> list[Any]:
     """The sum of each row of a small tensor, NaNs apart: lengths, weights and targets may be what losses divide by."""
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.dim() == 0 or tensor.shape[0] != size:
-        return []
-    if tensor.is_complex() or not 0 < tensor.numel() <= size * _SMALL_ROW:
+    if not _has_rows(tensor, size) or tensor.numel() > size * _SMALL_ROW:
         return []
     rows = tensor.detach().reshape(size, -1)
     sums: list[Any] = (
@@ -132,11 +134,14 @@ def _sums(tensor: torch.Tensor, size: int) -> list[Any]:
 
 def _tells(tensor: torch.Tensor, size: int, rows: int) -> bool:
     """Whether `tensor` holds flags, labels or a mask, with one row per sample."""
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.dim() == 0 or tensor.shape[0] != size:
+    return _has_rows(tensor, size) and (not tensor.is_floating_point() or _is_mask(tensor, rows))
+
+
+def _has_rows(tensor: torch.Tensor, size: int) -> bool:
+    """Whether `tensor` holds real numbers, with one row per sample."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_complex():
         return False
-    if not tensor.numel() or tensor.is_complex():
-        return False
-    return not tensor.is_floating_point() or _is_mask(tensor, rows)
+    return tensor.dim() > 0 and tensor.shape[0] == size and tensor.numel() > 0
 
 
 def _is_mask(tensor: torch.Tensor, rows: int) -> bool:

@@ -175,7 +175,7 @@ class _Check:
         return earlier if verdict == same else None
 
     def by_masks(self, how: Runs, count: int) -> Verdict | None:
-        """The verdict where masks that happen to be full have gaps; None if there are none, or they are refused."""
+        """The verdict where masks that happen to tell no rows apart have gaps; None if none do, or they are refused."""
         rows = self._rows(count)
         gaps = gaps_for_masks(self._batch, rows)
         if all(gap is None for gap in gaps):

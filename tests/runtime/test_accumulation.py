@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from oomfix import runtime
@@ -285,3 +286,24 @@ def test_the_length_of_a_stream_is_not_believed():
     memory = runtime.preset("16gb")
     closed = [memory.window_closed for _ in memory.accumulate(DataLoader(Stream(), batch_size=2), 2)]
     assert closed == [False, True, True]
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 4)])
+def test_a_backward_through_a_reentrant_checkpoint_is_refused_where_its_gradients_need_a_correction(sizes):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).double()
+    memory, optimizer = runtime.preset("16gb"), torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.randn(size, 4).double() for size in sizes]
+    (expected,) = torch.autograd.grad(model(torch.cat(batches)).pow(2).mean(), model[0].weight)
+
+    def train():
+        for x in memory.accumulate(batches, 2):
+            hidden = checkpoint(model[0], x.requires_grad_(), use_reentrant=True)
+            memory.backward(model[1](hidden).pow(2).mean())
+        assert torch.allclose(model[0].weight.grad, expected, rtol=1e-12)
+        memory.step(optimizer)
+
+    if sizes[0] == sizes[1]:
+        train()
+    else:
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            train()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
@@ -356,3 +357,47 @@ def trained_with_trouble_at_the_third_call(place):
 def test_draws_are_put_back_at_calls_that_do_not_explore():
     before, after = map(trained_with_trouble_at_the_third_call, ("before", "after"))
     assert torch.equal(before, after)
+
+
+def checkpointed(model, x):
+    return checkpoint(lambda x: model[0](Trouble.apply(x)), x.requires_grad_(), use_reentrant=True)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_leaves_inside_a_reentrant_checkpoint_are_put_back(held, relative_error):
+    """Its backward is one of its own: nothing of the checkpointed layers is in the graph of the loss."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
+    x, y = torch.randn(12, 6).double(), torch.randint(0, 4, (12,))
+    reference = copy.deepcopy(model)
+
+    def forward(x, y):
+        return F.cross_entropy(model[1](checkpointed(model, x)), y)
+
+    memory = runtime.preset("16gb")
+    for call in range(3):
+        if not held:
+            model.zero_grad()
+            reference.zero_grad()
+        F.cross_entropy(reference(x), y).backward()
+        Trouble.where, Trouble.limit = ("backward", 5) if call == 2 else (None, 0)
+        memory.forward_backward(forward, x, y)
+    assert memory.report().retries
+    assert relative_error(model, reference) < 1e-12
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_leaves_inside_a_reentrant_checkpoint_are_corrected(windows, relative_error):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
+    x, y = torch.randn(12, 6).double(), torch.randint(0, 4, (12,))
+    y[:5] = -100
+    reference = copy.deepcopy(model)
+    F.cross_entropy(reference(x), y).backward()
+
+    def forward(x, y):
+        return F.cross_entropy(model[1](checkpointed(model, x)), y)
+
+    memory = runtime.preset("16gb", micro_batches=3)
+    batches = [(x[:8], y[:8]), (x[8:], y[8:])] if windows else [(x, y)]
+    for batch in memory.accumulate(batches, len(batches)):
+        memory.forward_backward(forward, *batch)
+    assert relative_error(model, reference) < 1e-12

@@ -132,13 +132,14 @@ def test_thresholds_of_parameters_and_of_samples_in_a_loop_still_split():
     assert verdict_of(in_a_loop, model, (rows(12),), 5).rule is not None
 
 
-@pytest.mark.parametrize("mask", ["one class each", "all of one length", "full"])
+@pytest.mark.parametrize("mask", ["one class each", "all of one length", "full", "weights"])
 def test_a_mean_over_what_a_mask_leaves_is_seen_where_it_leaves_as_much_of_each_sample(mask):
     model, x = network(), rows(12)
     left = {
         "one class each": F.one_hot(torch.arange(12) % 4, 4).double(),
         "all of one length": torch.tensor([1.0, 1.0, 0.0, 0.0]).double().repeat(12, 1),
         "full": torch.ones(12, 4).double(),
+        "weights": torch.full((12, 1), 1 / 12).double(),
     }[mask]
 
     def over_what_is_left(x, left):
