@@ -82,7 +82,7 @@ class Known:
         self._moving: frozenset[int] = frozenset()
         self._number_moved = False
         self._checks_for_numbers = 0
-        self._modes: list[bool] = []
+        self._modes: list[tuple[bool, int]] = []
 
     @property
     def alive(self) -> bool:
@@ -227,8 +227,8 @@ class Known:
             self.verdict = None
 
     def notice_modes(self) -> None:
-        """Forget the verdict if a module has another mode than at the last check: layers frozen, or in training."""
-        modes = [module.training for module in self.modules()]
+        """Forget the verdict if a module has another mode, or more or fewer forward hooks, than at the last check."""
+        modes = [(m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in self.modules()]
         if self.verdict is not None and modes != self._modes:
             self.verdict = None
         self._modes = modes

@@ -187,10 +187,21 @@ def mode_of_a_layer(model):
     return turn
 
 
+def hook_of_a_layer(model):
+    inner, handles = nn.Sequential(model), []
+
+    def turn(late):
+        if late and not handles:
+            handles.append(inner[0].register_forward_hook(lambda module, args, output: output - output.mean(0)))
+        return (lambda x, y: independent(inner(x), y)), ()
+
+    return turn
+
+
 CHANGES = [
     another_trainer, flag_of_the_trainer, flag_of_the_model, mode_of_the_model, namespace, member_of_an_enumeration,
     function_of_a_criterion, namespace_of_the_trainer, number_of_an_epoch, weight_in_the_trainer,
-    number_beside_a_counter, mode_of_a_layer,
+    number_beside_a_counter, mode_of_a_layer, hook_of_a_layer,
 ]  # fmt: skip
 
 
