@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
+from profile_2022 import AdamW, in_groups, torch_before_1_10, zeroing_in_place
 from profile_models import mobilenet_v2, resnet50, vgg16
 from torch import nn
 from torch.nn import functional as F
@@ -84,33 +84,6 @@ def images(rows: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     return lambda: (torch.zeros(rows, 3, 224, 224), torch.zeros(rows, dtype=torch.int64))
 
 
-class SoftmaxBefore111(torch.autograd.Function):
-    """Softmax that keeps its input as well as its result for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, dim: int) -> torch.Tensor:
-        result = torch.softmax(inputs, dim)
-        ctx.save_for_backward(inputs, result)
-        ctx.dim = dim
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        inputs, result = ctx.saved_tensors
-        return torch._softmax_backward_data(gradient, result, ctx.dim, inputs.dtype), None
-
-
-def softmax_before_1_11(inputs: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return SoftmaxBefore111.apply(inputs if dtype is None else inputs.to(dtype), dim)
-
-
-def zeroing_in_place(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The default of torch before 2.0: `zero_grad` fills gradients with zeros."""
-    zero_grad = optimizer.zero_grad
-    optimizer.zero_grad = lambda set_to_none=False: zero_grad(set_to_none=False)
-    return optimizer
-
-
 def optimum_runs() -> list[Run]:
     """Trainer, fp32, AdamW, batch 2, 16 tokens, torch 2.4 on an A10G; megabytes of 10**6 there."""
     source = "optimum-benchmark (Hugging Face), A10G"
@@ -135,10 +108,11 @@ def optimum_runs() -> list[Run]:
 
 
 def bert_large_runs() -> list[Run]:
-    """BERT-large, 512 tokens, V100: the transformers guide "Efficient training on a single GPU", 2022.
+    """BERT-large, 512 tokens, V100: the transformers guide "Efficient training on a single GPU", January 2022.
 
-    Attention was written out then, AdamW went parameter by parameter, `zero_grad` kept the gradients' memory, softmax
-    saved its input (torch before 1.11), and the context was 1343 MiB.
+    Attention was written out then, the Trainer's AdamW went parameter by parameter, `zero_grad` kept the gradients'
+    memory, and the context was 1343 MiB. The guide does not name its torch: that softmax saved its input shows in the
+    fp32 rows (before 1.11), that autocast ran gelu in fp32 in the fp16 rows (before 1.10).
     """
     source = "transformers documentation, V100"
     config = transformers.BertConfig(
@@ -146,38 +120,39 @@ def bert_large_runs() -> list[Run]:
         attn_implementation="eager",
     )  # fmt: skip
 
-    def build(checkpointed: bool = False) -> nn.Module:
-        model = transformers.BertForSequenceClassification(config)
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": True})
-            model.enable_input_require_grads()
-        return model
-
-    def single(parameters: Any) -> torch.optim.Optimizer:
-        return zeroing_in_place(torch.optim.AdamW(parameters, lr=1e-3, foreach=False))
-
     def adafactor(parameters: Any) -> torch.optim.Optimizer:
-        return zeroing_in_place(transformers.Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False))
+        return transformers.Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False)
 
-    rows: list[tuple[str, float, int, dict[str, Any]]] = [
-        ("BERT-large b4", 14949, 4, {"optimizer": single}),
-        ("BERT-large b1, accumulated 4", 8681, 1, {"optimizer": single, "micro_batches": 4}),
-        ("BERT-large b1, accumulated 4, checkpointed", 6775, 1,
-         {"optimizer": single, "micro_batches": 4, "checkpointed": True}),
-        ("BERT-large b4 fp16", 13939, 4, {"optimizer": single, "precision": "fp16"}),
-        ("BERT-large b4 Adafactor", 12295, 4, {"optimizer": adafactor}),
+    alone, accumulated = {"rows": 4}, {"rows": 1, "micro_batches": 4}
+    rows: list[tuple[str, float, dict[str, Any]]] = [
+        ("b4", 14949, alone),
+        ("b1, accumulated 4", 8681, accumulated),
+        ("b1, accumulated 4, checkpointed", 6775, accumulated | {"checkpointed": True}),
+        ("b4 fp16", 13939, alone | {"precision": "fp16"}),
+        ("b1, accumulated 4, checkpointed, fp16", 7275, accumulated | {"checkpointed": True, "precision": "fp16"}),
+        ("b4 Adafactor", 12295, alone | {"optimizer": adafactor}),
+        ("b1, accumulated 4, checkpointed, fp16, Adafactor", 4847,
+         accumulated | {"checkpointed": True, "precision": "fp16", "optimizer": adafactor}),
     ]  # fmt: skip
 
-    def predict(rows: int, options: dict[str, Any]) -> Any:
-        checkpointed = options.pop("checkpointed", False)
-        with patch.object(F, "softmax", softmax_before_1_11):
-            return estimate(
-                lambda: build(checkpointed), tokens(rows, 512, "class"), language_model, gpu="v100", **options
-            )
+    def predict(rows: int, checkpointed: bool = False, optimizer: Any = AdamW, **options: Any) -> Any:
+        models = []
+
+        def build() -> nn.Module:
+            model = transformers.BertForSequenceClassification(config)
+            if checkpointed:
+                model.gradient_checkpointing_enable({"use_reentrant": True})
+                model.enable_input_require_grads()
+            models.append(model)
+            return model
+
+        options["optimizer"] = zeroing_in_place(lambda parameters: optimizer(in_groups(models[0])))
+        with torch_before_1_10():
+            return estimate(build, tokens(rows, 512, "class"), language_model, gpu="v100", **options)
 
     return [
-        Run(source, name, mib, "nvidia-smi", lambda b=batch, o=options: predict(b, dict(o)), 1343)
-        for name, mib, batch, options in rows
+        Run(source, f"BERT-large {name}", mib, "nvidia-smi", lambda o=options: predict(**o), 1343)
+        for name, mib, options in rows
     ]
 
 
