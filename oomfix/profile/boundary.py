@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.answers import ANSWERS, bring_along, brought_along
@@ -128,6 +129,11 @@ class CardTrace(MemoryTrace):
                     fake = fake.contiguous(memory_format=wanted)
                 return fake
             return func(*args, **kwargs)
+
+
+def onto_the_card(values: Any) -> Any:
+    """Nested values with their tensors on the card, as wrappers that know their device move what they are given."""
+    return tree_map_only(Tensor, Tensor.cuda, values)
 
 
 def refuse_two_devices(args: tuple[Any, ...]) -> None:

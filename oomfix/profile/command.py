@@ -24,8 +24,9 @@ _PLACEHOLDER, _FIRST_SIZE = "{}", 8
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, package.train, run as `python -m` runs it.")
 @click.option(
     "--gpu", metavar="NAME", help="The card to simulate: t4, rtx3090, ...  [default: a100, or that of the --preset]"
 )
@@ -55,6 +56,7 @@ def profile(
     ctx: click.Context,
     script: str,
     args: tuple[str, ...],
+    as_module: bool,
     gpu: str | None,
     steps: int,
     budget: str | None,
@@ -74,6 +76,8 @@ def profile(
     from oomfix.profile.cards import budget as checked_budget
     from oomfix.profile.cards import find_card
 
+    module = ["--module", script] if as_module else []
+    script = _file(script, as_module)
     if script.endswith(".ipynb"):
         save = f"jupyter nbconvert --to script {script}"
         raise click.UsageError(f"{script} is a notebook, expected a Python file: {save} makes one")
@@ -92,6 +96,7 @@ def profile(
     # of options given twice the last one counts
     options = ["--gpu", _DEFAULT_GPU, *(what_if.options if what_if else []), *(["--gpu", gpu] if gpu else [])]
     options += [
+        *module,
         "--steps",
         str(steps),
         "--stage",
@@ -122,6 +127,19 @@ def profile(
 
         draw(found, plot)
     ctx.exit(1 if found["out_of_memory"] or found["error"] else 0)
+
+
+def _file(script: str, as_module: bool) -> str:
+    """The file that is to run; ends the command where there is none."""
+    places = [Path(script)]
+    if as_module:
+        place = Path(*script.split("."))
+        places = [place.with_name(f"{place.name}.py"), place / "__main__.py"]
+    for place in places:
+        if place.is_file():
+            return str(place)
+    message = f"no file {' or '.join(map(str, places))}"
+    raise click.BadParameter(f"{message} below the current folder" if as_module else message, param_hint="SCRIPT")
 
 
 def _check_plot(path: Path) -> None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.nn import parallel as data_parallel
 
-from oomfix.profile.boundary import CardTrace
+from oomfix.profile.boundary import CardTrace, onto_the_card
 from oomfix.profile.patches import Patches
 
 _LARGE_BYTES = 2**20
@@ -19,8 +19,8 @@ _CONVERSIONS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torc
 def lighten_host(patches: Patches, trace: CardTrace) -> None:
     """Leave out what costs time or host memory and makes no difference to the card.
 
-    `torch.compile` returns its argument. Initialisers and changes of type skip weights of 1 MiB and more: on the host,
-    untouched memory costs nothing.
+    `torch.compile`, `torch.jit.script` and `torch.jit.trace` return their argument. Initialisers and changes of type
+    skip weights of 1 MiB and more: on the host, untouched memory costs nothing.
     """
     _skip_initialisers(patches)
     _no_compiler(patches, trace)
@@ -79,8 +79,13 @@ def _no_compiler(patches: Patches, trace: CardTrace) -> None:
         trace.assume("torch.compile was left out: the run is reckoned as eager")
         return model if model is not None else lambda function: function
 
+    def script(code: Any, *args: Any, **kwargs: Any) -> Any:
+        trace.assume("torch.jit was left out: the run is reckoned as eager")
+        return code
+
     patches.set(torch, compile=compile)
     patches.set(nn.Module, compile=lambda module, *args, **kwargs: compile(module) and None)
+    patches.set(torch.jit, script=script, trace=script)
 
 
 def _wrappers(patches: Patches, trace: CardTrace) -> None:
@@ -88,6 +93,9 @@ def _wrappers(patches: Patches, trace: CardTrace) -> None:
 
     def alone(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         trace.assume("nn.DataParallel ran on one card")
-        return self.module(*inputs, **kwargs) if self.device_ids else forward(self, *inputs, **kwargs)
+        if not self.device_ids:
+            return forward(self, *inputs, **kwargs)
+        inputs, kwargs = onto_the_card((inputs, kwargs))
+        return self.module(*inputs, **kwargs)
 
     patches.set(data_parallel.DataParallel, forward=alone)

@@ -14,9 +14,10 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 from torch import nn
+from torch.distributed import device_mesh
 from torch.nn import parallel
 
-from oomfix.profile.boundary import CardTrace
+from oomfix.profile.boundary import CardTrace, onto_the_card
 from oomfix.profile.ledger import Moment
 from oomfix.profile.patches import Patches
 from oomfix.profile.refusals import CannotSimulate
@@ -78,13 +79,24 @@ class Ranks:
         def gather_objects(found: list[Any], own: Any, *args: Any, **kwargs: Any) -> None:
             found[:] = [own] * len(found)
 
+        def mesh(*args: Any, **kwargs: Any) -> None:
+            raise CannotSimulate("it lays its model over a mesh of several cards (DeviceMesh), and one is simulated")
+
+        def meet(*args: Any, **kwargs: Any) -> None:
+            raise CannotSimulate("it waits for other processes (a store, or RPC), and one process is simulated")
+
         def spawned(function: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
             function(0, *args)
 
         patches.set(torch.multiprocessing, spawn=spawned)
+        patches.set(device_mesh, init_device_mesh=mesh)
+        patches.set(device_mesh.DeviceMesh, __init__=mesh)
         patches.set(
             torch.distributed,
             init_process_group=join,
+            init_device_mesh=mesh,
+            rendezvous=meet,
+            TCPStore=meet,
             destroy_process_group=lambda *args: None,
             is_initialized=lambda: self.joined,
             get_rank=lambda *args, **kwargs: 0,
@@ -103,11 +115,21 @@ class Ranks:
         wrapper = parallel.DistributedDataParallel
 
         def wrap(
-            self: Any, module: nn.Module, *args: Any, gradient_as_bucket_view: bool = False, **kwargs: Any
+            self: Any,
+            module: nn.Module,
+            device_ids: Any = None,
+            *args: Any,
+            gradient_as_bucket_view: bool = False,
+            **kwargs: Any,
         ) -> None:
             nn.Module.__init__(self)
-            self.module, self.require_backward_grad_sync = module, True
+            self.module, self.require_backward_grad_sync, self.device_ids = module, True, device_ids
             self._buckets = _buckets(trace, module, gradient_as_bucket_view)
+
+        def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+            if self.device_ids:
+                inputs, kwargs = onto_the_card((inputs, kwargs))
+            return self.module(*inputs, **kwargs)
 
         def not_synchronised(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             trace.assume("SyncBatchNorm is reckoned as BatchNorm")
@@ -118,7 +140,7 @@ class Ranks:
                 "it shards its model (FSDP); without that call, `--ranks N` reckons what each of N ranks would hold"
             )
 
-        patches.set(wrapper, __init__=wrap, forward=lambda self, *args, **kwargs: self.module(*args, **kwargs))
+        patches.set(wrapper, __init__=wrap, forward=forward)
         patches.set(nn.SyncBatchNorm, convert_sync_batchnorm=not_synchronised)
         patches.set(fsdp, FullyShardedDataParallel=shard, fully_shard=shard)
 

@@ -4,6 +4,7 @@ import re
 import socket
 from collections.abc import Iterator
 
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOST = re.compile(r"host='([^']+)'|https?://([^/\s'\"]+)")
 
 # "dummy base class": what a torch built without CUDA has in place of CUDA's classes
@@ -21,9 +22,11 @@ def refuse_what_cannot_be(error: Exception) -> None:
         raise CannotSimulate(f"it downloads from {_host(error)}, which cannot be reached from here") from None
     if isinstance(error, ModuleNotFoundError):
         raise CannotSimulate(f"it imports {error.name}, which is not installed here") from None
+    if isinstance(error, KeyError) and error.args[:1] and error.args[0] in _OF_TORCHRUN:
+        said = f"it reads {error.args[0]}, which torchrun sets; `--ranks N` simulates one of N processes"
+        raise CannotSimulate(said) from None
     if isinstance(error, ImportError) and "attempted relative import" in str(error):
-        launcher = 'import runpy; runpy.run_module("package.module", run_name="__main__")'
-        said = f"it is a module for `python -m`: profile a script of this one line instead: {launcher}"
+        said = "it is a module of a package: `oomfix profile -m package.module`, from the folder that holds the package"
         raise CannotSimulate(said) from None
     if isinstance(error, ImportError):
         raise CannotSimulate(str(error).splitlines()[0]) from None

@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
             result = run(
                 options.script,
                 options.args,
+                module=options.module,
                 gpu=options.gpu,
                 steps=options.steps,
                 stage=options.stage,
@@ -69,6 +70,7 @@ def run(
     script: str,
     args: list[str],
     *,
+    module: str = "",
     gpu: str = "a100",
     steps: int = 2,
     stage: int = 0,
@@ -83,6 +85,7 @@ def run(
     Args:
         script: path of the script.
         args: its arguments.
+        module: the name by which `python -m` would run it from the current folder; "": it is run as a file.
         gpu: the card, a name from `oomfix.profile.cards`.
         steps: after how many steps of each of its optimizers it is stopped.
         stage: measure from when the script builds its optimizer of this number; 0: from its start.
@@ -119,7 +122,7 @@ def run(
         threads = Threads(simulated.patches, trace)
         stop = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: progress.stepped())
         try:
-            _execute(script, args)
+            _execute(script, args, module)
             threads.raise_what_ended_one()
             progress.ended()
         except EnoughSteps:
@@ -167,14 +170,17 @@ def _traceback(error: Exception, path: str) -> str:
     return "".join(traceback.format_exception(error.with_traceback(frames or error.__traceback__)))
 
 
-def _execute(script: str, args: list[str]) -> None:
+def _execute(script: str, args: list[str], module: str) -> None:
     path = os.path.abspath(script)
     if not os.path.isfile(path):
         raise CannotSimulate("there is no such file")
     sys.argv = [path, *args]
-    sys.path.insert(0, os.path.dirname(path))
+    sys.path.insert(0, os.getcwd() if module else os.path.dirname(path))
     try:
-        runpy.run_path(path, run_name="__main__")
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as exit:
         if exit.code not in (None, 0):
             said = f"with exit code {exit.code}" if isinstance(exit.code, int) else f"and said: {exit.code}"
@@ -183,6 +189,7 @@ def _execute(script: str, args: list[str]) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m oomfix.profile.run", description="Simulate a training script.")
+    parser.add_argument("--module", default="", metavar="NAME", help="run SCRIPT as `python -m NAME` would")
     parser.add_argument("--gpu", default="a100")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=0)

@@ -211,3 +211,18 @@ def test_a_script_that_waits_for_a_number_of_the_card_is_refused(simulated, monk
     source = HEAD + "error = torch.ones(1, device=device)\nwhile error.item() > 0.001:\n    error = error * 0.5\n"
     with pytest.raises(CannotSimulate, match=r"train.py:\d+ has read the card 1000 times: it seems to wait"):
         simulated(source)
+
+
+def test_scripted_functions_run_as_they_are_written(simulated):
+    """A compiled one would call factories that know no simulated card; the sum and the product take 1 MiB each."""
+    script = """
+@torch.jit.script
+def swish(x):
+    return x * torch.zeros(512, device=x.device).add(x)
+
+traced = torch.jit.trace(model, torch.zeros(1, 512, device=device))
+y = swish(traced(torch.zeros(512, 512, device=device)))
+"""
+    found = simulated(LINEAR + script)
+    assert found["error"] is None
+    assert any("torch.jit was left out" in sentence for sentence in found["assumptions"])

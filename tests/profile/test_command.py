@@ -101,3 +101,37 @@ def test_a_notebook_is_refused_with_what_to_do(tmp_path):
     result = CliRunner().invoke(profile, [str(notebook)])
     assert result.exit_code == 2
     assert "is a notebook, expected a Python file: jupyter nbconvert --to script" in result.output
+
+
+PACKAGED = """
+import torch
+from .layers import make
+model = make().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.zeros(8, 512, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("name", ["pkg.train", "pkg"])
+def test_a_module_runs_as_python_m_runs_it(tmp_path, monkeypatch, name):
+    """1 MiB of weights, made by the module beside; the file is named, so that other commands find it."""
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "layers.py").write_text("import torch\ndef make(): return torch.nn.Linear(512, 512, bias=False)\n")
+    file = package / ("train.py" if "." in name else "__main__.py")
+    file.write_text(PACKAGED)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(profile, ["--format", "json", "-m", name])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["breakdown"]["weights"] == 2**20 and found["script"] == str(file.relative_to(tmp_path))
+
+
+def test_a_module_that_is_not_there_is_looked_for_by_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(profile, ["-m", "pkg.train"])
+    assert result.exit_code == 2
+    assert "no file pkg/train.py or pkg/train/__main__.py below the current folder" in " ".join(result.output.split())

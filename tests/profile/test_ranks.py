@@ -156,3 +156,51 @@ def test_blocks_are_those_of_the_list_with_the_most_weights():
 
     assert blocks_of(Model()) == ((4 * 8 + 8 + 8 * 4 + 4) * 4, (40 + 4 * 2 + 2) * 4)
     assert blocks_of(nn.Linear(2, 2)) == (6 * 4, 0)
+
+
+WRAPPED = """
+import torch
+from torch import nn
+model = nn.Linear(512, 512, bias=False).cuda()
+{wrap}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    loss = model(torch.zeros(64, 512)).sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "ranks"),
+    [
+        ("model = nn.DataParallel(model)", 0),
+        ("model = nn.parallel.DistributedDataParallel(model, device_ids=[0])", 2),
+    ],
+)
+def test_wrappers_that_know_their_card_move_inputs_there(simulate, as_torchrun, wrap, ranks):
+    found = simulate(WRAPPED.format(wrap=wrap), ranks=ranks)
+    assert found["error"] is None and found["stopped"]
+    # the batch is on the card as what the backward of the product keeps
+    assert any(tensor["shape"] == (64, 512) for tensor in found["top_tensors"])
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("from torch.distributed.device_mesh import init_device_mesh\ninit_device_mesh('cuda', (2, 2))", "a mesh of"),
+        ("import torch.distributed as dist\ndist.TCPStore('127.0.0.1', 29599, 2)", "it waits for other processes"),
+        ("import torch.distributed.rpc as rpc\nrpc.init_rpc('a', rank=0, world_size=2)", "it waits for other"),
+    ],
+)
+def test_what_would_wait_for_other_processes_is_refused(simulate, as_torchrun, monkeypatch, source, reason):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29598")
+    with pytest.raises(CannotSimulate, match=reason):
+        simulate(source, ranks=4)
+
+
+def test_a_script_of_torchrun_is_told_the_option_that_stands_for_it(simulate, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(CannotSimulate, match="torchrun sets; `--ranks N`"):
+        simulate("import os\nlocal = os.environ['LOCAL_RANK']\n")

@@ -309,7 +309,7 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs):
         (DEVICE_MAP, "its device map spreads a model over 0, cpu: one card is simulated"),
         ("raise SystemExit(3)\n", "it ended itself with exit code 3"),
         ("raise SystemExit('no config')\n", "it ended itself and said: no config"),
-        ("from .engine import train", r"a module for `python -m`.*import runpy; runpy\.run_module"),
+        ("from .engine import train", "a module of a package: `oomfix profile -m package.module`"),
     ],
 )
 def test_every_refusal_says_what_is_in_the_way(tmp_path, monkeypatch, source, reason):
