@@ -88,6 +88,9 @@ class MemoryManager:
 
         Returns:
             The same object. Its type, state_dict keys, pickles and deep copies stay as they are.
+
+        Raises:
+            TypeError: `model` is no module.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
@@ -140,6 +143,8 @@ class MemoryManager:
             TypeError: `forward` is no function.
             ValueError: `forward` returned no loss, or `batch_size` is out of its range.
             RuntimeError: another process failed in this call, or models are distributed in a way that is refused.
+
+        Source: automatic micro-batches as Composer has them, here verified, weighed, and put back after a failure.
         """
         check_forward(forward)
         cut = Batch(batch, named, batch_size)
@@ -158,6 +163,9 @@ class MemoryManager:
 
         Returns:
             What `forward` returned, as for the whole batch.
+
+        Raises:
+            DoesNotFitError, TypeError, ValueError: as for `forward_backward`.
         """
         check_forward(forward)
         cut = Batch(batch, named, batch_size)
@@ -202,6 +210,7 @@ class MemoryManager:
                 model that went through `memory.forward` takes a technique more.
             TypeError: `loss` is no tensor.
             ValueError: it has more than one number, or no graph.
+            RuntimeError: inside of `accumulate`, it cannot be weighed: see there what else shares its window.
         """
         check_loss(loss, options)
         self._before_backward()
@@ -224,6 +233,8 @@ class MemoryManager:
             TypeError: no optimizer, one whose step needs a closure, or a scheduler that needs a metric.
             ValueError: `clip_norm` is not above 0.
             RuntimeError: in the middle of an accumulation window of this optimizer.
+
+        Source of the loss scale: Micikevicius et al. 2018, "Mixed Precision Training".
         """
         is_new = optimizer not in self._stepped
         if is_new:
@@ -245,7 +256,11 @@ class MemoryManager:
         self._tidy_cache()
 
     def zero_grad(self, optimizer: Any) -> None:
-        """Drop the gradients of `optimizer` (or of a model), except in the middle of an accumulation window."""
+        """Drop the gradients of `optimizer` (or of a model), except in the middle of an accumulation window.
+
+        Raises:
+            TypeError: it has no `zero_grad`.
+        """
         if not callable(getattr(optimizer, "zero_grad", None)):
             raise TypeError(f"optimizer: got {shown(optimizer)}, expected an optimizer or a model, with zero_grad")
         if self._window.position == 1:
@@ -294,6 +309,10 @@ class MemoryManager:
             device_type: "cuda", "cpu"; None: the GPU if there is one.
             dtype: what the script asks for; used when the preset is "off".
             enabled: False: the script wants fp32 here, and gets it.
+
+        Raises:
+            TypeError: an argument is of the wrong type.
+            ValueError: there is no such type of device.
         """
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         check_autocast(device_type, dtype)

@@ -211,3 +211,12 @@ def test_a_batch_size_that_nothing_has_is_refused_and_what_there_is_is_named():
     with pytest.raises(ValueError, match=r"batch_size: got 8, expected .* \(found 16\)"):
         runtime.preset("16gb").forward_backward(lambda x: net(x).mean(), x, batch_size=8)
     runtime.preset("16gb").forward_backward(lambda: net(x).mean(), batch_size=8)  # its batch is not given
+
+
+@pytest.mark.parametrize("overrides", [{}, {"micro_batches": 2}])
+def test_an_evaluation_refuses_what_a_training_call_does(overrides):
+    memory = runtime.preset("16gb", **overrides)
+    with pytest.raises(TypeError, match="forward: got 3"):
+        memory.evaluate(3, X)
+    with pytest.raises(ValueError, match="batch_size: got 0"):
+        memory.evaluate(lambda x: x, X, batch_size=0)

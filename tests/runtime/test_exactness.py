@@ -357,6 +357,24 @@ def test_packed_sequences_run_whole_and_it_is_said_once(caplog):
     assert caplog.text.count("a packed sequence in the batch cannot be cut") == 1
 
 
+class Graphs:
+    """Several graphs as one, as libraries for graph networks batch them: an object that can be moved."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def to(self, device):
+        return Graphs(self.nodes.to(device))
+
+
+def test_batched_graphs_run_whole_and_it_is_said_once(caplog):
+    model, graphs = network(), Graphs(torch.randn(8, 6).double())
+    memory = runtime.preset("16gb", micro_batches=2)
+    for _ in range(3):
+        memory.forward_backward(lambda graphs: model(graphs.nodes).pow(2).mean(), graphs, batch_size=4)
+    assert caplog.text.count("a Graphs in the batch cannot be cut") == 1
+
+
 def test_nested_tensors_run_whole():
     model, sizes = network(), []
     nested = torch.nested.nested_tensor([torch.randn(n, 6).double() for n in (5, 4, 3, 2)])

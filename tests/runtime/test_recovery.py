@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import sys
 import weakref
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
+from oomfix.runtime import splitter
 from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory, smallest_graph
 from tests.runtime.through import through
@@ -185,6 +187,44 @@ def test_no_frame_of_the_failure_is_alive_when_the_second_try_begins():
     finally:
         gc.enable()
     assert all(not references for references in alive)
+
+
+def test_memory_is_freed_when_the_error_is_no_longer_handled(monkeypatch):
+    """Inside of the `except`, its traceback would keep the tensors of the frames that failed."""
+    handled = []
+
+    def free(thorough=False):
+        handled.append(sys.exc_info()[1])
+        free_what_is_left(thorough)
+
+    monkeypatch.setattr(splitter, "free_what_is_left", free)
+    model = Net().eval()
+    Trouble.where, Trouble.limit = "backward", 3
+    runtime.preset("16gb").forward_backward(
+        lambda x, y: F.cross_entropy(model(x), y), torch.randn(12, 6), torch.randint(0, 4, (12,))
+    )
+    assert handled == [None, None]
+
+
+def test_the_cache_of_the_card_is_emptied_once_for_each_failure(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(gc.isenabled()))
+    free_what_is_left()
+    assert len(emptied) == 1
+
+
+def test_sizes_that_follow_free_memory_are_told_and_how_to_make_them_repeatable(caplog):
+    model = Net().eval()
+    Trouble.where, Trouble.limit = "backward", 6
+    memory = runtime.preset("16gb")
+    for _ in range(3):
+        memory.forward_backward(
+            lambda x, y: F.cross_entropy(model(x), y), torch.randn(12, 6), torch.randint(0, 4, (12,))
+        )
+    told = [record.message for record in caplog.records if "out of memory" in record.message]
+    assert len(told) == 1
+    assert "goes on in 2 micro-batches" in told[0] and "micro_batches=N makes runs repeatable" in told[0]
 
 
 def test_what_was_ready_to_run_in_a_failed_backward_is_freed():

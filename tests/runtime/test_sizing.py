@@ -1,5 +1,7 @@
 """As few micro-batches as fit, sizes by halves, and room for the optimizer that is still to come."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,13 @@ def test_it_settles_on_the_fewest_micro_batches_that_fit(most_rows, fewest):
     tried = settle(Sizing(first_parts=4), 64, most_rows, 6)
     assert tried[-1] == [fewest]
     assert tried[-2] == [fewest]
+
+
+def test_sizes_change_by_halves_however_much_fits():
+    """Code that is compiled for each size is compiled for seven sizes of a batch of 64 at most."""
+    sizing, chance = Sizing(first_parts=2), random.Random(0)
+    tried = {parts for _ in range(500) for attempt in settle(sizing, 64, chance.randint(1, 64), 1) for parts in attempt}
+    assert tried <= {1, 2, 4, 8, 16, 32, 64}
 
 
 def test_the_first_guess_counts_only_where_the_whole_batch_does_not_fit():
