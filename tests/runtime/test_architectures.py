@@ -13,7 +13,6 @@ from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime import offloading
 
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class LowRank(nn.Module):
@@ -30,14 +29,14 @@ class LowRank(nn.Module):
 
 
 def words(model):
-    return lambda ids: model(input_ids=ids, labels=ids).loss, torch.randint(0, 64, (4, 10))
+    return lambda ids: model(input_ids=ids, labels=ids).loss, (torch.randint(0, 64, (4, 10)),)
 
 
-def images(model, classes=5):
-    def loss(pixels):
-        return nn.functional.cross_entropy(model(pixel_values=pixels).logits, torch.arange(4) % classes)
+def images(model):
+    def loss(pixels, target):
+        return nn.functional.cross_entropy(model(pixel_values=pixels).logits, target)
 
-    return loss, torch.randn(4, 3, 32, 32)
+    return loss, (torch.randn(4, 3, 32, 32), torch.arange(4))
 
 
 def gpt2():
@@ -87,10 +86,10 @@ def segformer():
     )  # fmt: skip
     model = transformers.SegformerForSemanticSegmentation(config)
 
-    def loss(pixels):
-        return model(pixel_values=pixels, labels=torch.zeros(4, 32, 32, dtype=torch.int64)).loss
+    def loss(pixels, labels):
+        return model(pixel_values=pixels, labels=labels).loss
 
-    return (loss, torch.randn(4, 3, 32, 32)), model
+    return (loss, (torch.randn(4, 3, 32, 32), torch.randint(0, 5, (4, 32, 32)))), model
 
 
 def clip():
@@ -99,11 +98,10 @@ def clip():
     vision = {**tower, "image_size": 32, "patch_size": 8}
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
 
-    def loss(pixels):
-        ids = torch.arange(40).view(4, 10)
+    def loss(pixels, ids):
         return model(input_ids=ids, pixel_values=pixels, return_loss=True).loss
 
-    return (loss, torch.randn(4, 3, 32, 32)), model
+    return (loss, (torch.randn(4, 3, 32, 32), torch.arange(40).view(4, 10))), model
 
 
 ARCHITECTURES = [gpt2, bert, llama_with_lora, vit, swin, convnext, segformer, clip]
@@ -120,7 +118,7 @@ def trained(build, checkpoints=False, offloads=False, in_backward=False):
     for _ in range(2):
         with SimulatedCard() as card:
             with runtime.offload_activations(0) if offloads else nullcontext():
-                value = loss(batch)
+                value = loss(*batch)
             held_bytes = card.current_bytes
         with runtime.optimizer_in_backward(optimizer) if in_backward else nullcontext():
             value.backward()
@@ -149,3 +147,34 @@ def test_offloading_in_blocks_and_steps_in_backward_are_bitwise(build, monkeypat
     plain, _ = trained(build)
     assert_bitwise(trained(build, offloads=True, in_backward=True)[0], plain)
     assert_bitwise(trained(build, checkpoints=True, offloads=True)[0], plain)
+
+
+@pytest.mark.parametrize("build", ARCHITECTURES, ids=lambda build: build.__name__)
+def test_the_manager_gives_the_gradients_of_the_whole_batch(build):
+    """Checkpointed and in two micro-batches, but for CLIP, whose samples are compared with each other."""
+    torch.manual_seed(0)
+    (loss, batch), model = build()
+    batch = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch)
+    model.double().train()
+    for module in model.modules():
+        # the statistics of a part are others, and it draws other numbers
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or name == "p"):
+                setattr(module, name, 0.0)
+    loss(*batch).backward()
+    expected = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    memory = runtime.preset("16gb", checkpointing="on", micro_batches=2)
+    memory.prepare(model)
+    memory.forward_backward(loss, *batch)
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    # the logits of Llama's own loss are fp32
+    tolerance = 1e-7 if build is llama_with_lora else 1e-12
+    assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < tolerance * largest
+    report = memory.report()
+    names = {technique.name.split()[0] for technique in report.techniques}
+    assert names == ({"checkpointing"} if build is clip else {"checkpointing", "micro-batches"})
+    assert [reason[:13] for reason in report.whole_because.values()] == (["samples depen"] if build is clip else [])
