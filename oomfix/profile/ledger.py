@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from oomfix.profile.allocator import rounded
 from oomfix.profile.trace import MemoryTrace, Storage
 
 CATEGORIES = (
@@ -42,11 +43,13 @@ class Step:
 
     Attributes:
         peak_allocated_bytes: the most that was allocated from the end of the step before to the end of this one.
-        live_bytes: what was still allocated at its end.
+        live_bytes: what tensors held at its end, without what the allocator's blocks have to spare.
+        kept_bytes: of these, what is older than the step: it was made before the step before had ended.
     """
 
     peak_allocated_bytes: int
     live_bytes: int
+    kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,12 @@ class Ledger:
         result = []
         totals = self._totals()
         start = self._trace.start_event
-        for position, live, optimizer in self._trace.steps:
+        for position, _, optimizer in self._trace.steps:
             if optimizer == self._last_optimizer:
-                result.append(Step(max(totals[start:position], default=live), live))
+                live = [self._trace.storages[index] for index in self._alive(position)]
+                held = sum(rounded(storage.requested_bytes) for storage in live)
+                kept = sum(rounded(storage.requested_bytes) for storage in live if storage.born < start)
+                result.append(Step(max(totals[start:position], default=held), held, kept))
                 start = position
         return result
 

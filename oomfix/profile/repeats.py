@@ -1,6 +1,6 @@
 """Forward passes that repeat earlier ones: a few of hundreds of evaluation or accumulation batches say it all."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from oomfix.profile.boundary import CUDA, CardTrace
+from oomfix.profile.identities import PLAIN, Identities
 from oomfix.profile.patches import Patches
 from oomfix.profile.trace import Storage
 
 _ROUNDS = 2
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS if name != "_backward_pre_hooks")
 
@@ -38,6 +38,7 @@ class Repeats:
     def __init__(self, patches: Patches, trace: CardTrace) -> None:
         self._trace = trace
         self._rounds: dict[Any, tuple[_Outcome, int]] = {}
+        self._identities = Identities()
         self._step = 0
         self._differentiates = False
         differentiate = torch.autograd.grad
@@ -95,8 +96,11 @@ class Repeats:
         if None in told or any(_has_hooks(part, grad) for part in module.modules()):
             return None
         modes = grad, torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
-        attributes = tuple(_attributes(module))
-        return id(module), modes, structure, tuple(told), attributes, self._trace.allocator.layout()
+        attributes = [self._identities.told(vars(part)) for part in module.modules()]
+        if None in attributes:
+            return None
+        of_module = self._identities.of(module)
+        return of_module, modes, structure, tuple(told), tuple(attributes), self._trace.allocator.layout()
 
     def _put_in_place(self, left: "Sequence[_Left]") -> list[int] | None:
         """The numbers of storages like those that were left, where they were; None where there is no room."""
@@ -227,7 +231,7 @@ def _told(leaf: Any, grad: bool) -> Any:
         if grad and leaf.requires_grad:
             return None
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.storage_offset()
-    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else None
+    return (type(leaf), leaf) if isinstance(leaf, PLAIN) else None
 
 
 def _outcome(trace: CardTrace, result: Any, first_event: int, first_storage: int) -> _Outcome | None:
@@ -256,19 +260,12 @@ def _outcome(trace: CardTrace, result: Any, first_event: int, first_storage: int
 def _described(leaf: Any, trace: CardTrace, number: dict[int, int]) -> _Tensor | _Plain | None:
     """A result as something that can be made again; None where it cannot."""
     if type(leaf) is not FakeTensor:
-        return _Plain(leaf) if isinstance(leaf, _PLAIN) else None
+        return _Plain(leaf) if isinstance(leaf, PLAIN) else None
     index = trace.index_of(leaf)
     if index is None or index not in number or (leaf.requires_grad and leaf.is_leaf):
         return None
     shape, stride = tuple(leaf.shape), leaf.stride()
     return _Tensor(number[index], shape, stride, int(leaf.storage_offset()), leaf.dtype, leaf.requires_grad)
-
-
-def _attributes(model: nn.Module) -> Iterator[Any]:
-    """The attributes of all modules, plain values as they are: flags, counters, what was left by a forward."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            yield name, value if isinstance(value, _PLAIN) else id(value)
 
 
 def _has_hooks(module: nn.Module, grad: bool) -> bool:

@@ -39,8 +39,9 @@ class Estimate:
         top_tensors: the largest groups of storages at the peak, largest first.
         timeline: the fullest moments of evenly spread stretches of the run.
         steps: one entry per step of the optimizer that stepped last; others' steps between are part of them.
-        growth_bytes_per_step: by how much `live_bytes` grew per step; 0 with fewer than two steps. Of three and more
-            steps the second half counts: what is made once, such as a copy of the best weights, is no growth.
+        growth_bytes_per_step: by how much both `live_bytes` and `kept_bytes` grew per step over the second half of the
+            steps: neither what is made once, such as a copy of the best weights, nor a batch that is larger than the
+            one before is growth. Of two steps, by how much `live_bytes` grew; 0 with fewer.
         fits: by preset name, and under "card" for the simulated card.
         card: the simulated card.
         context_bytes: what the CUDA context takes besides `peak_reserved_bytes`.
@@ -91,9 +92,14 @@ def report(trace: MemoryTrace, card: Card, margin: Margin, assumptions: Sequence
 
 
 def _growth(steps: Sequence[Step]) -> int:
-    first = len(steps) // 2 if len(steps) >= 3 else 0
-    between = len(steps) - 1 - first
-    return max(0, (steps[-1].live_bytes - steps[first].live_bytes) // between) if between > 0 else 0
+    if len(steps) < 2:
+        return 0
+    number = len(steps) // 2 if len(steps) >= 3 else 0
+    first, last = steps[number], steps[-1]
+    grown = last.live_bytes - first.live_bytes
+    if len(steps) >= 3:
+        grown = min(grown, last.kept_bytes - first.kept_bytes)
+    return max(0, grown // (len(steps) - 1 - number))
 
 
 def replay(trace: MemoryTrace, capacity_bytes: int | None) -> CachingAllocator | None:

@@ -147,3 +147,39 @@ def test_what_is_made_once_is_no_growth():
             if number == 1:
                 kept = torch.ones(MIB)
     assert kept.nbytes and report(trace, find_card("t4"), TRANSFORMER).growth_bytes_per_step == 0
+
+
+def test_batches_that_grow_are_no_growth():
+    """The inputs of the last step are alive where it ends, and larger every time."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MemoryTrace() as trace:
+        for rows in (8, 16, 32, 64, 128, 256):
+            inputs = torch.zeros(rows * 1024)
+            step(model, optimizer)
+    found = report(trace, find_card("t4"), TRANSFORMER)
+    assert found.steps[-1].live_bytes - found.steps[-2].live_bytes == inputs.nbytes // 2
+    assert found.growth_bytes_per_step == 0
+
+
+def test_room_to_spare_in_a_block_is_no_growth():
+    """18.25 MiB move, after half of the steps, into a free block of 18.75, which is not split."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def mebibytes(number):
+        return torch.ones(int(number * MIB), dtype=torch.uint8)
+
+    with MemoryTrace() as trace:
+        kept, hole, behind = mebibytes(18.25), mebibytes(18.75), mebibytes(1.25)
+        for number in range(6):
+            step(model, optimizer)
+            if number == 1:
+                del hole
+            if number == 4:
+                kept, old = mebibytes(18.25), kept
+                del old
+    found = report(trace, find_card("t4"), TRANSFORMER)
+    allocated = [held for _, held, _ in trace.steps]
+    assert kept.nbytes and behind.nbytes and allocated[5] - allocated[4] == MIB // 2
+    assert found.steps[5].live_bytes == found.steps[4].live_bytes and found.growth_bytes_per_step == 0
