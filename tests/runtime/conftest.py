@@ -1,5 +1,7 @@
 """Fresh managers, and gradients to compare."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,12 @@ def fresh_manager(monkeypatch):
     torch.manual_seed(0)
     yield
     runtime.reset()
+    if torch.cuda.is_initialized():
+        # what a test left there, and the limit that a preset set, are no matter of the next
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.reset_peak_memory_stats()
 
 
 @pytest.fixture

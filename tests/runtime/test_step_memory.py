@@ -133,13 +133,13 @@ def test_a_lean_step_learns_the_same(model, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_step_that_would_not_fit_a_gpu_fits(caplog):
-    model = nn.Linear(4096, 4096, device="cuda")  # 64 MiB of parameters
-    memory, optimizer = runtime.preset("auto", budget_gib=0.35, precision="fp32"), adamw(model)
+    model = nn.Linear(8192, 8192, device="cuda")  # 256 MiB of parameters; cuBLAS takes 64 on a Hopper card
+    memory, optimizer = runtime.preset("auto", budget_gib=1.2, precision="fp32"), adamw(model)
     for _ in range(2):
-        memory.forward_backward(lambda x: model(x).pow(2).mean(), torch.randn(8, 4096, device="cuda"))
+        memory.forward_backward(lambda x: model(x).pow(2).mean(), torch.randn(8, 8192, device="cuda"))
         memory.step(optimizer)
     assert "AdamW: its first step needs about" in caplog.text
-    assert torch.cuda.max_memory_allocated() < 0.35 * 2**30
+    assert torch.cuda.max_memory_allocated() < 1.2 * 2**30
 
 
 # -- the cache -------------------------------------------------------------------------------------------------
