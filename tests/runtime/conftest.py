@@ -20,7 +20,7 @@ def fresh_manager(monkeypatch):
     torch.manual_seed(0)
     yield
     runtime.reset()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         # what a test left there, and the limit that a preset set, are no matter of the next
         gc.collect()
         torch.cuda.empty_cache()
