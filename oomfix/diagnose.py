@@ -1,80 +1,39 @@
 """Read a CUDA out-of-memory error, or the log of a run that ended in one: which kind it is, and what cures it.
 
-Understood are the messages of torch 1.8 to 2.13 and those of CUDA, cuBLAS and cuDNN that stand for the same. Imports
-no torch: a crash is often read on another machine.
+Imports no torch: a crash is often read on another machine.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from oomfix.crash import (
+    GIB,
+    KILLED,
+    KILLED_FOR_MEMORY,
+    MIB,
+    ON_THE_HOST,
+    SHARED_MEMORY,
+    SIZE,
+    Crash,
+    crash_at,
+    in_bytes,
+    messages,
+    plain,
+)
 from oomfix.presets import PRESETS
 
-MIB, GIB = 2**20, 2**30
-_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "KB": 10**3, "MiB": MIB, "MB": 10**6, "GiB": GIB, "GB": 10**9}
-_SIZE = r"([\d.]{1,16}) ?(bytes|KiB|MiB|GiB|KB|MB|GB|B)"
-
-# AMD cards say HIP; a tensor of absurd size has no number
-_REQUEST = re.compile(rf"(?:CUDA|HIP) out of memory\.\s+Tried to allocate (?:{_SIZE}|more than 1EB memory)")
-_ON_THE_HOST = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) (bytes)")
-# up to torch 2.0; "cached" was the word before 1.4, and "capacty" is torch 2.1's own
-_FIELDS = {
-    "capacity": (rf"{_SIZE} total capacity", rf"total capac(?:i)?ty of {_SIZE}"),
-    "free": (rf"{_SIZE} free", rf"of which {_SIZE} is free"),
-    "allocated": (rf"{_SIZE} already allocated", rf"allocated memory {_SIZE} is allocated by PyTorch"),
-    "reserved": (rf"{_SIZE} (?:reserved in total by PyTorch|cached)",),
-    "unallocated": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
-    "own": (rf"this process has {_SIZE} memory in use",),
-    "allowed": (rf"{_SIZE} allowed",),
-}
-_OTHERS = re.compile(rf"\bProcess \d+ has {_SIZE} memory in use")
-_WITHOUT_NUMBERS = re.compile(
-    r"(?:CUDA|HIP) error: out of memory|cuda runtime error \(2\) ?: out of memory|cudaErrorMemoryAllocation"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|Failed to CUDA calloc"
-)
-# what a cluster or the kernel says of a process that filled the memory of the host; torch itself says nothing then
-_KILLED = re.compile(r"\boom[-_ ]?kill|\bout of memory: kill(?:ed)? process", re.IGNORECASE)
-_IN_WORDS = re.compile(r"out of memory|\bOOM\b", re.IGNORECASE)
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\s*\n?(.*)')
-# `--epoch 90` and `epoch=90` are settings, no epochs that were reached
-_EPOCH = re.compile(r"(?<![-'\"(])\bepoch(?!=)\W{0,3}(\d{1,9})\b", re.IGNORECASE)
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# `--epoch 90` and `epoch=90` are settings, no epochs that were reached; the Trainer's lines hold both
+_EPOCH = re.compile(r"(?<![-'\"(])\bepoch(?!=)\W{0,3}(\d{1,9})\b|'loss':[^}\n]{1,200}'epoch': (\d{1,9})", re.IGNORECASE)
 _STAGE = re.compile(r"\bstage\W{0,2}(\d+)|\bunfreez", re.IGNORECASE)
-_IN_USE = re.compile(rf"(?:allocated|memory)\W{{0,3}}{_SIZE}|{_SIZE} allocated", re.IGNORECASE)
-
-# a message goes on over a few lines of a log, a traceback stands above it
-_MESSAGE_CHARACTERS = 900
-_CONTEXT_CHARACTERS = 6000
+_IN_USE = re.compile(rf"(?:allocated|memory)\W{{0,3}}{SIZE}|{SIZE} allocated", re.IGNORECASE)
+# a progress bar that counts iterations: "1500/4000 ["
+_ITERATIONS = re.compile(r"\b(\d{1,9})/(\d{1,9}) \[")
+_MANY_ITERATIONS = 20
 _COURSE_CHARACTERS = 2**20
 _MOST_ERRORS = 20
-# what the patterns of errors hold, for a quick look at long logs
-_NEEDLES = ("out of memory", "STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation", "CUDA calloc", "DefaultCPUAllocator")
 _LARGE_OTHER_BYTES = 512 * MIB
 _GROWTH = 1.2
-
-
-@dataclass(frozen=True)
-class Crash:
-    """One out-of-memory error. Sizes in bytes; None where the message does not say.
-
-    Attributes:
-        line: where it is in the text, from 1.
-        message: what was said, on one line.
-        requested, capacity, free, allocated: what was asked for, what the card has, has left, and tensors hold.
-        unallocated: what torch reserved and does not use.
-        others: what other processes hold.
-        frames: (file, line, function, code) of the traceback above, outermost first.
-    """
-
-    line: int
-    message: str
-    requested: int | None
-    capacity: int | None
-    free: int | None
-    allocated: int | None
-    unallocated: int | None
-    others: int
-    frames: tuple[tuple[str, int, str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -82,8 +41,9 @@ class Diagnosis:
     """What kind of out-of-memory error it was.
 
     Attributes:
-        kind: "host memory", "another process", "fragmentation", "checkpoint loading", "first optimizer step", "stage
-            switch", "leak", "evaluation", "too large" or "unknown".
+        kind: "host memory", "shared memory", "serving", "another process", "limit", "refused though free",
+            "fragmentation", "checkpoint loading", "first optimizer step", "stage switch", "leak", "evaluation",
+            "too large" or "unknown".
         evidence: what in the log speaks for it, as sentences.
         cures: what to do, the most promising first; commands are in backquotes.
     """
@@ -104,20 +64,31 @@ def diagnose(text: str, script: str = "train.py") -> list[Diagnosis]:
         text: a message, a traceback or a whole log; colours and progress bars may be in it.
         script: the name that commands in the cures use.
     """
-    text = text.replace("\r\n", "\n")
-    if "\x1b[" in text:
-        text = _COLOUR.sub("", text)
+    text = plain(text)
     found: dict[tuple[object, ...], Diagnosis] = {}
     line, counted = 1, 0
-    for start, end in _messages(text):
+    for start, end in messages(text):
         line, counted = line + text.count("\n", counted, start), start
-        crash = _crash(text, start, end, line)
+        crash = crash_at(text, start, end, line)
         key = crash.frames or (crash.requested, crash.capacity, crash.allocated)
-        if key not in found:
-            found[key] = _diagnosis(crash, _course(text, start), script)
+        if key in found:
+            continue
+        found[key] = _diagnosis(crash, _course(text, start), script)
         if len(found) == _MOST_ERRORS:
             break
-    return list(found.values())
+    return _told_once(found.values())
+
+
+def _told_once(diagnoses: Iterable[Diagnosis]) -> list[Diagnosis]:
+    """Diagnoses without those that only say again, without sizes, what another one says."""
+    told: set[tuple[object, ...]] = set()
+    different = []
+    for diagnosis in diagnoses:
+        said = diagnosis.kind, diagnosis.evidence, diagnosis.cures
+        if diagnosis.crash.requested is not None or said not in told:
+            different.append(diagnosis)
+        told.add(said)
+    return different
 
 
 def _course(text: str, end: int) -> str:
@@ -127,71 +98,15 @@ def _course(text: str, end: int) -> str:
     return text[:_COURSE_CHARACTERS] + "\n" + text[end - _COURSE_CHARACTERS : end]
 
 
-def _messages(text: str) -> list[tuple[int, int]]:
-    starts = sorted(
-        {
-            match.start()
-            for hit in _hits(text)
-            for pattern in (_REQUEST, _WITHOUT_NUMBERS, _ON_THE_HOST)
-            for match in pattern.finditer(text, max(0, hit - 40), hit + _MESSAGE_CHARACTERS)
-        }
-    )
-    if not starts and _told_in_words(text):
-        # all of the text is what is known of an error that somebody tells of without quoting it
-        return [(len(text), len(text))]
-    ends = [*starts[1:], len(text)] if starts else []
-    return [(start, min(end, start + _MESSAGE_CHARACTERS)) for start, end in zip(starts, ends, strict=True)]
-
-
-def _hits(text: str) -> Iterator[int]:
-    """Where an error may be: patterns alone would take a minute for a log of 100 MiB."""
-    for needle in _NEEDLES:
-        hit = text.find(needle)
-        while hit >= 0:
-            yield hit
-            hit = text.find(needle, hit + 1)
-
-
-def _told_in_words(text: str) -> bool:
-    lowered = text.lower()
-    likely = "out of memory" in lowered or "oom" in lowered
-    return likely and (_IN_WORDS.search(text) or _KILLED.search(text)) is not None
-
-
-def _crash(text: str, start: int, end: int, line: int) -> Crash:
-    # logs and write-ups wrap the message
-    message = " ".join(text[start:end].split())
-    request = _REQUEST.match(message) or _ON_THE_HOST.match(message)
-    sizes = {name: _first(patterns, message) for name, patterns in _FIELDS.items()}
-    allocated, unallocated = sizes["allocated"], sizes["unallocated"]
-    if unallocated is None and sizes["reserved"] is not None and allocated is not None:
-        unallocated = max(0, sizes["reserved"] - allocated)
-    others = sum(_bytes(*match.groups()) for match in _OTHERS.finditer(message))
-    # torch names this process by its number too, in the versions that do not say "this process"
-    if sizes["own"] is None and allocated is not None and others >= allocated:
-        others -= allocated + (unallocated or 0)
-    above = text[max(0, start - _CONTEXT_CHARACTERS) : start]
-    traceback = above[max(0, above.rfind("Traceback (most recent call last)")) :]
-    frames = tuple((file, int(line), name, code.strip()) for file, line, name, code in _FRAME.findall(traceback))
-    told = None if message else _KILLED.search(text) or _IN_WORDS.search(text)
-    return Crash(
-        line=text.count("\n", 0, told.start()) + 1 if told else line,
-        message=message,
-        requested=_bytes(*request.groups()) if request and request.group(1) else None,
-        capacity=sizes["allowed"] or sizes["capacity"],
-        free=sizes["free"],
-        allocated=allocated,
-        unallocated=unallocated,
-        others=max(0, others),
-        frames=frames,
-    )
-
-
 def _diagnosis(crash: Crash, above: str, script: str) -> Diagnosis:
     for recognise in (
+        _shared_memory,
         _host,
+        _serving,
         _absurd,
+        _limit,
         _another_process,
+        _refused_though_free,
         _checkpoint,
         _optimizer,
         _stage,
@@ -203,20 +118,55 @@ def _diagnosis(crash: Crash, above: str, script: str) -> Diagnosis:
         recognised = recognise(crash, above, script)
         if recognised is not None:
             return recognised if recognised.kind == "fragmentation" else _and_fragmented(recognised, script)
-    evidence = ("there are no sizes to go by, so the cause has to be found by looking",)
-    cures = (f"`oomfix audit {script}` finds what leaks", f"`oomfix profile {script}` says what the script needs")
+    evidence: tuple[str, ...] = ("there are no sizes to go by, so the cause has to be found by looking",)
+    if "_STATUS_ALLOC_FAILED" in crash.message:
+        evidence = ("a library of CUDA found no room beside torch's tensors: the card was as good as full", *evidence)
+    cures = (
+        "`nvidia-smi` says whether another process fills the card",
+        f"`oomfix profile {script}` says what the script needs",
+        f"`oomfix audit {script}` finds what leaks",
+    )
     return Diagnosis(crash, "unknown", evidence, cures)
 
 
+def _shared_memory(crash: Crash, above: str, script: str) -> Diagnosis | None:
+    if not SHARED_MEMORY.match(crash.message):
+        return None
+    evidence = ("workers of a DataLoader pass batches through /dev/shm, which is full: the card is not",)
+    cures = (
+        "give the container more of it: `docker run --shm-size=8g` or `--ipc=host`, on Kubernetes a memory volume",
+        "use fewer DataLoader workers and a smaller prefetch_factor",
+    )
+    return Diagnosis(crash, "shared memory", evidence, cures)
+
+
 def _host(crash: Crash, above: str, script: str) -> Diagnosis | None:
-    if _ON_THE_HOST.match(crash.message):
+    if ON_THE_HOST.match(crash.message) and crash.requested is None:
+        evidence = ("Windows had no memory of the host to promise: the card is not full",)
+    elif ON_THE_HOST.match(crash.message):
         evidence = (f"{size(crash.requested or 0)} were asked for in the memory of the host: the card is not full",)
-    elif not crash.message and _KILLED.search(above):
+    elif not crash.message and KILLED_FOR_MEMORY.search(above):
         evidence = ("the system killed a process that filled the memory of the host: the card is not full",)
+    elif not crash.message and (killed := KILLED.search(above)):
+        said = _line_of(above, killed.start())
+        evidence = (f'the log says "{said}": mostly the system, because the memory of the host was full',)
     else:
         return None
     cures = ("use fewer DataLoader workers and a smaller prefetch_factor, or read the data set piece by piece",)
     return Diagnosis(crash, "host memory", evidence, cures)
+
+
+def _serving(crash: Crash, above: str, script: str) -> Diagnosis | None:
+    """Engines that serve models take most of the card for a cache by design."""
+    inside = any("/vllm/" in frame[0] or "/sglang/" in frame[0] for frame in crash.frames)
+    if not inside and "cache blocks" not in crash.message:
+        return None
+    evidence = ("it happened in an engine that serves models, which takes a fixed share of the card", *_numbers(crash))
+    if "cache blocks" in crash.message:
+        cure = "raise gpu_memory_utilization, since the weights alone took that share, or serve a smaller model"
+    else:
+        cure = "lower gpu_memory_utilization, max_model_len or the number of sequences at a time"
+    return Diagnosis(crash, "serving", evidence, (cure,))
 
 
 def _absurd(crash: Crash, above: str, script: str) -> Diagnosis | None:
@@ -227,12 +177,41 @@ def _absurd(crash: Crash, above: str, script: str) -> Diagnosis | None:
     return Diagnosis(crash, "too large", evidence, (f"print the shapes of the tensors{where}",))
 
 
+def _limit(crash: Crash, above: str, script: str) -> Diagnosis | None:
+    if crash.capacity is None or crash.card is None or crash.capacity >= crash.card:
+        return None
+    if crash.free is None or crash.requested is None or crash.free < crash.requested:
+        return None
+    evidence = (
+        f"torch may use {size(crash.capacity)}, while {size(crash.free)} of the card's {size(crash.card)} were free",
+    )
+    cures = ("raise the fraction that torch.cuda.set_per_process_memory_fraction or a setting allows",)
+    return Diagnosis(crash, "limit", evidence, cures)
+
+
 def _another_process(crash: Crash, above: str, script: str) -> Diagnosis | None:
     if crash.others < _LARGE_OTHER_BYTES:
         return None
-    evidence = (f"other processes hold {size(crash.others)} of the card",)
+    if crash.message.startswith("MPS"):
+        return None
+    named = "Process " in crash.message
+    holds = f"other processes hold {size(crash.others)} of the card"
+    evidence = (holds if named else f"{size(crash.others)} of the card are neither free nor torch's: other processes",)
     cures = ("`nvidia-smi` lists the processes on the card: end those that are left over, or take another card",)
     return Diagnosis(crash, "another process", evidence, cures)
+
+
+def _refused_though_free(crash: Crash, above: str, script: str) -> Diagnosis | None:
+    if crash.free is None or crash.requested is None or crash.free < 2 * crash.requested:
+        return None
+    evidence = (
+        f"{size(crash.free)} were free when {size(crash.requested)} were refused: not torch but the driver refused",
+    )
+    cures = (
+        "look for a limit of the container, the job or a part of the card (MIG), and for a process that came and went",
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts, which asks for smaller pieces",
+    )
+    return Diagnosis(crash, "refused though free", evidence, cures)
 
 
 def _checkpoint(crash: Crash, above: str, script: str) -> Diagnosis | None:
@@ -314,8 +293,8 @@ def _evaluation(crash: Crash, above: str, script: str) -> Diagnosis | None:
 
 
 def _leak(crash: Crash, above: str, script: str) -> Diagnosis | None:
-    epochs = [int(match.group(1)) for match in _EPOCH.finditer(above)]
-    series = [_bytes(*filter(None, match.groups())) for match in _IN_USE.finditer(above)]
+    epochs = [int(match.group(1) or match.group(2)) for match in _EPOCH.finditer(above)]
+    series = [in_bytes(*filter(None, match.groups())) for match in _IN_USE.finditer(above)]
     grew = len(series) >= 3 and series == sorted(series) and series[-1] > _GROWTH * series[0]
     if not grew and (not epochs or max(epochs) < 2):
         return None
@@ -335,9 +314,28 @@ def _too_large(crash: Crash, above: str, script: str) -> Diagnosis | None:
     numbers = _numbers(crash)
     if not numbers:
         return None
+    if crash.message.startswith("MPS"):
+        cures: tuple[str, ...] = (
+            "take a smaller batch, or several of them to one optimizer step; PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lets "
+            "the whole machine run out",
+            f"`oomfix audit {script}` finds what wastes memory on any card",
+        )
+        return Diagnosis(crash, "too large", numbers, cures)
     preset = _preset(crash)
     cures = (f"`oomfix apply --preset {preset} {script}`", f"`oomfix profile {script}` says what the memory is made of")
-    return Diagnosis(crash, "too large", numbers, cures)
+    done = _iterations(above)
+    if done < _MANY_ITERATIONS:
+        return Diagnosis(crash, "too large", numbers, cures)
+    evidence = (*numbers, f"{done} iterations had gone well: a later batch was larger, or memory grows")
+    return Diagnosis(
+        crash, "too large", evidence, (*cures, f"`oomfix profile --steps 6 {script}` says whether it grows")
+    )
+
+
+def _iterations(above: str) -> int:
+    """How far the last progress bar had come."""
+    bars = _ITERATIONS.findall(above[-_COURSE_CHARACTERS:])
+    return int(bars[-1][0]) if bars else 0
 
 
 def _numbers(crash: Crash) -> tuple[str, ...]:
@@ -345,9 +343,10 @@ def _numbers(crash: Crash) -> tuple[str, ...]:
         return ()
     text = f"{size(crash.requested)} were asked for"
     if crash.free is not None and crash.capacity is not None:
-        text += f", {size(crash.free)} of {size(crash.capacity)} were free"
+        text += f", {size(crash.free)} of {size(crash.card or crash.capacity)} were free"
     if crash.allocated is not None:
         text += f", tensors held {size(crash.allocated)}"
+        text += f" of {size(crash.capacity)}" if crash.free is None and crash.capacity else ""
     return (text,)
 
 
@@ -360,17 +359,6 @@ def _preset(crash: Crash) -> str:
         if preset.card is not None and preset.card.capacity_gib * GIB <= 1.02 * crash.capacity:
             names.append(preset.name)
     return names[-1]
-
-
-def _first(patterns: tuple[str, ...], message: str) -> int | None:
-    for pattern in patterns:
-        if match := re.search(pattern, message):
-            return _bytes(*match.groups())
-    return None
-
-
-def _bytes(number: str, unit: str) -> int:
-    return int(float(number.rstrip(".")) * _UNITS[unit])
 
 
 def _where(frame: tuple[str, int, str, str]) -> str:

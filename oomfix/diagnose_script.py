@@ -18,6 +18,9 @@ _EXPLAINED_BY = {
     "stage switch": (*_LEAKS, "OOM202"),
     "first optimizer step": (*_LEAKS, "OOM205", "OOM202"),
 }
+_NO_FAULT_OF_THE_SCRIPT = (
+    "another process", "host memory", "shared memory", "serving", "limit", "refused though free",
+)  # fmt: skip
 _OTHERWISE = (*_LEAKS, "OOM201", "OOM202", "OOM203", "OOM205")
 
 
@@ -41,9 +44,9 @@ class Cause:
 def causes(diagnosis: Diagnosis, script: str) -> list[Cause]:
     """The findings in `script` that bear on an error: those on the lines of its traceback first, then by code.
 
-    Another process on the card is no fault of the script: then there are none.
+    Another process on the card, say, is no fault of the script: then there are none.
     """
-    if diagnosis.kind in ("another process", "host memory"):
+    if diagnosis.kind in _NO_FAULT_OF_THE_SCRIPT:
         return []
     codes = _EXPLAINED_BY.get(diagnosis.kind, _OTHERWISE)
     auditor = Auditor(all_rules())
