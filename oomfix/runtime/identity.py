@@ -9,7 +9,7 @@ All this is looked at in every call, so it is written for speed.
 import argparse
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from enum import Enum, auto
 from typing import Any
@@ -44,6 +44,12 @@ def identity(
     for argument_name, argument in kwargs.items():
         look.at(argument_name, argument, 1)
     return tuple(look.key), tuple(look.numbers)
+
+
+def flags_inside(modules: Iterable[nn.Module]) -> list[Any]:
+    """The flags of modules of the program's own: torch's have none that change what they compute."""
+    own = (module for module in modules if not is_of_torch(type(module)))
+    return [entry for module in own for entry in vars(module).values() if _kind_of(type(entry)) is _Kind.FLAG]
 
 
 class _Kind(Enum):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oomfix.runtime.batch import Batch, Place
 from oomfix.runtime.distributed import ranks_of
-from oomfix.runtime.identity import Numbers, identity
+from oomfix.runtime.identity import Numbers, flags_inside, identity
 from oomfix.runtime.kept_state import KeptState
 from oomfix.runtime.optimizers import parameters_of
 from oomfix.runtime.precision import ModelCalls, device_type_of
@@ -83,6 +83,7 @@ class Known:
         self._number_moved = False
         self._checks_for_numbers = 0
         self._modes: list[tuple[bool, int]] = []
+        self._flags: list[Any] | None = None
 
     @property
     def alive(self) -> bool:
@@ -221,17 +222,28 @@ class Known:
             moving = frozenset(index for index, (old, new) in enumerate(pairs) if old != new)
             self._number_moved = self._number_moved or not moving <= self._moving
         self._moving = moving
-        if self._number_moved and self.verdict is not None and self._checks_for_numbers * 16 <= self.calls:
-            self._checks_for_numbers += self.calls + 1 < self._check_again_at
-            self._number_moved = False
-            self.verdict = None
+        self._doubt(self.calls + 1)
 
     def notice_modes(self) -> None:
-        """Forget the verdict if a module has another mode, or more or fewer forward hooks, than at the last check."""
-        modes = [(m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in self.modules()]
+        """Forget the verdict if a module has another mode, or more or fewer forward hooks, than at the last check.
+
+        Other flags of modules count as numbers do: they may say which terms a loss has, or what was run last.
+        """
+        modules = self.modules()
+        modes = [(m.training, len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in modules]
+        flags = flags_inside(modules)
         if self.verdict is not None and modes != self._modes:
             self.verdict = None
-        self._modes = modes
+        self._number_moved = self._number_moved or (self._flags is not None and flags != self._flags)
+        self._modes, self._flags = modes, flags
+        self._doubt(self.calls)
+
+    def _doubt(self, call: int) -> None:
+        """Forget the verdict at `call` if something has moved that stood still, and this has not happened too often."""
+        if self._number_moved and self.verdict is not None and self._checks_for_numbers * 16 <= self.calls:
+            self._checks_for_numbers += call < self._check_again_at
+            self._number_moved = False
+            self.verdict = None
 
     def stepped(self, optimizer: Any) -> None:
         """Learn that `optimizer` has stepped: fused forms leave the versions of parameters as they were."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -46,8 +47,9 @@ def quiet(modules: Iterable[nn.Module]) -> Iterator[None]:
 class RunningStatistics:
     """Context for a batch in `parts` micro-batches: running statistics move as far as they would for one.
 
-    After k updates with momentum 1 - (1 - m)^(1/k) a running mean has forgotten as much as after one with m.
-    Batches are counted, and power iterations run, in the first micro-batch only (`after_first`).
+    After k updates with momentum 1 - (1 - m)^(1/k) a running mean has forgotten as much as after one with m. Without
+    momentum statistics are averages over all batches so far, of which each counts as k. Batches are counted, and power
+    iterations run, in the first micro-batch only (`after_first`).
 
     Args:
         modules: every module the forward may run.
@@ -59,16 +61,22 @@ class RunningStatistics:
         self._norms: list[tuple[Any, float]] = []
         self._counts: list[tuple[dict[str, Any], Any]] = []
         self._powers: list[tuple[Any, int]] = []
+        self._averages: list[tuple[torch.Tensor, torch.Tensor]] = []
         if parts == 1:
             return
         for module in modules:
-            if isinstance(module, _NormBase) and module.training and module.momentum is not None:
-                self._norms.append((module, module.momentum))
+            if isinstance(module, _NormBase) and module.training:
+                if module.momentum is not None:
+                    self._norms.append((module, module.momentum))
+                elif module.num_batches_tracked is not None:
+                    self._averages.append((module.num_batches_tracked, module.num_batches_tracked.clone()))
             self._powers += [(holder, holder.n_power_iterations) for holder in _power_iterations(module)]
 
     def __enter__(self) -> "RunningStatistics":
         for norm, momentum in self._norms:
             norm.momentum = 1 - (1 - momentum) ** (1 / self._parts)
+        for count, _ in self._averages:
+            count.mul_(self._parts)
         return self
 
     def after_first(self) -> None:
@@ -86,6 +94,8 @@ class RunningStatistics:
             buffers["num_batches_tracked"] = count
         for norm, momentum in self._norms:
             norm.momentum = momentum
+        for count, before in self._averages:
+            count.copy_(before + 1)
         for holder, iterations in self._powers:
             holder.n_power_iterations = iterations
 

@@ -20,6 +20,9 @@ _INDEX_DRAWS = ("randperm", "randint")
 # functions that are linear on both sides of a threshold, so that a mean over a batch shows nothing of it far away
 _CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "maximum", "minimum")
 _BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu", "hardtanh", "threshold", "where")
+# what a program may branch on: `if loss > 1`
+_COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__",
+             "__le__")  # fmt: skip
 _MOST_ENTRIES = 1024  # of a tensor that is kept to be compared
 # besides those whose names end with an underscore, unless they begin with two
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
@@ -40,7 +43,7 @@ class _Kind(Enum):
 def _kind_of(func: Any) -> _Kind:
     """The kind of `func`, read off its name once."""
     name = getattr(func, "__name__", "")
-    if name in _BENDS:
+    if name in _BENDS or name in _COMPARES:
         return _Kind.BENDS
     if func in (F.cross_entropy, F.nll_loss):
         return _Kind.CROSS_ENTROPY

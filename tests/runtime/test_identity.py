@@ -187,6 +187,16 @@ def mode_of_a_layer(model):
     return turn
 
 
+def flag_inside_of_the_model(model):
+    inner = nn.Sequential(nn.Identity(), model)
+
+    def turn(late):
+        model.centres = late
+        return (lambda x, y: independent(inner(x), y)), ()
+
+    return turn
+
+
 def hook_of_a_layer(model):
     inner, handles = nn.Sequential(model), []
 
@@ -202,6 +212,7 @@ CHANGES = [
     another_trainer, flag_of_the_trainer, flag_of_the_model, mode_of_the_model, namespace, member_of_an_enumeration,
     function_of_a_criterion, namespace_of_the_trainer, number_of_an_epoch, weight_in_the_trainer,
     number_beside_a_counter, mode_of_a_layer, hook_of_a_layer,
+    flag_inside_of_the_model,
 ]  # fmt: skip
 
 
@@ -245,6 +256,21 @@ def test_a_number_that_moves_now_and_then_has_the_forward_checked_in_one_call_of
     for call in range(1, 65):
         state.windows += call % 4 == 0
         memory.forward_backward(forward, X, Y, state.windows)
+    assert len(checks - {1, 2, 4, 8, 16, 32, 64}) <= 5
+
+
+def test_a_flag_inside_of_a_model_that_flips_has_the_forward_checked_in_one_call_of_sixteen_at_most():
+    model, checks = nn.Sequential(Centred()).double().eval(), set()
+
+    def forward(x, y):
+        if not torch.is_grad_enabled():
+            checks.add(call)
+        return independent(model(x), y)
+
+    memory = runtime.preset("16gb", micro_batches=4)
+    for call in range(1, 65):
+        model[0].tag = "even" if call % 2 else "odd"
+        memory.forward_backward(forward, X, Y)
     assert len(checks - {1, 2, 4, 8, 16, 32, 64}) <= 5
 
 

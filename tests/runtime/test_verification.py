@@ -424,6 +424,20 @@ def test_batch_norm_starts_whole_and_its_statistics_forget_as_much_as_for_one_ba
     assert sizes == [16]
 
 
+@pytest.mark.parametrize("momentum", [0.2, None])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_statistics_after_batches_in_micro_batches_are_those_of_whole_batches(momentum, parts):
+    """Micro-batches that all hold the same; without momentum statistics are averages over all batches so far."""
+    norm = nn.BatchNorm1d(6, momentum=momentum)
+    reference, memory = copy.deepcopy(norm), runtime.preset("16gb", micro_batches=parts)
+    for call in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(call)).repeat(4, 1)
+        reference(x)
+        memory.forward_backward(lambda x: norm(x).pow(3).mean(), x)
+    assert int(norm.num_batches_tracked) == 3
+    assert torch.allclose(norm.running_mean, reference.running_mean, atol=1e-6)
+
+
 @pytest.mark.parametrize("spectral", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
 def test_spectral_norm_iterates_once_per_batch(spectral):
     model = spectral(nn.Linear(6, 4)).double()
