@@ -73,7 +73,7 @@ class _Lifter:
     """Lifts slices out of a text whose backwards are the manager's.
 
     Attributes:
-        state: what the slices that were lifted last leave behind in objects.
+        state: what the slices that were lifted last leave behind in objects, or hand on from row to row.
     """
 
     def __init__(self, reading: Reading, manager: str) -> None:
@@ -116,6 +116,7 @@ class _Lifter:
         self.state = next((lift.state for lift in lifts if lift.state is not None), None)
         if self.state is not None and len(lifts) > 1:
             raise CannotLift(f"{self.state}, which another loss may go through")
+        self.state = self.state or next((lift.in_turn for lift in lifts if lift.in_turn is not None), None)
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
         return edits

@@ -152,8 +152,8 @@ class Lifting:
 
     def _call(self, lift: Lift, method: str, margin: str) -> list[str]:
         start = f"{margin}{_targets(lift)}{self._manager}.{method}("
-        # one sample: never cut, since it keeps state
-        size = ["batch_size=1"] if lift.state is not None else []
+        # one sample: never cut, since it keeps state or is one sequence
+        size = ["batch_size=1"] if lift.state is not None or lift.in_turn is not None else []
         return self._broken(start, [self._function, *lift.inputs, *size], ")")
 
     def _broken(self, start: str, items: list[str], end: str) -> list[str]:

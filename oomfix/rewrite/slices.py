@@ -20,6 +20,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.rewrite.rescaling import without_scaling
+from oomfix.rewrite.rows_in_turn import why_in_turn
 from oomfix.rewrite.signature import Signature
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -115,6 +116,7 @@ class Slicer:
         self._place_others(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)
+        lift.in_turn = why_in_turn(lift, self._runs_forward)
         signature.copy_sizes(lift, chosen[0] if chosen else end)
         return lift
 

@@ -28,7 +28,7 @@ class Verdict:
         kept_steps: those that stay as they are.
         sees_scale: why its gradients must not be scaled by the manager, or None.
         scaled: whether the script scales its loss.
-        state: what a lifted slice leaves behind in objects, None where nothing is seen.
+        state: why the batches of a lifted slice run whole: what it leaves behind, or hands on from row to row.
         notes: what else the summary has to say.
         joined_line: the line that holds more than one statement, where that is the reason.
     """

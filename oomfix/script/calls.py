@@ -236,6 +236,8 @@ class Calls(Methods):
         if looks_like_training(name) and any(value.kind is Kind.CONTAINER and value.graph for value in given):
             # `agent.update(log_probs, values)`: lists of graphs are terms of a loss out of sight.
             self.trace.backpropagated |= combine(given).origins
+        if name in ("configure_optimizer", "configure_optimizers"):
+            return UNKNOWN
         match receiver.kind:
             case Kind.MODULE:
                 return self._module_method(node, receiver, name, path, arguments, keywords)

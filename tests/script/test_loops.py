@@ -273,3 +273,19 @@ def test_a_function_chosen_by_a_flag_is_followed_whichever_it_is(read):
     """)
     (loop,) = script.loops
     assert (loop.line, loop.to_json()["backwards"]) == (10, [4, 7])
+
+
+def test_an_optimizer_that_a_wrapped_network_makes_steps_the_loop(read):
+    script = read("""
+        if ddp:
+            model = DDP(model, device_ids=[rank])
+        raw_model = model.module if ddp else model
+        optimizer = raw_model.configure_optimizers(lr=0.1)
+        for step in range(10):
+            for micro_step in range(4):
+                loss = model(x) / 4
+                loss.backward()
+            optimizer.step()
+    """)
+    (loop,) = script.loops
+    assert [step.optimizer for step in loop.later_steps] == ["optimizer"]
