@@ -28,7 +28,7 @@ from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, zeroed_by_hand
 from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
-from oomfix.script.loops import find_training_loops
+from oomfix.script.loops import find_training_loops, is_over_batches
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
@@ -254,11 +254,9 @@ class Script:
         return forward.direct or looks_like_forward(method)
 
     def is_in_batch_loop(self, event: Event) -> bool:
-        """Whether an event is in a loop over batches: one that trains, or the innermost around a forward."""
+        """Whether an event is in a loop over batches: one that trains, the innermost around a forward, or named so."""
         loop = event.site.loop
-        if loop is None:
-            return False
-        return loop in self._batch_loops
+        return loop is not None and (loop in self._batch_loops or is_over_batches(loop))
 
     @cached_property
     def _batch_loops(self) -> set[Loop]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from oomfix.script.hints import looks_like_logging
 from oomfix.script.names import left_by_methods, path_of
@@ -23,6 +24,10 @@ STORING = frozenset(
     ["append", "add", "push", "store", "put", "insert", "remember", "record", "extend", "appendleft", "update"]
 )
 """Methods that put their argument into the object."""
+
+
+_REPLAY = re.compile(r"buffer|replay", re.IGNORECASE)
+"""Names of what holds numbers for later updates."""
 
 
 class Containers(Training):
@@ -106,7 +111,7 @@ class Containers(Training):
     def _leave_on(self, node: ast.Call, content: Value) -> None:
         """`terms.add(outputs, y)`: what a method of an object out of sight is given, the object may make a loss of."""
         if isinstance(node.func, ast.Attribute) and content.graph and (owner := path_of(node.func.value)) is not None:
-            if owner != "self" and not looks_like_logging(owner):
+            if owner != "self" and not looks_like_logging(owner) and not _REPLAY.search(owner):
                 left = Value(Kind.TENSOR, Graph.MAYBE, content.origins | self._left_on(node).origins)
                 self.assign(left_by_methods(node.func.value), left, self.statement)
 

@@ -13,7 +13,7 @@ from oomfix.script.hints import looks_like_training
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.rounds import read_first
-from oomfix.script.trace import Forward, Loop, Site, Trace
+from oomfix.script.trace import Forward, Guard, Loop, Site, Trace
 from oomfix.script.windows import is_window_test
 
 if TYPE_CHECKING:
@@ -29,7 +29,12 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
     `training_runs` are the runs of loops in which a backward happens.
     """
     trained = [(backward.order, _entry(backward.site)) for backward in trace.backwards if backward.site.loops]
-    waited_for = {id(guard.statement) for backward in trace.backwards for guard in backward.site.guards}
+    waited_for = {
+        id(scope.statement)
+        for backward in trace.backwards
+        for scope in backward.site.scopes
+        if isinstance(scope, Guard)
+    }
     trained_by = _trained_by_their_function(trace)
     return [
         forward
@@ -89,15 +94,16 @@ def _is_a_sample(forward: Forward, training_runs: set[int], waited_for: set[int]
     `waited_for` are the decisions that a backward waits for; what the rest of the iteration reads is part of it.
     """
     site = forward.site
-    if forward.escaped or not site.runs or site.runs[-1] not in training_runs:
+    loop = next((loop for loop, run in zip(site.loops, site.runs, strict=True) if run in training_runs), None)
+    if forward.escaped or loop is None:
         return False
     return any(
         isinstance(guard.statement, ast.If)
         and guard.value
         and is_window_test(guard.test)
         and id(guard.statement) not in waited_for
-        and not _is_read_later(guard.statement, forward, site.loops[-1])
-        for guard in site.guards
+        and not _is_read_later(guard.statement, forward, loop)
+        for guard in site.guards_within(loop)
     )
 
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from oomfix.script.contexts import held_elsewhere, is_literal_loop
+from oomfix.script.contexts import context_of_call, held_elsewhere, is_literal_loop
 from oomfix.script.core import Path
 from oomfix.script.definitions import Function
 from oomfix.script.freezing import frozen_by
@@ -95,7 +95,9 @@ class Flow(Statements):
         self.frame.state = before.after([*ends, before.branch()])
 
     def _written_out(self, test: ast.expr) -> ast.expr:
-        """A decision kept in a variable (`update = (i + 1) % k == 0`), as it was written."""
+        """A decision kept in a variable (`update = (i + 1) % k == 0`), as it was written, also as one of several."""
+        if isinstance(test, ast.BoolOp):
+            return ast.BoolOp(test.op, [self._written_out(part) for part in test.values])
         binding = self.lookup(test.id) if isinstance(test, ast.Name) else None
         statement = binding.statement if binding is not None else None
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Compare | ast.BoolOp):
@@ -174,10 +176,13 @@ class Flow(Statements):
         """A context manager that is made out of sight, or by a generator of the file."""
         if value.kind is Kind.FUNCTION and isinstance(node, ast.Call):
             return value
-        if value.kind is Kind.CONTEXT or value.graph:
-            return value
         called = node.func if isinstance(node, ast.Call) else node
         path = path_of(called)
+        if path == "amp.scale_loss" and value.kind is not Kind.CONTEXT and isinstance(node, ast.Call):
+            # apex, imported in another function
+            return context_of_call(f"apex.{path}", [self.evaluate(argument) for argument in node.args], {}) or value
+        if value.kind is Kind.CONTEXT or value.graph:
+            return value
         binding = self.lookup(path) if path is not None else None
         function = binding.value.ref[0] if binding is not None and binding.value.kind is Kind.FUNCTION else None
         if isinstance(function, Function):

@@ -42,9 +42,13 @@ class Follower(Flow):
         self._block(self.tree.body)
         if self.frame.state is None:
             self.frame.state = State(Names())
-        for function in self._callers_first():
-            if not self._reached(function):
-                self._enter_unreached(function)
+        entered: set[Function] = set()
+        while functions := [function for function in self._callers_first() if function not in entered]:
+            # Those that a function defines and hands out come to light when it has been entered.
+            entered.update(functions)
+            for function in functions:
+                if not self._reached(function):
+                    self._enter_unreached(function)
         return self.trace
 
     def _callers_first(self) -> list[Function]:

@@ -131,6 +131,7 @@ class Functions(Core):
             return False
         whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
         parameters = {argument.arg for argument in function.node.args.args[1:]}
+        parameters |= {name for name, source in _shown(function) if source in parameters}
         for child in function.nodes:
             if isinstance(child, ast.Call):
                 if isinstance(child.func, ast.Attribute) and child.func.attr in ("backward", "zero_grad"):
@@ -232,3 +233,11 @@ class Functions(Core):
             instance=self.instance_of(value),
         )
         self.run(frame, constructor, node)
+
+
+def _shown(function: Function) -> Iterator[tuple[str, str | None]]:
+    """`bar = tqdm(loader)`: the name of a loader that shows its progress, and that of the loader."""
+    for node in function.nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
+            if node.value.args and "tqdm" in (path_of(node.value.func) or ""):
+                yield node.targets[0].id, path_of(node.value.args[0])

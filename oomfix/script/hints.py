@@ -23,7 +23,7 @@ _MODULE_METHODS = frozenset(
 _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
-    r"embedder|predictor|segmentor|detector|denoiser|vit|clip)\d*(_?[a-z0-9]{1,3})?$"
+    r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip)\d*(_?[a-z0-9]{1,3})?$"
     r"|^net[A-Z]\w*$|\w(Net|Model)$|(^|_)(enc|dec)(_?\d+)?$",
     re.IGNORECASE,
 )
@@ -138,12 +138,15 @@ class Hints:
     """The paths that the calls of one class or function are assigned to, moved to a device or not."""
     told_apart: dict[tuple[Scope, str], set[str]] = field(default_factory=dict)
     """The texts that a name is compared with in a function: `phase == "train"`."""
+    named_modules: set[str] = field(default_factory=set)
+    """Attributes that hold what a name says is a network: `self.gen = generator`."""
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
 
     def is_loss(self, path: str) -> bool:
         """Whether a called path is usually a criterion; a mere abbreviation says less than its uses (`self.ctc`)."""
-        abbreviated = bool(_LOSS_ABBREVIATION.match(path.rsplit(".", 1)[-1]))
+        last = path.rsplit(".", 1)[-1]
+        abbreviated = bool(_LOSS_ABBREVIATION.match(last)) or last == "crit"
         return looks_like_loss(path) and not (abbreviated and path in self.modules)
 
     @cached_property
@@ -184,11 +187,15 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
             hints.statements += 1
             if isinstance(node, ast.Assign):
                 assignments.extend((scope, target, node.value) for target in node.targets)
-                hints.assigned.update(path for path in map(path_of, node.targets) if path is not None)
+                paths = {path for path in map(path_of, node.targets) if path is not None}
+                hints.assigned |= paths
+                if isinstance(node.value, ast.Name) and node.value.id.islower() and looks_like_module(node.value.id):
+                    hints.named_modules.update(path for path in paths if path.startswith("self."))
                 _read_maker(node, hints)
             elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
     _spread(assignments, hints)
+    hints.modules |= hints.named_modules & hints.called
     for made in hints.made_by.values():
         if made & hints.modules and len(made) > 1:
             hints.modules |= made & hints.called

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
+from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import find_window
+
+_BATCH = re.compile(r"^(mini_?)?batch(_?(data|i|id|idx|index|no|num))?$", re.IGNORECASE)
+
+
+def is_over_batches(loop: Loop) -> bool:
+    """Whether names say what a loop is over: `for i, batch in enumerate(data)`, `for x, y in train_loader`."""
+    if isinstance(loop, ast.While):
+        return False
+    iterable: ast.expr = loop.iter
+    while isinstance(iterable, ast.Call) and iterable.args:
+        iterable = iterable.args[0]  # `tqdm(enumerate(loader))`
+    named = (path_of(iterable) or "").lower().endswith("loader")
+    return named or any(isinstance(node, ast.Name) and _BATCH.match(node.id) for node in walk(loop.target))
 
 
 def find_training_loops(trace: Trace) -> list[TrainingLoop]:

@@ -18,7 +18,7 @@ INTEGER_RESULTS = frozenset(
 LEAVING_THE_GRAPH = frozenset(
     "item detach tolist numpy data clone_detached detach_ asnumpy to_numpy stop_gradient zeros_like ones_like "
     "empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_tensor new_full new_empty "
-    "element_size get_device type data_ptr storage_offset is_cuda requires_grad_".split()
+    "element_size get_device type data_ptr storage_offset is_cuda".split()
 )
 """Methods and functions whose result holds no graph: values copied out, or fresh tensors."""
 
@@ -74,8 +74,12 @@ _ACCELERATOR = re.compile(
     r"^(accelerate\.Accelerator|(lightning\.)?(fabric\.)?Fabric|lightning\.Fabric|lightning_fabric\.Fabric)$"
 )
 _PARAMETERLESS = frozenset(
-    "CosineSimilarity PairwiseDistance Softmax LogSoftmax Sigmoid LogSigmoid ReLU Tanh GELU Dropout Dropout2d Flatten "
-    "Upsample MaxPool2d AvgPool2d AdaptiveAvgPool2d Identity ZeroPad2d ReflectionPad2d Unfold Fold PixelShuffle".split()
+    "CosineSimilarity PairwiseDistance Softmax Softmax2d Softmin LogSoftmax Sigmoid LogSigmoid Hardsigmoid ReLU ReLU6 "
+    "RReLU LeakyReLU ELU CELU SELU GELU GLU SiLU Mish Hardswish Tanh Hardtanh Tanhshrink Softplus Softsign Softshrink "
+    "Hardshrink Threshold Dropout Dropout1d Dropout2d Dropout3d AlphaDropout Flatten Unflatten Upsample "
+    "UpsamplingNearest2d UpsamplingBilinear2d MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d "
+    "AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d Identity ZeroPad2d "
+    "ConstantPad2d ReflectionPad1d ReflectionPad2d ReplicationPad2d Unfold Fold PixelShuffle PixelUnshuffle".split()
 )
 """Modules that only compute on what they are given: a call is no forward of a network."""
 _PLAIN_NN = frozenset(

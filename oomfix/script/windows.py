@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -65,10 +66,13 @@ def _excludes_all(event: Event, others: Iterable[Event], loop: TrainingLoop) -> 
 
 
 def _window_guard(step: Step, loop: TrainingLoop) -> Guard | None:
-    for guard in step.site.guards_within(loop.node):
-        if is_window_test(guard.test) or _is_hand_counted(guard, loop.node):
-            return guard
-    return None
+    """What a step waits for; in the `elif` of one such test, its own."""
+    guards = [
+        guard
+        for guard in step.site.guards_within(loop.node)
+        if is_window_test(guard.test) or _is_hand_counted(guard, loop.node)
+    ]
+    return next((guard for guard in guards if guard.value), guards[0] if guards else None)
 
 
 def _is_hand_counted(guard: Guard, loop: Loop) -> bool:
@@ -91,8 +95,18 @@ def is_window_test(test: ast.expr) -> bool:
         if _remainder(node) is not None:
             return True
         if isinstance(node, ast.Name | ast.Attribute) and _WINDOW_NAME.search(path_of(node) or ""):
-            return isinstance(test, ast.Compare | ast.BoolOp)
+            return isinstance(test, ast.Compare | ast.BoolOp) and not _is_compared_with_one(test)
     return False
+
+
+def _is_compared_with_one(test: ast.expr) -> bool:
+    """`if args.accumulation_steps > 1:`: whether anything is accumulated at all."""
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], ast.Gt | ast.LtE | ast.Eq | ast.NotEq)
+        and isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value == 1
+    )
 
 
 def _remainder(node: ast.AST) -> ast.expr | None:
@@ -135,7 +149,31 @@ def _names(node: ast.AST) -> Iterator[str]:
 def _fires_on_last_batch(guard: Guard) -> bool:
     """`... or (i + 1) == len(loader)`; in a guard that continues, `... and (i + 1) != len(loader)`."""
     alternative = ast.Or if guard.value else ast.And
-    return any(isinstance(node, ast.BoolOp) and isinstance(node.op, alternative) for node in walk(guard.test))
+    size = _window_size(guard.test)
+    return any(
+        isinstance(node, ast.BoolOp)
+        and isinstance(node.op, alternative)
+        and not (guard.value and all(_remainder_in(part) or _asks_for_short_epoch(part, size) for part in node.values))
+        for node in walk(guard.test)
+    )
+
+
+def _remainder_in(node: ast.expr) -> bool:
+    return any(_remainder(part) is not None for part in walk(node))
+
+
+def _asks_for_short_epoch(node: ast.expr, size: str) -> bool:
+    """`len(loader) <= k and (i + 1) == len(loader)`: the end of an epoch that has no whole window at all."""
+    return (
+        isinstance(node, ast.BoolOp)
+        and isinstance(node.op, ast.And)
+        and any(
+            isinstance(part, ast.Compare)
+            and isinstance(part.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+            and size in (ast.unparse(part.left), ast.unparse(part.comparators[0]))
+            for part in node.values
+        )
+    )
 
 
 def lost_tails(loop: TrainingLoop, own: list[ast.AST]) -> list[ast.If]:
@@ -157,8 +195,16 @@ def lost_tails(loop: TrainingLoop, own: list[ast.AST]) -> list[ast.If]:
 
 def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
     counters = set(_names(test))
-    return bool(counters & set(_names(loop.target))) or any(
+    counted = [loop, *(outer for outer in own if _enumerates(outer) and _encloses(outer, loop))]
+    return any(counters & set(_names(node.target)) for node in counted) or any(
         _starts_with_the_epoch(counter, loop, own) for counter in counters
+    )
+
+
+def _enumerates(node: ast.AST) -> TypeGuard[ast.For]:
+    """`for i, batch in tqdm(enumerate(loader))`."""
+    return isinstance(node, ast.For) and any(
+        isinstance(part, ast.Call) and path_of(part.func) == "enumerate" for part in walk(node.iter)
     )
 
 

@@ -49,3 +49,22 @@ def test_a_batch_left_out_here_and_there_does_not_make_it_seldom(before: str) ->
 )
 def test_every_few_iterations_is_seldom(before: str, call: str) -> None:
     assert lines(before, call) == []
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ("for number, batch in tqdm(enumerate(data)):", True),
+        ("for batch_idx in range(steps):", True),
+        ("for x, y in tqdm(train_loader):", True),
+        ("for x, y in data:", False),
+        ("for batch_size in (1, 2, 4):", False),
+        ("for loader in loaders:", False),
+        ("for phase in loaders.values():", False),
+        ("while running:", False),
+    ],
+)
+def test_a_loop_that_trains_out_of_sight_is_over_batches_by_its_names(header: str, found: bool) -> None:
+    code = f"import torch\n{header}\n    run_one(x, y)\n    torch.cuda.empty_cache()\n"
+    script = Script.read(Source.from_bytes("train.py", code.encode()))
+    assert [finding.line for finding in EmptyCacheInLoop().check(script)] == ([4] if found else [])

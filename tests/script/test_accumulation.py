@@ -421,3 +421,105 @@ def test_each_branch_that_loses_the_tail_is_reported(report):
                     optimizer.step()
     """
     assert report(code) == [("OOM302", 6), ("OOM302", 11)]
+
+
+ALTERNATIVES = """
+    for epoch in range(epochs):
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / k).backward()
+            if {test}:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "tail_is_lost"),
+    [
+        ("(i + 1) % k == 0 or i + 1 == len(loader)", False),
+        ("(i + 1) % k == 0 or (last and i + 1 == len(loader))", False),
+        ("(i + 1) % k == 0 or (len(loader) <= k and i + 1 == len(loader))", True),
+        ("(i + 1) % k == 0 or (i + 1 == len(loader) and k >= len(loader))", True),
+        ("(i + 1) % k == 0 or i % k == 7", True),
+    ],
+)
+def test_an_end_of_epochs_that_hold_no_whole_window_is_not_the_end_of_the_others(report, test, tail_is_lost):
+    assert report(ALTERNATIVES.format(test=test)) == ([("OOM302", 4)] if tail_is_lost else [])
+
+
+@pytest.mark.parametrize("flag", ["args.accum_steps > 1", "args.accum_steps != 1"])
+def test_whether_anything_is_accumulated_is_not_what_a_step_waits_for(report, flag):
+    found = report(f"""
+        for i, (x, y) in enumerate(loader):
+            loss = criterion(model(x), y)
+            if {flag}:
+                (loss / args.accum_steps).backward()
+                if (i + 1) % args.accum_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """)
+    assert found == [("OOM302", 5)]
+
+
+def test_a_window_of_batches_is_lost_where_the_step_is_in_a_loop_over_parts_of_each(report):
+    assert report("""
+        for i, (texts, images) in tqdm(enumerate(loader)):
+            for text, image in zip(texts, images):
+                (criterion(model(text, image)) / k).backward()
+                if i % k == k - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """) == [("OOM302", 4)]
+
+
+def test_a_step_by_the_epoch_loses_no_window_of_batches(report):
+    assert not report("""
+        for epoch in range(epochs):
+            for x, y in loader:
+                (criterion(model(x), y) / k).backward()
+                if epoch % k == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """)
+
+
+def test_a_test_kept_in_a_name_is_one_where_it_is_one_of_several(report):
+    assert report("""
+        for i, (x, y) in enumerate(loader):
+            loss = criterion(model(x), y) / k
+            scaler.scale(loss).backward() if scaler is not None else loss.backward()
+            due = (i + 1) % k == 0
+            if scaler is not None and due:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            elif due:
+                optimizer.step()
+                optimizer.zero_grad()
+    """) == [("OOM302", 5), ("OOM302", 9)]
+
+
+def test_apex_scales_the_loss_that_it_is_given_wherever_it_is_imported(report):
+    assert (
+        report("""
+        class Trainer:
+            def __init__(self, args, model, optimizer):
+                self.args, self.model, self.optimizer = args, model, optimizer
+                if args.fp16:
+                    from apex import amp
+
+            def run(self, loader):
+                for i, (x, y) in enumerate(loader):
+                    loss = criterion(self.model(x), y) / self.args.every
+                    with amp.scale_loss(loss, self.optimizer) as scaled:
+                        scaled.backward()
+                    if (i + 1) % self.args.every == 0 or i + 1 == len(loader):
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
+    """)
+        == []
+    )

@@ -833,3 +833,74 @@ def test_the_loss_of_a_prediction_is_no_evaluation(report, name, expected):
     """)
         == expected
     )
+
+
+@pytest.mark.parametrize("shown", ["tqdm(loader)", "tqdm.tqdm(loader, total=len(loader))"])
+def test_a_pass_over_a_loader_that_shows_its_progress_is_no_part_of_a_forward(report, shown):
+    assert not report(f"""
+        import torch
+
+        class Model(torch.nn.Module):
+            def evaluate_epoch(self, loader):
+                self.eval()
+                bar = {shown}
+                for x, y in bar:
+                    with torch.no_grad():
+                        loss = self.score(x, y)
+                    print(loss.item())
+
+            def score(self, x, y):
+                return self(x).sub(y).mean()
+
+            def train_epoch(self, loader):
+                for x, y in loader:
+                    self.score(x, y).backward()
+
+            def fit(self, loader, other):
+                for epoch in range(10):
+                    self.train_epoch(loader)
+                    if other:
+                        self.evaluate_epoch(other)
+    """)
+
+
+def test_a_look_now_and_then_may_take_several_rounds(report):
+    found = report("""
+        for i, x in enumerate(loader):
+            loss = criterion(model(x))
+            loss.backward()
+            optimizer.step()
+            if i % 100 == 0:
+                z = noise()
+                for _ in range(20):
+                    z = model(z)
+                save(z)
+    """)
+    assert found == [("OOM201", 8)]
+
+
+def test_rounds_that_train_now_and_then_are_none(report):
+    assert not report("""
+        for i, x in enumerate(loader):
+            loss = criterion(critic(x))
+            loss.backward()
+            optimizer.step()
+            if i % 5 == 0:
+                for _ in range(2):
+                    fake = generator(noise())
+                    loss = criterion(critic(fake))
+                    loss.backward()
+                    other.step()
+    """)
+
+
+def test_what_is_read_after_its_rounds_is_part_of_the_iteration(report):
+    assert not report("""
+        for i, x in enumerate(loader):
+            if i % 100 == 0:
+                for _ in range(20):
+                    target = teacher(x)
+            loss = criterion(model(x), target.detach())
+            loss.backward()
+            optimizer.step()
+    """)

@@ -289,3 +289,19 @@ def test_an_optimizer_that_a_wrapped_network_makes_steps_the_loop(read):
     """)
     (loop,) = script.loops
     assert [step.optimizer for step in loop.later_steps] == ["optimizer"]
+
+
+def test_a_function_that_another_one_makes_and_hands_out_is_entered(read):
+    script = read("""
+        def training(model, optimizer):
+            def prepare(x):
+                return x
+
+            def step(batches):
+                optimizer.zero_grad()
+                for x, y in batches:
+                    criterion(model(prepare(x)), y).backward()
+                optimizer.step()
+            return step
+    """)
+    assert [loop.line for loop in script.loops] == [7]

@@ -426,3 +426,80 @@ ADVERSARIES = """
 def test_a_scaler_of_one_loss_scales_no_other(report, generator, discriminator, lines):
     found = report(ADVERSARIES.format(generator=generator, discriminator=discriminator))
     assert [line for code, line in found if code == "OOM304"] == lines
+
+
+def test_float16_of_a_decorator_needs_a_scaler(report):
+    found = report("""
+        import torch
+
+        @torch.autocast("cuda")
+        def loss_of(model, x, y):
+            out = model(x).requires_grad_(True)
+            return torch.nn.functional.mse_loss(out, y)
+
+        for x, y in loader:
+            loss_of(model, x, y).backward()
+            optimizer.step()
+    """)
+    assert found == [("OOM304", 5)]
+
+
+@pytest.mark.parametrize("activation", ["LeakyReLU(0.1)", "SiLU()", "Softplus()", "MaxPool3d(2)"])
+def test_a_module_without_parameters_is_no_network(report, activation):
+    assert not report(f"""
+        import torch
+        act = torch.nn.{activation}
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out = model(x.cuda())
+            act(out - y).mean().backward()
+            optimizer.step()
+    """)
+
+
+def test_an_activation_with_a_parameter_is_one(report):
+    assert report("""
+        import torch
+        act = torch.nn.PReLU()
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out = model(x.cuda())
+            act(out - y).mean().backward()
+            optimizer.step()
+    """) == [("OOM202", 6)]
+
+
+@pytest.mark.parametrize(("given", "found"), [("critic", [8]), ("criterion", []), ("function", [])])
+def test_an_attribute_is_what_the_name_of_its_value_says(report, given, found):
+    lines = report(f"""
+        class Trainer:
+            def __init__(self, model, optimizer, {given}):
+                self.model, self.optimizer = model, optimizer
+                self.crit = {given}
+
+            def run(self, loader):
+                for x in loader:
+                    loss = self.crit(x.cuda()).mean()
+                    loss.backward()
+                    self.optimizer.step()
+    """)
+    assert [line for code, line in lines if code == "OOM202"] == found
+
+
+@pytest.mark.parametrize(("holder", "lines"), [("self.buffer", [4]), ("self.terms", [4, 9])])
+def test_what_a_replay_buffer_gives_back_is_trained_without_the_graph_that_went_in(report, holder, lines):
+    found = report(f"""
+        class Agent:
+            def learn(self):
+                batch = {holder}.get()
+                loss = criterion(self.critic(batch.to(device)), batch["value"])
+                loss.backward()
+                self.optimizer.step()
+            def run(self, env, state):
+                while True:
+                    value = self.critic(state.to(device))
+                    {holder}.add(state, value)
+                    state = env.step(value)
+                    self.learn()
+    """)
+    assert [line for code, line in found if code == "OOM202"] == lines
