@@ -12,8 +12,9 @@ from oomfix.script.evaluation import no_grad_edits
 class EvalWithGrad(Rule):
     """A model runs with gradients on where nothing is backpropagated.
 
-    What: a forward in a validation, test or inference pass, or in a look at the network every few iterations
-    (`if i % 100 == 0:`), outside `torch.no_grad()` and `torch.inference_mode()`.
+    What: a forward in a validation, test or inference pass, in a look at the network every few iterations
+    (`if i % 100 == 0:`), or for an action in an environment (`env.step(action)`), outside `torch.no_grad()` and
+    `torch.inference_mode()`.
 
     Why: autograd saves the activations of every layer for a backward that never comes. `model.eval()` does not change
     that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well: its
@@ -100,6 +101,20 @@ run(model, val_loader, None, train=False)
             """
 import torch
 
+for step in range(100000):
+    action = network(observation).argmax().item()
+    observation, reward, done, info = env.step(action)
+    replay.add(observation, action, reward, done)
+    loss = criterion(network(replay.sample()), targets)
+    loss.backward()
+    optimizer.step()
+""",
+            (5,),
+        ),
+        Invalid(
+            """
+import torch
+
 for epoch in range(10):
     model.train()
     for x, y in train_loader:
@@ -128,6 +143,20 @@ for epoch in range(10):
         ),
     ]
     VALID = [
+        """
+import torch
+
+for episode in range(1000):
+    log_probabilities = []
+    while not done:
+        probabilities = policy(observation)
+        action = torch.multinomial(probabilities, 1)
+        log_probabilities.append(probabilities[action].log())
+        observation, reward, done, info = env.step(action)
+    loss = -torch.stack(log_probabilities).sum() * reward
+    loss.backward()
+    optimizer.step()
+""",
         """
 import torch
 

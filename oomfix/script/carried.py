@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from oomfix.script.names import path_of
+from oomfix.script.hints import looks_like_state
+from oomfix.script.names import path_of, unpacked
 from oomfix.script.trace import Forward, Loop, Trace
-
-_STATE_NAME = re.compile(
-    r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory|mems?|past\w*|cache)(_|\d|$)",
-    re.IGNORECASE,
-)
 
 
 class CarriedState(NamedTuple):
@@ -41,8 +36,8 @@ def carried_states(trace: Trace, evaluation_forwards: list[Forward]) -> Iterator
             continue
         if _is_layer_of(loop, trace.forwards[origin].path):
             continue
-        names = [path_of(name) or "" for target in statement.targets for name in _flat(target)]
-        states = [name for name in names if _STATE_NAME.search(name.rsplit(".", 1)[-1])]
+        names = [path_of(name) or "" for target in statement.targets for name in unpacked(target)]
+        states = list(filter(looks_like_state, names))
         if states or loop in retaining:
             yield CarriedState(statement, (states or names)[-1], trains)
 
@@ -57,14 +52,4 @@ def _is_layer_of(loop: Loop, path: str | None) -> bool:
     """`for layer in layers: h = layer(h)`: what is handed on is an activation, not a state."""
     if path is None or isinstance(loop, ast.While):
         return False
-    return path in {path_of(target) for target in _flat(loop.target)}
-
-
-def _flat(target: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(target, ast.Tuple | ast.List):
-        for element in target.elts:
-            yield from _flat(element)
-    elif isinstance(target, ast.Starred):
-        yield target.value
-    else:
-        yield target
+    return path in {path_of(target) for target in unpacked(loop.target)}

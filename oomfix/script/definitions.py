@@ -17,15 +17,23 @@ if TYPE_CHECKING:
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
+# `act`, `select_action`, `get_greedy_action`, `sampleActions`, `action_epsilon_greedy`
+_ACTING = (
+    r"(?:select|choose|take|pick|get|sample|compute|decide|greedy|best|optimal)_?(?:\w+_)?actions?|"
+    r"actions?_(?:e|eps|epsilon|greedy|softmax|boltzmann)(?:_greedy)?|act"
+)
 _EVALUATION_NAME = re.compile(
     r"(^|_)(eval|evaluate|evaluation|evaluator|val|valid|validate|validation|test|testing|tester|infer|inference|predict|prediction|"
-    r"predictions|dev|score|demo|generate|sample|visuali[sz]e|embed|(select|choose|take|pick|get)_(\w+_)?action|act)(_|$|\d)|"
+    r"predictions|dev|score|demo|generate|sample|visuali[sz]e|embed)(_|$|\d)|"
+    rf"(^|_)({_ACTING})(_|$|\d)|"
     r"^(eval|valid|test|infer|predict|(plot|show|display)_|save_(?!.*(model|checkpoint|ckpt|state|weight)))",
     re.IGNORECASE,
 )
 # what is predicted or sampled has a loss in training, where `val_loss` and `estimate_loss` say that they evaluate
-_LOSS_OF_A_PREDICTION = re.compile(r"(^|_)(predict\w*|generate|sample|score|embed)_(\w+_)?loss(_|$|\d)", re.IGNORECASE)
-_ACTING_NAME = re.compile(r"(^|_)((select|choose|take|pick|get)_(\w+_)?action|act)(_|$|\d)", re.IGNORECASE)
+_LOSS_OF_A_PREDICTION = re.compile(
+    r"(^|_)(predict\w*|generate|sample|score|embed|actions?)_(\w+_)?loss(_|$|\d)", re.IGNORECASE
+)
+_ACTING_NAME = re.compile(rf"(^|_)({_ACTING})(_|$|\d)", re.IGNORECASE)
 _MODULE_BASE = re.compile(
     r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
 )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+from oomfix.script.acting import acts_in_environment
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
 from oomfix.script.hints import looks_like_training
@@ -26,8 +27,11 @@ _EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev|eval|
 def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forward]:
     """Every forward of an evaluation pass, on each way that leads to it.
 
-    `training_runs` are the runs of loops in which a backward happens.
+    `training_runs` are the runs of loops in which a backward happens. Where an optimizer steps and no backward is in
+    sight, it runs out of sight, in the loops that step.
     """
+    if not trace.backwards:
+        training_runs = training_runs | {step.site.runs[-1] for step in trace.steps if step.site.runs}
     trained = [(backward.order, _entry(backward.site)) for backward in trace.backwards if backward.site.loops]
     waited_for = {
         id(scope.statement)
@@ -43,6 +47,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
         and forward.origin not in trace.backpropagated
         and (
             _is_evaluation(forward, training_runs, trained)
+            or acts_in_environment(forward, trace)
             or _is_a_sample(forward, training_runs, waited_for)
             or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
         )
@@ -151,7 +156,7 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     function = forward.site.function
     if function is None:
         return _wrapped_loop(script, forward)
-    if script.trains_in(function.node):
+    if script.trains_in(function.node) or _leaves_a_graph(script, function.node):
         return _wrapped_loop(script, forward)
     if isinstance(function.node, ast.Lambda) or function.node in script.nodes_trained_through:
         return ()
@@ -162,6 +167,18 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     start = script.source.offset(node.lineno, node.col_offset)
     margin = script.source.text[line_start(script.source, start) : start]
     return (Edit(start, start, f"@torch.no_grad(){newline_of(script.source)}{margin}"),)
+
+
+def _leaves_a_graph(script: Script, node: ast.AST) -> bool:
+    """Whether another forward in it leaves its graph to what is out of sight, such as the value of what was done."""
+    return any(
+        forward.escaped and forward.records_graph and _is_inside(forward, node)
+        for forward in script.trace.forwards.values()
+    )
+
+
+def _is_inside(forward: Forward, node: ast.AST) -> bool:
+    return node in forward.site.loops or any(function.node is node for function in forward.site.functions)
 
 
 def _may_train_out_of_sight(script: Script, node: ast.AST) -> bool:
@@ -183,6 +200,7 @@ def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
             or not encloses
             or not _within(loop, forward.site.function)
             or script.trains_in(loop)
+            or _leaves_a_graph(script, loop)
         ):
             continue
         if not _may_train_out_of_sight(script, loop):

@@ -6,8 +6,8 @@ import ast
 
 from oomfix.script.definitions import Class, Function
 from oomfix.script.flow import Flow
-from oomfix.script.hints import read_hints
-from oomfix.script.names import USUAL_NAMES
+from oomfix.script.hints import looks_like_state, read_hints
+from oomfix.script.names import USUAL_NAMES, path_of, unpacked
 from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
 from oomfix.script.trace import Trace
@@ -22,6 +22,21 @@ from oomfix.script.values import (
 )
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
+
+
+def _without_state(returned: Value, function: Function) -> Value:
+    """`return action.item(), hidden`: what a policy is asked to do, and the state that it wants back the next time."""
+    return returned.items[0] if function.acts and returned.items and _returns_a_state(function) else returned
+
+
+def _returns_a_state(function: Function) -> bool:
+    """Whether all that a function returns behind the first is named like a recurrent state."""
+    results = [node.value for node in function.nodes if isinstance(node, ast.Return)]
+    return bool(results) and all(
+        isinstance(result, ast.Tuple)
+        and all(looks_like_state(path_of(part) or "") for other in result.elts[1:] for part in unpacked(other))
+        for result in results
+    )
 
 
 class Follower(Flow):
@@ -97,9 +112,10 @@ class Follower(Flow):
             result = returned.items[0] if returned.items else returned
             self.trace.backpropagated |= flatten(result).origins | self._left_on_objects(earlier)
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
+        leaving = flatten(_without_state(returned, function)).origins
         for origin in flatten(returned).origins:
             if origin in self.trace.forwards:
-                self.trace.forwards[origin].escaped = True
+                self.trace.forwards[origin].escaped |= origin in leaving
             elif origin in self.trace.keeps:
                 self.trace.keeps[origin].returned = True
 

@@ -60,6 +60,10 @@ _OPTIMIZER_NAME = re.compile(
     r"(^|_)(opt[a-z]?|optim\w*|opt_\w+)\d*$|_opt$|\w[Oo]ptimi[sz]er$",
     re.IGNORECASE,
 )
+_STATE_NAME = re.compile(
+    r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory|mems?|past\w*|cache)(_|\d|$)",
+    re.IGNORECASE,
+)
 _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 
 
@@ -109,6 +113,11 @@ def looks_like_optimizer(name: str) -> bool:
     """Whether a name is usually an optimizer, as `optimizer_scheduler` is not."""
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]
     return bool(_OPTIMIZER_NAME.search(last)) and "sched" not in last.lower()
+
+
+def looks_like_state(path: str) -> bool:
+    """Whether a name is one that recurrent and memory states have."""
+    return bool(_STATE_NAME.search(path.rsplit(".", 1)[-1]))
 
 
 def looks_like_scaler(name: str) -> bool:

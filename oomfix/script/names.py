@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 MANY_NAMES = 1 << 12
 """More than most files have; what a name says is asked at every place it stands, and worth remembering."""
@@ -69,3 +70,14 @@ def without_moves(node: ast.expr) -> ast.expr:
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:
         node = node.func.value
     return node
+
+
+def unpacked(target: ast.expr) -> Iterator[ast.expr]:
+    """`a`, `b` and `c` of `(a, (b, *c))`: the parts of a tuple or list, or the one that is none."""
+    if isinstance(target, ast.Tuple | ast.List):
+        for element in target.elts:
+            yield from unpacked(element)
+    elif isinstance(target, ast.Starred):
+        yield target.value
+    else:
+        yield target

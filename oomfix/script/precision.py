@@ -17,7 +17,7 @@ from oomfix.script.training_loop import TrainingLoop
 if TYPE_CHECKING:
     from oomfix.source import Source
 
-_CUDA = re.compile(r"cuda|\bgpu|accelerat|fabric", re.IGNORECASE)
+_CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
 _DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
 _OTHER_DEVICES = frozenset({"cpu", "mps"})
 _NAMED_DEVICE = re.compile(r"\s*(?:self\.)?(\w+)\s*=\s*torch\.device\(")
@@ -27,6 +27,7 @@ _HALF = re.compile(
 _HALF_DTYPES = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
 _SCALING = re.compile(r"\w*scaler\w*|\w*loss_scal(?!ar)\w*|scale_loss|\w*grad(?:ient)?_scale\w*", re.IGNORECASE)
 _DATA_SCALER = re.compile(r"(Standard|MinMax|MaxAbs|Robust)Scaler")
+_BEFORE_COMMENT = re.compile(r"""((?:[^#"'\\]|\\.|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)\#""")
 _LOSS_SCALE = 128
 _MOVES = frozenset({"to", "cuda", "half", "bfloat16", "train"})
 
@@ -48,7 +49,8 @@ class Precision:
     @cached_property
     def may_use_cuda(self) -> bool:
         """Whether the script may run on a GPU: it names one, or a device that is not said to be another."""
-        text = "\n".join(line for line in self._source.lines if not self._names_an_unused_device(line))
+        lines = map(_without_comment, self._source.lines)
+        text = "\n".join(line for line in lines if not self._names_an_unused_device(line))
         return bool(_CUDA.search(text)) or (bool(_DEVICE.search(text)) and not self._runs_elsewhere)
 
     @cached_property
@@ -137,6 +139,14 @@ class Precision:
         functions = dict.fromkeys(function for event in events for function in event.site.functions)
         owners = [function.owner.node if function.owner is not None else function.node for function in functions]
         yield from dict.fromkeys(node for node in owners if isinstance(node, definitions))
+
+
+def _without_comment(line: str) -> str:
+    """A line up to its comment; whole where a quote stays open, as in a string over several lines."""
+    if "#" not in line:
+        return line
+    before = _BEFORE_COMMENT.match(line)
+    return line if before is None else before[1]
 
 
 def _is_scaled_by_hand(node: ast.Call) -> bool:

@@ -146,3 +146,30 @@ def test_line_endings_and_decorators_are_kept():
     found, fixed = fix(code)
     assert found == 1
     assert fixed == code.replace("\t@timed\r\n", "\t@timed\r\n\t@torch.no_grad()\r\n")
+
+
+def test_no_edit_cuts_the_graph_that_another_forward_leaves():
+    code = """
+        import torch
+
+        def roll_out(actor, critic, env):
+            value = critic(env.reset())
+            for t in range(100):
+                action = actor(observation).argmax().item()
+                observation, reward, done, info = env.step(action)
+            return value
+    """
+    assert "    with torch.no_grad():\n        for t in range(100):" in fix(code)[1]
+    assert "@torch.no_grad()\ndef roll_out" in fix(code.replace("return value", "return value.item()"))[1]
+    outer = """
+        import torch
+
+        def roll_out(actor, critic, env):
+            for episode in range(10):
+                value = critic(env.reset())
+                for t in range(100):
+                    action = actor(observation).argmax().item()
+                    observation, reward, done, info = env.step(action)
+            return value
+    """
+    assert "        with torch.no_grad():\n            for t in range(100):" in fix(outer)[1]

@@ -255,6 +255,29 @@ def test_a_device_that_nothing_is_moved_to_is_not_used(report, used, found):
     assert report(code) == found
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("x = x.float()  # .to(device)", []),
+        ("# model.cuda()", []),
+        ('print("#1")  # on the GPU', []),
+        ("x = to_gpu(x)  # moved", ["OOM202"]),
+        ('log("# of gpus")', ["OOM202"]),
+        ('log("""don\'t # of gpus""")', ["OOM202"]),
+        ("x = x.to(device)", ["OOM202"]),
+    ],
+)
+def test_a_device_that_only_a_comment_names_is_not_used(report, line, found):
+    code = f"""
+        for x, y in loader:
+            {line}
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert codes(report(code)) == found
+
+
 def test_a_loss_object_that_is_fed_and_backpropagated_carries_the_graph(report):
     code = """
         class Trainer:

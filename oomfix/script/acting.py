@@ -1,0 +1,65 @@
+"""Acting: a policy is asked what to do in an environment, and nothing goes back through the answer."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from oomfix.script.nodes import walk
+from oomfix.script.trace import Forward, Trace
+
+_PARTS_OF_A_STEP = 3
+"""An environment answers with an observation, a reward and whether it is over, at the least."""
+
+
+def acts_in_environment(forward: Forward, trace: Trace) -> bool:
+    """`obs, reward, done, _ = env.step(action)`, and the action comes from this forward, which nothing else takes.
+
+    To be asked of a forward that no backward in sight goes through.
+
+    A forward that leaves its graph anywhere (the log probability, a value) may be trained through.
+    """
+    loop, origin = forward.site.loop, forward.origin
+    if loop is None or forward.escaped:
+        return False
+    if any(origin in origins for _, origins in trace.handed_on):
+        return False
+    if any(origin in keep.origins for keep in trace.keeps.values()):
+        return False
+    nodes = list(walk(loop))
+    return any(_reaches(forward, step, nodes) for step in _steps_of_environments(nodes))
+
+
+def _steps_of_environments(nodes: list[ast.AST]) -> Iterator[ast.Call]:
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Call):
+            step, parts = node.value, node.targets[0].elts
+            named = isinstance(step.func, ast.Attribute) and step.func.attr == "step"
+            if named and step.args and len(parts) >= _PARTS_OF_A_STEP:
+                yield step
+
+
+def _reaches(forward: Forward, step: ast.Call, nodes: list[ast.AST]) -> bool:
+    """Whether what a call is given was made from what a forward gives, by the assignments among the nodes."""
+    made_from: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                for name in _names(target, ast.Store):
+                    made_from.setdefault(name, []).append(node.value)
+    waiting: list[ast.expr] = list(step.args)
+    seen: set[str] = set()
+    while waiting:
+        value = waiting.pop()
+        if any(node is forward.node for node in walk(value)):
+            return True
+        for name in set(_names(value, ast.Load)) - seen:
+            seen.add(name)
+            waiting += made_from.get(name, [])
+    return False
+
+
+def _names(node: ast.expr, context: type[ast.expr_context]) -> Iterator[str]:
+    for part in walk(node):
+        if isinstance(part, ast.Name) and isinstance(part.ctx, context):
+            yield part.id

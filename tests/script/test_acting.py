@@ -1,0 +1,169 @@
+"""A policy that is asked what to do: an evaluation, unless something goes back through the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from oomfix.rules.eval_with_grad import EvalWithGrad
+from oomfix.script import Script
+
+Evaluations = Callable[[str], list[int]]
+
+
+@pytest.fixture
+def evaluations(read: Callable[[str], Script]) -> Evaluations:
+    """The lines on which OOM201 is reported in a snippet."""
+    return lambda code: [finding.line for finding in EvalWithGrad().check(read(code))]
+
+
+EPISODE = """
+    import torch
+
+    def roll_out(actor, critic, env, memory):
+        observation = env.reset()
+        kept, rewards = [], []
+        for t in range(100):
+            {acting}
+            rewards.append(reward)
+        return rewards
+
+    for episode in range(1000):
+        rewards = roll_out(actor, critic, env, memory)
+        loss = criterion(actor(batch), targets)
+        loss.backward()
+        optimizer.step()
+"""
+STEP = "\n            observation, reward, done, info = env.step(action)"
+
+
+@pytest.mark.parametrize(
+    "acting",
+    [
+        "action = actor(observation).argmax().item()" + STEP,
+        "logits, state = actor(observation, state)\n            action = logits.argmax().item()" + STEP,
+        "p = torch.softmax(actor(observation), 0)\n            action = choose(p.data.numpy())" + STEP,
+        "q = actor(observation)\n            action = q.argmax().item() if epsilon < draw() else env.sample()" + STEP,
+        "observation, reward, over = env.step(actor(observation).detach().numpy())",
+    ],
+)
+def test_what_is_done_in_an_environment_needs_no_gradients(evaluations, acting):
+    assert evaluations(EPISODE.format(acting=acting)) == [7]
+
+
+@pytest.mark.parametrize(
+    "acting",
+    [
+        "with torch.no_grad():\n                action = actor(observation).argmax().item()" + STEP,
+        # the value is kept for a loss
+        "value = critic(observation)\n            kept.append(value)\n            action = env.pick()" + STEP,
+        "p = actor(observation)\n            action = p.argmax().item()\n            memory.push(p[action])" + STEP,
+        "p = actor(observation)\n            action = p.argmax().item()\n            kept.append(p)" + STEP,
+        "p = actor(observation)\n            action = p.argmax().item()\n            remember(p)" + STEP,
+        "p = actor(observation)\n            action = p.argmax().item()\n            yield p" + STEP,
+        # a forward that the action does not come from
+        "target = critic(observation).detach()\n            action = env.pick()" + STEP,
+        # no environment: schedulers and optimizers step as well
+        "action = actor(observation).argmax().item()\n            scheduler.step(action)\n            reward = 0",
+        "loss, change = solver.step(actor(observation))\n            reward = 0",
+    ],
+)
+def test_what_may_be_trained_through_or_does_not_act_is_left_alone(evaluations, acting):
+    assert evaluations(EPISODE.format(acting=acting)) == []
+
+
+def test_acting_in_the_loop_that_trains_is_one_too(evaluations):
+    code = """
+        import torch
+
+        while True:
+            q, state = model(observation, state)
+            action = q.argmax().item()
+            observation, reward, done, info = env.step(action)
+            replay.insert(observation, action, reward, done)
+            loss = criterion(model(replay.sample()), target(replay.next()).detach())
+            loss.backward()
+            optimizer.step()
+    """
+    assert evaluations(code) == [4]
+
+
+AGENT = """
+    import torch
+
+    class Agent:
+        def __init__(self):
+            self.policy = torch.nn.LSTM(8, 4)
+
+        def {name}(self, x, hidden):
+            out, hidden = self.policy(x, hidden)
+            return {result}
+
+        def update(self, batch, targets):
+            loss = criterion(self.policy(batch), targets)
+            loss.backward()
+            self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("select_action", "out.argmax().item()"),
+        ("chooseAction", "out.argmax().item()"),
+        ("action_epsilon_greedy", "out.argmax().item()"),
+        ("compute_actions", "out.argmax().item()"),
+        # the state that the policy wants back the next time
+        ("select_action", "out.argmax().item(), hidden"),
+        ("act", "out.detach().numpy(), (new_h, hidden)"),
+    ],
+)
+def test_a_method_that_acts_is_known_by_its_name(evaluations, name, result):
+    assert evaluations(AGENT.format(name=name, result=result)) == [8]
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [
+        ("sample_action", "out.argmax(), out.log()"),
+        ("get_actions", "out.argmax().item(), out.log(), hidden"),
+        ("chooseAction", "out, hidden"),
+        ("compute_action_loss", "out.sum().item()"),
+        ("reaction", "out.sum().item()"),
+        ("step_hidden", "out.argmax().item(), hidden"),
+    ],
+)
+def test_a_method_whose_result_may_be_trained_through_is_left_alone(evaluations, name, result):
+    assert evaluations(AGENT.format(name=name, result=result)) == []
+
+
+def test_where_an_optimizer_steps_a_backward_runs_out_of_sight(evaluations):
+    code = """
+        import torch
+
+        for i in range(1000):
+            for part in range(4):
+                loss = model(next(batches), replay_backward=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            for x in {loader}:
+                print(model(x))
+    """
+    assert evaluations(code.format(loader="val_loader")) == [9]
+    assert evaluations(code.format(loader="other")) == []
+    assert evaluations(code.format(loader="other").replace("optimizer.step()", "pass")) == [5, 9]
+
+
+def test_a_state_that_leaves_what_does_not_act_may_be_trained_through(evaluations):
+    code = """
+        import torch
+
+        class Reader:
+            def read(self, chunk, hidden):
+                for x in chunk:
+                    out, hidden = self.network(x, hidden)
+                return out.argmax().item(), hidden
+    """
+    assert evaluations(code) == []
+    assert evaluations(code.replace("def read(", "def act(")) == [6]
