@@ -39,6 +39,7 @@ _RANDOM = frozenset(
     "bernoulli_ multinomial exponential_ dropout shuffle choice choices sample rsample random randrange permutation "
     "beta manual_seed seed gumbel_softmax poisson".split()
 )
+_FETCHING = frozenset("next __next__ next_batch get_next get_next_batch get_batch fetch_batch sample_batch".split())
 _MODE_METHODS = frozenset("train eval requires_grad_ load_state_dict freeze unfreeze".split())
 _MODE_FUNCTIONS = frozenset(
     "manual_seed seed set_state set_grad_enabled freeze unfreeze set_requires_grad toggle_grad requires_grad".split()
@@ -164,6 +165,11 @@ def _drops_gradient(statement: ast.stmt) -> bool:
 def draws_random_numbers(node: ast.AST) -> bool:
     """Whether a node calls something known to draw random numbers, or to set a seed."""
     return any(last_name(call) in _RANDOM for call in calls_in(node))
+
+
+def fetches(node: ast.AST) -> bool:
+    """Whether a node fetches a batch, which is another one each time."""
+    return any(last_name(call) in _FETCHING for call in calls_in(node))
 
 
 def switches_mode(node: ast.AST) -> bool:

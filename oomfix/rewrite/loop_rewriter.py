@@ -8,6 +8,7 @@ from collections.abc import Callable
 from oomfix.parsing import parse
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines
+from oomfix.rewrite.fetched_batches import name_batches
 from oomfix.rewrite.inplace import InPlace
 from oomfix.rewrite.joined_lines import separate
 from oomfix.rewrite.kept_losses import name_losses
@@ -183,14 +184,15 @@ class LoopRewriter:
             lines = [line for verdict in self.verdicts if (line := verdict.joined_line) is not None]
             edits = separate(reading, lines)
             named = [] if edits else self._names_of_losses(reading)
-            if not (edits or named):
+            fetched = [] if edits or named else self._names_of_batches(reading)
+            if not (edits or named or fetched):
                 break
-            apart.edit(edits or named)
+            apart.edit(edits or named or fetched)
             reading = Reading(Script.read(apart.source, self._target))
             lifted = lift_backwards(reading, order, self._manager)
             if all(verdict.joined_line is None for verdict in self.verdicts):
-                stays = any(verdict.form == "in-place" and verdict.liftable for verdict in self.verdicts)
-                if [verdict.form for verdict in self.verdicts] == [form for form, _ in before] or (named and stays):
+                same = [verdict.form for verdict in self.verdicts] == [form for form, _ in before]
+                if same or (named and self._stays_in_place):
                     break
                 stages.become(apart)
                 return lifted
@@ -199,8 +201,14 @@ class LoopRewriter:
         return []
 
     def _names_of_losses(self, reading: Reading) -> list[Edit]:
-        stay = any(verdict.form == "in-place" and verdict.liftable for verdict in self.verdicts)
-        return name_losses(reading, self._manager) if stay else []
+        return name_losses(reading, self._manager) if self._stays_in_place else []
+
+    def _names_of_batches(self, reading: Reading) -> list[Edit]:
+        return name_batches(reading, self._manager) if self._stays_in_place else []
+
+    @property
+    def _stays_in_place(self) -> bool:
+        return any(verdict.form == "in-place" and verdict.liftable for verdict in self.verdicts)
 
     def _stages(self) -> list[Edit]:
         """Transitions between stages, where no loop may leave gradients behind that the next stage would add to."""

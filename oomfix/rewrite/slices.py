@@ -136,7 +136,7 @@ class Slicer:
             ahead = (site.block[index] for index in chain if index < trained[0])
             drawn = any(self._helpers.draw_random_numbers(statement) for statement in ahead)
             return [trained[0], running[0]] if drawn else [running[0], trained[0]]
-        if not network_is_known and (calls := [index for index in chain if _calls_out(site.block[index])]):
+        if not network_is_known and (calls := [index for index in chain if _may_compute(site.block[index])]):
             # it is what the loss is computed from first
             return calls[:_MOST_STARTS]
         return [end] if self._runs_forward(site.root) else []
@@ -195,6 +195,8 @@ class Slicer:
             raise CannotLift(f"line {line} runs a step or another backward on the way to the loss")
         if effects.switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients on the way to the loss")
+        if effects.fetches(statement):
+            raise CannotLift(f"line {line} fetches a batch on the way to the loss, and would do so for every part")
         for node in nodes_of_scope(statement):
             if isinstance(node, ast.Delete | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.ClassDef):
                 raise CannotLift(f"line {node.lineno} holds `{type(node).__name__.lower()}` on the way to the loss")
@@ -385,5 +387,6 @@ def _is_start(statement: ast.stmt) -> bool:
     return any(effects.last_name(call) in made for call in calls) or not names_read(statement.value)
 
 
-def _calls_out(statement: ast.stmt) -> bool:
-    return any(effects.last_name(call) not in PREPARATION for call in effects.calls_in(statement))
+def _may_compute(statement: ast.stmt) -> bool:
+    calls_out = any(effects.last_name(call) not in PREPARATION for call in effects.calls_in(statement))
+    return calls_out and not effects.fetches(statement)

@@ -1,0 +1,60 @@
+"""Batches that are fetched on the way to a loss are fetched once, whatever the number of parts."""
+
+import pytest
+
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+from tests.rewrite.test_loops import TOP
+
+FETCH = """
+import itertools
+batches = itertools.cycle([(torch.randn(6, 4), torch.randn(6, 2)) for _ in range(5)])
+class Judge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def forward(self, batch, scale=1):
+        x, y = batch
+        return F.mse_loss(self.model(x), y) * scale
+judge = Judge()
+for step in range(4):
+    optimizer.zero_grad()
+    {statement}
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "loss = judge(next(batches))",
+        "loss = judge(next(batches), scale=2) / 2",
+        "with torch.autocast('cpu', enabled=False):\n        loss = judge(next(batches))",
+    ],
+)
+def test_a_batch_fetched_for_the_network_gets_a_name_and_is_split(statement):
+    text = TOP + FETCH.format(statement=statement)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert "batch = next(batches)" in after.text
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(rewritten(text, micro_batches=3).text)
+    assert split.calls_in_parts
+    assert_close(before, split)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "out = judge((torch.ones(6, 4), torch.ones(6, 2)))\n    loss = out + judge(next(batches))",
+        "loss = judge((torch.ones(6, 4), torch.ones(6, 2))) + judge(next(batches))",
+    ],
+    ids=["behind a forward", "behind a call of the same statement"],
+)
+def test_a_batch_fetched_behind_a_forward_keeps_its_place(statement):
+    after = rewritten(TOP + FETCH.format(statement=statement))
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert "fetches a batch on the way to the loss" in (after.loops[0].reason or "")
+    assert "batch = next" not in after.text
