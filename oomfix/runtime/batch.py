@@ -54,7 +54,7 @@ class Batch:
 
     def _unless_length(self, size: int, votes: Counter[int]) -> int:
         """`size`, or the samples of the first tensor [samples, size, ...] where a mask [size, size] shows a length."""
-        first = next(self.tensors(), None)
+        first = next(iter(self.tensors()), None)
         if first is None or first.dim() < 2 or first.shape[0] not in votes or first.shape[0] == size != first.shape[1]:
             return size
         squares = (tensor for tensor in self.tensors() if tensor.dim() > 1 and tensor.shape[:2] == (size, size))
@@ -118,13 +118,15 @@ class Batch:
             if isinstance(node, list | tuple) and len(node) == self.size and is_samples(node):
                 yield [sum(len(tensor) for tensor in trees.tensors(entry) if tensor.dim()) for entry in node]
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """Every tensor among the arguments."""
+        found: list[torch.Tensor] = []
         for node in (*self.args, *self.kwargs.values()):
             if isinstance(node, torch.Tensor):
-                yield node
+                found.append(node)
             else:
-                yield from trees.tensors(node)
+                found.extend(trees.tensors(node))
+        return found
 
 
 def balanced(size: int, parts: int) -> list[tuple[int, int]]:

@@ -54,7 +54,7 @@ class Iteration:
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
         self.known = known
         self.forward = forward
-        self._tensors = list(batch.tensors())
+        self._tensors = batch.tensors()
         self._border: Border | None = None
         self._given = batch
         self.batch = batch
@@ -62,7 +62,7 @@ class Iteration:
         if trains and with_graph:
             self._border = Border(with_graph)
             self.batch = self._border.inside(batch)
-            self._tensors = list(self.batch.tensors())
+            self._tensors = self.batch.tensors()
         self.trains = trains
         self.room: OptimizerRoom | None = None
         self.weighing: Weighing | None = None

@@ -88,7 +88,7 @@ class Known:
     @property
     def alive(self) -> bool:
         """Whether all its models still exist."""
-        return all(root() is not None for root in self._models)
+        return None not in [place() for place in self._models]
 
     def roots(self) -> list[nn.Module]:
         """The models themselves."""
@@ -222,7 +222,8 @@ class Known:
             moving = frozenset(index for index, (old, new) in enumerate(pairs) if old != new)
             self._number_moved = self._number_moved or not moving <= self._moving
         self._moving = moving
-        self._doubt(self.calls + 1)
+        if self._number_moved:
+            self._doubt(self.calls + 1)
 
     def notice_modes(self) -> None:
         """Forget the verdict if a module has another mode, or more or fewer forward hooks, than at the last check.

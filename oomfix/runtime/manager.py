@@ -362,7 +362,7 @@ class MemoryManager:
     # -- loops that cannot be split -------------------------------------------------------------------------
 
     def _before_backward(self) -> None:
-        if self._window.length == 1:
+        if self._window.length == 1 and self._window.totals.left:
             self._window.forget_left()
         if self._scaler is not None:
             self._scaler.before_backward()

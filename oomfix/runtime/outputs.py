@@ -306,10 +306,9 @@ def detached(value: Any) -> Any:
 
 def loss_in(result: Any) -> torch.Tensor | None:
     """The loss in what a forward returned: the value itself, the first of a tuple or list, or "loss"."""
+    if isinstance(result, torch.Tensor):
+        return result
     if isinstance(result, tuple | list) and result:
         return loss_in(result[0])
-    if isinstance(result, Mapping):
-        result = result.get("loss")
-    elif not isinstance(result, torch.Tensor):
-        result = getattr(result, "loss", None)
-    return result if isinstance(result, torch.Tensor) else None
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) else None

@@ -27,6 +27,8 @@ def code_of(forward: Callable[..., Any]) -> Any:
     A function's code object, which stays the same when a loop defines the function anew; for other callables
     the code of their `__call__`, or their type.
     """
+    if type(forward) is types.FunctionType and not forward.__dict__:
+        return forward.__code__
     function = _function_of(forward)
     return type(forward) if function is None else function.__code__
 
@@ -183,39 +185,39 @@ def _function_of(forward: Any) -> types.FunctionType | None:
     return None
 
 
-def references(forward: Any) -> Iterator[tuple[str, Any]]:
+def references(forward: Any) -> list[tuple[str, Any]]:
     """Everything that `forward` is bound or refers to, under its name: owner, arguments, closure, globals, defaults."""
     if type(forward) is types.FunctionType and not forward.__dict__:
-        yield from _references_of_function(forward)
-        return
+        return _references_of_function(forward)
     if isinstance(forward, nn.Module):
-        yield "forward", forward
-        return
+        return [("forward", forward)]
+    found: list[tuple[str, Any]] = []
     bound = getattr(forward, "__self__", None)
     if bound is not None:
-        yield "forward" if isinstance(bound, nn.Module) else "self", bound
+        found.append(("forward" if isinstance(bound, nn.Module) else "self", bound))
     for argument in (*getattr(forward, "args", ()), *(getattr(forward, "keywords", None) or {}).values()):
-        yield "argument", argument
+        found.append(("argument", argument))
     function = _function_of(forward)
     if function is None or type(forward).__dict__.get("__call__") is function:
-        yield "self", forward
-    if function is not None:
-        yield from _references_of_function(function)
+        found.append(("self", forward))
+    return found if function is None else [*found, *_references_of_function(function)]
 
 
-def _references_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _references_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield name, cell.cell_contents
+            found.append((name, cell.cell_contents))
         except ValueError:
             continue  # a name that is not bound yet
     names = function.__globals__
     for name in names_in(code):
         if name in names:
-            yield name, names[name]
+            found.append((name, names[name]))
     for default in function.__defaults__ or ():
-        yield "default", default
+        found.append(("default", default))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
