@@ -111,7 +111,8 @@ class Precision:
         half = [forward for forward in loop.forwards if forward.site.autocast == "float16"]
         scaled = [event for event in loop.backwards if event.scaled or _is_scaled_by_hand(event.node)]
         if not scaled:
-            return [] if loop.framework is not None or self._speaks_of_scaling(loop) else half
+            decided = loop.framework not in (None, "oomfix")  # the manager scales for its own autocast, not for torch's
+            return [] if decided or self._speaks_of_scaling(loop) else half
         within: set[int] = set().union(*(event.origins for event in scaled))
         others: set[int] = set().union(*(event.origins for event in loop.backwards if event not in scaled))
         return [forward for forward in half if forward.origin in others - within]

@@ -70,3 +70,14 @@ def test_a_scaler_of_a_module_that_others_may_import_stays():
     text = head + "def train(loader):\n" + textwrap.indent("for x" + loop, "    ")
     applied = apply_to(source_of(text), all_rules(), Options("16gb"))
     assert "scaler = memory.scaler" in applied.text
+
+
+def test_float16_that_a_decorator_keeps_is_not_called_mended():
+    text = UNSCALED_FP16.replace('    with torch.autocast("cuda", dtype=torch.float16):\n        loss =', "    loss =")
+    text = text.replace("criterion(model(x), y)", "loss_of(x, y)").replace(
+        "for x, y", "@torch.autocast('cuda')\ndef loss_of(x, y):\n    return criterion(model(x), y)\nfor x, y"
+    )
+    applied = apply_to(source_of(text), all_rules(), Options("16gb"))
+    assert "memory.backward" in applied.text or "memory.forward_backward" in applied.text
+    assert "OOM304" not in {fix.code for fix in applied.fixed}
+    assert "OOM304" in {finding.code for finding in findings_of(source_of(applied.text), all_rules())}

@@ -53,3 +53,16 @@ def test_batches_accumulated_by_the_manager_are_divided_and_stepped(report):
         "        memory.step(optimizer)\n"
     )
     assert report(code) == []
+
+
+def test_the_manager_scales_for_its_own_autocast_and_not_for_torchs(report):
+    code = TOP + (
+        "for x, y in loader:\n"
+        "    with {context}:\n"
+        "        loss = criterion(model(x), y)\n"
+        "    memory.backward(loss)\n"
+        "    memory.step(optimizer)\n"
+    )
+    assert report(code.format(context='memory.autocast("cuda")')) == []
+    assert report(code.format(context='torch.autocast("cuda", dtype=torch.bfloat16)')) == []
+    assert report(code.format(context='torch.autocast("cuda")')) == [("OOM304", 10)]
