@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from bench.heading import heading
-from bench.rivals import default_folder, libraries
+from bench.rivals import is_installed, libraries
 from bench.workloads import FULL, SMALL, Batch, Workload
 from oomfix import presets, runtime
 from oomfix.presets import Preset
@@ -122,7 +122,10 @@ def with_accelerate(workload: Workload, model: nn.Module, setting: Setting) -> S
 
 def with_fabric(workload: Workload, model: nn.Module, setting: Setting) -> Step:
     """Lightning Fabric's loop, as its guide on accumulation writes it."""
-    from lightning_fabric import Fabric
+    if is_installed("lightning_fabric"):
+        from lightning_fabric import Fabric
+    else:
+        from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=setting.device, devices=1, precision="bf16-mixed" if setting.half else "32-true")
     prepared, optimizer = fabric.setup(model, optimizer_of(model, setting))
@@ -378,7 +381,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="timed steps per contender")
     parser.add_argument("--full", nargs="*", choices=KEYS, default=KEYS, help="workloads to simulate at full size")
     parser.add_argument("--measured", nargs="*", choices=KEYS, default=KEYS, help="workloads to compute")
-    parser.add_argument("--rivals", type=Path, default=default_folder(), help="where the other libraries are installed")
+    parser.add_argument("--rivals", type=Path, help="where the other libraries are installed")
     arguments = parser.parse_args()
     versions = libraries(arguments.rivals)
     warnings.filterwarnings("ignore")

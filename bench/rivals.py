@@ -6,7 +6,9 @@ The training libraries run in the process of the bench, with the same torch: the
 import subprocess
 import sys
 import venv
+from importlib import import_module
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 REQUIREMENTS = {
@@ -23,21 +25,32 @@ LIBRARIES = {
 }
 
 
-def libraries(folder: Path) -> list[str]:
+def libraries(folder: Path | None) -> list[str]:
     """Make the training libraries importable in this process, beside its own torch; returns names with versions.
 
-    They go into a folder of their own, without what they depend on: torch is that of this process, and so is the rest
-    (what transformers needs is enough).
+    Those that are installed are taken. Else they go into a folder of their own, without what they depend on: torch is
+    that of this process, and so is the rest (what transformers needs is enough).
+
+    Args:
+        folder: where the tools of the benches are; None: `default_folder`.
 
     Raises:
         subprocess.CalledProcessError: pip could not install them.
     """
-    target = folder / "libraries"
+    if is_installed("accelerate") and (is_installed("lightning_fabric") or is_installed("lightning")):
+        fabric = "lightning_fabric" if is_installed("lightning_fabric") else "lightning"
+        return [f"{name} {import_module(name).__version__}" for name in ("accelerate", fabric)]
+    target = (default_folder() if folder is None else folder) / "libraries"
     if not all((target / name).is_dir() for name in LIBRARIES):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
         subprocess.run([*pip, *LIBRARIES.values()], check=True)
     sys.path.append(str(target))
     return [requirement.replace("==", " ") for requirement in LIBRARIES.values()]
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be imported here; it is not."""
+    return find_spec(name) is not None
 
 
 class Rival:

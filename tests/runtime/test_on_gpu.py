@@ -245,7 +245,11 @@ def test_the_monitor_reads_the_allocator(gpu):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs CUDA and NCCL")
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind",
+    # bringing FSDP2 back after an error is what torch 2.13 has learned
+    ["ddp", pytest.param("fsdp2", marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="before torch 2.13"))],
+)
 def test_one_process_on_nccl_trains_as_without(tmp_path, kind):
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
