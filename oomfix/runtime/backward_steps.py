@@ -41,9 +41,11 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
             back to a checkpoint.
 
     It saves where gradients are at the peak, in training with few activations: GPT-2 124M on one sample of 128 tokens
-    peaks at 1.91 GiB instead of 2.34, and not at all at batch 16 of 1024 tokens (simulated A100,
-    bench/results/techniques-cpu.md). Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language
-    Models with Limited Resources"; torch's hooks behind gradient accumulation.
+    peaks at 1.91 GiB instead of 2.34, and not at all at batch 16 of 1024 tokens (simulated A100); on a CPU a smaller
+    version takes 1.09 times as long (bench/results/techniques-cpu.md).
+
+    Source: Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources"; torch's hooks
+    behind gradient accumulation.
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):

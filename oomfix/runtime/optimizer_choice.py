@@ -32,7 +32,8 @@ def use_lean_step(optimizer: torch.optim.Optimizer) -> Step:
 
     The forms differ by rounding. It saves where the step is the peak, in training with few
     activations: GPT-2 124M on one sample of 128 tokens peaks at 2.17 GiB instead of 2.34, and not at all at batch 16
-    of 1024 tokens (simulated A100, bench/results/techniques-cpu.md).
+    of 1024 tokens (simulated A100); on a CPU a smaller version takes 0.77 times as long
+    (bench/results/techniques-cpu.md).
     """
     groups = optimizer.param_groups
     if not type(optimizer).__module__.startswith("torch.optim") or not all("foreach" in group for group in groups):

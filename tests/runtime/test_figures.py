@@ -1,4 +1,4 @@
-"""Figures in docstrings are those of the committed results."""
+"""Figures in docstrings and in the list of examples are those of the committed results, in rows about them."""
 
 import inspect
 import re
@@ -8,16 +8,68 @@ import pytest
 
 from oomfix import runtime
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results" / "techniques-cpu.md"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results" / "techniques-cpu.md"
 QUOTING = [name for name in runtime.__all__ if RESULTS.name in (inspect.getdoc(getattr(runtime, name)) or "")]
+BESIDE = ("plain loop", "checkpointing and offloading")
+FIGURE = re.compile(r"(?<!torch )\b\d+\.\d\d\b")
+
+
+def rows():
+    """The rows of all tables: (workload, technique, cells)."""
+    workload = ""
+    for line in RESULTS.read_text().splitlines():
+        if line.startswith("## "):
+            workload = line[3:]
+        elif line.startswith("| ") and not line.startswith("| loop"):
+            technique, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            yield workload, technique, cells
+
+
+def is_about(technique, name):
+    return re.search(rf"^`{name}`|, `{name}`$", technique) is not None or technique in BESIDE
 
 
 @pytest.mark.parametrize("name", QUOTING)
-def test_every_figure_is_in_the_results(name):
-    figures = re.findall(r"(?<!torch )\b\d+\.\d\d\b", inspect.getdoc(getattr(runtime, name)))
+def test_every_figure_of_a_docstring_is_in_a_row_about_it(name):
+    figures = FIGURE.findall(inspect.getdoc(getattr(runtime, name)))
+    about = {cell for _, technique, cells in rows() if is_about(technique, name) for cell in cells}
     assert figures
-    assert [figure for figure in figures if f"| {figure} |" not in RESULTS.read_text()] == []
+    assert [figure for figure in figures if figure not in about] == []
+
+
+@pytest.mark.parametrize("name", [name for name in QUOTING if name != "offload_activations"])
+def test_a_docstring_quotes_the_peak_and_the_time_of_its_technique(name):
+    """Offloading moves nothing on a CPU: its time is not known."""
+    figures = set(FIGURE.findall(inspect.getdoc(getattr(runtime, name))))
+    own = [cells for _, technique, cells in rows() if is_about(technique, name) and technique not in BESIDE]
+    assert any(cells[0] in figures and cells[3] in figures for cells in own)
 
 
 def test_techniques_quote_what_they_save():
-    assert len(QUOTING) >= 7
+    assert len(QUOTING) >= 8
+
+
+def test_the_list_of_examples_quotes_the_rows_of_its_techniques():
+    quoted = 0
+    for line in (ROOT / "examples" / "README.md").read_text().splitlines():
+        found = re.fullmatch(r"\| .* \| `(\w+)`.* \| (.+): (\S+) -> (\S+) \| (.*) \|", line)
+        if found is None:
+            continue
+        name, workload, plain, peak, elapsed = found.groups()
+        mine = [(w, t, cells) for w, t, cells in rows() if w == workload or w.startswith(f"{workload},")]
+        assert plain in [cells[0] for _, technique, cells in mine if technique == "plain loop"]
+        own = [cells for w, technique, cells in mine if technique.startswith(f"`{name}`") and cells[0] == peak]
+        assert any(figure in cells for cells in own for figure in FIGURE.findall(elapsed)), line
+        quoted += 1
+    assert quoted == 7
+
+
+def test_the_list_of_examples_quotes_micro_batches():
+    said = " ".join((ROOT / "examples" / "README.md").read_text().split())
+    (workload, plain, peak, elapsed) = re.search(
+        r"\((GPT-2 .*), in 4 of them: (\S+) -> (\S+), time (\S+)\)", said
+    ).groups()
+    found = {technique: cells for name, technique, cells in rows() if name == workload}
+    assert found["plain loop"][0] == plain
+    assert (found["4 micro-batches by hand"][0], found["4 micro-batches by hand"][3]) == (peak, elapsed)
