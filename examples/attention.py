@@ -3,6 +3,12 @@
 Written out, `softmax(q @ k.transpose(-2, -1) * scale + bias) @ v` keeps a number for every pair of tokens, several
 times, in every head and layer. `attention` keeps none of them. For a bias that is trained torch's own function would:
 it has no kernel for that.
+
+Prints:
+
+    loss ...
+    loss ...
+    loss ...
 """
 
 import torch

@@ -2,6 +2,13 @@
 
 Expandable segments avoid most fragmentation. The fraction leaves room for a desktop or another process on the same
 card. Neither call starts CUDA, so both can stand at the top of a script that forks workers later.
+
+Prints:
+
+    allocator: expandable_segments:True
+    loader: {'num_workers': 0, 'pin_memory': ...}
+    loss ...
+    loss ...
 """
 
 import torch

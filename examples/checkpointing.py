@@ -2,6 +2,13 @@
 
 Blocks keep their inputs only, and run once more in backward. The object, its state_dict and its pickles stay as
 they are.
+
+Prints:
+
+    checkpointed: 0, 1, 2, 3, 4, 5
+    loss ...
+    loss ...
+    loss ...
 """
 
 import torch

@@ -2,6 +2,12 @@
 
 The loss compares every image with every text, so its batch cannot be split into micro-batches. The encoders can
 run on a few samples at a time: gradients are those of the whole batch, activations those of `rows` samples.
+
+Prints:
+
+    loss ...
+    loss ...
+    loss ...
 """
 
 import torch

@@ -3,6 +3,12 @@
 Logits of 16 x 1024 tokens over 50257 classes are 3 GiB in fp32, and cross entropy makes two copies of them.
 `chunked_cross_entropy(logits, target)` keeps the logits and saves the copies; `linear_cross_entropy` takes the
 last layer too and never makes the logits.
+
+Prints:
+
+    loss ...
+    loss ...
+    loss ...
 """
 
 import torch

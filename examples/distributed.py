@@ -6,6 +6,15 @@
 The loop is the one for a single process. Gradients are averaged once, after the last micro-batch, so a process that
 runs out of memory starts again alone; under FSDP2 all processes make the same number of micro-batches. With GPUs or
 without; without torchrun it trains alone.
+
+Prints:
+
+    process 0: loss ...
+    process 0: loss ...
+    process 0: loss ...
+    preset 16gb: 3 optimizer steps
+      forward: batches in 2 micro-batches, 3 training calls
+      forward: micro-batches since training call 1, because micro_batches=2 was asked for; ...
 """
 
 import os

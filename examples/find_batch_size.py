@@ -2,6 +2,10 @@
 
 The model and the optimizer are put back afterwards. Where the batch size is part of a recipe, keep it and let
 `memory.forward_backward` cut the batch instead.
+
+Prints:
+
+    512 samples fit (512 is the most that was asked for)
 """
 
 import torch

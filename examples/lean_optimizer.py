@@ -2,6 +2,13 @@
 
 `use_lean_step` takes away the copies of all parameters that torch's multi-tensor step makes on a GPU.
 `adamw_8bit` keeps a quarter of AdamW's state, with bitsandbytes or torchao.
+
+Prints:
+
+    AdamW...
+    loss ...
+    loss ...
+    loss ...
 """
 
 import torch

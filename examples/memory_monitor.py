@@ -2,6 +2,11 @@
 
 The monitor writes to the log of "oomfix", and to TensorBoard or W&B where it is given a writer or a run is under
 way. The janitor asks the allocator once in a hundred steps and hardly ever empties its cache.
+
+Prints:
+
+    epoch 0: loss ..., ... bytes at the peak
+    epoch 1: loss ..., ... bytes at the peak
 """
 
 import logging

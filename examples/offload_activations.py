@@ -2,6 +2,12 @@
 
 For models whose activations do not fit even with checkpointing, or together with it. Gradients stay bitwise the
 same. Parameters, and tensors below `min_bytes`, stay on the card.
+
+Prints:
+
+    loss ...
+    loss ...
+    loss ...
 """
 
 import torch

@@ -2,6 +2,12 @@
 
 Saves the gradients: as much as the weights. Schedulers and checkpoints of the optimizer work as ever. It cannot
 clip by the norm of all gradients, and is for fp32 and bf16.
+
+Prints:
+
+    loss ...
+    loss ...
+    loss ...
 """
 
 import torch

@@ -1,4 +1,11 @@
-"""Carry a recurrent state from batch to batch without the graphs of all batches before."""
+"""Carry a recurrent state from batch to batch without the graphs of all batches before.
+
+Prints:
+
+    loss ...
+    loss ...
+    loss ...
+"""
 
 import torch
 from torch import nn

@@ -3,6 +3,20 @@
 `del optimizer` frees nothing while a scheduler still refers to it. At the end of a `stage` its optimizers and their
 gradients are gone, whoever refers to them; `free` does the same for single things. In the second stage the parts
 of the backbone begin to train one after the other.
+
+Prints:
+
+    loss ...
+    loss ...
+    ... MiB freed
+    epoch 2: 2 more tensors train
+    loss ...
+    epoch 3: 2 more tensors train
+    loss ...
+    epoch 4: 4 more tensors train
+    loss ...
+    epoch 5: 0 more tensors train
+    loss ...
 """
 
 import logging

@@ -1,6 +1,9 @@
 """Every example runs as it stands."""
 
+import ast
+import doctest
 import runpy
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,17 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_trains(example, capsys):
-    """An example prints what it promises: a loss that went down, or the figures it is about."""
+def test_the_example_prints_what_it_says(example, capsys):
+    """What stands under "Prints:", where three dots are any text."""
+    promised = ast.get_docstring(ast.parse(example.read_text())).split("Prints:\n\n", 1)[1]
     runpy.run_path(str(example), run_name="__main__")
-    assert capsys.readouterr().out.strip()
+    printed = capsys.readouterr().out
+    assert doctest.OutputChecker().check_output(textwrap.dedent(promised) + "\n", printed, doctest.ELLIPSIS), printed
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_example_fits_a_page(example):
+    assert len(example.read_text().splitlines()) <= 80
 
 
 def test_every_example_is_listed():
