@@ -45,6 +45,8 @@ class Lifting:
         call = self._call(lift, "forward_backward", text.margin)
         _, stop = self._layout.span(backward)
         behind = self._source.text[bounds(self._source, lift.site.statement)[1] : stop].strip()
+        if behind.startswith("#") and len(f"{call[-1]}  {behind}") > self._layout.longest_line:
+            comments, behind = [*comments, text.margin + behind], ""
         behind = f"  {behind}" if behind and not behind.startswith(";") else behind
         lines = [*definition, "", *comments, *call[:-1], call[-1] + behind, *after]
         return [Edit(text.start, stop, newline.join(lines)), *self._without_deleted(lift)]

@@ -1271,3 +1271,15 @@ def test_a_schedule_named_after_its_optimizer_steps_as_before():
             adjust()
         """)
     assert "    optim_scheduler.step()\n" in text
+
+
+def test_a_comment_that_the_longer_call_has_no_room_for_stands_above_it():
+    comment = "# goes through the network, and leaves a gradient in each of its parameters for the step"
+    text, _ = apply(f"""\
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()  {comment}
+            optimizer.step()
+        """)
+    assert f"    {comment}\n    memory.forward_backward(forward, images, labels)\n" in text
