@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oomfix import runtime
 from oomfix.runtime.compat import OutOfMemoryError
-from tests.runtime.data_parallel import Stack, batches, memory_of, sgd
+from tests.runtime.data_parallel import Stack, batches, memory_of, sgd, small_tensors_count
 
 
 class Once(torch.autograd.Function):
@@ -241,6 +241,71 @@ def climbs_alone(rank):
     return {"error": difference(whole_parameters(model), whole_parameters(plain)), "techniques": names}
 
 
+def sharded_stack(model):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def techniques_of_shards(rank):
+    """Each policy of a preset under FSDP2, prepared before and after it was sharded."""
+    found = {}
+    for name, policy in {
+        "chunked loss": {"chunked_loss": "on"},
+        "checkpointing": {"checkpointing": "on"},
+        "offloading": {"offloading": "on"},
+        "half precision": {"precision": "bf16"},
+    }.items():
+        # both change the classes of blocks
+        for prepared in ("before", "after") if name == "checkpointing" else ("after",):
+            dtype = torch.float32 if name == "half precision" else torch.float64
+            data = [(x.to(dtype), y) for x, y in batches(2)]
+            plain = train(made(lambda m, to=dtype: sharded_stack(m.to(to)), Stack), data)
+            memory = memory_of(**{"precision": "fp32", **policy, "micro_batches": 2 + rank})
+            torch.manual_seed(0)
+            model = Stack().to(dtype)
+            if prepared == "before":
+                model = sharded_stack(memory.prepare(model))
+            else:
+                memory.prepare(sharded_stack(model))
+            with small_tensors_count():
+                ours = train(model, data, memory)
+            told = [technique.name for technique in memory.report().techniques]
+            found[f"{name} {prepared}"] = {"error": difference(ours, plain), "told": told}
+    return found
+
+
+def shards_climb(rank):
+    """Coupled samples under FSDP2, and out of memory on one process or on both: they climb together."""
+    found = {}
+    for who in ("one", "both"):
+        data, plain, memory = (
+            list(batches(3)),
+            made(sharded_stack, lambda: Stack().double()),
+            memory_of(chunked_loss="off"),
+        )
+        model, of_plain = made(sharded_stack, lambda: Stack().double()), sgd(plain)
+        optimizer = sgd(model)
+
+        def coupled(model, x, y):
+            logits = model(x)
+            return F.cross_entropy(logits / logits.std(0), y)
+
+        for step, (x, y) in enumerate(data):
+            fails = step == 1 and (who == "both" or rank == 1)
+            Once.count, Once.at = 0, 1 if fails else None
+            memory.forward_backward(lambda x, y: Once.apply(coupled(model, x, y)), x, y)  # noqa: B023
+            memory.step(optimizer)
+            coupled(plain, x, y).backward()
+            of_plain.step()
+            of_plain.zero_grad()
+        Once.at = None
+        names = [technique.name for technique in memory.report().techniques]
+        error = difference(whole_parameters(model), whole_parameters(plain))
+        found[who] = {"error": error, "techniques": names, "retries": memory.report().retries}
+    return found
+
+
 CASES = {
     "fails in one": fails_in_one,
     "frozen": frozen,
@@ -248,6 +313,8 @@ CASES = {
     "policies": policies,
     "checkpoints": checkpoints,
     "climbs alone": climbs_alone,
+    "techniques of shards": techniques_of_shards,
+    "shards climb": shards_climb,
 }
 
 

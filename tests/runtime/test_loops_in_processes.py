@@ -61,3 +61,32 @@ def test_a_run_goes_on_from_checkpoints_of_the_first_process(found):
 def test_a_process_climbs_the_ladder_alone(found):
     assert all(result["error"] < 1e-12 for result in found["climbs alone"])
     assert [result["techniques"] for result in found["climbs alone"]] == [[], ["checkpointing 3 blocks"]]
+
+
+@pytest.mark.parametrize(
+    ("technique", "prepared", "told"),
+    [
+        ("chunked loss", "after", "cross entropy in chunks"),
+        ("checkpointing", "before", "checkpointing 3 blocks"),
+        ("checkpointing", "after", "checkpointing 3 blocks"),
+        ("offloading", "after", "activations in host memory"),
+        ("half precision", "after", "micro-batches"),
+    ],
+)
+def test_techniques_train_shards_as_plain_fsdp_does(found, technique, prepared, told):
+    """In more micro-batches on one process than the other asks for; prepared before and after `fully_shard`."""
+    for result in found["techniques of shards"]:
+        of_technique = result[f"{technique} {prepared}"]
+        # bf16 keeps 8 bits
+        half = technique == "half precision"
+        assert of_technique["error"] < (1e-3 if half else 1e-12)
+        assert not half or of_technique["error"] > 1e-6
+        assert told in of_technique["told"]
+
+
+@pytest.mark.parametrize("who", ["one", "both"])
+def test_processes_with_shards_climb_the_ladder_together(found, who):
+    for result in found["shards climb"]:
+        assert result[who]["error"] < 1e-12
+        assert result[who]["techniques"] == ["checkpointing 3 blocks"]
+        assert result[who]["retries"] == 1
