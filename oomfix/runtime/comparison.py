@@ -130,7 +130,8 @@ def compare(
     """Run `forward` on `rows` of `batch`, and on two unequal parts of them.
 
     Random number generators, modes, what the forward wrote into tensors that existed before, and attributes of
-    modules are put back; no gradient is accumulated. Autocast is off, BatchNorm and Dropout are in eval mode.
+    modules are put back; no gradient is accumulated. Only what it appended to lists of the program stays there.
+    Autocast is off, BatchNorm and Dropout are in eval mode.
 
     Args:
         see: what to keep of each result, called before the run ends.
@@ -266,8 +267,8 @@ class _Comparison:
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
-        # the watch is passed by every function of torch, so only the runs that need it get it
-        with nullcontext() if held_out is None else watch, probe:
+        # the watch is passed by every function of torch, so only the runs that are compared by it get it
+        with watch if begin == 0 else nullcontext(), probe:
             result = self._forward(*args, **kwargs)
             calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))

@@ -77,11 +77,12 @@ def gaps_for_masks(batch: Batch, rows: list[int]) -> list[float | None]:
 
 
 def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
-    if mask.is_floating_point() and not _is_mask(mask, len(rows)):
-        seen = mask.detach()[rows]
-        is_weight = seen[0].numel() <= _SMALL_ROW and bool((seen == seen.view(-1)[0]).all())
-        return float(seen.view(-1)[0]) / 2 if is_weight else None
     seen = mask.detach()[rows]
+    if not _is_mask(mask, len(rows)):
+        # the same weight, length or index everywhere; half a weight, and one less of the others, is one too
+        first = seen.view(-1)[0]
+        alike = seen[0].numel() <= _SMALL_ROW and bool((seen == first).all()) and bool(first > 0)
+        return None if not alike else first.item() / 2 if seen.is_floating_point() else first.item() - 1
     is_one = seen == 1
     counts = is_one.reshape(len(rows), -1).sum(1)
     # an index of 1 may be made 0; an index of 0 made 1 may be out of range

@@ -156,7 +156,8 @@ class _Check:
             failed = bool(evidence.failure)
             if found is None or (found[2].failure and not failed) or verdict.rule is not None:
                 found = verdict, how, evidence
-            if verdict.rule is not None or verdict.undecided or (evidence.wrote and not failed):
+            # what is written or bent does not change with the targets, and is not watched in every run
+            if verdict.rule is not None or verdict.undecided or ((evidence.wrote or evidence.bends) and not failed):
                 break
             if holds_out and replays and not failed:
                 drew, held = evidence.drew, evidence.held

@@ -37,6 +37,7 @@ class _Kind(Enum):
     SELECTS = auto()
     DRAWS_INDICES = auto()
     BENDS = auto()
+    READS = auto()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -45,6 +46,8 @@ def _kind_of(func: Any) -> _Kind:
     name = getattr(func, "__name__", "")
     if name in _BENDS or name in _COMPARES:
         return _Kind.BENDS
+    if name == "item":
+        return _Kind.READS
     if func in (F.cross_entropy, F.nll_loss):
         return _Kind.CROSS_ENTROPY
     if name.endswith("_") and (not name.startswith("__") or name in _WRITES):
@@ -71,13 +74,46 @@ class HeldOut:
         return any(self.decisions)
 
 
+class _Number(float):
+    """A number that was read off a tensor, and tells when it is compared: a program may branch on it."""
+
+    __slots__ = ("_bent", "_tensor")
+    _bent: list[torch.Tensor]
+    _tensor: torch.Tensor
+
+    def __new__(cls, number: float, bent: list[torch.Tensor], tensor: torch.Tensor) -> "_Number":
+        made = super().__new__(cls, number)
+        made._bent, made._tensor = bent, tensor
+        return made
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)  # a copy is a plain number
+
+    def __lt__(self, other: Any) -> bool:
+        self._bent.append(self._tensor)
+        return super().__lt__(other)
+
+    def __le__(self, other: Any) -> bool:
+        self._bent.append(self._tensor)
+        return super().__le__(other)
+
+    def __gt__(self, other: Any) -> bool:
+        self._bent.append(self._tensor)
+        return super().__gt__(other)
+
+    def __ge__(self, other: Any) -> bool:
+        self._bent.append(self._tensor)
+        return super().__ge__(other)
+
+
 class Watch(TorchFunctionMode):
     """Context around one run of a forward.
 
     Attributes:
         nll_weights: the divisor of each cross entropy with a mean, in the order of the calls.
         calls: functions that were called.
-        bent: what went into functions that bend, in the order of the calls; empty where it has rows, or is large.
+        bent: what went into functions that bend, and numbers that were compared, in the order of the calls; empty where
+            it has rows, or is large.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
 
     Args:
@@ -114,6 +150,9 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if kind is _Kind.CROSS_ENTROPY:
             return self._cross_entropy(func, args, dict(kwargs))
+        if kind is _Kind.READS:
+            number = func(*args)
+            return _Number(number, self.bent, self._kept(args[0])) if isinstance(number, float) else number
         if kind is _Kind.WRITES:
             self._about_to_write(args)
         elif kind is _Kind.SELECTS:

@@ -1,5 +1,7 @@
 """The few rows of a check, and what is compared on them, tell apart what other rows would not."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,12 +108,46 @@ def branching(loss):
     return loss if bool((loss > 100).any()) else 2 * loss
 
 
-@pytest.mark.parametrize("bend", [flooding, free_bits, of_the_larger, branching])
+def branching_on_a_number(loss):
+    numbers = [one.item() for one in loss.view(-1)]
+    return loss if any(number > 100 for number in numbers) else 2 * loss
+
+
+@pytest.mark.parametrize("bend", [flooding, free_bits, of_the_larger, branching, branching_on_a_number])
 def test_a_threshold_for_the_mean_of_a_batch_is_seen_far_from_it(bend):
     model = network()
     apart, together = lambda x: bend(model(x).pow(2).mean(1)).mean(), lambda x: bend(model(x).pow(2).mean())
     assert verdict_of(apart, model, (rows(12),), 5).rule is not None
     assert verdict_of(together, model, (rows(12),), 5).rule is None
+
+
+@pytest.mark.parametrize("bend", [flooding, branching, branching_on_a_number])
+def test_a_threshold_for_a_cross_entropy_is_seen_though_its_targets_can_be_held_out(bend):
+    model, labels = network(), torch.arange(12) % 4
+    apart = lambda x, y: bend(F.cross_entropy(model(x), y, reduction="none")).mean()  # noqa: E731
+    together = lambda x, y: bend(F.cross_entropy(model(x), y))  # noqa: E731
+    assert verdict_of(apart, model, (rows(12), labels), 5).rule is not None
+    assert verdict_of(together, model, (rows(12), labels), 5).rule is None
+
+
+def test_a_threshold_is_seen_where_no_targets_can_be_held_out():
+    """Labels of one byte have no room for -100."""
+    model, labels = network(), (torch.arange(12) % 4).to(torch.uint8)
+
+    def forward(x, y):
+        return flooding(F.cross_entropy(model(x), y))
+
+    assert verdict_of(forward, model, (rows(12), labels), 5).rule is None
+
+
+def test_a_number_that_is_read_and_not_compared_still_splits():
+    model = network()
+
+    def forward(x):
+        loss = model(x).pow(2).mean()
+        return loss, loss.item(), copy.deepcopy(loss.item()), f"{loss.item():.0f}"[:0]
+
+    assert verdict_of(forward, model, (rows(12),), 5).rule is not None
 
 
 def test_a_threshold_per_dimension_of_what_is_averaged_over_the_batch_is_seen():
@@ -136,7 +172,7 @@ def test_thresholds_of_parameters_and_of_samples_in_a_loop_still_split():
     assert verdict_of(in_a_loop, model, (rows(12),), 5).rule is not None
 
 
-@pytest.mark.parametrize("mask", ["one class each", "all of one length", "full", "weights"])
+@pytest.mark.parametrize("mask", ["one class each", "all of one length", "full", "weights", "lengths"])
 def test_a_mean_over_what_a_mask_leaves_is_seen_where_it_leaves_as_much_of_each_sample(mask):
     model, x = network(), rows(12)
     left = {
@@ -144,6 +180,7 @@ def test_a_mean_over_what_a_mask_leaves_is_seen_where_it_leaves_as_much_of_each_
         "all of one length": torch.tensor([1.0, 1.0, 0.0, 0.0]).double().repeat(12, 1),
         "full": torch.ones(12, 4).double(),
         "weights": torch.full((12, 1), 1 / 12).double(),
+        "lengths": torch.full((12, 1), 3),
     }[mask]
 
     def over_what_is_left(x, left):
