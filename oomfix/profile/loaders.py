@@ -3,12 +3,14 @@
 import copy
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import data
+from torch.utils._python_dispatch import _disable_current_modes
 
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
@@ -40,11 +42,14 @@ class Loaders:
         self._trace, self._progress = trace, progress
         self.batch_size: int | None = None
         self.samples: int | None = None
+        self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         loader_init, loader_iter = data.DataLoader.__init__, data.DataLoader.__iter__
         signature = inspect.signature(loader_init)
 
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind(loader, *args, **kwargs)
+            if given.arguments.get("num_workers"):
+                self._with_workers.add(loader)
             given.arguments.update(_IN_THIS_PROCESS)
             for name in ("prefetch_factor", "multiprocessing_context"):
                 given.arguments.pop(name, None)
@@ -59,7 +64,8 @@ class Loaders:
         patches.set(data.DataLoader, __init__=init, __iter__=passes)
 
     def _pass(self, loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-        batches = self._largest_first(iterate(loader))
+        batches = iterate(loader)
+        batches = self._largest_first(_unseen(batches) if loader in self._with_workers else batches)
         for batch in batches:
             self.batch_size = loader.batch_size
             self.samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
@@ -89,6 +95,17 @@ class Loaders:
             yield copy.deepcopy(largest)
         for _ in batches:
             yield copy.deepcopy(largest)
+
+
+def _unseen(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, made without the trace: workers have no card, and every operation of theirs would cost its time."""
+    end = object()
+    while True:
+        with _disable_current_modes():
+            batch = next(batches, end)
+        if batch is end:
+            return
+        yield batch
 
 
 def elements(batch: Any) -> int | None:

@@ -226,3 +226,25 @@ y = swish(traced(torch.zeros(512, 512, device=device)))
     found = simulated(LINEAR + script)
     assert found["error"] is None
     assert any("torch.jit was left out" in sentence for sentence in found["assumptions"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_workers_of_a_loader_do_costs_no_tracing(simulated, workers):
+    """Workers have no card; in the script's own process a data set may use it, and the trace has to look."""
+    script = """
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        assert (_get_current_dispatch_mode() is None) == (WORKERS > 0)
+        return torch.zeros(512)
+
+for x in DataLoader(Rows(), batch_size=2, num_workers=WORKERS):
+    model(x.to(device)).sum().backward()
+"""
+    found = simulated(LINEAR + script.replace("WORKERS", str(workers)))
+    assert found["error"] is None
+    assert found["breakdown"]["weights"] == MIB
