@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 INDEPENDENT = "samples do not depend on each other"
 """How the assumption begins that batches may be split, which numbers decide and a simulated card has none."""
 
+_END_OF_FILE, _MOST_READS = b"\x04", 1000
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -31,12 +33,37 @@ def run_script(
         output = Path(folder, "estimate.json")
         options = [*options, *_rewritten(rewritten, folder)]
         command = [sys.executable, "-m", "oomfix.profile.run", "--output", str(output), *options, script, *args]
-        finished = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        with _empty_terminal() as stdin:
+            finished = subprocess.run(command, env=environment, stdin=stdin, stderr=subprocess.PIPE)
         if finished.returncode:
             sys.stderr.write(finished.stderr.decode(errors="replace"))
         if not output.exists():
             return None, finished.returncode
         return json.loads(output.read_text(encoding="utf-8")), finished.returncode
+
+
+@contextmanager
+def _empty_terminal() -> Iterator[int]:
+    """A terminal of 24 lines of 80 characters on which nobody types: scripts ask it for its size.
+
+    What waits for a line gets the end of the file. Where there are no such terminals, nothing to read from.
+    """
+    if os.name != "posix":
+        yield subprocess.DEVNULL
+        return
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    keyboard, terminal = pty.openpty()
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        os.write(keyboard, _END_OF_FILE * _MOST_READS)
+        yield terminal
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
 
 
 def _rewritten(contents: Mapping[str, bytes], folder: str) -> list[str]:

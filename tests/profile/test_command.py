@@ -1,6 +1,7 @@
 """`oomfix profile` as it is typed: batch sizes, plots, stages, and what it says about wrong arguments."""
 
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
@@ -135,3 +136,26 @@ def test_a_module_that_is_not_there_is_looked_for_by_its_files(tmp_path, monkeyp
     result = CliRunner().invoke(profile, ["-m", "pkg.train"])
     assert result.exit_code == 2
     assert "no file pkg/train.py or pkg/train/__main__.py below the current folder" in " ".join(result.output.split())
+
+
+TERMINAL = """
+import os
+import torch
+lines, columns = os.popen("stty size").read().split()
+assert (lines, columns) == ("24", "80")
+for _ in range(2):
+    try:
+        input("continue? ")
+    except EOFError:
+        torch.ones(3).cuda()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="only POSIX has such terminals")
+def test_scripts_ask_a_terminal_for_its_size_and_wait_for_nobody(tmp_path):
+    """The progress bar of many scripts for CIFAR-10 takes its width from `stty size`."""
+    script = tmp_path / "train.py"
+    script.write_text(TERMINAL)
+    result = CliRunner().invoke(profile, ["--format", "json", str(script)])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["peak_allocated_bytes"] == 512
