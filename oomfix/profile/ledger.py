@@ -75,7 +75,8 @@ class Ledger:
     def __init__(self, trace: MemoryTrace) -> None:
         self._trace = trace
         backwards = [position for position, phase in trace.phases if phase == "backward"]
-        self._categories = [_category(storage, backwards) for storage in trace.storages]
+        ends = sorted([*backwards, *trace.forward_ends])
+        self._categories = [_category(storage, ends) for storage in trace.storages]
         # optimizers that take turns make one step together: it ends with the last one's
         self._last_optimizer = trace.steps[-1][2] if trace.steps else None
 
@@ -151,14 +152,14 @@ class Ledger:
         return totals
 
 
-def _category(storage: Storage, backwards: list[int]) -> str:
+def _category(storage: Storage, ends: list[int]) -> str:
     if storage.category:
         return storage.category
     if storage.phase in ("backward", "optimizer"):
         return "temporaries"
-    # what the forward makes and a backward still finds is an activation
+    # what a forward makes and leaves behind is an activation, whether a backward ever comes for it or not
     if storage.died is None:
         return "activations"
-    following = bisect_right(backwards, storage.born)
-    survives = following < len(backwards) and storage.died > backwards[following]
+    following = bisect_right(ends, storage.born)
+    survives = following < len(ends) and storage.died >= ends[following]
     return "activations" if survives else "temporaries"

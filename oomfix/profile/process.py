@@ -33,10 +33,12 @@ def run_script(
         output = Path(folder, "estimate.json")
         options = [*options, *_rewritten(rewritten, folder)]
         command = [sys.executable, "-m", "oomfix.profile.run", "--output", str(output), *options, script, *args]
-        with _empty_terminal() as stdin:
-            finished = subprocess.run(command, env=environment, stdin=stdin, stderr=subprocess.PIPE)
+        # not a pipe: processes that the script leaves behind would keep it open
+        said = Path(folder, "said")
+        with _empty_terminal() as stdin, said.open("wb") as stderr:
+            finished = subprocess.run(command, env=environment, stdin=stdin, stderr=stderr)
         if finished.returncode:
-            sys.stderr.write(finished.stderr.decode(errors="replace"))
+            sys.stderr.write(said.read_text(encoding="utf-8", errors="replace"))
         if not output.exists():
             return None, finished.returncode
         return json.loads(output.read_text(encoding="utf-8")), finished.returncode

@@ -9,6 +9,7 @@ script itself failed, with its traceback.
 
 import argparse
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -29,6 +30,7 @@ from oomfix.profile.host import lighten_host
 from oomfix.profile.loaders import Loaders
 from oomfix.profile.optimizers import Optimizers
 from oomfix.profile.overlay import overlay
+from oomfix.profile.processes import Processes
 from oomfix.profile.progress import EnoughSteps, Progress
 from oomfix.profile.ranks import Ranks, shares
 from oomfix.profile.refusals import CannotSimulate, refuse_what_cannot_be
@@ -120,6 +122,7 @@ def run(
         Repeats(simulated.patches, trace)
         StepsByHand(simulated.patches, trace, lambda: progress.without_optimizer, progress.stepped)
         threads = Threads(simulated.patches, trace)
+        processes = Processes(simulated.patches)
         stop = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: progress.stepped())
         try:
             _execute(script, args, module)
@@ -140,7 +143,8 @@ def run(
             stop.remove()
         result = simulated.report(assumptions(trace))
     if not trace.events and error is None:
-        raise CannotSimulate('no tensor was moved to "cuda" before the script ended; does it look for a GPU?')
+        asked = "is it what it starts other processes for?" if processes.started else "does it look for a GPU?"
+        raise CannotSimulate(f'no tensor was moved to "cuda" before the script ended; {asked}')
     if error is not None:
         print(error, file=sys.stderr)
     found = result.as_json()
@@ -215,5 +219,7 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # a stopped script can leave threads and half-finished modules: nothing of it shall run any more
+    # a stopped script can leave processes, threads and half-finished modules: nothing of it shall run any more
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(code)

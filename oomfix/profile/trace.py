@@ -79,6 +79,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         end_event: the position up to which they count; None: to the last.
         refused_event: the position at the last request that was refused; None: none was.
         before_forward: called where a model's forward begins, those of its submodules and of backwards left out.
+        forward_ends: the positions in `events` where such forwards ended.
         run_forward: runs such a forward, as `call(module, *args, **kwargs)`.
 
     Source: one weak reference per storage, as in torch.distributed._tools.mem_tracker.
@@ -105,6 +106,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()
         self.before_forward: Callable[[], None] = lambda: None
         self.run_forward: Callable[..., Any] = lambda call, module, args, kwargs: call(module, *args, **kwargs)
+        self.forward_ends: list[int] = []
         self._peak_bytes = 0
         self.steps: list[tuple[int, int, int]] = []
         self._optimizers: dict[int, int] = {}
@@ -372,6 +374,8 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self.run_forward(call, module, args, kwargs) if outermost else call(module, *args, **kwargs)
             finally:
                 self._thread.modules.pop()
+                if outermost:
+                    self.forward_ends.append(len(self.events))
 
         return call_named
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -159,3 +160,21 @@ def test_scripts_ask_a_terminal_for_its_size_and_wait_for_nobody(tmp_path):
     result = CliRunner().invoke(profile, ["--format", "json", str(script)])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["peak_allocated_bytes"] == 512
+
+
+LEFT_BEHIND = """
+import subprocess
+import sys
+import torch
+torch.ones(3).cuda()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], stdin=subprocess.DEVNULL)
+"""
+
+
+def test_what_a_script_leaves_running_holds_nothing_up(tmp_path):
+    """The process that stays inherits the script's output."""
+    script = tmp_path / "train.py"
+    script.write_text(LEFT_BEHIND)
+    started = time.monotonic()
+    result = CliRunner().invoke(profile, ["--format", "json", str(script)])
+    assert result.exit_code == 0 and time.monotonic() - started < 90

@@ -9,6 +9,7 @@ from torch import nn
 from oomfix.profile import MemoryTrace, text
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.cards import find_card
+from oomfix.profile.ledger import Ledger
 from oomfix.profile.overheads import TRANSFORMER
 from oomfix.profile.report import replay, report
 from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
@@ -183,3 +184,17 @@ def test_room_to_spare_in_a_block_is_no_growth():
     allocated = [held for _, held, _ in trace.steps]
     assert kept.nbytes and behind.nbytes and allocated[5] - allocated[4] == MIB // 2
     assert found.steps[5].live_bytes == found.steps[4].live_bytes and found.growth_bytes_per_step == 0
+
+
+@pytest.mark.parametrize(("grad", "category"), [(True, "activations"), (False, "temporaries")])
+def test_what_an_evaluation_with_gradients_keeps_are_activations(grad, category):
+    """No backward comes for them; without gradients they are gone before the forward ends."""
+    model = Net()
+    with MemoryTrace() as trace, torch.set_grad_enabled(grad):
+        output = model(torch.ones(2**12, 64))
+        del output
+    (hidden,) = find(trace, operation="aten.relu.default")
+    ledger = Ledger(trace)
+    position = hidden.born + 1
+    assert ledger.breakdown(position)[category] >= hidden.nbytes
+    assert hidden.died == trace.forward_ends[0] if grad else hidden.died < trace.forward_ends[0]
