@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -16,7 +17,9 @@ from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Step
 
-_CLIPPING = ("clip_grad", "clip_gradient", "clip_coef")
+_CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)
+"""What clips gradients, or asks for their norm: `clip_grad_norm_`, `gradient_clipping`, `clip_gnorm`."""
+
 _TWO_STEPS = frozenset({"first_step", "second_step", "ascent_step", "descent_step"})
 _WITHOUT_NUMBERS = frozenset("shape size dtype device dim ndim numel is_sparse is_cuda layout".split())
 _BLIND_TO_SCALE = frozenset({"zero_", "detach_", "requires_grad_"}) | _WITHOUT_NUMBERS
@@ -81,7 +84,7 @@ class ScaleWatch:
     def _clips(self, node: ast.AST) -> bool:
         """Whether a node stands in a function that clips, before whose calls gradients are unscaled."""
         scope = self._blocks.scope_of(node)
-        return isinstance(scope, FunctionNode) and scope.name.startswith(_CLIPPING)
+        return isinstance(scope, FunctionNode) and bool(_CLIPPING.search(scope.name))
 
     def _reads_one(self, node: ast.AST) -> bool:
         """Whether a node reads the numbers of a gradient, other than to set them to zero."""
@@ -186,7 +189,7 @@ def reads_gradients(node: ast.AST) -> bool:
     """Whether a node clips or reads gradients; their shape tells nothing of them."""
     described: set[int] = set()
     for child in walk(node):
-        if isinstance(child, ast.Call) and last_name(child).startswith(_CLIPPING):
+        if isinstance(child, ast.Call) and _CLIPPING.search(last_name(child)):
             return True
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
             if child.attr in _WITHOUT_NUMBERS:

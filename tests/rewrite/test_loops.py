@@ -1283,3 +1283,19 @@ def test_a_comment_that_the_longer_call_has_no_room_for_stands_above_it():
             optimizer.step()
         """)
     assert f"    {comment}\n    memory.forward_backward(forward, images, labels)\n" in text
+
+
+@pytest.mark.parametrize(
+    "clip", ["gradient_clipping(model.parameters(), 1.0)", "clip_gnorm(model)", "norm = grad_norm(model)"]
+)
+def test_gradients_are_unscaled_for_clips_of_another_file(clip):
+    text, _ = apply(f"""\
+        from library import gradient_clipping, clip_gnorm, grad_norm
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            {clip}
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    assert f"    memory.unscale_(optimizer)\n    {clip}\n" in text
