@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.values import Kind, Value
 
@@ -118,6 +119,12 @@ class Class:
         return any(base.ref.is_module for base in self.bases if base.kind is Kind.CLASS) or any(
             _MODULE_BASE.search(name) for name in self.base_names
         )
+
+    @cached_property
+    def has_own_parameters(self) -> bool:
+        """Whether it makes parameters outside of layers (`nn.Parameter(torch.ones(8))`)."""
+        calls = (node.func for method in self.methods.values() for node in method.nodes if isinstance(node, ast.Call))
+        return any((path_of(called) or "").rsplit(".", 1)[-1] == "Parameter" for called in calls)
 
     @cached_property
     def training_methods(self) -> frozenset[str]:

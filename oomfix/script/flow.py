@@ -12,6 +12,7 @@ from oomfix.script.definitions import Function
 from oomfix.script.freezing import frozen_by
 from oomfix.script.hints import Hints
 from oomfix.script.names import path_of
+from oomfix.script.narrowing import narrowed_by
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.statements import Statements
@@ -64,12 +65,14 @@ class Flow(Statements):
             self._block(node.body if truth else node.orelse)
             return
         before = self.state
-        narrowing = self._narrowed(node.test)
+        narrowing, without = self._narrowed(node.test)
         test = self._written_out(node.test)
         self.frame.state = before.branch()
+        if narrowing is not None and without:
+            self.assign(narrowing, NUMBER, None)
         body_end = self._branch(Guard(node, test, True), node.body)
         self.frame.state = before.branch()
-        if narrowing is not None:
+        if narrowing is not None and not without:
             self.assign(narrowing, NUMBER, None)
         else_end = self._branch(Guard(node, test, False), node.orelse)
         self.frame.state = before.after([body_end, else_end])
@@ -104,19 +107,11 @@ class Flow(Statements):
             return statement.value
         return test
 
-    def _narrowed(self, test: ast.expr) -> ast.expr | None:
-        """`if x is not None:` leaves nothing in `x` on the other side."""
-        if (
-            isinstance(test, ast.Compare)
-            and isinstance(test.ops[0], ast.IsNot)
-            and isinstance(test.comparators[0], ast.Constant)
-            and test.comparators[0].value is None
-            and isinstance(test.left, ast.Name)
-            and (binding := self.lookup(test.left.id)) is not None
-            and binding.value.graph
-        ):
-            return test.left
-        return None
+    def _narrowed(self, test: ast.expr) -> tuple[ast.Name | None, bool]:
+        """What a test leaves without a graph, and on which side: `if x is not None:`, `if type(x) == float:`."""
+        name, without = narrowed_by(test)
+        binding = self.lookup(name.id) if name is not None else None
+        return (name, without) if binding is not None and binding.value.graph else (None, without)
 
     def _branch(self, guard: Guard, body: list[ast.stmt]) -> State | None:
         self.scopes.append(guard)

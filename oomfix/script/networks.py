@@ -9,6 +9,12 @@ from oomfix.script.functions import Functions
 from oomfix.script.names import path_of
 from oomfix.script.values import Kind, Value
 
+_OF_THE_WHOLE = frozenset(
+    "requires_grad_ eval train to cuda half cpu parameters named_parameters load_state_dict state_dict "
+    "add_module".split()
+)
+"""Methods that replace and thaw no part of a network; what is added is added where it is made."""
+
 
 class Networks(Functions):
     """Knows which networks are in `eval()` mode, and which are frozen."""
@@ -26,6 +32,19 @@ class Networks(Functions):
             network = Value(Kind.MODULE, ref=self.trace.number("frozen", path, self.way))
             self.assign(node, network, self.statement, binding.loops if binding is not None else ())
         self.state.frozen[self._frozen_key(network, path)] = frozen
+
+    def is_frozen(self, module: Value, path: str | None) -> bool:
+        """Whether a network was frozen, all of it, and no part of it was replaced or thawed since."""
+        frozen = path in self.frozen_elements or bool(self.state.frozen.get(self._frozen_key(module, path)))
+        return frozen and self._stays_frozen(path)
+
+    def note_replaced(self, target: ast.expr) -> None:
+        """`net.head = nn.Linear(8, 2)`: what was frozen before has a part that trains."""
+        while isinstance(target, ast.Attribute | ast.Subscript):
+            target = target.value
+            key = self._frozen_key(self.evaluate(target), path_of(target))
+            if self.state.frozen.get(key):
+                self.state.frozen[key] = False
 
     def _frozen_key(self, module: Value, path: str | None) -> object:
         """A network made in sight, or the path under which one made elsewhere is known in a function or class."""
@@ -47,9 +66,9 @@ class Networks(Functions):
     def _stays_frozen(self, path: str | None) -> bool:
         """No part of the network is replaced or trained again: nothing under its path is assigned or asked for."""
         prefix = f"{path}."
-        own = ("requires_grad_", "eval", "train", "to", "cuda", "parameters", "load_state_dict", "half", "cpu")
         return not any(
-            other.startswith(prefix) and other[len(prefix) :].split(".")[0] not in own for other in self.hints.called
+            other.startswith(prefix) and other[len(prefix) :].split(".")[0] not in _OF_THE_WHOLE
+            for other in self.hints.called
         ) and not any(target.startswith(prefix) for target in self.hints.assigned)
 
     def _identity(self, module: Value, path: str | None) -> object:

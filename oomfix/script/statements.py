@@ -61,6 +61,8 @@ class Statements(Expressions):
             self._accumulate(target, path, value, statement, value_node, added)
         else:
             self.assign(target, value, statement, self._age_of_first_entry(target))
+            if not isinstance(value_node, ast.Constant):
+                self.note_replaced(target)
             if isinstance(target, ast.Tuple):
                 self._store_in_parts(target, value, statement, value_node)
 

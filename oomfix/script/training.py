@@ -44,7 +44,7 @@ class Training(Networks):
         """Record a forward; `method` is the module's own code for it, where that is in the file."""
         content = combine([*arguments, *keywords.values()])
         if self.enclosing_forward is not None and path not in ("self", "self.module"):
-            return self._part_of_forward(content, path)
+            return self._part_of_forward(content, module, path)
         origin = self.trace.number("forward", id(node), self.way)
         grad = Graph.NO if method is not None and _records_nothing(method) else self.state.grad
         self.trace.forwards[origin] = Forward(
@@ -62,8 +62,7 @@ class Training(Networks):
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))
-        frozen = path in self.frozen_elements or bool(self.state.frozen.get(self._frozen_key(module, path)))
-        if grad is Graph.NO or (frozen and not content.graph and self._stays_frozen(path)):
+        if grad is Graph.NO or (not content.graph and self.is_frozen(module, path)):
             self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR
         whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
@@ -94,13 +93,17 @@ class Training(Networks):
             return all(path_of(target) == "_" for target in statement.targets)
         return isinstance(statement, ast.Expr) and statement.value is node
 
-    def _part_of_forward(self, content: Value, path: str | None) -> Value:
+    def _part_of_forward(self, content: Value, module: Value, path: str | None) -> Value:
         assert self.enclosing_forward is not None
+        owner = self.frame.function.owner if self.frame.function is not None else None
+        frozen = owner is not None and not owner.has_own_parameters and path is not None and not content.graph
+        frozen = frozen and self.is_frozen(module, path)
+        grad = Graph.NO if frozen else self.state.grad
         if not (path or "").endswith(("tokenizer", "processor")):
-            self.parts_record.add(self.state.grad)
-        if self.state.grad is Graph.NO:
+            self.parts_record.add(grad)
+        if grad is Graph.NO:
             return PLAIN_TENSOR
-        return Value(Kind.TENSOR, self.state.grad, content.origins | {self.enclosing_forward})
+        return Value(Kind.TENSOR, grad, content.origins | {self.enclosing_forward})
 
     def _inside(
         self,

@@ -288,3 +288,48 @@ def test_what_is_only_put_away_without_gradients_keeps_its_graph(report, stateme
 )
 def test_two_sums_at_once_are_two_sums(report, statement, found):
     assert kept(report(WITHOUT_GRADIENTS.format(context="autocast()", statement=statement))) == found
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "type(loss) == float",
+        "type(loss) is int",
+        "type(loss) in (int, float)",
+        "isinstance(loss, (int, float))",
+        "isinstance(loss, int | float)",
+        "not (type(loss) != float)",
+        "loss is None",
+    ],
+)
+def test_a_test_for_a_number_tells_it_from_a_loss(report, test):
+    code = """
+        total = 0.0
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            if {}:
+                total += loss
+            else:
+                {}
+    """
+    assert report(code.format(test, "total += loss.item()")) == []
+    assert report(code.format(test, "total += loss")) == [("OOM101", 9)]
+    assert report(code.format(f"not ({test})", "total += loss")) == [("OOM101", 7)]
+
+
+@pytest.mark.parametrize(
+    "test", ["type(loss) == dict", "type(loss) in known", "isinstance(loss, (float, torch.Tensor))", "f(loss, float)"]
+)
+def test_any_other_test_tells_nothing(report, test):
+    code = f"""
+        total = 0.0
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            if {test}:
+                total += loss
+    """
+    assert report(code) == [("OOM101", 7)]

@@ -1,0 +1,110 @@
+"""Networks that are frozen part by part where they are made record nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+FEATURES = """
+    import torch
+    from torch import nn
+    from torchvision.models import vgg16
+
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = vgg16(pretrained=True).features
+            {made}
+
+        def forward(self, x):
+            return {result}
+
+    features = Features().eval()
+    for x, y in val_loader:
+        print(features(x).sum().item())
+"""
+SLICES = """self.a = nn.Sequential()
+            self.b = nn.Sequential()
+            for i in range(4):
+                self.a.add_module(str(i), layers[i])
+                self.b.add_module(str(i), layers[4 + i])
+            for p in self.a.parameters():
+                p.requires_grad = False
+            """
+OTHER_SLICE = "for p in self.b.parameters():\n                p.requires_grad = False"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        SLICES + OTHER_SLICE,
+        SLICES + "self.b.requires_grad_(False)",
+        "self.a = layers[:4]\n            self.b = layers[4:]\n            self.a.requires_grad_(False)\n            "
+        + OTHER_SLICE,
+    ],
+)
+@pytest.mark.parametrize("result", ["self.b(self.a(x))", "self.b(torch.relu(self.a(x)))"])
+def test_a_network_of_frozen_parts_records_nothing(report, made, result):
+    assert report(FEATURES.format(made=made, result=result)) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "result"),
+    [
+        (SLICES, "self.b(self.a(x))"),
+        (SLICES + OTHER_SLICE, "self.head(self.b(self.a(x)))"),
+        (SLICES + OTHER_SLICE + "\n            self.head = nn.Linear(8, 8)", "self.head(self.b(self.a(x)))"),
+        (
+            SLICES + OTHER_SLICE + "\n            self.scale = nn.Parameter(torch.ones(8))",
+            "self.b(self.a(x)) * self.scale",
+        ),
+        (SLICES + OTHER_SLICE + "\n            self.b[0] = nn.Linear(8, 8)", "self.b(self.a(x))"),
+        (SLICES + OTHER_SLICE + "\n            self.b.requires_grad_(True)", "self.b(self.a(x))"),
+        (SLICES + OTHER_SLICE + "\n            self.b.last.requires_grad_(True)", "self.b(self.a(x))"),
+    ],
+    ids="one not frozen,another part,a head,a parameter of its own,replaced,thawed,partly thawed".split(","),
+)
+def test_with_a_part_that_trains_it_does(report, made, result):
+    found = report(FEATURES.format(made=made, result=result))
+    assert [code for code, _ in found] == ["OOM201"]
+
+
+def test_frozen_parts_let_the_graph_of_what_goes_in_through(report):
+    code = (
+        FEATURES.format(made=SLICES + OTHER_SLICE, result="self.b(self.a(x))")
+        + """
+    for x, y in loader:
+        out = features(generator(x))
+        kept.append(out.mean())
+        criterion(out, y).backward()
+        optimizer.step()
+    """
+    )
+    assert [code for code, _ in report(code)] == ["OOM102"]
+
+
+def test_a_network_frozen_under_another_name_before_its_head_was_replaced_records(report):
+    code = """
+        import torch
+        from torch import nn
+        from torchvision.models import vgg16
+
+        class Classifier(nn.Module):
+            def __init__(self):
+                super().__init__()
+                net = vgg16(pretrained=True)
+                for p in net.parameters():
+                    p.requires_grad = False
+                net.classes = 10
+                {}
+                self.net = net
+
+            def forward(self, x):
+                return self.net(x)
+
+        classifier = Classifier().eval()
+        for x, y in val_loader:
+            print(classifier(x).sum().item())
+    """
+    assert report(code.format("pass")) == []
+    assert report(code.format("net.classifier = nn.Linear(8, 10)")) == [("OOM201", 20)]
+    assert report(code.format("net.classifier[6] = nn.Linear(8, 10)")) == [("OOM201", 20)]
