@@ -21,6 +21,7 @@ from oomfix.runtime.weighing import CannotSplit
 
 _log = logging.getLogger("oomfix")
 _QUARTERS = 4
+_CONFIRMS_BEFORE = 128  # calls of a forward
 _MayBePrecision = (RuntimeError, TypeError, ValueError)
 
 
@@ -49,58 +50,23 @@ class Splitter:
             return self._run(iteration, window, scaler)
 
     def _run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
-        known, ranks = iteration.known, iteration.known.ranks
-        known.begin_call()
-        if known.explores:
-            self._choose_precision(iteration)
-        if known.model_calls is not None and not known.fp32:
-            iteration.use_half(known.model_calls)
-        if iteration.trains:
-            self._ladder.begin(iteration)
-        iteration.join_window(window)
-        if iteration.trains and not known.steps_seen and self.preset.micro_batches == "auto" and not ranks.in_step:
-            iteration.room = self._room
+        known = iteration.known
+        self._begin(iteration, window)
         blamed: str | None = None
         failures = 0
         try:
             self._remember(iteration)
             parts = self._first_parts(iteration)
             while True:
-                # an exception keeps the frames that failed, and they keep their tensors: only its text leaves
-                # the `except`
-                said = ELSEWHERE
-                ranks.begin_try()
-                try:
-                    result = iteration.run(parts, scaler)
-                    iteration.complete()
-                    outcome = Outcome.FINE
-                except CannotSplit as error:
-                    known.found_out(error.verdict)
-                    outcome, said = Outcome.WHOLE, str(error)
-                except _MayBePrecision as error:
-                    outcome = Outcome.FINER if is_out_of_memory(error) else Outcome.IN_FP32
-                    if outcome is Outcome.IN_FP32 and not iteration.failed_in_half():
-                        raise
-                    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-                outcome = ranks.agreed(outcome, partial(iteration.run_smallest, parts, scaler))
+                outcome, result, said = self._try(iteration, parts, scaler)
                 if outcome is Outcome.FINE:
-                    weighing = iteration.weighing
-                    if weighing is None or ranks.all_have(weighing.correction()):
-                        break
-                    # gradients are averaged already, with other weights than they should have
-                    weighing.expect_what_was_seen()
+                    break
                 self._put_back(iteration)
-                if outcome is Outcome.FINER and iteration.graph_is_spent:
-                    free_what_is_left(thorough=True)
-                    raise DoesNotFitError(
-                        f"{known.name}: out of memory in the backward of a graph made before the call, which cannot be "
-                        f"tried twice; make that graph inside of the forward. torch said: {said}"
-                    )
                 if outcome is Outcome.WHOLE:
                     parts = self._whole(known, self._reason(iteration) or said)
                 elif outcome is Outcome.FINER:
                     failures += 1
-                    free_what_is_left(thorough=failures > 2)
+                    free_what_is_left(thorough=failures > 2 or iteration.graph_is_spent)
                     parts = self._smaller(iteration, parts, said)
                 elif outcome is Outcome.IN_FP32:
                     known.fp32, blamed = True, said
@@ -116,6 +82,47 @@ class Splitter:
         iteration.finish(parts)
         self._ladder.finish(iteration, parts, self._reason(iteration) if failures else None)
         return result
+
+    def _begin(self, iteration: Iteration, window: Window) -> None:
+        known = iteration.known
+        known.begin_call()
+        if known.explores:
+            self._choose_precision(iteration)
+        if known.model_calls is not None and not known.fp32:
+            iteration.use_half(known.model_calls)
+        if iteration.trains:
+            self._ladder.begin(iteration)
+        iteration.join_window(window)
+        is_sizing = self.preset.micro_batches == "auto" and not known.steps_seen and not known.ranks.in_step
+        if iteration.trains and is_sizing:
+            iteration.room = self._room
+
+    @staticmethod
+    def _try(iteration: Iteration, parts: int, scaler: torch.amp.GradScaler) -> tuple[Outcome | None, Any, str]:
+        """How running `parts` micro-batches ended, the result, and what an error said; None: to be run once more."""
+        known, ranks = iteration.known, iteration.known.ranks
+        # an exception keeps the frames that failed, and they keep their tensors: only its text leaves the `except`
+        result, said = None, ELSEWHERE
+        ranks.begin_try()
+        try:
+            result = iteration.run(parts, scaler)
+            iteration.complete()
+            outcome = Outcome.FINE
+        except CannotSplit as error:
+            known.found_out(error.verdict)
+            outcome, said = Outcome.WHOLE, str(error)
+        except _MayBePrecision as error:
+            outcome = Outcome.FINER if is_out_of_memory(error) else Outcome.IN_FP32
+            if outcome is Outcome.IN_FP32 and not iteration.failed_in_half():
+                raise
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        outcome = ranks.agreed(outcome, partial(iteration.run_smallest, parts, scaler))
+        weighing = iteration.weighing
+        if outcome is Outcome.FINE and weighing is not None and not ranks.all_have(weighing.correction()):
+            # gradients are averaged already, with other weights than they should have
+            weighing.expect_what_was_seen()
+            return None, None, said
+        return outcome, result if outcome is Outcome.FINE else None, said
 
     @staticmethod
     def _remember(iteration: Iteration) -> None:
@@ -154,8 +161,13 @@ class Splitter:
 
     def _smaller(self, iteration: Iteration, parts: int, said: str) -> int:
         """The number of micro-batches to go on with after an out-of-memory error in `parts`."""
-        self.retries += 1
         known = iteration.known
+        if iteration.graph_is_spent:
+            raise DoesNotFitError(
+                f"{known.name}: out of memory in the backward of a graph made before the call, which cannot be "
+                f"tried twice; make that graph inside of the forward. torch said: {said}"
+            )
+        self.retries += 1
         known.look_again()
         reason = self._reason(iteration)
         following = None
@@ -218,9 +230,11 @@ class Splitter:
             # the check computes in fp32, where activations are twice as large
             most_rows = math.ceil(most_rows / 2)
         sharded = bool(known.ranks.shards())
+        # so late that it costs nothing, all of it is checked again: gradients may be coupled where losses are not
+        earlier = known.verdict if known.calls < _CONFIRMS_BEFORE else None
         verdict = known.ranks.check_together(
             iteration.forward,
-            lambda forward: check(forward, batch, known.modules(), most_rows, trust, known.verdict, sharded),
+            lambda forward: check(forward, batch, known.modules(), most_rows, trust, earlier, sharded),
             iteration.call_smallest,
         )
         known.checked(verdict, batch.size)

@@ -507,3 +507,28 @@ def test_a_time_major_batch_is_not_cut_along_time():
     x, lengths, labels = torch.randn(12, 8, 4), torch.full((8,), 12), torch.zeros(8)
     assert Batch((x, lengths, labels), {}).size == 8
     assert Batch((x, torch.randn(8, 4), torch.randn(8, 2)), {}).size == 8
+
+
+def test_a_coupling_that_nothing_but_gradients_shows_is_seen_at_the_128th_call(caplog):
+    """Neither flags nor numbers nor functions change when it begins."""
+    net, (x, y) = nn.Linear(4, 3).double(), inputs()
+    begun = torch.tensor(False)
+
+    class Normalised(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, output):
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient / gradient.norm() if bool(begun) else gradient
+
+    memory = runtime.preset("16gb", micro_batches=2)
+    for call in range(1, 129):
+        begun.fill_(call > 70)
+        net.zero_grad()
+        memory.forward_backward(lambda x, y: F.mse_loss(Normalised.apply(net(x)), y), x, y)
+        assert ("another gradient" in caplog.text) == (call == 128)
+    assert "127 earlier call(s) were split" in caplog.text
+    expected = torch.autograd.grad(F.mse_loss(Normalised.apply(net(x)), y), net.weight)[0]
+    assert torch.allclose(net.weight.grad, expected, rtol=1e-12)
