@@ -37,10 +37,9 @@ ROUNDS = [
         "bfca5e3",
         "2026-11-21",
         """They were found with those of set 7, and left out of it by a draw by owner before any was run; labelled with
-them, measured after the auditor had been mended on set 7 and on what its reviewers suspected, and only measured:
-nothing has been mended on them. The one disagreement is a slip of a label, on the first line of a statement whose call
-is on the second. Too few to say more than that the figures of set 7 did not get better by luck: OOM101 has two cases,
-OOM102 one, OOM104 none.""",
+them, measured after the auditor had been mended on set 7 and only measured: nothing has been mended on them. The one
+disagreement is a slip of a label, on the first line of a statement whose call is on the second. They are few: OOM101
+has two cases, OOM102 one, OOM104 none.""",
     ),
     Round(
         "8b",
