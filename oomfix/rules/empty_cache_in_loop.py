@@ -98,4 +98,12 @@ for x, y in loader:
     except RuntimeError:
         torch.cuda.empty_cache()
 """,
+        """
+import torch
+for path in checkpoints:
+    model.load_state_dict(torch.load(path, map_location="cpu"))
+    with torch.no_grad():
+        show(model(examples))
+    torch.cuda.empty_cache()
+""",
     ]

@@ -100,6 +100,24 @@ for x, y in loader:
     accelerator.backward(loss)
 """,
         """
+import deepspeed
+net, optimizer, _, scheduler = deepspeed.initialize(args=args, model=Net(), config=config)
+for x, y in loader:
+    loss = criterion(net(x.cuda()), y.cuda())
+    net.backward(loss)
+    net.step()
+""",
+        """
+import torch
+from project.precision import autocast_like
+for x, y in loader:
+    with torch.autocast("cuda"):
+        features = encoder(x.cuda())
+    with autocast_like(features):
+        loss = criterion(head(features), y.cuda())
+    loss.backward()
+""",
+        """
 model = Net()
 for x, y in loader:
     loss = criterion(model(x), y)

@@ -262,7 +262,13 @@ class Script:
     def _batch_loops(self) -> set[Loop]:
         innermost = {forward.site.loops[-1] for forward in self.trace.forwards.values() if forward.site.loops}
         outer = {loop for forward in self.trace.forwards.values() for loop in forward.site.loops[:-1]}
-        return (innermost - outer) | {training.node for training in self.loops}
+        over_batches = {loop for loop in innermost - outer if not self._loads_networks(loop)}
+        return over_batches | {training.node for training in self.loops}
+
+    def _loads_networks(self, loop: Loop) -> bool:
+        """Whether each round of a loop is about other weights: it goes over checkpoints, not over batches."""
+        last = loop.end_lineno or loop.lineno
+        return any(loop.lineno <= call.lineno <= last for call in self.calls_of_method("load_state_dict"))
 
     def runs_every_iteration(self, event: Event) -> bool:
         """Whether nothing but a check for the device, or leaving out a batch, stands between the loop and the event."""

@@ -108,6 +108,8 @@ class Calls(Methods):
             return Value(Kind.TENSOR, Graph.MAYBE)
         if name == "itertools.repeat" and arguments:
             return Value(Kind.SEQUENCE, items=(arguments[0],))
+        if name == "deepspeed.initialize":
+            return self._engine(node, keywords.get("model", UNKNOWN))
         if name == "functools.partial" and arguments and arguments[0].kind is Kind.EXTERNAL:
             return self._partial(arguments[0], arguments[1:], keywords)
         if "." not in name and (builtin := self._builtin(node, name, given)) is not None:
@@ -147,6 +149,11 @@ class Calls(Methods):
         if last in ("tqdm", "trange", "track", "prefetch"):
             return flatten(given[0]) if given else UNKNOWN
         return self._unknown(node, path, arguments, keywords, imported=True)
+
+    def _engine(self, node: ast.Call, model: Value) -> Value:
+        """DeepSpeed's engine stands for the model; it comes with an optimizer, a loader and a scheduler."""
+        made = Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        return Value(Kind.SEQUENCE, items=(model if model.kind is Kind.MODULE else made, UNKNOWN, UNKNOWN, UNKNOWN))
 
     def _partial(self, function: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         """A context whose arguments are given beforehand is that context; any other function stays itself."""

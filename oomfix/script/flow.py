@@ -176,7 +176,7 @@ class Flow(Statements):
         if path == "amp.scale_loss" and value.kind is not Kind.CONTEXT and isinstance(node, ast.Call):
             # apex, imported in another function
             return context_of_call(f"apex.{path}", [self.evaluate(argument) for argument in node.args], {}) or value
-        if value.kind is Kind.CONTEXT or value.graph:
+        if value.kind is Kind.CONTEXT:
             return value
         binding = self.lookup(path) if path is not None else None
         function = binding.value.ref[0] if binding is not None and binding.value.kind is Kind.FUNCTION else None
@@ -188,7 +188,8 @@ class Flow(Statements):
         statement = binding.statement if binding is not None else None
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
             path = path_of(statement.value.func) or path  # `c = autocast_for(config)`
-        held = held_elsewhere(path) if value.kind is Kind.UNKNOWN else None
+        # a tensor is no context: what a call out of sight gives for a value with a graph was a guess
+        held = held_elsewhere(path) if value.kind in (Kind.UNKNOWN, Kind.TENSOR) else None
         return value if held is None else Value(Kind.CONTEXT, ref=held)
 
     def _context_of_object(self, value: Value) -> Value:
