@@ -114,7 +114,7 @@ for x, y in loader:
     with torch.autocast("cuda"):
         features = encoder(x.cuda())
     with autocast_like(features):
-        loss = criterion(head(features), y.cuda())
+        loss = criterion(decoder(features), y.cuda())
     loss.backward()
 """,
         """
