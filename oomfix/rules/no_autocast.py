@@ -123,4 +123,14 @@ for x, y in loader:
     loss = criterion(model(x), y)
     loss.backward()
 """,
+        """
+import torch
+torch.cuda.empty_cache()
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+device = "cpu"
+model = Net().to(device)
+for x, y in loader:
+    loss = criterion(model(x.to(device)), y.to(device))
+    loss.backward()
+""",
     ]

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from oomfix.script.imports import Imports
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from oomfix.source import Source
 
 _CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
+_CUDA_CALL = re.compile(r"\btorch\.cuda\.\w+")
 _DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
 _OTHER_DEVICES = frozenset({"cpu", "mps"})
 _NAMED_DEVICE = re.compile(r"\s*(?:self\.)?(\w+)\s*=\s*torch\.device\(")
@@ -51,7 +53,20 @@ class Precision:
         """Whether the script may run on a GPU: it names one, or a device that is not said to be another."""
         lines = map(_without_comment, self._source.lines)
         text = "\n".join(line for line in lines if not self._names_an_unused_device(line))
+        if (overruled := self._overruled_device) is not None:
+            # calls such as `torch.cuda.empty_cache()` do nothing for a script that is kept from the GPU
+            return bool(_CUDA.search(_CUDA_CALL.sub("", text.replace(overruled, ""))))
         return bool(_CUDA.search(text)) or (bool(_DEVICE.search(text)) and not self._runs_elsewhere)
+
+    @cached_property
+    def _overruled_device(self) -> str | None:
+        """The statement that chooses a device where the next one says `device = "cpu"`; None where there is none."""
+        for one, other in pairwise(self._source.tree.body):
+            if isinstance(one, ast.Assign) and isinstance(other, ast.Assign):
+                paths = {path_of(statement.targets[0]) for statement in (one, other)}
+                if len(paths) == 1 and None not in paths and _names_only(other.value, _OTHER_DEVICES):
+                    return self._source.segment(one)
+        return None
 
     @cached_property
     def _runs_elsewhere(self) -> bool:
