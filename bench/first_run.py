@@ -46,11 +46,11 @@ has two cases, OOM102 one, OOM104 none.""",
         "d5ff771",
         "2026-11-21",
         """They are what the text search for set 8 had found and set 8 had left over, from repositories that no other
-set has, labelled after the auditor had been mended on set 8 and only measured: nothing has been mended on them. Most
-are near misses. Six more hold nothing, and in them nothing was reported. Three causes stand behind the six wrong
-findings: the device of a script is set to the CPU after one of CUDA was, and `torch.cuda` is still called (three
-times); autocast and DeepSpeed that come by ways not recognised (twice); a loop over checkpoints, each tried on one
-batch, taken for one over batches.""",
+set has, labelled after the auditor had been mended on set 8. Most are near misses. Six more hold nothing, and in them
+nothing was reported. Three causes stand behind the six wrong findings: the device of a script is set to the CPU after
+one of CUDA was, and `torch.cuda` is still called (three times); autocast and DeepSpeed that come by ways not
+recognised (twice); a loop over checkpoints, each tried on one batch, taken for one over batches. They were mended
+after this run.""",
     ),
     Round(
         "8",
@@ -189,8 +189,8 @@ def main() -> None:
 `python -m bench.first_run` on the rows of bench/corpus/first-run.tsv, CPU only.
 
 Each set was labelled by reading, and the labels were frozen before the auditor ran on any of its scripts. Sets 3 to 5,
-7 and 8 have been used to develop the rules since: bench/results/audit-corpus.md says what the current version makes of
-all of them, and is no blind figure.
+7, 8 and 8b have been used to develop the rules since: bench/results/audit-corpus.md says what the current version makes
+of all of them, and is no blind figure.
 
 {sections}""",
         encoding="utf-8",
