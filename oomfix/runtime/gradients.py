@@ -14,11 +14,14 @@ class GradientsAside:
 
     A leaf that is covered has its gradient taken off, so that a backward which fails half way leaves nothing in
     it; `merge` adds both in the end, `put_back` forgets the call's.
+
+    Attributes:
+        held: the leaves that held a gradient before the call, with it.
     """
 
     def __init__(self) -> None:
         self._earlier: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def leaves(self) -> Iterator[torch.Tensor]:
@@ -44,7 +47,7 @@ class GradientsAside:
             covered[id(leaf)] = (leaf, earlier)
             if earlier is not None:
                 leaf.grad = None
-                self._held.append((leaf, earlier))
+                self.held.append((leaf, earlier))
 
     def drop(self) -> None:
         """Forget what this call has accumulated so far."""
@@ -65,7 +68,7 @@ class GradientsAside:
     def merge(self) -> None:
         """Add the earlier gradients to those of this call."""
         totals, additions = [], []
-        for leaf, earlier in self._held:
+        for leaf, earlier in self.held:
             if leaf.grad is not None:
                 totals.append(earlier)
                 additions.append(leaf.grad)

@@ -91,6 +91,9 @@ class Iteration:
         self._kept_batch = KeptBatch(self.batch, self._tensors, copies=known.calls == 1 or known.writes_batch)
         if self.trains:
             self._gradients.cover(known.may_get_gradients())
+            if self._gradients.held:
+                # not the first call of a step: a layer that came since may hold a gradient too
+                self._gradients.cover(known.newcomers())
             inputs = [tensor for tensor in self._tensors if tensor.requires_grad and tensor.is_leaf]
             if inputs:
                 self._gradients.cover(inputs)

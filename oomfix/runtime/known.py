@@ -195,6 +195,11 @@ class Known:
         """
         return [leaf for place in self.unseen if (leaf := place()) is not None and leaf.grad is not None]
 
+    def newcomers(self) -> list[torch.Tensor]:
+        """Parameters of its modules that hold a gradient, those too that modules have got since the last look."""
+        parameters = [p for module in self.modules() for p in module._parameters.values()]
+        return [parameter for parameter in parameters if parameter is not None and parameter.grad is not None]
+
     def reaches(self, leaves: list[torch.Tensor]) -> None:
         """Remember what the loss reaches."""
         known = {id(leaf) for leaf in self.reached()}

@@ -207,11 +207,11 @@ class Splitter:
             refused = self._refused(iteration)
         if refused is not None:
             return self._whole(known, refused)
-        if iteration.trains and known.compares_samples():
+        if known.compares_samples():
             self._say(
                 f"{known.name}: BatchNorm (or a spectral norm) will see {parts} micro-batches instead of one "
                 "batch; running statistics are adjusted, but normalisation is by fewer samples.",
-                f"statistics {known.name}",
+                f"statistics {known.name} {iteration.trains}",
             )
         return parts
 

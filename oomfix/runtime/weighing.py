@@ -159,7 +159,8 @@ class Weighing:
     def meet(self, gradients: GradientsAside) -> None:
         """Let the window know what the loss reaches, before its gradients join those of the window."""
         if self._window is not None:
-            self._window.totals.meets(gradients.leaves, gradients.earlier)
+            reached = [leaf for leaf in gradients.leaves if leaf.grad is not None]
+            self._window.totals.meets(reached, gradients.earlier)
 
     def end(self) -> None:
         """The gradients have joined: the window is corrected if this was its last loss."""

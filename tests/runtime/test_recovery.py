@@ -441,3 +441,36 @@ def test_leaves_inside_a_reentrant_checkpoint_are_corrected(windows, relative_er
     for batch in memory.accumulate(batches, len(batches)):
         memory.forward_backward(forward, *batch)
     assert relative_error(model, reference) < 1e-12
+
+
+@pytest.mark.parametrize("refused", [3, 9])
+def test_a_layer_that_came_between_two_calls_keeps_its_earlier_gradient(refused, relative_error):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    x, memory = torch.randn(12, 6).double(), runtime.preset("16gb")
+
+    def forward(x):
+        return model(x).pow(2).mean()
+
+    for _ in range(4):
+        memory.forward_backward(forward, x)
+    model.zero_grad()
+    model[2] = nn.Linear(8, 4).double()
+    reference = copy.deepcopy(model)
+    (2 * reference(x).pow(2).mean()).backward()
+    memory.forward_backward(forward, x)  # the fifth call: neither this one nor the next looks at everything
+    with SimulatedCard() as card:
+        card.track(model)
+        card.fail_at(refused)
+        memory.forward_backward(forward, x)
+    assert memory.report().retries == 1
+    assert relative_error(model, reference) < 1e-12
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_an_evaluation_in_pieces_warns_where_layers_normalise_by_the_batch(trains, caplog):
+    norm, x = nn.BatchNorm1d(6).train(trains), torch.randn(12, 6)
+    Trouble.where, Trouble.limit = "forward", 6
+    memory = runtime.preset("16gb")
+    memory.evaluate(lambda x: norm(Trouble.apply(x)), x)
+    assert memory.report().retries == 1
+    assert ("normalisation is by fewer samples" in caplog.text) == trains
