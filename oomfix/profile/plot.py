@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomfix.profile.text import lines, size
+from oomfix.profile.text import grows, lines, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +33,9 @@ _ALARM, _FINE = "#c1121f", "#386641"
 # narrower phases have no room for their name: the legend tells their colour
 _NARROWEST_LABEL = 0.07
 _NARROWEST_NUMBER = 0.025
+# characters of a path that leave room for the verdict beside it
+_LONGEST_NAME = 36
+_ON_WHITE = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -79,7 +82,9 @@ def picture(found: dict[str, Any]) -> "Figure":
     axes.set_ylabel(f"GPU memory in {name_of_unit}")
     axes.set_xticks([])
     axes.set_xlabel("course of the run, in allocations and frees")
-    axes.set_title(f"{found['script']} on {found['card']['name']}", loc="left", fontweight="bold")
+    script = found["script"]
+    name = script if len(script) <= _LONGEST_NAME else f"...{script[-_LONGEST_NAME:]}"
+    axes.set_title(f"{name} on {found['card']['name']}", loc="left", fontweight="bold")
     verdict, color = _verdict(found)
     axes.set_title(verdict, loc="right", color=color, fontweight="bold")
     for side in ("top", "right"):
@@ -103,7 +108,11 @@ def _verdict(found: dict[str, Any]) -> tuple[str, str]:
         return "ran out of memory", _ALARM
     if not found["fits"]:
         return "ended early", _ALARM
-    return ("fits", _FINE) if found["fits"]["card"]["fits"] else ("does not fit", _ALARM)
+    fits = found["fits"]["card"]["fits"]
+    if grows(found):
+        said = "fits so far" if fits else "does not fit"
+        return f"{said}, grows {size(found['growth_bytes_per_step'])} per step", _ALARM
+    return ("fits", _FINE) if fits else ("does not fit", _ALARM)
 
 
 def _limit_bytes(found: dict[str, Any]) -> int:
@@ -141,8 +150,8 @@ def _mark_limit(axes: "Axes", found: dict[str, Any], limit: float, top: float) -
     words = f"{whose}: {size(_limit_bytes(found))} for tensors"
     if limit < top:
         axes.axhline(limit, color=_ALARM, linewidth=1.4)
-        axes.text(0.995, limit + 0.008 * top, words, color=_ALARM, ha="right", va="bottom", fontsize=9,
-                  transform=axes.get_yaxis_transform())  # fmt: skip
+        axes.text(0.995, limit + 0.012 * top, words, color=_ALARM, ha="right", va="bottom", fontsize=9,
+                  transform=axes.get_yaxis_transform(), bbox=_ON_WHITE)  # fmt: skip
     else:
         axes.text(0.995, 0.86, f"{words}, far above", color=_ALARM, ha="right", fontsize=9, transform=axes.transAxes)
 
@@ -164,7 +173,7 @@ def _mark_peak(axes: "Axes", found: dict[str, Any], moments: list[dict[str, Any]
         fontweight="bold",
         color=_ALARM if found["out_of_memory"] else "black",
         arrowprops={"arrowstyle": "-|>", "color": "#222222"},
-        bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        bbox=_ON_WHITE,
     )
 
 

@@ -85,15 +85,20 @@ def _shares(found: dict[str, Any]) -> list[str]:
     return [f"  each of {shares['ranks']} ranks, reckoned: {ddp} allocated under DDP, {fsdp} under FSDP2"]
 
 
+def grows(found: dict[str, Any]) -> bool:
+    """Whether memory grows from step to step, as far as the steps show it."""
+    return len(found["steps"]) >= _STEPS_THAT_SHOW_GROWTH and found["growth_bytes_per_step"] >= _WORTH_TELLING_BYTES
+
+
 def _growth(found: dict[str, Any]) -> list[str]:
-    grows = found["growth_bytes_per_step"]
-    if grows < _WORTH_TELLING_BYTES:
+    growth = found["growth_bytes_per_step"]
+    if growth < _WORTH_TELLING_BYTES:
         return []
-    if len(found["steps"]) < _STEPS_THAT_SHOW_GROWTH:
-        return [f"  {size(grows)} more stay after step 2 than after step 1: --steps 6 says whether it grows on"]
+    if not grows(found):
+        return [f"  {size(growth)} more stay after step 2 than after step 1: --steps 6 says whether it grows on"]
     room = int(found["card"]["capacity_gib"] * 2**30) - found["context_bytes"] - found["peak_reserved_bytes"]
-    full = f"full after {room // grows} more" if room > 0 else "already full"
-    return [f"  grows {size(grows)} per step on average: {full}"]
+    full = f"full after {room // growth} more" if room > 0 else "already full"
+    return [f"  grows {size(growth)} per step on average: {full}"]
 
 
 def _fits(found: dict[str, Any]) -> list[str]:

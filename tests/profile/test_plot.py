@@ -76,6 +76,18 @@ def test_the_names_of_many_steps_leave_each_other_room(found):
     assert not {"step 1", "step 20", "step 21", "21"} & set(words)
 
 
+def test_a_run_that_fits_and_leaks_does_not_look_well(found):
+    leaking = {**found, "growth_bytes_per_step": GIB, "steps": found["steps"] * 2}
+    assert "fits so far, grows 1.00 GiB per step" in texts(picture(leaking))
+    # two steps do not show it
+    assert "fits" in texts(picture({**leaking, "steps": found["steps"]}))
+
+
+def test_a_long_path_leaves_room_for_the_verdict(found):
+    words = texts(picture({**found, "script": f"{'folder/' * 20}train.py"}))
+    assert any(word.startswith("...") and word.endswith("folder/train.py on T4") and len(word) < 50 for word in words)
+
+
 def test_a_run_that_ran_out_of_memory_shows_the_request_that_was_refused(found):
     message = "CUDA out of memory. Tried to allocate 2.35 GiB. GPU 0 has a total capacity of 14.15 GiB"
     words = texts(picture({**found, "out_of_memory": message, "fits": {}}))
