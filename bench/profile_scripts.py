@@ -32,6 +32,7 @@ STUBS = ROOT / "bench" / "stubs"
 OWN = ROOT / "tests" / "profile" / "scripts"
 _PATIENCE_SECONDS = 600
 _WORDS = 33_278
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"[\w.]+(?:Error|Exception)\b")
 
 
@@ -151,7 +152,7 @@ class Outcome:
         if self.code == 2:
             return self.said.partition("cannot be simulated: ")[2].strip()
         errors = [line for line in self.said.splitlines() if _ERROR.match(line)]
-        return errors[-1] if errors else "it said nothing"
+        return _COLOUR.sub("", errors[-1]).split(". ")[0] if errors else "it said nothing"
 
 
 def outcomes(folder: Path, cases: tuple[Case, ...]) -> Iterator[tuple[Case, Outcome]]:
@@ -206,7 +207,10 @@ def main() -> None:
         rows.append(f"| `{case.name}` | {outcome.row} |")
         print(rows[-1], flush=True)
     if options.write:
-        RESULTS.write_text("\n".join([*heading("Public scripts under profile", "cpu", "bench.profile_scripts"), *rows]))
+        RESULTS.write_text(
+            "\n".join([*heading("Public scripts under profile", "cpu", "bench.profile_scripts"), *rows, ""]),
+            encoding="utf-8",
+        )
 
 
 if __name__ == "__main__":

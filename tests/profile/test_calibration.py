@@ -70,3 +70,10 @@ def test_without_a_gpu_it_says_so():
     environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "HOME": "/"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "no CUDA device here; --predict" in done.stderr
+
+
+def test_a_case_that_fails_leaves_the_others_their_table(calibration, capfd, monkeypatch):
+    """As on a card that is too small for it; here there is none at all."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert calibration.in_a_process(calibration.CASES[0], "fp32") is None
+    assert f"{calibration.CASES[0].name} fp32 was not measured: " in capfd.readouterr().err
