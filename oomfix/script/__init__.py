@@ -28,7 +28,7 @@ from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, zeroed_by_hand
 from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
-from oomfix.script.loops import find_training_loops, is_over_batches
+from oomfix.script.loops import find_training_loops, is_over_batches, makes_its_network
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
@@ -260,7 +260,9 @@ class Script:
 
     @cached_property
     def _batch_loops(self) -> set[Loop]:
-        innermost = {forward.site.loops[-1] for forward in self.trace.forwards.values() if forward.site.loops}
+        inside = [forward for forward in self.trace.forwards.values() if forward.site.loops]
+        innermost = {forward.site.loops[-1] for forward in inside}
+        innermost -= {forward.site.loops[-1] for forward in inside if makes_its_network(forward)}
         outer = {loop for forward in self.trace.forwards.values() for loop in forward.site.loops[:-1]}
         over_batches = {loop for loop in innermost - outer if not self._loads_networks(loop)}
         return over_batches | {training.node for training in self.loops}
@@ -273,7 +275,8 @@ class Script:
     def runs_every_iteration(self, event: Event) -> bool:
         """Whether nothing but a check for the device, or leaving out a batch, stands between the loop and the event."""
         return not event.site.handling_exception and all(
-            _leaves_out_a_batch(guard, event) or (guard.value and _DEVICE_CHECK.search(ast.unparse(guard.test)))
+            _leaves_out_a_batch(guard, event)
+            or (guard.value and _DEVICE_CHECK.search(ast.unparse(guard.test)) and not is_window_test(guard.test))
             for guard in event.site.guards
         )
 

@@ -136,7 +136,7 @@ class Expressions(Calls):
         if base.items is not None:
             return self.element(base)
         if base.kind in (Kind.TENSOR, Kind.UNKNOWN, Kind.CONTAINER) and base.graph:
-            return Value(Kind.TENSOR, base.graph, base.origins, carried_from=base.carried_from)
+            return Value(Kind.TENSOR, base.graph, base.origins, divisors=base.divisors, carried_from=base.carried_from)
         return base if base.kind in (Kind.NUMBER, Kind.TENSOR) else UNKNOWN
 
     def _sequence(self, node: ast.Tuple | ast.List | ast.Set) -> Value:

@@ -207,6 +207,8 @@ class Flow(Statements):
         source = self.evaluate(node.iter)
         if self.loops and self._is_over_parts(node.iter):
             self.trace.loops_over_parts.add(node)
+        if flatten(source).graph:
+            self.trace.loops_over_graphs.add(node)
         if (frozen := frozen_by(node)) is not None:
             self.freeze(*frozen)
         if literals is not None:

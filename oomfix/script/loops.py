@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import takewhile
 
+from oomfix.script.hints import looks_like_module
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
@@ -23,6 +25,21 @@ def is_over_batches(loop: Loop) -> bool:
         iterable = iterable.args[0]  # `tqdm(enumerate(loader))`
     named = (path_of(iterable) or "").lower().endswith("loader")
     return named or any(isinstance(node, ast.Name) and _BATCH.match(node.id) for node in walk(loop.target))
+
+
+def makes_its_network(forward: Forward) -> bool:
+    """Whether the loop around a forward makes the network in every round: one over folds, checkpoints or models."""
+    loop, called = forward.site.loop, (forward.path or "").split(".")[0]
+    if loop is None or not called:
+        return False
+    helpers = takewhile(lambda function: loop not in function.nodes, forward.site.functions)
+    nodes = [*walk(loop), *(node for function in helpers for node in function.nodes)]
+    assigned = [(node.value, set(map(path_of, node.targets))) for node in nodes if isinstance(node, ast.Assign)]
+    return any(
+        (value is forward.node and any(looks_like_module(target or "") for target in targets))
+        or (called in targets and not any(isinstance(part, ast.Name) and part.id == called for part in walk(value)))
+        for value, targets in assigned
+    )
 
 
 def find_training_loops(trace: Trace) -> list[TrainingLoop]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Scope
+from oomfix.script.nodes import Scope, walk
 from oomfix.script.rounds import carries_over, feeds_itself, read_first
 from oomfix.script.trace import Backward, Event, Loop, Trace
 
@@ -38,7 +38,10 @@ class GraphReuse:
             loop not in forward.site.loops and forward.path not in running for forward in forwards
         ):
             return True
-        if loop is not None and not forwards and (loop in self._trace.loops_over_parts or feeds_itself(loop)):
+        over_graphs = self._trace.loops_over_parts | self._trace.loops_over_graphs
+        if loop is not None and not forwards and (loop in over_graphs or feeds_itself(loop)):
+            return True
+        if backward.node in self._in_comprehensions:  # `[loss.backward(retain_graph=True) for loss in losses]`
             return True
         if any(order > backward.order and origins & backward.origins for order, origins in self._trace.handed_on):
             return True
@@ -56,6 +59,13 @@ class GraphReuse:
             for origin in backward.origins:
                 through.setdefault(origin, []).append(backward)
         return through
+
+    @cached_property
+    def _in_comprehensions(self) -> set[ast.AST]:
+        comprehensions = (
+            node for node, _ in self._nodes if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp)
+        )
+        return {part for node in comprehensions for part in walk(node)}
 
     def _uses_older_tensors(self, loop: Loop) -> bool:
         """Whether a round reads something computed before the loop (`weights = alpha.softmax(0)`), graph and all."""

@@ -137,6 +137,9 @@ class Statements(Expressions):
         base = self.evaluate(target.value)
         self.evaluate(target.slice)
         content = flatten(value)
+        if content.divisors and base.graph and (divided := self.binding_of(target.value)) is not None:
+            base = base._replace(divisors=base.divisors | content.divisors)
+            self.assign(target.value, base, divided.statement, divided.loops)
         if base.kind is Kind.CONTAINER and content.graph and (added := _added(value_node, ast.unparse(target))):
             self._accumulate(target, ast.unparse(target), value, statement, value_node, added)
             return
@@ -152,7 +155,8 @@ class Statements(Expressions):
         if not _added(value_node, ast.unparse(target)):  # each entry of `outputs` to itself makes it no larger
             kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
         if path is not None:
-            grown = Value(base.kind, content.graph, base.origins | content.origins | kept, is_tensor=fresh)
+            origins = base.origins | content.origins | kept
+            grown = Value(base.kind, content.graph, origins, divisors=base.divisors, is_tensor=fresh)
             self.assign(target.value, grown, binding.statement if binding else None, loops)
 
     def _augmented(self, node: ast.AugAssign) -> None:

@@ -219,6 +219,8 @@ class Trace:
     """Loops that a framework runs around a step of the file, with their run; they stand in no file."""
     loops_over_parts: set[Loop] = field(default_factory=set)
     """Loops over what the iteration around them has made: losses, scales, crops."""
+    loops_over_graphs: set[Loop] = field(default_factory=set)
+    """Loops over what carries a graph: the rows of an output."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
     _rounds: int = 0
 

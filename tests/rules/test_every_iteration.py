@@ -68,3 +68,42 @@ def test_a_loop_that_trains_out_of_sight_is_over_batches_by_its_names(header: st
     code = f"import torch\n{header}\n    run_one(x, y)\n    torch.cuda.empty_cache()\n"
     script = Script.read(Source.from_bytes("train.py", code.encode()))
     assert [finding.line for finding in EmptyCacheInLoop().check(script)] == ([4] if found else [])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'if device == "cuda" and i % 10 == 0: torch.cuda.empty_cache()',
+        "if cuda and (i + 1) % k == 0: torch.cuda.empty_cache()",
+    ],
+)
+def test_a_check_for_the_device_that_also_counts_is_seldom(call: str) -> None:
+    assert lines("pass", call) == []
+
+
+STAGE = """
+import torch
+{helper}
+for name in names:
+    {made}
+    with torch.no_grad():
+        out = {run}
+    torch.cuda.empty_cache()
+"""
+
+
+@pytest.mark.parametrize(
+    ("helper", "made", "run", "found"),
+    [
+        ("model = Net().cuda()", "x = read(name)", "model(x)", True),
+        ("model = Net().cuda()", "model = model.eval()", "model(x)", True),
+        ("", "model = Net().cuda().eval()", "model(x)", False),
+        ("", "model = load(name)", "model.predict(x)", False),
+        ("def run(name):\n    model = Net().cuda()\n    return model(x)", "pass", "run(name)", False),
+        ("def run(model, x):\n    return model(x)\nmodel = Net().cuda()", "pass", "run(model, x)", True),
+    ],
+)
+def test_a_loop_that_makes_its_network_is_over_stages(helper: str, made: str, run: str, found: bool) -> None:
+    code = STAGE.format(helper=helper, made=made, run=run)
+    script = Script.read(Source.from_bytes("infer.py", code.encode()))
+    assert bool(list(EmptyCacheInLoop().check(script))) is found

@@ -523,3 +523,21 @@ def test_apex_scales_the_loss_that_it_is_given_wherever_it_is_imported(report):
     """)
         == []
     )
+
+
+@pytest.mark.parametrize(("division", "found"), [("value / k", []), ("value * weight", [("OOM301", 6)])])
+def test_entries_divided_one_by_one_are_divided(report, division, found):
+    assert (
+        report(f"""
+        for i, (x, y) in enumerate(loader):
+            losses = criterion(model(x), y)
+            for key, value in losses.items():
+                losses[key] = {division}
+            loss = losses["total"]
+            loss.backward()
+            if (i + 1) % k == 0 or i + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+    """)
+        == found
+    )

@@ -800,3 +800,42 @@ def test_a_graph_made_before_the_loop_by_another_network_is_needed_in_every_roun
     """
     assert "OOM103" not in dict(report(code.format(network="encoder")))
     assert ("OOM103", 5) in report(code.format(network="prepare"))
+
+
+def test_a_backward_for_each_row_of_an_output_needs_the_graph_again(report):
+    assert not report("""
+        def update(pi, optimizer, observed, state, rewards):
+            values, _ = pi(observed, state)
+            chosen = values.gather(2, actions)
+            for reward, row in zip(reversed(rewards), reversed(chosen)):
+                loss = -torch.log(row) * reward
+                loss.mean().backward(retain_graph=True)
+            optimizer.step()
+    """)
+
+
+def test_a_backward_for_each_batch_does_not(report):
+    assert [
+        line
+        for code, line in report("""
+        def update(policy, optimizer, batches):
+            for observed, reward in zip(batches, rewards):
+                loss = -torch.log(policy(observed)) * reward
+                loss.mean().backward(retain_graph=True)
+                optimizer.step()
+    """)
+        if code == "OOM103"
+    ] == [4]
+
+
+def test_a_backward_in_a_comprehension_may_share_its_graph_with_the_next(report):
+    assert not report("""
+        class Model:
+            def fit(self, loader):
+                for x in loader:
+                    self.losses = self.calculate(x)
+                    self.backward_all()
+
+            def backward_all(self):
+                [loss.backward(retain_graph=True) for _, loss in self.losses.items()]
+    """)
