@@ -261,10 +261,10 @@ class Script:
     @cached_property
     def _batch_loops(self) -> set[Loop]:
         inside = [forward for forward in self.trace.forwards.values() if forward.site.loops]
-        innermost = {forward.site.loops[-1] for forward in inside}
-        innermost -= {forward.site.loops[-1] for forward in inside if makes_its_network(forward)}
-        outer = {loop for forward in self.trace.forwards.values() for loop in forward.site.loops[:-1]}
-        over_batches = {loop for loop in innermost - outer if not self._loads_networks(loop)}
+        outer = {loop for forward in inside for loop in forward.site.loops[:-1]}
+        stages = {forward.site.loops[-1] for forward in inside if makes_its_network(forward)}
+        innermost = {forward.site.loops[-1] for forward in inside} - outer - stages
+        over_batches = {loop for loop in innermost if not self._loads_networks(loop)}
         return over_batches | {training.node for training in self.loops}
 
     def _loads_networks(self, loop: Loop) -> bool:
