@@ -42,7 +42,7 @@ Also there: `memory.backward(loss)` for loops that cannot be split, `memory.eval
 
 By hand, each alone in any loop; a runnable page for each is in examples/:
 
-- activations: `enable_checkpointing(model)`, `offload_activations()`, `detach_(state)`
+- activations: `enable_checkpointing(model, every=1, skip_last=0)`, `offload_activations()`, `detach_(state)`
 - attention: `attention(query, key, value)`
 - losses: `chunked_cross_entropy`, `linear_cross_entropy`, `encode_in_chunks` with `contrastive_loss`
 - optimizers: `optimizer_in_backward(optimizer)`, `use_lean_step(optimizer)`, `adamw_8bit(parameters)`

@@ -469,6 +469,53 @@ def test_repeated_blocks_are_chosen(model, expected):
     assert sorted(enable_checkpointing(model)) == sorted(expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"every": 2}, [0, 2, 4]),
+        ({"every": 3}, [0, 3]),
+        ({"skip_last": 1}, [0, 1, 2, 3, 4]),
+        ({"every": 2, "skip_last": 2}, [0, 2]),
+        ({"skip_last": 7}, []),
+    ],
+)
+def test_some_of_the_blocks_are_checkpointed_with_the_same_gradients(options, expected):
+    model, batch = seeded(Network, depth=6), torch.randn(32, 8)
+    plain = step(model, batch)
+    assert enable_checkpointing(model, **options) == [f"blocks.{index}" for index in expected]
+    assert [index for index, block in enumerate(model.blocks) if type(block) is not Block] == expected
+    assert_bitwise(step(model, batch), plain)
+
+
+def test_some_blocks_of_a_model_with_a_switch_are_wrapped_themselves():
+    model = TimmModel()
+    assert enable_checkpointing(model, skip_last=1) == ["blocks.0", "blocks.1"]
+    assert not model.grad_checkpointing
+
+
+def test_a_switch_that_takes_all_blocks_is_not_thrown_for_some():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+    with pytest.raises(ValueError, match=r"every, skip_last: the model is of transformers, whose own switch takes all"):
+        enable_checkpointing(model, every=2)
+    with pytest.raises(ValueError, match=r"every, skip_last: 0 is of transformers"):
+        enable_checkpointing(nn.Sequential(model), skip_last=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every: got 0, expected a whole number of at least 1"),
+        ({"every": True}, "every: got True, expected a whole number of at least 1"),
+        ({"skip_last": -1}, "skip_last: got -1, expected a whole number of at least 0"),
+    ],
+)
+def test_counts_of_blocks_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        enable_checkpointing(Network(), **options)
+
+
 def test_a_forward_set_on_the_instance_is_left_alone():
     model = Network(depth=3)
     model.blocks[0].forward = model.blocks[0].forward
