@@ -28,6 +28,7 @@ from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.removal import together
 from oomfix.rewrite.stages import stage_edits
 from oomfix.rewrite.unused import unused_amp_imports, unused_scalers
 from oomfix.rewrite.verdict import Scaling, Verdict
@@ -155,7 +156,7 @@ class LoopRewriter:
                 overrides.pop("clip_norm", None)
             edits += header_edits(self._layout, self._names, manager, self._preset, overrides, used)
         stages = self._begun.copy()
-        stages.edit(edits)
+        stages.edit(together(self._source.text, edits))
         order = self._order()
         reading = Reading(Script.read(stages.source, self._target))
         while (merged := merge_branches(reading, manager)).edits:

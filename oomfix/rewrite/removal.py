@@ -15,6 +15,8 @@ _ABOUT_GRADIENTS = re.compile(
 )
 _ABOUT_MORE = re.compile(r"forward|backward|\bstep\b|optimi[sz]e\b|compute|train", re.IGNORECASE)
 
+_END_OF_STATEMENTS = re.compile(r"[ \t]*(#|\r|\n|$)")
+
 
 def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
     """The edit that takes out a statement that resets gradients, updates a loss scale or divides a loss.
@@ -43,6 +45,24 @@ def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
         last += 1
     start, end = layout.span(own._replace(first=first, last=last))
     return Edit(start, min(end + len(layout.newline), len(layout.source.text)), "")
+
+
+def together(text: str, edits: list[Edit]) -> list[Edit]:
+    """Edits in which those that take out neighbours on one line, and so overlap, are one.
+
+    The `;` ahead of it goes too where nothing follows on the line.
+    """
+    united: list[Edit] = []
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+        last = united[-1] if united else None
+        if last is None or last.replacement or edit.replacement or edit.start >= last.end:
+            united.append(edit)
+            continue
+        start, end = last.start, max(last.end, edit.end)
+        if _END_OF_STATEMENTS.match(text, end):
+            start = len(text[:start].rstrip(" \t;"))
+        united[-1] = Edit(start, end, "")
+    return united
 
 
 def _is_about(line: str) -> bool:

@@ -1206,6 +1206,20 @@ def test_statements_joined_on_a_line_get_lines_of_their_own_where_the_loss_is_li
         """)
 
 
+@pytest.mark.parametrize("comment", ["", "  # next"])
+def test_neighbours_on_one_line_that_both_go_leave_nothing(comment):
+    text, loops = apply(f"""\
+        scaler = torch.amp.GradScaler()
+        for x, y in loader:
+            with torch.autocast("cuda"):
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer); scaler.update(); optimizer.zero_grad(){comment}
+        """)
+    assert loops[0][0] == "micro-batched"
+    assert f"    memory.step(optimizer){comment}\n" in text
+
+
 def test_joined_statements_stay_where_the_loss_cannot_be_lifted_for_another_reason():
     text, loops = apply("""\
         for x, y in loader:
