@@ -26,9 +26,9 @@ from oomfix.rewrite.module import (
 )
 from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.removal import together
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.scale import reads_gradients
-from oomfix.rewrite.removal import together
 from oomfix.rewrite.stages import stage_edits
 from oomfix.rewrite.unused import unused_amp_imports, unused_scalers
 from oomfix.rewrite.verdict import Scaling, Verdict
