@@ -29,11 +29,14 @@ _STAGE = re.compile(r"\bstage\W{0,2}(\d+)|\bunfreez", re.IGNORECASE)
 _IN_USE = re.compile(rf"(?:allocated|memory)\W{{0,3}}{SIZE}|{SIZE} allocated", re.IGNORECASE)
 # a progress bar that counts iterations: "1500/4000 ["
 _ITERATIONS = re.compile(r"\b(\d{1,9})/(\d{1,9}) \[")
+_EVALUATION = re.compile(r"eval|valid|(?<!la)(?<!con)test|infer", re.IGNORECASE)
 _MANY_ITERATIONS = 20
 _COURSE_CHARACTERS = 2**20
 _MOST_ERRORS = 20
 _LARGE_OTHER_BYTES = 512 * MIB
 _GROWTH = 1.2
+# of the memory torch holds: less than that lies idle in every long run, and would not have carried it on for long
+_PLAIN_FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,10 @@ def _diagnosis(crash: Crash, above: str, script: str) -> Diagnosis:
         _checkpoint,
         _optimizer,
         _stage,
-        _fragmentation,
+        _plain_fragmentation,
         _evaluation,
         _leak,
+        _fragmentation,
         _too_large,
     ):
         recognised = recognise(crash, above, script)
@@ -227,7 +231,10 @@ def _checkpoint(crash: Crash, above: str, script: str) -> Diagnosis | None:
 
 
 def _optimizer(crash: Crash, above: str, script: str) -> Diagnosis | None:
-    inside = [frame for frame in crash.frames if "/optim/" in frame[0].replace("\\", "/")]
+    # Lightning runs forward and backward in a closure that the optimizer calls
+    closures = [index for index, frame in enumerate(crash.frames) if "closure" in frame[2] or "closure()" in frame[3]]
+    behind = crash.frames[closures[-1] + 1 :] if closures else crash.frames
+    inside = [frame for frame in behind if "/optim/" in frame[0].replace("\\", "/")]
     if not inside:
         return None
     return Diagnosis(
@@ -256,6 +263,14 @@ def _stage(crash: Crash, above: str, script: str) -> Diagnosis | None:
     )
 
 
+def _plain_fragmentation(crash: Crash, above: str, script: str) -> Diagnosis | None:
+    """Fragmentation that explains the error whatever else the log says."""
+    unallocated, allocated = crash.unallocated or 0, crash.allocated or 0
+    if unallocated < _PLAIN_FRAGMENTATION * (allocated + unallocated):
+        return None
+    return _fragmentation(crash, above, script)
+
+
 def _fragmentation(crash: Crash, above: str, script: str) -> Diagnosis | None:
     if crash.unallocated is None or crash.requested is None or crash.unallocated < crash.requested:
         return None
@@ -280,8 +295,10 @@ def _and_fragmented(diagnosis: Diagnosis, script: str) -> Diagnosis:
 
 
 def _evaluation(crash: Crash, above: str, script: str) -> Diagnosis | None:
-    words = ("eval", "valid", "test", "infer")
-    inside = [frame for frame in crash.frames if any(word in frame[2].lower() for word in words)]
+    if any(".backward(" in frame[3] for frame in crash.frames):
+        return None
+    # `train_and_evaluate` does both; only what it calls tells which
+    inside = [frame for frame in crash.frames if _EVALUATION.search(frame[2]) and "train" not in frame[2].lower()]
     if not inside:
         return None
     return Diagnosis(

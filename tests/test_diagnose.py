@@ -158,6 +158,40 @@ def test_the_traceback_tells_where_it_happened(frame, kind):
 
 
 @pytest.mark.parametrize(
+    ("frames", "kind"),
+    [
+        (["/torch/optim/adamw.py:step:loss = closure()", "/app/model.py:training_step:loss = self(x)"], "too large"),
+        (["/torch/optim/adamw.py:step:loss = closure()", "/app/model.py:validate:self(x)"], "evaluation"),
+        (
+            ["/lightning/precision.py:optimizer_step:return optimizer.step(closure=closure, **kwargs)",
+             "/torch/optim/adamw.py:_init_group:torch.zeros_like("],
+            "first optimizer step",
+        ),
+        (["train.py:train_and_evaluate:out = model(x)"], "too large"),
+        (["train.py:train_and_evaluate:evaluate(model)", "train.py:evaluate:out = model(x)"], "evaluation"),
+        (["train.py:run_latest:out = model(x)"], "too large"),
+        (["train.py:evaluate_step:loss.backward()"], "too large"),
+    ],
+)  # fmt: skip
+def test_a_frame_that_only_passes_through_tells_nothing(frames, kind):
+    lines = []
+    for frame in frames:
+        file, function, code = frame.split(":", 2)
+        lines += [f'  File "{file}", line 9, in {function}', f"    {code}"]
+    assert only("\n".join(["Traceback (most recent call last):", *lines, TORCH_1_13])).kind == kind
+
+
+def test_a_little_idle_memory_hides_no_leak():
+    message = TORCH_1_8.replace("6.16 GiB reserved", "6.04 GiB reserved")
+    assert only(message).kind == "fragmentation"
+    found = only("Epoch 1: loss 0.3\nEpoch 37: loss 0.1\n" + message)
+    assert found.kind == "leak" and any("no tensor uses" in sentence for sentence in found.evidence)
+    assert only("Epoch 37: loss 0.1\n" + TORCH_1_8.replace("6.16 GiB reserved", "7.10 GiB reserved")).kind == (
+        "fragmentation"
+    )
+
+
+@pytest.mark.parametrize(
     "message",
     [
         "RuntimeError: CUDA error: out of memory",
