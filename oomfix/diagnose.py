@@ -4,6 +4,7 @@ Imports no torch: a crash is often read on another machine.
 """
 
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,25 @@ _IN_USE = re.compile(rf"(?:allocated|memory)\W{{0,3}}{SIZE}|{SIZE} allocated", r
 _ITERATIONS = re.compile(r"\b(\d{1,9})/(\d{1,9}) \[")
 _EVALUATION = re.compile(r"eval|valid|(?<!la)(?<!con)test|infer", re.IGNORECASE)
 _MANY_ITERATIONS = 20
+_LIBRARY = re.compile(
+    r"[\\/](site-packages|dist-packages|lib(64)?[\\/]python\S*|torch)[\\/]|ipykernel|^<", re.IGNORECASE
+)
+# frameworks own the loop, so that `apply` finds none to rewrite: how each is told to take less memory
+_FRAMEWORKS = (
+    (
+        re.compile(r"/transformers/trainer"),
+        "in TrainingArguments: gradient_checkpointing=True, bf16=True, and a smaller per_device_train_batch_size with "
+        "gradient_accumulation_steps to make up for it",
+    ),
+    (
+        re.compile(r"/(lightning/pytorch|pytorch_lightning)/"),
+        'in the Trainer: precision="bf16-mixed", and a smaller batch with accumulate_grad_batches to make up for it',
+    ),
+)
+_EVALUATION_OF_TRAINER = (
+    "in TrainingArguments: eval_accumulation_steps, which moves predictions to the host, and a smaller "
+    "per_device_eval_batch_size"
+)
 _COURSE_CHARACTERS = 2**20
 _MOST_ERRORS = 20
 _LARGE_OTHER_BYTES = 512 * MIB
@@ -57,7 +77,7 @@ class Diagnosis:
     cures: tuple[str, ...]
 
 
-def diagnose(text: str, script: str = "train.py") -> list[Diagnosis]:
+def diagnose(text: str, script: str | None = None) -> list[Diagnosis]:
     """A diagnosis for each out-of-memory error in a log, in order; an error that repeats is reported once.
 
     Two errors with the same traceback are the same, and at most 20 different ones are reported. How the run went
@@ -65,7 +85,7 @@ def diagnose(text: str, script: str = "train.py") -> list[Diagnosis]:
 
     Args:
         text: a message, a traceback or a whole log; colours and progress bars may be in it.
-        script: the name that commands in the cures use.
+        script: the name that commands in the cures use; default: that in the traceback, or train.py.
     """
     text = plain(text)
     found: dict[tuple[object, ...], Diagnosis] = {}
@@ -76,7 +96,7 @@ def diagnose(text: str, script: str = "train.py") -> list[Diagnosis]:
         key = crash.frames or (crash.requested, crash.capacity, crash.allocated)
         if key in found:
             continue
-        found[key] = _diagnosis(crash, _course(text, start), script)
+        found[key] = _diagnosis(crash, _course(text, start), script or _script_of(crash))
         if len(found) == _MOST_ERRORS:
             break
     return _told_once(found.values())
@@ -121,7 +141,9 @@ def _diagnosis(crash: Crash, above: str, script: str) -> Diagnosis:
     ):
         recognised = recognise(crash, above, script)
         if recognised is not None:
-            return recognised if recognised.kind == "fragmentation" else _and_fragmented(recognised, script)
+            if recognised.kind != "fragmentation":
+                recognised = _and_fragmented(recognised, script)
+            return _of_framework(recognised)
     evidence: tuple[str, ...] = ("there are no sizes to go by, so the cause has to be found by looking",)
     if "_STATUS_ALLOC_FAILED" in crash.message:
         evidence = ("a library of CUDA found no room beside torch's tensors: the card was as good as full", *evidence)
@@ -131,6 +153,26 @@ def _diagnosis(crash: Crash, above: str, script: str) -> Diagnosis:
         f"`oomfix audit {script}` finds what leaks",
     )
     return Diagnosis(crash, "unknown", evidence, cures)
+
+
+def _script_of(crash: Crash) -> str:
+    """The outermost file of the traceback that belongs to no library."""
+    files = (frame[0] for frame in crash.frames)
+    return next((shlex.quote(file) for file in files if file.endswith(".py") and not _LIBRARY.search(file)), "train.py")
+
+
+def _of_framework(diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis with the framework's own settings where commands find no loop to rewrite."""
+    files = "\n".join(frame[0].replace("\\", "/") for frame in diagnosis.crash.frames)
+    settings = next((known for known in _FRAMEWORKS if known[0].search(files)), None)
+    if settings is None:
+        return diagnosis
+    cures = [cure for cure in diagnosis.cures if not cure.startswith("`oomfix apply --preset")]
+    if diagnosis.kind == "evaluation" and settings is _FRAMEWORKS[0]:
+        cures.insert(0, _EVALUATION_OF_TRAINER)
+    elif len(cures) < len(diagnosis.cures) and diagnosis.kind != "fragmentation":
+        cures.insert(0, settings[1])
+    return replace(diagnosis, cures=tuple(cures))
 
 
 def _shared_memory(crash: Crash, above: str, script: str) -> Diagnosis | None:

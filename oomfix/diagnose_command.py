@@ -18,11 +18,11 @@ _MOST_CAUSES = 5
 @click.command()
 @click.argument("log", type=click.File("rb"), default="-")
 @click.option(
-    "--script", default="train.py", show_default=True, help="The script that died; if it is here, it is audited."
+    "--script", help="The script that died; if it is here, it is audited.  [default: that of the traceback, unaudited]"
 )
 @click.option("--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True)
 @click.pass_context
-def diagnose(ctx: click.Context, log: BinaryIO, script: str, form: str) -> None:
+def diagnose(ctx: click.Context, log: BinaryIO, script: str | None, form: str) -> None:
     """Say which kind of CUDA out-of-memory error a LOG ended in, and what cures it.
 
     LOG is a message, a traceback or the log of a whole run; without one, standard input is read.
@@ -33,7 +33,7 @@ def diagnose(ctx: click.Context, log: BinaryIO, script: str, form: str) -> None:
 
     # not as a text file: that would make a line of every step of a progress bar
     text = log.read().decode("utf-8", errors="replace")
-    found = [(diagnosis, _causes(ctx, diagnosis, script)) for diagnosis in find(text, script)]
+    found = [(diagnosis, _causes(diagnosis, script)) for diagnosis in find(text, script)]
     if form == "json":
         diagnoses = [
             {**asdict(diagnosis), "findings": [asdict(cause) for cause in causes]} for diagnosis, causes in found
@@ -46,10 +46,9 @@ def diagnose(ctx: click.Context, log: BinaryIO, script: str, form: str) -> None:
     ctx.exit(1 if found else 0)
 
 
-def _causes(ctx: click.Context, diagnosis: Diagnosis, script: str) -> "list[Cause]":
-    given = ctx.get_parameter_source("script") is not click.core.ParameterSource.DEFAULT
-    # a file that happens to be called train.py need not be the one that died
-    if not given or not os.path.isfile(script):
+def _causes(diagnosis: Diagnosis, script: str | None) -> "list[Cause]":
+    # a file that happens to have the name in the log need not be the one that died
+    if script is None or not os.path.isfile(script):
         return []
     from oomfix.diagnose_script import causes
 

@@ -159,3 +159,33 @@ def test_tracebacks_of_notebooks_and_in_boxes_tell_where_it_happened(above, kind
 
 def test_words_that_only_look_like_it_are_no_error():
     assert diagnose("room 5, bloom filter\nEpoch 3 loss 0.1\nskilled workers\nfinished\n") == []
+
+
+@pytest.mark.parametrize(
+    ("files", "script"),
+    [
+        (("finetune.py", "/x/site-packages/torch/nn/module.py"), "finetune.py"),
+        (("<string>", "/usr/lib/python3.10/runpy.py", "/w/my runs/fit.py", "/w/model.py"), "'/w/my runs/fit.py'"),
+        (("/tmp/ipykernel_7/81.py", "/x/dist-packages/torch/_tensor.py"), "train.py"),
+    ],
+)
+def test_commands_name_the_script_of_the_traceback(files, script):
+    lines = [f'  File "{file}", line 9, in main' for file in files]
+    found = only("\n".join(["Traceback (most recent call last):", *lines, RAISED]))
+    assert found.cures[0] == f"`oomfix apply --preset 24gb {script}`"
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "setting"),
+    [
+        ("transformers/trainer.py", "training_step", "gradient_checkpointing=True"),
+        ("transformers/trainer.py", "evaluation_loop", "eval_accumulation_steps"),
+        ("lightning/pytorch/trainer/trainer.py", "fit", "accumulate_grad_batches"),
+        ("pytorch_lightning/trainer/trainer.py", "fit", "accumulate_grad_batches"),
+    ],
+)
+def test_a_framework_is_told_by_its_own_settings(file, function, setting):
+    """`apply` finds no loop to rewrite there."""
+    frame = f'  File "/x/site-packages/{file}", line 9, in {function}'
+    found = only(f"Traceback (most recent call last):\n{frame}\n{RAISED}")
+    assert setting in found.cures[0] and not any("apply" in cure for cure in found.cures)
