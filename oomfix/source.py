@@ -54,13 +54,13 @@ class Source:
 
     @classmethod
     def from_bytes(cls, path: str, data: bytes) -> Source:
-        """The source that a file holds; a path that ends in .ipynb makes it a notebook.
+        """The source that a file holds: a notebook where its path or its content says so.
 
         Raises:
             Unreadable: the bytes are no text, or the text is not Python 3.
             ForeignLanguage: a notebook in another language.
         """
-        if path.endswith(".ipynb"):
+        if path.endswith(".ipynb") or _holds_notebook(data):
             # imported here: most runs see no notebook
             from oomfix.notebook import read_notebook
 
@@ -141,6 +141,11 @@ class Source:
     @cached_property
     def _is_ascii(self) -> bool:
         return self.text.isascii()
+
+
+def _holds_notebook(data: bytes) -> bool:
+    """Whether bytes without a telling name are a notebook: standard input. Its JSON would pass as Python, unread."""
+    return data.lstrip()[:1] == b"{" and b'"cell_type"' in data and b'"nbformat"' in data
 
 
 def _docstrings(body: list[ast.stmt]) -> Iterator[ast.Expr]:

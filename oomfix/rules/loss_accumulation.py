@@ -31,7 +31,7 @@ class LossAccumulation(Rule):
     code = "OOM101"
     name = "loss-accumulation"
     severity = Severity.ERROR
-    needs = (*TRAINS, b".eval(", b"def training_step(")
+    needs = (*TRAINS, b".eval(", b"def training_step(", b"def compute_loss(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():

@@ -30,7 +30,7 @@ class TensorRetention(Rule):
     code = "OOM102"
     name = "tensor-retention"
     severity = Severity.ERROR
-    needs = (*TRAINS, b".eval(", b"def training_step(")
+    needs = (*TRAINS, b".eval(", b"def training_step(", b"def compute_loss(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():

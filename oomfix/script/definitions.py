@@ -38,6 +38,7 @@ _ACTING_NAME = re.compile(rf"(^|_)({_ACTING})(_|$|\d)", re.IGNORECASE)
 _MODULE_BASE = re.compile(
     r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
 )
+_TRANSFORMERS_TRAINER = re.compile(r"^(transformers|trl|sentence_transformers)\.(.*\.)?\w*Trainer$")
 _LIGHTNING_BASE = re.compile(r"(^|\.)(LightningModule|LightningDataModule)$")
 
 
@@ -147,6 +148,14 @@ class Class:
         return any(base.ref.is_lightning for base in self.bases if base.kind is Kind.CLASS) or any(
             _LIGHTNING_BASE.search(name) for name in self.base_names
         )
+
+    @property
+    def step_of_a_framework(self) -> str | None:
+        """The method that a framework calls for each batch, to backpropagate what it returns."""
+        if self.is_lightning:
+            return "training_step"
+        trainer = any(_TRANSFORMERS_TRAINER.search(name) for name in self.base_names)
+        return "compute_loss" if trainer else None
 
 
 def _called_on_self(nodes: list[ast.AST]) -> Iterator[str]:

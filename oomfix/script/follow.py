@@ -39,6 +39,23 @@ def _returns_a_state(function: Function) -> bool:
     )
 
 
+def _is_for(parameter: ast.arg, owner: Class) -> bool:
+    """Whether a parameter takes objects of a class: `agent: DQNAgent`, or `agent` where nothing else is said."""
+    if parameter.annotation is None:
+        return len(parameter.arg) > 2 and owner.name.lower().endswith(parameter.arg.replace("_", "").lower())
+    return ast.unparse(parameter.annotation).strip("'\"") == owner.name
+
+
+def _called_on(name: str, function: Function) -> set[str]:
+    """The methods that a function calls on a name."""
+    called = [node.func for node in function.nodes if isinstance(node, ast.Call)]
+    return {
+        method.attr
+        for method in called
+        if isinstance(method, ast.Attribute) and isinstance(method.value, ast.Name) and method.value.id == name
+    }
+
+
 class Follower(Flow):
     """Follows a module, and the functions of the file in it."""
 
@@ -90,9 +107,10 @@ class Follower(Flow):
 
     def _enter_unreached(self, function: Function) -> None:
         owner = function.owner
+        if owner is not None and function.name == owner.step_of_a_framework:
+            self._enter_step(function, owner)
+            return
         if owner is not None and owner.is_lightning:
-            if function.name == "training_step":
-                self._enter_step(function, owner)
             return
         inside = owner is not None and owner.is_module and self._belongs_to_forward(function, owner)
         if inside and function.name != "forward":
@@ -125,7 +143,7 @@ class Follower(Flow):
         return combine([flatten(binding.value) for binding in held if binding is not None]).origins
 
     def _enter_step(self, function: Function, owner: Class) -> None:
-        """Lightning calls the step for every batch and runs the backward of what it returns."""
+        """A framework calls the step for every batch and runs the backward of what it returns."""
         node = function.node
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         batch = ast.Name("batch", ast.Store())
@@ -142,7 +160,7 @@ class Follower(Flow):
         self.trace.freed |= flatten(returned).origins
 
     def _frame_of_unseen_call(self, function: Function, receiver: Value | None) -> Frame:
-        """The frame of a call that is made out of sight, with arguments nobody knows."""
+        """The frame of a call that is made out of sight, with arguments of which nobody knows more than their class."""
         frame = Frame(
             function=function,
             state=self.state.entering(Names()),
@@ -153,7 +171,7 @@ class Follower(Flow):
         arguments = {}
         parameters = function.node.args
         for index, parameter in enumerate([*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs]):
-            value = receiver if index == 0 and receiver is not None else UNKNOWN
+            value = receiver if index == 0 and receiver is not None else self._object_for(parameter, function)
             arguments[parameter.arg] = Binding(value, (), None)
         for extra in (parameters.vararg, parameters.kwarg):
             if extra is not None:
@@ -164,6 +182,16 @@ class Follower(Flow):
         frame.state.grad = Graph.MAYBE if function.is_handed_out or function.is_hook else Graph.YES
         frame.state.evaluating = Layer()
         return frame
+
+    def _object_for(self, parameter: ast.arg, function: Function) -> Value:
+        """`def run(env, agent)`: what is given for a parameter, known where it is an object that trains."""
+        for owner in {method.owner: None for method in self.functions if method.owner is not None}:
+            # A network or a Lightning module trains in other hands, and `self` is no other object.
+            if owner.is_module or owner.is_lightning or owner is function.owner:
+                continue
+            if _is_for(parameter, owner) and _called_on(parameter.arg, function) & owner.training_methods:
+                return self._instance_for(owner)
+        return UNKNOWN
 
     def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""

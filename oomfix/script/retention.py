@@ -22,6 +22,8 @@ def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
     for backward in trace.backwards:
         backwards_of.setdefault(backward.site.function, []).append(backward)
     for keep in trace.keeps.values():
+        if keep.manner == "add" and _goes_in_again(keep, trace):
+            continue
         if keep.certain and keep.node not in seen and _grows_by_iteration(keep, trace, training_runs, backwards_of):
             seen.add(keep.node)
             yield keep
@@ -50,6 +52,12 @@ def _grows_by_iteration(
         if not evaluating and not (function is not None and function.evaluates):
             return False
     return any(keep.crossed[0] in forward.site.loops for forward in forwards)
+
+
+def _goes_in_again(keep: Keep, trace: Trace) -> bool:
+    """`x = x - step * net(x)`: a sample in the making and no total; what to mend is the forward, or the state."""
+    given = (argument for forward in trace.forwards_of(keep.origins) for argument in forward.given)
+    return any(isinstance(part, ast.expr) and path_of(part) == keep.target for node in given for part in walk(node))
 
 
 def _is_a_step(keep: Keep, outside: int, backwards: Iterable[Backward]) -> bool:

@@ -110,8 +110,9 @@ def test_settings_of_standard_input_are_those_of_the_file_it_stands_for(oomfix):
 
 def test_a_notebook_may_come_from_standard_input(oomfix, notebook):
     data = notebook(("code", LOAD))
-    (row,) = oomfix.json("-", "--stdin-filename", "a.ipynb", input=data)["findings"]
-    assert (row["cell"], row["line"]) == (1, 2)
+    for arguments in (["--stdin-filename", "a.ipynb"], []):
+        (row,) = oomfix.json("-", *arguments, input=data)["findings"]
+        assert (row["cell"], row["line"]) == (1, 2)
 
 
 def test_every_number_of_processes_gives_the_same_bytes(oomfix):

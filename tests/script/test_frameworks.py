@@ -124,6 +124,41 @@ def test_a_training_step_that_keeps_nothing_is_silent(read, statement):
     assert findings_of(read(LIGHTNING.format(step="training_step", statement=statement, returned="loss"))) == []
 
 
+@pytest.mark.parametrize(
+    ("imported", "base"),
+    [
+        ("from transformers import Seq2SeqTrainer", "Seq2SeqTrainer"),
+        ("from trl import SFTTrainer as Base", "Base"),
+        ("import transformers", "transformers.Trainer"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("self.losses.append(out.loss)", [("OOM102", 8, "warning")]),
+        ("self.total += out.loss", [("OOM101", 8, "warning")]),
+        ("self.losses.append(out.loss.detach())", []),
+        ("self.total += out.loss.item()", []),
+        ("self.last = out.loss", []),
+    ],
+)
+def test_compute_loss_is_the_body_of_the_loop_of_transformers(read, imported, base, statement, found):
+    code = f"""
+        import torch
+        {imported}
+
+        class Distilling({base}):
+            def compute_loss(self, model, inputs, return_outputs=False):
+                out = model(**inputs)
+                torch.cuda.synchronize()
+                {statement}
+                return (out.loss, out) if return_outputs else out.loss
+    """
+    script = read(code)
+    assert findings_of(script) == found
+    assert script.loops == []
+
+
 @pytest.mark.parametrize("step", ["validation_step", "test_step", "predict_step"])
 def test_lightning_evaluates_without_gradients(read, step):
     script = read(LIGHTNING.format(step=step, statement="self.outputs.append(loss)", returned="loss"))

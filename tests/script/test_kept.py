@@ -333,3 +333,21 @@ def test_any_other_test_tells_nothing(report, test):
                 total += loss
     """
     assert report(code) == [("OOM101", 7)]
+
+
+@pytest.mark.parametrize("step", ["x = x - beta[i] * noise", "x += noise", "x = x + net(x, i)"])
+def test_a_sample_that_goes_into_the_network_again_is_no_total(report, step):
+    code = """
+        import torch
+
+        def sample(net, beta):
+            net.eval()
+            x = torch.randn(4, 3)
+            for i in range(10):
+                noise = net(x, i)
+                STEP
+            return x
+    """
+    found = report(code.replace("STEP", step))
+    assert kept(found) == []
+    assert ("OOM201", 7) in found

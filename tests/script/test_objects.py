@@ -281,3 +281,39 @@ def test_what_a_module_makes_of_its_detached_output_has_no_graph_for_certain(rep
             agent.learn()
     """
     assert [finding for finding in report(code) if finding[0] == "OOM102"] == found
+
+
+QAGENT = """
+    from torch import nn
+
+    class QAgent:
+        def __init__(self, net):
+            self.net = net.cuda()
+            self.losses = []
+
+        def learn(self, s, t):
+            loss = nn.functional.mse_loss(self.net(s.cuda()), t)
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss)
+
+    def run(batches, {parameter}):
+        for s, t in batches:
+            {name}.{method}(s, t)
+"""
+
+
+@pytest.mark.parametrize("parameter", ["agent", "q_agent", "agent: QAgent", "agent: 'QAgent'"])
+def test_a_parameter_stands_for_an_object_of_the_class_that_it_is_named_after(read, report, parameter):
+    code = QAGENT.format(parameter=parameter, name=parameter.split(":")[0], method="learn")
+    assert [loop.line for loop in read(code).loops] == [15]
+    assert report(code) == [("OOM102", 12), ("OOM202", 9)]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "method"),
+    [("agent: Other", "learn"), ("player", "learn"), ("t", "learn"), ("agent", "act"), ("agent: QAgent", "act")],
+)
+def test_any_other_parameter_is_out_of_sight(read, parameter, method):
+    code = QAGENT.format(parameter=parameter, name=parameter.split(":")[0], method=method)
+    assert read(code).loops == []
