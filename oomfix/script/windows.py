@@ -12,7 +12,10 @@ from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Event, Guard, Loop, Step
 from oomfix.script.training_loop import TrainingLoop, Window, waits
 
-_WINDOW_NAME = re.compile(r"accum|micro|grad_?steps|iter_?size|update_(freq|every)|virtual|subdivision", re.IGNORECASE)
+_WINDOW_NAME = re.compile(
+    r"accum|grad_?acc|acc_?steps|\bgas\b|micro|grad_?steps|iter_?size|update_(freq|every)|virtual|subdivision",
+    re.IGNORECASE,
+)
 _SKIPPING = (ast.Break, ast.Continue)
 
 

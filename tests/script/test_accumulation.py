@@ -541,3 +541,24 @@ def test_entries_divided_one_by_one_are_divided(report, division, found):
     """)
         == found
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "found"),
+    [("gas", True), ("args.gas", True), ("ACC_STEPS", True), ("grad_acc", True), ("n_gases", False), ("acc", False)],
+)
+def test_a_range_is_a_window_by_the_name_of_its_size(report, size, found):
+    code = """
+        import torch
+
+        def train(model, get_batch, optimizer, args):
+            while True:
+                for part in range(SIZE):
+                    x, y = get_batch()
+                    with torch.autocast("cuda", dtype=torch.bfloat16):
+                        _, loss = model(x, y)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert report(code.replace("SIZE", size)) == ([("OOM301", 9)] if found else [])
