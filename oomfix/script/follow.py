@@ -185,13 +185,13 @@ class Follower(Flow):
 
     def _object_for(self, parameter: ast.arg, function: Function) -> Value:
         """`def run(env, agent)`: what is given for a parameter, known where it is an object that trains."""
-        for owner in {method.owner: None for method in self.functions if method.owner is not None}:
-            # A network or a Lightning module trains in other hands, and `self` is no other object.
-            if owner.is_module or owner.is_lightning or owner is function.owner:
-                continue
-            if _is_for(parameter, owner) and _called_on(parameter.arg, function) & owner.training_methods:
-                return self._instance_for(owner)
-        return UNKNOWN
+        owners = {method.owner: None for method in self.functions if method.owner is not None}
+        # A network or a Lightning module trains in other hands, and `self` is no other object.
+        others = [cls for cls in owners if not (cls.is_module or cls.is_lightning or cls is function.owner)]
+        fitting = [cls for cls in others if _is_for(parameter, cls)]
+        if len(fitting) != 1 or not _called_on(parameter.arg, function) & fitting[0].training_methods:
+            return UNKNOWN
+        return self._instance_for(fitting[0])
 
     def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""

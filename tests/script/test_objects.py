@@ -317,3 +317,9 @@ def test_a_parameter_stands_for_an_object_of_the_class_that_it_is_named_after(re
 def test_any_other_parameter_is_out_of_sight(read, parameter, method):
     code = QAGENT.format(parameter=parameter, name=parameter.split(":")[0], method=method)
     assert read(code).loops == []
+
+
+def test_a_parameter_named_after_two_classes_is_out_of_sight(read):
+    code = QAGENT.format(parameter="agent", name="agent", method="learn")
+    other = "    class OtherAgent:\n        def learn(self, s, t): self.net(s).backward()\n\n    def run("
+    assert read(code.replace("    def run(", other)).loops == []
