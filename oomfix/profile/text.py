@@ -96,7 +96,8 @@ def _growth(found: dict[str, Any]) -> list[str]:
         return []
     if not grows(found):
         return [f"  {size(growth)} more stay after step 2 than after step 1: --steps 6 says whether it grows on"]
-    room = int(found["card"]["capacity_gib"] * 2**30) - found["context_bytes"] - found["peak_reserved_bytes"]
+    has = found["budget_bytes"] or int(found["card"]["capacity_gib"] * 2**30) - found["context_bytes"]
+    room = 0 if found["out_of_memory"] else has - found["peak_reserved_bytes"]
     full = f"full after {room // growth} more" if room > 0 else "already full"
     return [f"  grows {size(growth)} per step on average: {full}"]
 

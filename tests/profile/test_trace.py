@@ -133,9 +133,13 @@ def test_growth_is_that_of_what_stays():
 
 def test_two_steps_do_not_tell_what_grows_from_what_is_made_once():
     found = {"growth_bytes_per_step": MIB, "card": {"capacity_gib": 15.0}, "context_bytes": 0, "peak_reserved_bytes": 0}
+    found |= {"budget_bytes": None, "out_of_memory": None}
     once = "  1.0 MiB more stay after step 2 than after step 1: --steps 6 says whether it grows on"
     assert text._growth({**found, "steps": [{}] * 2}) == [once]
     assert text._growth({**found, "steps": [{}] * 3}) == ["  grows 1.0 MiB per step on average: full after 15360 more"]
+    refused = {**found, "steps": [{}] * 3, "budget_bytes": 2**30}
+    assert text._growth(refused) == ["  grows 1.0 MiB per step on average: full after 1024 more"]
+    assert text._growth({**refused, "out_of_memory": "here"}) == ["  grows 1.0 MiB per step on average: already full"]
 
 
 def test_what_is_made_once_is_no_growth():
