@@ -8,7 +8,7 @@ from torch.nn import Module
 
 from oomfix.profile.boundary import CardTrace
 from oomfix.profile.patches import Patches
-from oomfix.profile.process import INDEPENDENT
+from oomfix.profile.process import COUPLED, INDEPENDENT
 from oomfix.runtime import checkpointing, comparison, kept_tensors, rows, rule_choice, splitter, verify
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence
@@ -16,7 +16,7 @@ from oomfix.runtime.outputs import Rule
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.verify import check, judge
 
-_FOUND = {True: INDEPENDENT, False: "samples depend on each other"}
+_FOUND = {True: INDEPENDENT, False: COUPLED}
 
 
 def answer_checks(patches: Patches, trace: CardTrace, independent: bool) -> None:

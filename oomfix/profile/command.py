@@ -156,7 +156,9 @@ def _search(run: Callable[[list[str], list[str]], dict[str, Any]], args: list[st
     """The run with the script's own batches, or where its arguments hold {} with the largest, and all trials."""
     in_args = any(_PLACEHOLDER in argument for argument in args)
     results: dict[int, dict[str, Any]] = {}
-    own = None if in_args else run(args, [])
+    # oomfix.runtime would split any batch until it fits: asked for is the largest that need not be
+    whole = ["--coupled"]
+    own = None if in_args else run(args, whole)
     if own is not None and own["batch_size"] is None:
         raise click.UsageError(
             "--find-batch-size: no DataLoader with a batch size feeds the script; put {} where its arguments name one"
@@ -166,9 +168,9 @@ def _search(run: Callable[[list[str], list[str]], dict[str, Any]], args: list[st
         if own is not None and size == own["batch_size"]:
             found = own
         elif own is not None:
-            found = run(args, ["--batch-size", str(own["batch_size"]), str(size)])
+            found = run(args, [*whole, "--batch-size", str(own["batch_size"]), str(size)])
         else:
-            found = run([argument.replace(_PLACEHOLDER, str(size)) for argument in args], [])
+            found = run([argument.replace(_PLACEHOLDER, str(size)) for argument in args], whole)
         if found["error"] and not found["out_of_memory"]:
             raise click.ClickException(f"with batches of {size} the script failed")
         results[size], trial = found, _trial(found, size)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 INDEPENDENT = "samples do not depend on each other"
+COUPLED = "samples depend on each other"
 """How the assumption begins that batches may be split, which numbers decide and a simulated card has none."""
 
 _END_OF_FILE, _MOST_READS = b"\x04", 1000

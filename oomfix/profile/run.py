@@ -9,6 +9,7 @@ script itself failed, with its traceback.
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -41,11 +42,14 @@ from oomfix.profile.threads import Threads
 from oomfix.profile.tracker import OutOfMemoryError
 
 CANNOT_SIMULATE = 2
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run as the command line says; returns the exit code."""
     options = _parse(arguments)
+    # an operation that is refused says so by its error, which is the script's own
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with redirect_stdout(sys.stderr):
             result = run(
@@ -171,7 +175,13 @@ def _traceback(error: Exception, path: str) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != path:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(frames or error.__traceback__)))
+    shown = traceback.TracebackException.from_exception(error.with_traceback(frames or error.__traceback__))
+    simulating = [frame.filename.startswith(_OWN_FOLDER) for frame in shown.stack]
+    # behind the first operation that is simulated, all frames are those of the simulation
+    names = [frame.name if own else "" for frame, own in zip(shown.stack, simulating, strict=True)]
+    end = names.index("__torch_dispatch__") if "__torch_dispatch__" in names else len(names)
+    shown.stack[:] = [frame for frame, own in zip(shown.stack[:end], simulating[:end], strict=True) if not own]
+    return "".join(shown.format())
 
 
 def _execute(script: str, args: list[str], module: str) -> None:

@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+from oomfix.profile.process import COUPLED
+
 _PHASES = {
     "setup": "before the first forward pass",
     "forward": "in the forward pass",
@@ -55,7 +57,10 @@ def batch_size_lines(found: dict[str, Any]) -> list[str]:
     too_large = [trial["batch_size"] for trial in trials if trial["batch_size"] > largest]
     more = f"{min(too_large)} does not" if too_large else "larger ones were not tried"
     more = "all samples of the data set" if largest == found["samples"] else more
-    return [f"  largest batch size that fits {size(trials[0]['has_bytes'])}: {largest}; {more}"]
+    said = [f"  largest batch size that fits {size(trials[0]['has_bytes'])}: {largest}; {more}"]
+    if any(assumption.startswith(COUPLED) for assumption in found["assumptions"]):
+        said.append("  in one piece, that is: oomfix.runtime splits larger ones")
+    return said
 
 
 def size(nbytes: int) -> str:

@@ -5,6 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oomfix.profile.batch_size import Trial, find_largest, largest_fitting
+from oomfix.profile.command import _search
+from oomfix.profile.process import COUPLED
+from oomfix.profile.text import batch_size_lines
 
 MIB = 2**20
 
@@ -66,3 +69,24 @@ def test_where_not_one_sample_fits_none_is_found():
 def test_a_start_below_one_is_refused():
     with pytest.raises(ValueError, match=r"start: got 0, expected at least 1 sample"):
         find_largest(card(MIB)[0], 0)
+
+
+def test_batches_that_the_runtime_would_split_count_as_too_large():
+    given = []
+
+    def run(args, options):
+        given.append(options)
+        size = int(options[-1]) if "--batch-size" in options else 64
+        # as `oomfix.profile.run` answers for a loop of the runtime that fits 100 samples whole, and any if split
+        fits = size <= 100 or "--coupled" not in options
+        return {
+            "batch_size": 64, "samples": 4000, "error": None if fits else "DoesNotFitError", "assumptions": [COUPLED],
+            "out_of_memory": None if fits else "CUDA out of memory.", "peak_reserved_bytes": size * MIB,
+            "budget_bytes": 100 * MIB,
+        }  # fmt: skip
+
+    found = _search(run, [])
+    assert all("--coupled" in options for options in given)
+    assert 94 <= found["largest_batch_size"] <= 100
+    assert batch_size_lines(found)[-1] == "  in one piece, that is: oomfix.runtime splits larger ones"
+    assert len(batch_size_lines({**found, "assumptions": []})) == 1
