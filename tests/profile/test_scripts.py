@@ -101,7 +101,16 @@ while True:
     seen += 1
     assert seen < 3, "the third iteration is not asked for"
 """
-SOURCES = {"by_hand": BY_HAND, "crash": CRASH, "cpu_only": CPU_ONLY, "large": LARGE, "recovering": RECOVERING}
+SHAPES = "import torch\nmodel = torch.nn.Linear(3, 4).cuda()\nmodel(torch.randn(2, 5).cuda())\n"
+
+SOURCES = {
+    "by_hand": BY_HAND,
+    "crash": CRASH,
+    "cpu_only": CPU_ONLY,
+    "large": LARGE,
+    "recovering": RECOVERING,
+    "shapes": SHAPES,
+}
 BUDGETS_GIB = {"large": 5, "recovering": 2}
 
 
@@ -289,6 +298,15 @@ def test_a_script_that_fails_shows_its_own_traceback(runs):
     first, where, *_, last = run.found["error"].splitlines()
     assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'mine'")
     assert where.endswith('crash.py", line 3, in <module>')
+
+
+def test_an_operation_that_is_refused_shows_no_frame_of_the_simulation(runs):
+    run = runs("shapes")
+    assert run.code == 1
+    frames = [line for line in run.found["error"].splitlines() if line.startswith("  File")]
+    assert frames[0].endswith('shapes.py", line 3, in <module>') and frames[-1].endswith("in forward")
+    assert not any("oomfix" in frame or "fake_tensor" in frame for frame in frames)
+    assert run.stderr.count("Traceback") == 1
 
 
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(runs):
