@@ -33,7 +33,7 @@ class Loaders:
 
     Attributes:
         batch_size: of the loader that was last asked for a batch; None where there was none, or it has no fixed one.
-        samples: how many its data set holds; None where it does not say.
+        samples: how many it draws in a pass; None where neither its sampler nor its data set says.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Loaders:
         batches = self._largest_first(_unseen(batches) if loader in self._with_workers else batches)
         for batch in batches:
             self.batch_size = loader.batch_size
-            self.samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+            self.samples = _samples(loader)
             yield batch
             if self._progress.hurrying:
                 return
@@ -95,6 +95,14 @@ class Loaders:
             yield copy.deepcopy(largest)
         for _ in batches:
             yield copy.deepcopy(largest)
+
+
+def _samples(loader: Any) -> int | None:
+    """How many samples a pass has: a sampler may draw fewer than the data set holds, as that of one process does."""
+    if not isinstance(loader.dataset, Sized):
+        return None
+    # that of an iterable data set has no end
+    return len(loader.sampler) if isinstance(loader.sampler, Sized) else len(loader.dataset)
 
 
 def _unseen(batches: Iterator[Any]) -> Iterator[Any]:

@@ -103,7 +103,7 @@ def run(
 
     Returns:
         The fields of `Estimate`, with "script", "gpu", "stage" and "budget_bytes" as asked for, "batch_size" (of the
-        last batch from a `DataLoader`) and "samples" (in its data set) or None, "shares" (of `ranks`
+        last batch from a `DataLoader`) and "samples" (in a pass of it) or None, "shares" (of `ranks`
         ranks, for a script that trained alone) or None, "stopped" (whether the steps were
         reached), "out_of_memory" (the error's message, or None), and "error" (the script's own traceback, or None).
 

@@ -1,11 +1,14 @@
 """The search for the largest batch that fits: right for every limit, with few runs."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils import data
 
 from oomfix.profile.batch_size import Trial, find_largest, largest_fitting
 from oomfix.profile.command import _search
+from oomfix.profile.loaders import _samples
 from oomfix.profile.process import COUPLED
 from oomfix.profile.text import batch_size_lines
 
@@ -90,3 +93,16 @@ def test_batches_that_the_runtime_would_split_count_as_too_large():
     assert 94 <= found["largest_batch_size"] <= 100
     assert batch_size_lines(found)[-1] == "  in one piece, that is: oomfix.runtime splits larger ones"
     assert len(batch_size_lines({**found, "assumptions": []})) == 1
+
+
+class Endless(data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def test_the_samples_of_a_pass_are_those_that_the_sampler_draws():
+    rows = data.TensorDataset(torch.zeros(640, 1))
+    half = data.DistributedSampler(rows, num_replicas=2, rank=0)
+    assert _samples(data.DataLoader(rows, batch_size=8)) == 640
+    assert _samples(data.DataLoader(rows, batch_size=8, sampler=half)) == 320
+    assert _samples(data.DataLoader(Endless(), batch_size=8)) is None
