@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cached_property
 
 from oomfix.script.definitions import Class, Function
 from oomfix.script.flow import Flow
@@ -22,6 +23,7 @@ from oomfix.script.values import (
 )
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
+_SHORTEST_NAME = 3
 
 
 def _without_state(returned: Value, function: Function) -> Value:
@@ -40,10 +42,8 @@ def _returns_a_state(function: Function) -> bool:
 
 
 def _is_for(parameter: ast.arg, owner: Class) -> bool:
-    """Whether a parameter takes objects of a class: `agent: DQNAgent`, or `agent` where nothing else is said."""
-    if parameter.annotation is None:
-        return len(parameter.arg) > 2 and owner.name.lower().endswith(parameter.arg.replace("_", "").lower())
-    return ast.unparse(parameter.annotation).strip("'\"") == owner.name
+    """Whether a parameter takes objects of a class, by its annotation if it has one."""
+    return parameter.annotation is None or ast.unparse(parameter.annotation).strip("'\"") == owner.name
 
 
 def _called_on(name: str, function: Function) -> set[str]:
@@ -185,13 +185,24 @@ class Follower(Flow):
 
     def _object_for(self, parameter: ast.arg, function: Function) -> Value:
         """`def run(env, agent)`: what is given for a parameter, known where it is an object that trains."""
-        owners = {method.owner: None for method in self.functions if method.owner is not None}
-        # A network or a Lightning module trains in other hands, and `self` is no other object.
-        others = [cls for cls in owners if not (cls.is_module or cls.is_lightning or cls is function.owner)]
-        fitting = [cls for cls in others if _is_for(parameter, cls)]
+        named = parameter.arg if parameter.annotation is None else ast.unparse(parameter.annotation).strip("'\"")
+        alike = self._classes_by_ending.get(named.replace("_", "").lower(), ())
+        fitting = [cls for cls in alike if cls is not function.owner and _is_for(parameter, cls)]
         if len(fitting) != 1 or not _called_on(parameter.arg, function) & fitting[0].training_methods:
             return UNKNOWN
         return self._instance_for(fitting[0])
+
+    @cached_property
+    def _classes_by_ending(self) -> dict[str, list[Class]]:
+        """The classes of the file by each ending of their names of three letters and more: `DQNAgent` by `agent`."""
+        found: dict[str, list[Class]] = {}
+        for owner in {method.owner: None for method in self.functions if method.owner is not None}:
+            # A network or a Lightning module trains in other hands.
+            if not (owner.is_module or owner.is_lightning):
+                name = owner.name.replace("_", "").lower()
+                for start in range(len(name) - _SHORTEST_NAME + 1):
+                    found.setdefault(name[start:], []).append(owner)
+        return found
 
     def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""
