@@ -1,6 +1,6 @@
 """Out-of-memory errors in logs: how the versions of torch and what is around it word them, and where they happened.
 
-Understood are the messages of torch 1.8 to 2.13 for CUDA, ROCm and Apple's cards, those of CUDA, cuBLAS and cuDNN that
+Understood are the messages of torch 1.0 to 2.13 for CUDA, ROCm and Apple's cards, those of CUDA, cuBLAS and cuDNN that
 stand for the same, and those of the system for the memory of the host. Imports no torch.
 """
 

@@ -11,10 +11,12 @@ from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
+from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, findings_of, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.module import Overrides
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.unused import unused_amp_imports
 from oomfix.rewrite.verdict import Form
 from oomfix.rules.base import Edit, Finding, Rule, Severity
 from oomfix.script import Script
@@ -102,6 +104,8 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
         current, loops, ended = rewrite_loops(Script.read(source, options.target_torch), options)
+        unused = unused_amp_imports(source.tree, current.tree, Layout(current))
+        current = _changed(current, apply_edits(current.text, unused))
         ended += _mended_by_the_manager(source, current, rules, options)
     last = fix_locally(current, rules, options.wants_finding, options.target_torch)
     text = last.text

@@ -30,7 +30,7 @@ from oomfix.rewrite.removal import together
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.stages import stage_edits
-from oomfix.rewrite.unused import unused_amp_imports, unused_scalers
+from oomfix.rewrite.unused import unused_scalers
 from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.rewrite.window_shape import CannotFold
 from oomfix.rewrite.windows import WindowFolder
@@ -99,8 +99,7 @@ class LoopRewriter:
             if scaling != "script's" or all(verdict.form != "in-place" for verdict in self.verdicts):
                 self._note(scaling)
                 layout = Layout(rewritten)
-                removals = unused_amp_imports(self._source.tree, rewritten.tree, layout)
-                removals += unused_scalers(rewritten.tree, self._manager, layout)
+                removals = unused_scalers(rewritten.tree, self._manager, layout)
                 return _changed(rewritten, apply_edits(rewritten.text, removals))
             self._leave(_why_nothing_is_gained)
         return self._source

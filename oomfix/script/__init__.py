@@ -28,7 +28,7 @@ from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, zeroed_by_hand
 from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
-from oomfix.script.loops import find_training_loops, is_over_batches, makes_its_network
+from oomfix.script.loops import find_training_loops, is_over_batches, is_over_networks
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
@@ -262,15 +262,9 @@ class Script:
     def _batch_loops(self) -> set[Loop]:
         inside = [forward for forward in self.trace.forwards.values() if forward.site.loops]
         outer = {loop for forward in inside for loop in forward.site.loops[:-1]}
-        stages = {forward.site.loops[-1] for forward in inside if makes_its_network(forward)}
-        innermost = {forward.site.loops[-1] for forward in inside} - outer - stages
-        over_batches = {loop for loop in innermost if not self._loads_networks(loop)}
+        stages = {forward.site.loops[-1] for forward in inside if is_over_networks(forward)}
+        over_batches = {forward.site.loops[-1] for forward in inside} - outer - stages
         return over_batches | {training.node for training in self.loops}
-
-    def _loads_networks(self, loop: Loop) -> bool:
-        """Whether each round of a loop is about other weights: it goes over checkpoints, not over batches."""
-        last = loop.end_lineno or loop.lineno
-        return any(loop.lineno <= call.lineno <= last for call in self.calls_of_method("load_state_dict"))
 
     def runs_every_iteration(self, event: Event) -> bool:
         """Whether nothing but a check for the device, or leaving out a batch, stands between the loop and the event."""

@@ -27,13 +27,15 @@ def is_over_batches(loop: Loop) -> bool:
     return named or any(isinstance(node, ast.Name) and _BATCH.match(node.id) for node in walk(loop.target))
 
 
-def makes_its_network(forward: Forward) -> bool:
-    """Whether the loop around a forward makes the network in every round: one over folds, checkpoints or models."""
+def is_over_networks(forward: Forward) -> bool:
+    """Whether the loop around a forward makes its network or loads it in every round: over folds or checkpoints."""
     loop, called = forward.site.loop, (forward.path or "").split(".")[0]
     if loop is None or not called:
         return False
     helpers = takewhile(lambda function: loop not in function.nodes, forward.site.functions)
     nodes = [*walk(loop), *(node for function in helpers for node in function.nodes)]
+    if any(isinstance(node, ast.Attribute) and node.attr == "load_state_dict" for node in nodes):
+        return True
     assigned = [(node.value, set(map(path_of, node.targets))) for node in nodes if isinstance(node, ast.Assign)]
     return any(
         (value is forward.node and any(looks_like_module(target or "") for target in targets))

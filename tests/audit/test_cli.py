@@ -231,20 +231,37 @@ def test_contributing_tells_the_style_commands_that_ci_runs():
     assert " && ".join(commands) in contributing
 
 
-def test_an_audit_imports_nothing_that_it_does_not_need(oomfix):
-    (oomfix.folder / "a.py").write_text(LOAD)
+def loaded_by_audit(oomfix, form):
+    """What an audit prints, and the modules that it imports."""
     code = (
         "import sys\nfrom oomfix.cli import main\n"
-        "try:\n    main(['audit', 'a.py', '--format', 'concise', '--no-cache'])\n"
+        f"try:\n    main(['audit', 'a.py', '--format', '{form}', '--no-cache'])\n"
         "except SystemExit:\n    pass\n"
         "print(sorted({name.split('.')[0] for name in sys.modules}))"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run([sys.executable, "-c", code], cwd=oomfix.folder, env=env, capture_output=True, text=True)
-    loaded = set(eval(done.stdout.splitlines()[-1]))
+    return done.stdout, set(eval(done.stdout.splitlines()[-1]))
+
+
+def test_an_audit_imports_nothing_that_it_does_not_need(oomfix):
+    (oomfix.folder / "a.py").write_text(LOAD)
+    printed, loaded = loaded_by_audit(oomfix, "concise")
     heavy = {"torch", "libcst", "rich", "jsonschema", "multiprocessing", "pathspec", "platformdirs", "tomllib"}
-    assert "OOM205" in done.stdout
+    assert "OOM205" in printed
     assert loaded & heavy == set()
+
+
+def test_what_apply_would_do_is_said_without_its_libraries(oomfix):
+    """Of the names that this script imports, apply would take out one and leave the other."""
+    (oomfix.folder / "a.py").write_text(
+        "from torch.cuda.amp import autocast, custom_fwd\nforward = custom_fwd(operator)\n"
+        "for x, y in loader:\n    with autocast():\n        loss = criterion(model(x), y)\n"
+        "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    printed, loaded = loaded_by_audit(oomfix, "json")
+    assert '"rewrite": "micro-batched"' in printed
+    assert loaded & {"torch", "libcst", "rich"} == set()
 
 
 def test_no_rule_needs_bytes_that_a_notebook_writes_otherwise():
