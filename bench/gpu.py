@@ -38,7 +38,7 @@ PARTS = {
     "comparison": Part(("-m", "bench.comparison", "--device", "cuda", "--rounds", "15"), 9),
     "calibration": Part(("bench/profile_calibration.py", "--write"), 6),
     "techniques": Part(("-m", "bench.techniques", "--device", "cuda", "--rounds", "10"), 7),
-    "runtime": Part(("-m", "bench.runtime", "--device", "cuda", "--rounds", "60"), 4),
+    "runtime": Part(("-m", "bench.runtime", "--device", "cuda", "--rounds", "10"), 4),
 }
 
 

@@ -1,14 +1,14 @@
 """What `oomfix.runtime` costs and saves, beside a plain loop and one with AMP and accumulation written by hand.
 
-    python -m bench.runtime [--device cuda] [--rounds 200]
+    python -m bench.runtime [--device cuda] [--rounds 40]
 
 Writes bench/results/runtime-<device>.md. All contenders train the same model from the same seed on the same batches
 in one process. A contender is timed against a loop written by hand with the same precision and the same number of
-micro-batches: in rounds, in which both make one step, in changing order. The ratio is the median of the ratios within
-rounds, so that a busy machine slows both sides. On the CPU a step's time is the processor time of the process and
-memory is counted by `SimulatedCard`; on a GPU time comes from CUDA events and memory from
-`torch.cuda.max_memory_allocated`, the allocator is set for everybody as the presets set it, and the limit that a
-preset puts on the process is taken back after it.
+micro-batches: in rounds, in which both make ten steps, one after the other as in training, in changing order. The
+ratio is the median of the ratios within rounds, so that a busy machine slows both sides. On the CPU a step's time is
+the processor time of the process and memory is counted by `SimulatedCard`; on a GPU time comes from CUDA events and
+memory from `torch.cuda.max_memory_allocated`, the allocator is set for everybody as the presets set it, and the limit
+that a preset puts on the process is taken back after it.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from oomfix.profile.tracker import SimulatedCard
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
+STEPS = 10  # of a round
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], torch.Tensor]
@@ -134,27 +135,30 @@ def managed(workload: Workload, preset: str, **overrides: object) -> Step:
 
 
 def step_milliseconds(steps: dict[str, Step], batches: list[Batch], device: str) -> dict[str, list[float]]:
-    """Milliseconds of every contender's step in each round; the first five rounds are not counted."""
+    """Milliseconds of every contender's step, on average, in each round of ten; the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     shuffle = random.Random(0).shuffle
-    for number, batch in enumerate(batches):
+    for begin in range(0, len(batches), STEPS):
         shuffle(order)
         for name in order:
-            elapsed = _timed(steps[name], batch, device)
-            if number >= 5:
-                times[name].append(elapsed)
+            elapsed = _timed(steps[name], batches[begin : begin + STEPS], device)
+            if begin:
+                times[name].append(elapsed / STEPS)
     return times
 
 
-def _timed(step: Step, batch: Batch, device: str) -> float:
+def _timed(step: Step, batches: list[Batch], device: str) -> float:
+    """Milliseconds of one step on each of `batches`."""
     if device == "cpu":
         begin = time.process_time()
-        step(batch)
+        for batch in batches:
+            step(batch)
         return (time.process_time() - begin) * 1000
     begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin_event.record()
-    step(batch)
+    for batch in batches:
+        step(batch)
     end_event.record()
     end_event.synchronize()
     return begin_event.elapsed_time(end_event)
@@ -219,7 +223,7 @@ def contenders(workload: Workload) -> list[Contender]:
 
 def compare(contender: Contender, workload: Workload, rounds: int) -> str:
     """A row of the table: peak, step time, its ratio to the loop by hand, loss."""
-    batches = workload.batches(rounds + 5)
+    batches = workload.batches((rounds + 1) * STEPS)
     times = step_milliseconds({"by hand": contender.reference(), "it": contender.build()}, batches, workload.device)
     peak, loss = peak_and_loss(contender.build, batches[:30], workload.device)
     if workload.device == "cuda":
@@ -245,7 +249,7 @@ def _verification_cost(workload: Workload, settled: Step, batches: list[Batch]) 
     verified = managed(workload, "16gb", micro_batches=2)
     extra, total = 0.0, 0.0
     for number, batch in enumerate(batches, start=1):
-        with_check, without = (_timed(step, batch, workload.device) for step in (verified, settled))
+        with_check, without = (_timed(step, [batch], workload.device) for step in (verified, settled))
         extra += with_check - without if number & (number - 1) == 0 else 0.0
         total += without
     return extra / total
@@ -274,7 +278,7 @@ def shrinking_cards(workload: Workload, steps: int = 30) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=200, help="timed steps per contender")
+    parser.add_argument("--rounds", type=int, default=40, help="timed rounds of ten steps per contender")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workload = CUDA if arguments.device == "cuda" else CPU
