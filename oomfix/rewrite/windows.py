@@ -23,6 +23,7 @@ from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, remove_statement
 from oomfix.script.nodes import walk
+from oomfix.script.torch_facts import SUMMED
 from oomfix.script.trace import Backward
 from oomfix.script.training_loop import Window
 from oomfix.script.windows import is_divided
@@ -85,10 +86,10 @@ class WindowFolder:
         loses_tail = window.decision is not None and self._script.loses_tail(verdict.loop) and self._wants("OOM302")
         if not undivided and not loses_tail:
             return None
-        if window.alternatives or window.elsewhere:
-            raise CannotFold("a flag decides which of several steps closes it")
         if window.decision is None:
             raise CannotFold("it is counted by a loop of its own")
+        if window.alternatives or window.elsewhere:
+            raise CannotFold("a flag decides which of several steps closes it")
         shape = shape_of(verdict.loop.node, window.decision, self._blocks)
         self._check_body(verdict, window.decision)
         if not undivided:
@@ -97,9 +98,8 @@ class WindowFolder:
         closed = f"{self._manager}.window_closed"
         edits += exchange_edits(verdict.loop.node, shape, self._blocks, self._source, closed)
         edits += self._tail_behind(verdict)
-        if undivided:
-            self._check_no_sums()
-        else:
+        self._check_no_sums(verdict, bool(undivided))
+        if not undivided:
             divisions = Divisions(self._blocks, self._layout, self._amp, self._source.tree)
             edits += [edit for event in verdict.backwards for edit in divisions.undone(event, shape.size)]
         size = self._source.segment(shape.size)
@@ -224,8 +224,9 @@ class WindowFolder:
         calls = (node for node in self._script.imports.nodes if isinstance(node, ast.Call))
         return any(last_name(call) == "OneCycleLR" for call in calls)
 
-    def _check_no_sums(self) -> None:
-        if _SUM.search(self._source.text):
+    def _check_no_sums(self, verdict: Verdict, undivided: bool) -> None:
+        sums = any(SUMMED in event.divisors for event in verdict.backwards)
+        if sums or (undivided and _SUM.search(self._source.text)):
             raise CannotFold("its loss may be a sum, which is not divided")
 
     # -- the tail behind the loop ----------------------------------------------------------------------------------

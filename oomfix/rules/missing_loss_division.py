@@ -12,11 +12,16 @@ from oomfix.script.windows import is_divided
 class MissingLossDivision(Rule):
     """Gradients are accumulated over k iterations and the loss is not divided by k.
 
+    What: a step every k-th iteration, or one behind an inner loop: over k batches, or over k pieces into which a batch
+    was cut (`x.chunk(k)`, `x.split(m)`, `x[i : i + m]`).
+
     Why: k backwards of a mean loss add up to k times the gradient of the mean over all samples: 4.00 times with 4
     backwards per step (bench/results/rules.md). The step is k times too long for the learning rate that was meant (Adam
     hides it, weight decay and clipping do not), and changing k to fit a card changes the training.
 
-    Quiet when: the loss is divided by anything on its way to the backward, or a framework scales it.
+    Quiet when: the loss is divided by anything on its way to the backward, or is the sum over its samples
+    (`reduction="sum"`); a framework scales it; what is cut is the time, along another dimension than the first or with
+    a state that goes from piece to piece.
 
     Fix: `oomfix.runtime` weights each part by its share of the samples, which is exact for ragged windows too; by
     hand, `(loss / k).backward()`. Mending it makes gradients k times smaller: a learning rate tuned to the error has
@@ -53,6 +58,17 @@ for i, (x, y) in enumerate(loader):
 """,
             (4,),
         ),
+        Invalid(
+            """
+for x, y in loader:
+    optimizer.zero_grad()
+    for part, target in zip(x.chunk(4), y.chunk(4)):
+        loss = criterion(model(part), target)
+        loss.backward()
+    optimizer.step()
+""",
+            (6,),
+        ),
     ]
     VALID = [
         """
@@ -82,5 +98,13 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % args.accumulation == 0:
         scaler.step(optimizer)
         scaler.update()
+""",
+        """
+from torch.nn import functional as F
+for x, y in loader:
+    optimizer.zero_grad()
+    for part, target in zip(x.split(8), y.split(8)):
+        F.cross_entropy(model(part), target, reduction="sum").backward()
+    optimizer.step()
 """,
     ]

@@ -78,7 +78,8 @@ class Calls(Methods):
                     return self._through_loss([*arguments, *keywords.values()])
                 return self.forward(node, function, path, arguments, keywords, method=self._own(function, "forward"))
             case Kind.LOSS:
-                return self._through_loss([*arguments, *keywords.values()])
+                loss = self._through_loss([*arguments, *keywords.values()])
+                return loss._replace(divisors=function.divisors)
             case Kind.CONTEXT:
                 if arguments and arguments[0].kind is Kind.FUNCTION:
                     arguments[0].ref[0].effects.append(function)
@@ -143,7 +144,8 @@ class Calls(Methods):
         ):
             kind = None
         if kind is not None:
-            return Value(kind, ref=(name, self.trace.number("made", id(node), self.way)))
+            made = self.trace.number("made", id(node), self.way)
+            return Value(kind, ref=(name, made), divisors=torch_facts.summed_by(keywords))
         if name.startswith("torch."):
             return self.computed(self._torch_function(name, last, given, keywords))
         if last in ("tqdm", "trange", "track", "prefetch"):
@@ -194,7 +196,7 @@ class Calls(Methods):
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
             return content if "checkpoint" in name else UNKNOWN
         several = last in torch_facts.SEVERAL or name.startswith("torch.distributions.")
-        return content._replace(is_tensor=not several)
+        return content._replace(is_tensor=not several, divisors=torch_facts.summed_by(keywords))
 
     def _values_and_indices(self, content: Value, given: int) -> Value:
         if given < 2:

@@ -14,6 +14,7 @@ from oomfix.script.hints import Hints
 from oomfix.script.names import path_of
 from oomfix.script.narrowing import narrowed_by
 from oomfix.script.nodes import walk
+from oomfix.script.pieces import pieces_of
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.statements import Statements
 from oomfix.script.trace import Guard, Loop, Trace
@@ -209,6 +210,11 @@ class Flow(Statements):
             self.trace.loops_over_parts.add(node)
         if flatten(source).graph:
             self.trace.loops_over_graphs.add(node)
+        if (pieces := pieces_of(node, self._as_assigned)) is not None:
+            self.trace.loops_over_pieces[node] = pieces
+            binding = self.binding_of(pieces.whole)
+            if self.loops and binding is not None and binding.loops[: len(self.loops)] == self.loops:
+                self.trace.pieces_of_batches.add(node)
         if (frozen := frozen_by(node)) is not None:
             self.freeze(*frozen)
         if literals is not None:
@@ -238,6 +244,18 @@ class Flow(Statements):
         if binding is None or binding.loops != self.loops:
             return False
         return binding.value.kind in (Kind.SEQUENCE, Kind.CONTAINER) or bool(binding.value.graph)
+
+    def _as_assigned(self, node: ast.expr) -> ast.expr:
+        """What a name was assigned, as it is written; everything else as it is."""
+        binding = self.binding_of(node) if isinstance(node, ast.Name | ast.Attribute) else None
+        statement = binding.statement if binding is not None else None
+        if not isinstance(statement, ast.Assign):
+            return node
+        target, value = statement.targets[0], statement.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+        return next((written for name, written in pairs if path_of(name) == path_of(node)), node)
 
     def _while(self, node: ast.While) -> None:
         self._loop(node, lambda: self.evaluate(node.test))

@@ -47,10 +47,11 @@ def is_over_networks(forward: Forward) -> bool:
 def find_training_loops(trace: Trace) -> list[TrainingLoop]:
     """Every training loop of a file, by line."""
     loops: dict[Loop, TrainingLoop] = {}
+    parts = trace.pieces_of_batches.difference(*(step.site.loops for step in trace.steps))
     for backward in trace.backwards:
         if backward.is_grad_call or not backward.site.loops:
             continue
-        node = _batch_loop(backward, trace)
+        node = _batch_loop(backward, trace, parts)
         if node in trace.framework_loops:
             continue
         loop = loops.setdefault(node, TrainingLoop(node))
@@ -60,18 +61,21 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
     _collect_forwards(loops, trace)
     _collect_steps(loops, trace)
     for loop in loops.values():
-        loop.window = find_window(loop)
+        loop.window = find_window(loop, trace)
     return sorted(loops.values(), key=lambda loop: loop.line)
 
 
-def _batch_loop(backward: Backward, trace: Trace) -> Loop:
+def _batch_loop(backward: Backward, trace: Trace, parts: set[Loop]) -> Loop:
     """The innermost loop around both the backward and a forward it goes through.
 
-    A loop over losses, scales or discriminators around the backward alone is part of an iteration, not a batch loop.
+    A loop over losses, scales or discriminators around the backward alone is part of an iteration, not a batch loop;
+    nor is one of `parts`, which go over the pieces of a batch and leave the step to the loop around them.
     """
     around = backward.site.loops
     depths = [_shared_depth(around, forward.site.loops) for forward in trace.forwards_of(backward.origins)]
     depth = max(depths, default=0)
+    while depth > 1 and around[depth - 1] in parts:
+        depth -= 1
     if depth:
         return around[depth - 1]
     batches = [loop for loop in around if loop not in trace.loops_over_parts]

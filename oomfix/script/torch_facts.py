@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 
 from oomfix.script.names import MANY_NAMES
-from oomfix.script.values import Kind
+from oomfix.script.values import Kind, Value
 
 INTEGER_RESULTS = frozenset(
     "argmax argmin eq ne gt ge lt le equal allclose isnan isinf isfinite isclose long int short byte bool char numel "
@@ -110,6 +110,9 @@ TORCH_GRAPH_FREE = frozenset(
     "DoubleTensor zeros_like ones_like get_rng_state set_rng_state no_grad normal".split()
 )
 
+SUMMED = 'reduction="sum"'
+"""Stands among the divisors of a loss that is the sum over its samples."""
+
 
 @lru_cache(MANY_NAMES)
 def kind_of_call(qualified: str) -> Kind | None:
@@ -140,6 +143,15 @@ def kind_of_call(qualified: str) -> Kind | None:
     if last[:1].isupper() and _LOSS_CLASS.search(last) and not re.match(r"Model|Net", last):
         return Kind.LOSS
     return None
+
+
+def summed_by(keywords: dict[str, Value]) -> frozenset[str]:
+    """What `Value.divisors` has of a loss that is made or computed with these arguments: `SUMMED`, or nothing."""
+    reduction, average = keywords.get("reduction"), keywords.get("size_average")
+    summed = (reduction is not None and reduction.constant == "sum") or (
+        average is not None and average.constant is False
+    )
+    return frozenset({SUMMED}) if summed else frozenset()
 
 
 def runs_module(name: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from oomfix.script.pieces import Pieces
 from oomfix.script.values import Graph
 
 if TYPE_CHECKING:
@@ -221,6 +222,10 @@ class Trace:
     """Loops over what the iteration around them has made: losses, scales, crops."""
     loops_over_graphs: set[Loop] = field(default_factory=set)
     """Loops over what carries a graph: the rows of an output."""
+    loops_over_pieces: dict[Loop, Pieces] = field(default_factory=dict)
+    """Loops over the pieces of one tensor, cut up by hand."""
+    pieces_of_batches: set[Loop] = field(default_factory=set)
+    """Those of them that cut what the iteration around them was given: a batch."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
     _rounds: int = 0
 

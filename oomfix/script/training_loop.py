@@ -70,7 +70,7 @@ class TrainingLoop:
     @property
     def accumulated_backwards(self) -> list[Backward]:
         """The backwards that run on every iteration of the window."""
-        if self.window is None or self.window.decision is None:
+        if self.window is None:
             return self.backwards
         decisions = {id(self.window.decision), *(id(guard.statement) for guard in self.window.alternatives)}
         return [

@@ -65,7 +65,10 @@ class Value(NamedTuple):
     ref: Any = None
     constant: Any = MISSING
     divisors: frozenset[str] = frozenset()
-    """What it was divided by after it was made, as written: accumulation asks a loss for the window's size."""
+    """What it was divided by after it was made, as written: accumulation asks a loss for the window's size.
+
+    `SUMMED` (`torch_facts`) stands here too, of a criterion or a loss: sums over the samples need no division.
+    """
     is_tensor: bool = False
     """Certainly one tensor, and no tuple, dict or output object that holds some."""
     may_be_number: bool = False

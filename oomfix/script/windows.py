@@ -9,7 +9,8 @@ from typing import TypeGuard
 
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
-from oomfix.script.trace import Backward, Event, Guard, Loop, Step
+from oomfix.script.rounds import feeds_itself
+from oomfix.script.trace import Backward, Event, Guard, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop, Window, waits
 
 _WINDOW_NAME = re.compile(
@@ -19,15 +20,41 @@ _WINDOW_NAME = re.compile(
 _SKIPPING = (ast.Break, ast.Continue)
 
 
-def find_window(loop: TrainingLoop) -> Window | None:
-    """The accumulation window: every step waits for a test that some backward does not wait for."""
-    if loop.steps:
-        return _decided_window(loop)
-    if loop.later_steps and isinstance(loop.node, ast.For) and _counts_a_window(loop.node):
+def find_window(loop: TrainingLoop, trace: Trace) -> Window | None:
+    """The accumulation window: every step waits for a test that some backward does not wait for, or for a loop."""
+    if loop.steps and (window := _decided_window(loop)) is not None:
+        return window
+    if not loop.steps and loop.later_steps and isinstance(loop.node, ast.For) and _counts_a_window(loop.node):
         iterable = loop.node.iter
         size = iterable.args[-1] if isinstance(iterable, ast.Call) and iterable.args else iterable
         return Window(ast.unparse(size), size, None)
+    return _window_of_pieces(loop, trace)
+
+
+def _window_of_pieces(loop: TrainingLoop, trace: Trace) -> Window | None:
+    """A batch is cut up: a backward for each of its pieces, and a step behind the last."""
+    for node in dict.fromkeys(backward.site.loop for backward in loop.backwards):
+        pieces = trace.loops_over_pieces.get(node) if node is not None else None
+        if node is not None and pieces is not None and _adds_up_over(node, loop, trace):
+            elsewhere = frozenset(event.node for event in loop.backwards if event.site.loop is not node)
+            return Window(ast.unparse(pieces.number), pieces.number, None, elsewhere=elsewhere)
     return None
+
+
+def _adds_up_over(pieces: Loop, loop: TrainingLoop, trace: Trace) -> bool:
+    """Whether each piece has a forward and a backward of its own, and nothing steps or resets before the last."""
+    steps = [*loop.steps, *loop.later_steps]
+    backwards = [event for event in loop.backwards if event.site.loop is pieces]
+    forwards = [forward for event in backwards for forward in trace.forwards_of(event.origins)]
+    resets = (event.site for event in trace.calls.get("zero_grad", ()))
+    return (
+        bool(steps)
+        and not any(pieces in step.site.loops for step in steps)
+        and not any(site.loop is pieces and not site.guards for site in resets)
+        and all(pieces in forward.site.loops for forward in forwards)
+        and not any(event.carried for event in backwards)
+        and not feeds_itself(pieces)
+    )
 
 
 def _decided_window(loop: TrainingLoop) -> Window | None:

@@ -562,3 +562,106 @@ def test_a_range_is_a_window_by_the_name_of_its_size(report, size, found):
                 optimizer.zero_grad()
     """
     assert report(code.replace("SIZE", size)) == ([("OOM301", 9)] if found else [])
+
+
+PIECES = """
+    import torch
+    from torch import nn
+
+    def run(model, loader, optimizer, n, m):
+        criterion = nn.CrossEntropyLoss({reduction})
+        for x, y in loader:
+            optimizer.zero_grad()
+            {cut}
+            {header}
+                {part}
+                loss = criterion(model(a), b){normalised}
+                loss.backward()
+            optimizer.step()
+"""
+CUTS = [
+    ("pass", "for a, b in zip(x.chunk(n), y.chunk(n)):", "pass"),
+    ("pass", "for a, b in zip(torch.split(x, m), torch.split(y, m)):", "pass"),
+    ("pass", "for i, (a, b) in enumerate(zip(x.tensor_split(n, 0), y.tensor_split(n, dim=0))):", "pass"),
+    ("parts = list(zip(x.chunk(n), y.chunk(n)))", "for a, b in parts:", "pass"),
+    ("xs, ys = x.chunk(n), y.chunk(n)", "for i in range(n):", "a, b = xs[i], ys[i]"),
+    ("pass", "for i in range(0, len(x), m):", "a, b = x[i : i + m], y[i : i + m]"),
+    ("pass", "for i in range(n):", "start = i * m; a, b = x[start : start + m], y[start : start + m]"),
+    ("pass", "for i in range(n):", "a, b = x[i::n], y[i::n]"),
+]
+
+
+def in_pieces(cut, header, part, *, reduction="", normalised=""):
+    return PIECES.format(cut=cut, header=header, part=part, reduction=reduction, normalised=normalised)
+
+
+@pytest.mark.parametrize(("cut", "header", "part"), CUTS)
+def test_the_pieces_of_a_batch_add_up(report, cut, header, part):
+    assert report(in_pieces(cut, header, part)) == [("OOM301", 12)]
+
+
+@pytest.mark.parametrize(("cut", "header", "part"), CUTS)
+@pytest.mark.parametrize("normalised", [" / n", " * len(a) / len(x)", " * (len(a) / len(x))"])
+def test_pieces_of_which_each_has_its_share_do_not(report, cut, header, part, normalised):
+    assert report(in_pieces(cut, header, part, normalised=normalised)) == []
+
+
+@pytest.mark.parametrize("reduction", ["reduction='sum'", "size_average=False"])
+def test_sums_over_the_samples_add_up_to_the_sum_over_the_batch(report, reduction):
+    assert report(in_pieces(*CUTS[0], reduction=reduction)) == []
+
+
+@pytest.mark.parametrize(
+    ("header", "part"),
+    [
+        ("for a, b in zip(x.chunk(n, 1), y.chunk(n, 1)):", "pass"),
+        ("for i in range(0, x.size(1), m):", "a, b = x[:, i : i + m], y[:, i : i + m]"),
+        ("for i in range(len(x)):", "a, b = x[i], y[i]"),
+        ("for word in x.split(' '):", "a, b = word, y"),
+        ("for a, b in zip(x.chunk(n), y.chunk(n)):", "optimizer.zero_grad()"),
+    ],
+)
+def test_time_samples_and_what_is_reset_are_no_such_pieces(report, header, part):
+    assert report(in_pieces("pass", header, part)) == []
+
+
+def test_pieces_of_a_sequence_that_hand_on_a_state_are_no_such_pieces(report):
+    code = """
+        def run(model, loader, optimizer, m):
+            for x, y in loader:
+                optimizer.zero_grad()
+                state = None
+                for i in range(0, len(x), m):
+                    out, state = model(x[i : i + m], state)
+                    state = state.detach()
+                    criterion(out, y[i : i + m]).backward()
+                optimizer.step()
+    """
+    assert report(code) == []
+
+
+def test_parts_of_one_output_are_no_pieces_of_a_batch(report):
+    code = """
+        def run(model, loader, optimizer, n):
+            for x, y in loader:
+                optimizer.zero_grad()
+                out = model(x)
+                for a, b in zip(out.chunk(n), y.chunk(n)):
+                    criterion(a, b).backward(retain_graph=True)
+                optimizer.step()
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize(("stepped", "line"), [("    optimizer.step()", 5), ("optimizer.step()", 2)])
+def test_the_loop_over_pieces_is_a_training_loop_where_each_piece_is_stepped(read, stepped, line):
+    code = f"""
+        def run(model, loader, optimizer, n):
+            for x, y in loader:
+                pieces = zip(x.chunk(n), y.chunk(n))
+                optimizer.zero_grad()
+                for a, b in pieces:
+                    criterion(model(a), b).backward()
+                {stepped}
+    """
+    assert [loop.line for loop in read(code).loops] == [line]
