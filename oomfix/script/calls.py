@@ -174,9 +174,10 @@ class Calls(Methods):
         self.state.grad = Graph.MAYBE if len(effects) > 1 else (Graph.NO if "no_grad" in effects else Graph.YES)
 
     def _wrapped(self, given: list[Value]) -> Value:
-        if given and given[0].kind in (Kind.MODULE, Kind.INSTANCE):
-            return given[0]
-        return Value(Kind.MODULE) if given and given[0].kind is Kind.UNKNOWN else (given[0] if given else UNKNOWN)
+        """`nn.DataParallel(x)`: what is wrapped like a network is one, unless something else is known of it."""
+        if not given:
+            return UNKNOWN
+        return Value(Kind.MODULE) if given[0].kind in (Kind.UNKNOWN, Kind.TENSOR) else given[0]
 
     def _torch_function(self, name: str, last: str, given: list[Value], keywords: dict[str, Value]) -> Value:
         if last in torch_facts.FRESH:

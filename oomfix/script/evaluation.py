@@ -33,6 +33,11 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
     if not trace.backwards:
         training_runs = training_runs | {step.site.runs[-1] for step in trace.steps if step.site.runs}
     trained = [(backward.order, _entry(backward.site)) for backward in trace.backwards if backward.site.loops]
+    in_training_mode = {
+        (forward.path, forward.site.runs[-1])
+        for forward in trace.forwards.values()
+        if forward.origin in trace.backpropagated and forward.site.runs and not forward.evaluating
+    }
     waited_for = {
         id(scope.statement)
         for backward in trace.backwards
@@ -47,6 +52,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
         and forward.origin not in trace.backpropagated
         and (
             _is_evaluation(forward, training_runs, trained)
+            or (_is_between_steps(forward, in_training_mode) and not _feeds_a_network(forward, trace))
             or acts_in_environment(forward, trace)
             or _is_a_sample(forward, training_runs, waited_for)
             or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
@@ -75,6 +81,32 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tupl
         return any(order < forward.order and entry == _entry(site) for order, entry in trained)
     within_training = any(run in training_runs for run in site.runs[:-1])
     return not within_training or _says_evaluation(site.loop)
+
+
+def _is_between_steps(forward: Forward, in_training_mode: set[tuple[str | None, int]]) -> bool:
+    """`model.eval()` and a forward, in an iteration that trains the same network in its other mode."""
+    runs = forward.site.runs
+    return (
+        forward.evaluating
+        and not forward.escaped
+        and not forward.stored
+        and bool(runs)
+        and (forward.path, runs[-1]) in in_training_mode
+    )
+
+
+def _feeds_a_network(forward: Forward, trace: Trace) -> bool:
+    """Whether what is assigned from a forward goes into another one of the iteration: a sample for a discriminator."""
+    loop = forward.site.loop
+    taken = _taken(loop, forward) if loop is not None else set()
+    return any(
+        path_of(part) in taken
+        for other in trace.forwards.values()
+        if other.site.loop is loop
+        for value in other.given
+        for part in walk(value)
+        if isinstance(part, ast.Name | ast.Attribute)
+    )
 
 
 def _trained_by_their_function(trace: Trace) -> set[tuple[int, Function | None]]:
@@ -114,13 +146,7 @@ def _is_a_sample(forward: Forward, training_runs: set[int], waited_for: set[int]
 
 def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:
     """Whether what is assigned from a forward is read after the decision that it is made under, or a round later."""
-    taken = {
-        path_of(target)
-        for statement in walk(decision)
-        if isinstance(statement, ast.Assign) and any(node is forward.node for node in walk(statement.value))
-        for listed in statement.targets
-        for target in (listed.elts if isinstance(listed, ast.Tuple) else [listed])
-    }
+    taken = _taken(decision, forward)
     end = decision.end_lineno or decision.lineno
     return bool(taken & read_first(loop)) or any(
         isinstance(node, ast.Name | ast.Attribute)
@@ -129,6 +155,17 @@ def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:
         and path_of(node) in taken
         for node in walk(loop)
     )
+
+
+def _taken(block: ast.stmt, forward: Forward) -> set[str | None]:
+    """The paths that are assigned from a forward in a block."""
+    return {
+        path_of(target)
+        for statement in walk(block)
+        if isinstance(statement, ast.Assign) and any(node is forward.node for node in walk(statement.value))
+        for listed in statement.targets
+        for target in (listed.elts if isinstance(listed, ast.Tuple) else [listed])
+    }
 
 
 def _is_given_evaluation_data(forward: Forward) -> bool:

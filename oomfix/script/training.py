@@ -331,10 +331,12 @@ class Training(Networks):
         return flatten(self.evaluate(node.args[0]))._replace(scaled=True)
 
     def _call_back(self, node: ast.Call, given: list[Value]) -> None:
-        """A function of the file handed to something out of sight is called by it."""
+        """A function of the file handed to something out of sight is called by it, which takes what it returns."""
         for value in given:
             if value.kind is Kind.FUNCTION:
-                self._function(node, value, [], {})
+                returned = flatten(self._function(node, value, [], {}))
+                for forward in self.trace.forwards_of(returned.origins):
+                    forward.escaped = True
 
     def _memory_method(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         if name in ("forward_backward", "evaluate") and arguments and arguments[0].kind is Kind.FUNCTION:

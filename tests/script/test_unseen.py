@@ -297,3 +297,26 @@ def test_what_is_named_like_a_network_is_one(report, called):
             return 0
     """
     assert report(code) == [("OOM201", 3)]
+
+
+def test_a_part_of_unknown_make_is_a_network_where_it_is_wrapped_as_one(report):
+    code = """
+        import torch
+        from elsewhere import *
+
+        class Total(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.backbone = BACKBONES[name](True)
+                self.classifier = CLS(self.backbone.output_num(), 10)
+
+        total = Total()
+        backbone = torch.nn.DataParallel(total.backbone).cuda()
+        classifier = torch.nn.DataParallel(total.classifier).cuda()
+        for x, y in loader:
+            found = backbone(x)
+            loss = criterion(classifier.forward(found), y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 14), ("OOM202", 15)]

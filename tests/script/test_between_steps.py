@@ -1,0 +1,74 @@
+"""Evaluations between the steps of one training loop, and what only looks like them."""
+
+from __future__ import annotations
+
+import pytest
+
+TRAINED = """
+    def epoch(model, loader, optimizer):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            {switch}
+            out = {network}(x)
+            {use}
+            model.train()
+"""
+
+
+def test_the_network_in_eval_mode_behind_its_own_step_is_evaluated(report):
+    code = TRAINED.format(switch="model.eval()", network="model", use="total += criterion(out, y).item()")
+    assert report(code) == [("OOM201", 8)]
+
+
+@pytest.mark.parametrize(
+    ("switch", "network", "use"),
+    [
+        ("teacher.eval()", "teacher", "total += criterion(out, y).item()"),
+        ("model.train()", "model", "total += criterion(out, y).item()"),
+        ("model.eval()", "model", "criterion(out, y).backward()"),
+    ],
+)
+def test_another_network_another_mode_or_a_backward_is_none(report, switch, network, use):
+    assert ("OOM201", 8) not in report(TRAINED.format(switch=switch, network=network, use=use))
+
+
+def test_a_generator_in_eval_mode_may_make_samples_for_its_discriminator(report):
+    assert not report("""
+        for x in loader:
+            G.eval()
+            fake = G(noise())
+            (bce(D(fake.detach())) + bce(D(x))).backward()
+            opt_d.step()
+            G.train()
+            bce(D(G(noise()))).backward()
+            opt_g.step()
+    """)
+
+
+RENDERED = """
+    from elsewhere import render
+
+    def set_up(width):
+        encoder = FrequencyEncoder(width)
+
+        def encode(x):
+            return {result}
+
+        return encode
+
+    encode = set_up(8)
+    for i, rays in enumerate(batches):
+        loss = mse(render(rays, encode, model), target)
+        loss.backward()
+        optimizer.step()
+        if i % 100 == 0:
+            print(mse(render(test_rays, encode, model), target).item())
+"""
+
+
+@pytest.mark.parametrize(("result", "expected"), [("encoder(x)", []), ("encoder(x).item()", [("OOM201", 7)])])
+def test_what_a_function_returns_to_a_call_out_of_sight_leaves_with_its_graph(report, result, expected):
+    assert report(RENDERED.format(result=result)) == expected
