@@ -206,7 +206,7 @@ class _Comparison:
         light = whole.functions_tell and not found.drew
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
         found.nll_losses = len(whole.nll_weights)
-        left = []
+        left, divisors = [], []
         for begin, end in ((0, cut), (cut, count)):
             if found.drew and (self._how.replays or begin == 0):
                 generators.restore()
@@ -215,11 +215,18 @@ class _Comparison:
             part = self._run(begin, end, light)
             left.append(part.left)
             found.parts.append(part.result)
-            found.shares.append(Weight(end - begin, part.nll_weights[0] if part.nll_weights else end - begin))
+            divisors.append(part.nll_weights)
             # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
             found.bends |= bend_apart(whole.bent, part.bent)
+        sizes = (cut, count - cut)
+        if found.nll_losses and all(
+            len(of_part) * count == found.nll_losses * size for of_part, size in zip(divisors, sizes, strict=True)
+        ):
+            # a loop over the samples: each cross entropy divides by what is in one of them, whatever the batch holds
+            found.nll_losses, divisors = 0, [[], []]
+        found.shares = [Weight(n, of_part[0] if of_part else n) for n, of_part in zip(sizes, divisors, strict=True)]
         depends = left_by(whole.left, left, found.shares)
         if depends is None or (depends and not self._repeats(whole, generators)):
             names = [self._name(*key) for key in whole.left]

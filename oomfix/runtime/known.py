@@ -165,7 +165,9 @@ class Known:
             self._look_again_soon()
         elif earlier is not None and earlier.rule is None and earlier.reason == verdict.reason:
             self._check_again_at *= 2
-        blind = verdict.undecided or (verdict.nll_losses > 0 and verdict.rule is not None and not verdict.held)
+        blind = verdict.undecided or (
+            verdict.nll_losses > 0 and verdict.rule is not None and (verdict.one_part or not verdict.held)
+        )
         if earlier is None or not blind or not (earlier.held or (verdict.undecided and not earlier.undecided)):
             self.verdict = verdict
 

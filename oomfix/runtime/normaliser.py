@@ -11,6 +11,8 @@ import torch
 from torch.autograd.graph import Node
 
 _MEAN = 1  # torch's code for reduction="mean"
+# not those of a gradient that is differentiated again (NllLossBackwardBackward0), which keep no divisor
+_NLL_NODES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 
 def mean_nll_weights(loss: torch.Tensor, expected: int) -> list[float]:
@@ -56,7 +58,7 @@ def _mean_nlls(loss: torch.Tensor, expected: int) -> list[Node]:
         for node in layer:
             if node is None:
                 continue
-            if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:  # type: ignore[attr-defined]
+            if node.name() in _NLL_NODES and node._saved_reduction == _MEAN:  # type: ignore[attr-defined]
                 found.append(node)
             for parent, _ in node.next_functions:
                 if parent is not None and parent not in seen:

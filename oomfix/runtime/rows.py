@@ -23,7 +23,7 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
     telling = [numbers for numbers in _numbers_of_rows(batch, count) if any(n != numbers[0] for n in numbers)]
     if count < size:
         unlike = list(dict.fromkeys(row for numbers in telling for row in _extremes(numbers)))
-        spread = list(dict.fromkeys([*unlike[: max(count - 2, 2)], *spread]))[:count]
+        spread = list(dict.fromkeys([*unlike[: max(count - 2, 3)], *spread]))[:count]
     cut = first_part(count)
     orders = [order for numbers in telling for order in _orders(spread, numbers, count - cut)] or [spread]
     named = [[order[index % len(order)] for index in range(count)] for order in orders]
@@ -41,9 +41,14 @@ def _numbers_of_rows(batch: Batch, count: int) -> Iterator[list[Any]]:
     yield from batch.numbers_per_sample()
 
 
-def _extremes(numbers: list[Any]) -> tuple[int, int]:
-    """The rows with the smallest and the largest number."""
-    return numbers.index(min(numbers)), numbers.index(max(numbers))
+def _extremes(numbers: list[Any]) -> list[int]:
+    """The rows with the smallest and the largest number, and where some have nothing, a second one that has something.
+
+    Without it, one of two parts might hold nothing that counts, and show nothing.
+    """
+    least, most = numbers.index(min(numbers)), numbers.index(max(numbers))
+    others = [row for row, number in enumerate(numbers) if number and row != most]
+    return [least, most] if numbers[least] or not others else [least, most, max(others, key=numbers.__getitem__)]
 
 
 def first_part(count: int) -> int:

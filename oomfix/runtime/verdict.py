@@ -25,6 +25,8 @@ class Verdict:
         calls: functions that it called as gradients were compared; another number shows that it has become another
             computation. 0 where they were not compared, or where it draws, and is compared anew each time.
         left: attributes that it leaves behind, which depend on the samples.
+        one_part: of two parts of the rows one had no targets that count, so any function of a cross entropy would have
+            passed: a split may have such targets in one micro-batch only.
         trusted: no rule fits, but the user asked for splitting.
     """
 
@@ -39,4 +41,5 @@ class Verdict:
     drew: bool = True
     calls: int = 0
     left: tuple[LeftAttribute, ...] = ()
+    one_part: bool = False
     trusted: bool = False

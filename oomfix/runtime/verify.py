@@ -254,6 +254,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         drew=evidence.drew,
         calls=0 if evidence.drew else evidence.calls,
         left=evidence.left,
+        one_part=evidence.nll_losses > 0 and not trust and not all(share.targets for share in evidence.shares),
         trusted=trusted,
     )
 

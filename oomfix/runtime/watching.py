@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime.probe import Writes
+from oomfix.runtime.rows import first_part
 
 # functions that select among values along a dimension, or draw indices below a bound
 _SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort")
@@ -60,8 +61,8 @@ def _kind_of(func: Any) -> _Kind:
 class HeldOut:
     """Which cross entropies of a run had targets held out, so that its first part holds out the same.
 
-    Half of the targets of the first row are ignored, or the row if it has one target, except where the whole
-    would have no target left.
+    Half of the targets of the first row are ignored, or the row if it has one target, except where the first part
+    would have no target left: a part without targets shows nothing.
     """
 
     def __init__(self) -> None:
@@ -211,6 +212,6 @@ class Watch(TorchFunctionMode):
             return None
         by_row = target.clone().view(self._rows, -1)
         by_row[0, : max(by_row.shape[1] // 2, 1)] = ignored
-        if self._decided is None and bool((by_row == ignored).all()):
+        if self._decided is None and bool((by_row[: first_part(self._rows)] == ignored).all()):
             return None
         return by_row.view(target.shape)

@@ -178,6 +178,7 @@ class Shares:
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
         self._first: list[float] | None = None
+        self._has_targets = False
 
     def of(self, rows: int, targets: list[float]) -> Weight:
         """The weight of a micro-batch of `rows` samples, whose cross entropies divide by `targets`.
@@ -189,6 +190,11 @@ class Shares:
             return Weight(rows, rows)
         if not targets:
             raise CannotSplit("its cross entropy is in compiled code, where what it divides by cannot be read")
+        if self._verdict.one_part and targets[0]:
+            if self._has_targets:
+                reason = "few of the rows that were checked had targets that count"
+                raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+            self._has_targets = True
         if self._verdict.units != "calls":
             # all in proportion to the first cross entropy, or to the samples
             base = targets[0] if self._verdict.units == "targets" else rows

@@ -1,0 +1,125 @@
+"""Training programs as people write them: gradients, results and weights are those of whole batches, split or not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from oomfix import runtime
+from oomfix.runtime.batch import Batch
+from oomfix.runtime.verify import check
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def rows(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def labels(*shape, seed=2):
+    return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients_apart(model, forward, batches, **overrides):
+    """The largest difference, over calls and parameters, between our gradients and those of a plain backward."""
+    memory, worst = runtime.preset("16gb", **{"micro_batches": 3, **overrides}), 0.0
+    parameters = [*model.parameters()]
+    for batch in batches:
+        expected = torch.autograd.grad(forward(*batch), parameters)
+        model.zero_grad()
+        memory.forward_backward(forward, *batch)
+        pairs = zip(parameters, expected, strict=True)
+        worst = max([worst, *(float((p.grad - e).abs().max() / e.abs().max().clamp(min=1e-3)) for p, e in pairs)])
+    return worst
+
+
+def whole_because(**overrides):
+    """Why the batches of the only forward so far are not split; None if they are."""
+    (report,) = runtime.preset("16gb", **{"micro_batches": 3, **overrides}).report().forwards
+    return report.whole_because
+
+
+def adapted(model, x, y):
+    """The weights of `model` after a step on one task, with the graph of that step."""
+    weights = dict(model.named_parameters())
+    loss = F.cross_entropy(functional_call(model, weights, (x,)), y)
+    gradients = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
+    return {name: weight - 0.1 * g for (name, weight), g in zip(weights.items(), gradients, strict=True)}
+
+
+def test_learning_to_learn_is_split_by_tasks():
+    """The gradient of a cross entropy is differentiated again, and the node of that keeps no divisor."""
+    model = network()
+
+    def forward(support, support_labels, query, query_labels):
+        losses = []
+        for x, y, test_x, test_y in zip(support, support_labels, query, query_labels, strict=True):
+            losses.append(F.cross_entropy(functional_call(model, adapted(model, x, y), (test_x,)), test_y))
+        return torch.stack(losses).mean()
+
+    batches = [(rows(n, 7, 6), labels(n, 7), rows(n, 7, 6, seed=3), labels(n, 7, seed=4)) for n in (6, 6, 5)]
+    assert gradients_apart(model, forward, batches) < 1e-12
+    assert whole_because() is None
+
+
+def test_a_cross_entropy_for_each_sample_in_a_loop_is_split_for_any_number_of_samples():
+    """What each divides by is in one sample; that other micro-batches have fewer of them is no reason to stay whole."""
+    model = network()
+
+    def forward(tokens, targets):
+        return torch.stack([F.cross_entropy(model(x), y) for x, y in zip(tokens, targets, strict=True)]).mean()
+
+    batches = [(rows(n, 5, 6), labels(n, 5)) for n in (12, 12, 7, 5)]
+    batches[2][1][0, 1:4] = -100
+    assert gradients_apart(model, forward, batches) < 1e-12
+    assert whole_because() is None
+
+
+def verdict_of(forward, model, batch, most_rows):
+    return check(forward, Batch(batch, {}), list(model.modules()), most_rows)
+
+
+def focal_of_the_mean(model):
+    def forward(x, y):
+        loss = F.cross_entropy(model(x), y)
+        return (1 - (-loss).exp()) ** 2 * loss
+
+    return forward
+
+
+@pytest.mark.parametrize("most_rows", [2, 3, 5, 9])
+def test_a_part_of_a_check_without_targets_shows_nothing(most_rows, monkeypatch):
+    """Two rows are what an out-of-memory error leaves of a check: one of them held out, any function would pass."""
+    model = network()
+    monkeypatch.setattr("oomfix.runtime.verify._FEWEST_ROWS", min(3, most_rows))
+    batch = rows(12, 6), labels(12)
+    assert verdict_of(focal_of_the_mean(model), model, batch, most_rows).rule is None
+    assert verdict_of(lambda x, y: F.cross_entropy(model(x), y), model, batch, most_rows).rule is not None
+
+
+@pytest.mark.parametrize("labelled", [1, 2, 3])
+def test_a_function_of_a_mean_over_few_labelled_samples_is_seen(labelled):
+    model, targets = network(), torch.full((24,), -100)
+    targets[[3, 17, 22][:labelled]] = 1
+    plain = verdict_of(lambda x, y: F.cross_entropy(model(x), y), model, (rows(24, 6), targets), 5)
+    found = verdict_of(focal_of_the_mean(model), model, (rows(24, 6), targets), 5)
+    assert plain.rule is not None
+    assert (found.rule is None) == (labelled > 1)
+
+
+def test_what_one_labelled_sample_showed_is_not_believed_of_batches_with_more():
+    """With one label in a batch, any function of the mean over labels is split rightly; with two it is not."""
+    model = network()
+    batches = []
+    for labelled in ([3], [5], [5, 17], [1, 8, 22], [4]):
+        targets = torch.full((24,), -100)
+        targets[labelled] = 1
+        batches.append((rows(24, 6), targets))
+    assert gradients_apart(model, focal_of_the_mean(model), batches) < 1e-12
+    runtime.reset()
+    assert gradients_apart(model, lambda x, y: F.cross_entropy(model(x), y), batches) < 1e-12
+    assert whole_because() is None
