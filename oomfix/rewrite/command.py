@@ -50,7 +50,11 @@ def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 )
 @click.option("--diff", is_flag=True, help="Print what would change, and write nothing.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if anything would change.")
-@click.option("--prove", is_flag=True, help="Run the first PATH, with ARGS, on a simulated card before and after.")
+@click.option(
+    "--prove",
+    is_flag=True,
+    help="Run the first PATH, with ARGS, on a simulated card before and after; write only what fits.",
+)
 @click.option(
     "--check-equivalence",
     metavar="COMMAND",
@@ -95,7 +99,8 @@ def apply(
     rewritten, after a question.
 
     Exits 0 when done, 1 when --check would change something, --prove does not fit or --check-equivalence finds a
-    difference, 2 when a file could not be read or written, or a run came to no result.
+    difference, 2 when a file could not be read or written, or a run came to no result. Where --prove does not end with
+    0, nothing is written.
     """
     from oomfix.rewrite import summary
     from oomfix.rewrite.files import Rewriter, write
@@ -121,6 +126,9 @@ def apply(
     outcomes = _outcomes(ctx, rewriter, paths, writes)
     proof = _prove(ctx, rewriter, paths[0], outcomes) if prove else None
     trial = _try_out(rewriter, options, paths, outcomes, check_equivalence) if check_equivalence else None
+    # applying again changes nothing: a file written with a preset that it does not fit would keep that preset
+    refused = writes and prove and (proof is None or not proof.fits)
+    writes = writes and not refused
     if writes:
         outcomes = write(outcomes, backup=backup)
     if form == "json":
@@ -133,6 +141,8 @@ def apply(
         for outcome in outcomes:
             for said in outcome.errors:
                 click.echo(said if said.startswith(outcome.path) else f"{outcome.path}: {said}", err=True)
+    if refused:
+        click.echo("nothing is written; without --prove, it would be", err=True)
     wanted = [ran for asked, ran in ((prove, proof), (check_equivalence, trial)) if asked]
     if any(outcome.errors for outcome in outcomes) or None in wanted:
         ctx.exit(2)

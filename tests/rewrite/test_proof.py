@@ -123,25 +123,39 @@ def test_a_loop_in_a_module_is_run_as_rewritten_and_check_writes_nothing(tmp_pat
     assert (tmp_path / "engine.py").read_text() == ENGINE
 
 
-def test_a_preset_that_is_not_met_is_said_and_told_by_the_exit_code(tmp_path, monkeypatch):
+def test_what_does_not_fit_is_not_written_so_that_another_preset_can_be_tried(tmp_path, monkeypatch):
     answers = [found(23.4), found(0.2, "CUDA out of memory")]
     monkeypatch.setattr(proof, "run_script", lambda *_: ({**answers.pop(0), "error": None}, 0))
-    done = apply_to(tmp_path, "--preset", "tiny", "--prove")
+    done = apply_to(tmp_path, "--preset", "tiny", "--prove", "--backup")
     assert done.exit_code == 1, done.output
-    assert done.output.splitlines()[-1].startswith("peak 23.4 GiB -> 204.8 MiB, does not fit tiny (0.2 GiB")
+    *_, verdict, last = done.output.splitlines()
+    assert verdict.startswith("peak 23.4 GiB -> 204.8 MiB, does not fit tiny (0.2 GiB")
+    assert last == "nothing is written; without --prove, it would be"
+    assert "1 file would be rewritten" in done.output
+    assert (tmp_path / "engine.py").read_text() == ENGINE
+    assert not list(tmp_path.glob("*.orig"))
+
+
+def test_what_fits_is_written(tmp_path, monkeypatch):
+    answers = [found(23.4), found(6.4)]
+    monkeypatch.setattr(proof, "run_script", lambda *_: ({**answers.pop(0), "error": None}, 0))
+    done = apply_to(tmp_path, "--preset", "16gb", "--prove")
+    assert done.exit_code == 0, done.output
+    assert "1 file rewritten" in done.output
     assert "memory.forward_backward" in (tmp_path / "engine.py").read_text()
 
 
 @pytest.mark.parametrize(
     ("answers", "when"), [([None], "before"), ([{"error": "KeyError"}], "before"), ([found(1.0), None], "after")]
 )
-def test_a_script_that_cannot_be_simulated_is_rewritten_and_told(tmp_path, monkeypatch, answers, when):
+def test_a_script_that_cannot_be_simulated_is_told_and_stays(tmp_path, monkeypatch, answers, when):
     answers = [answer and {"error": None, **answer} for answer in answers]
     monkeypatch.setattr(proof, "run_script", lambda *_: (answers.pop(0), 2))
     done = apply_to(tmp_path, "--preset", "16gb", "--prove")
     assert done.exit_code == 2
     assert f"train.py: nothing is proven: the run {when} the rewrite came to no result\n" in done.output
-    assert "memory.forward_backward" in (tmp_path / "engine.py").read_text()
+    assert "nothing is written; without --prove, it would be\n" in done.output
+    assert (tmp_path / "engine.py").read_text() == ENGINE
 
 
 def test_a_run_that_the_system_kills_is_told(tmp_path, monkeypatch):
