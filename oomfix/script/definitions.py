@@ -130,11 +130,20 @@ class Class:
     @cached_property
     def training_methods(self) -> frozenset[str]:
         """Its methods in which a backward runs, or that call one of these."""
-        called = {name: set(_called_on_self(method.nodes)) for name, method in self.methods.items()}
-        training = {name for name, names in called.items() if "backward" in names}
-        while more := {name for name, names in called.items() if names & training} - training:
-            training |= more
-        return frozenset(training)
+        return self._methods_that_call("backward")
+
+    @cached_property
+    def running_methods(self) -> frozenset[str]:
+        """Its methods, other than `forward`, that run the whole network, or that call one of these."""
+        return self._methods_that_call("forward") - {"forward"}
+
+    def _methods_that_call(self, name: str) -> frozenset[str]:
+        """Its methods in which a method of a name is called, on whatever `_called_on_self` yields, however deep."""
+        called = {method: set(_called_on_self(function.nodes)) for method, function in self.methods.items()}
+        calling = {method for method, names in called.items() if name in names}
+        while more := {method for method, names in called.items() if names & calling} - calling:
+            calling |= more
+        return frozenset(calling)
 
     @property
     def is_built_on_imports(self) -> bool:
@@ -159,9 +168,11 @@ class Class:
 
 
 def _called_on_self(nodes: list[ast.AST]) -> Iterator[str]:
-    """The methods that are called on `self`, and "backward" where anything's backward is."""
+    """The methods that are called on `self`, "forward" for `self(x)`, and "backward" where anything's backward is."""
     for child in nodes:
-        if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
+        if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "self":
+            yield "forward"
+        elif isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
             own = isinstance(child.func.value, ast.Name) and child.func.value.id == "self"
             if own or child.func.attr == "backward":
                 yield child.func.attr

@@ -38,6 +38,15 @@ _COMPARISONS: dict[type, Callable[[Any, Any], bool]] = {
 }
 
 
+_DISPLAYS = ast.Tuple | ast.List | ast.Set
+
+
+def _constants(listed: Value) -> Any:
+    """What a tuple or list holds, where all of it is known; MISSING where it is not."""
+    held = [item.constant for item in listed.items or ()]
+    return MISSING if not held or MISSING in held else held
+
+
 class Expressions(Calls):
     """Evaluates expressions to `Value`s; one method per kind of node."""
 
@@ -183,19 +192,15 @@ class Expressions(Calls):
         rights = [self.evaluate(comparator) for comparator in node.comparators]
         operation = _COMPARISONS.get(type(node.ops[0]))
         if operation is not None and len(rights) == 1:
-            literal = self._literals(node.comparators[0]) if isinstance(node.ops[0], ast.In | ast.NotIn) else None
-            right = literal if literal is not None else rights[0].constant
+            right = rights[0].constant
+            if isinstance(node.ops[0], ast.In | ast.NotIn) and isinstance(node.comparators[0], _DISPLAYS):
+                right = _constants(rights[0])
             if left.constant is not MISSING and right is not MISSING:
                 try:
                     return constant(operation(left.constant, right))
                 except TypeError:
                     return NUMBER
         return NUMBER
-
-    def _literals(self, node: ast.expr) -> list[Any] | None:
-        if isinstance(node, ast.Tuple | ast.List | ast.Set) and all(isinstance(e, ast.Constant) for e in node.elts):
-            return [element.value for element in node.elts if isinstance(element, ast.Constant)]
-        return None
 
     def _boolean(self, node: ast.BoolOp) -> Value:
         values = [self.evaluate(value) for value in node.values]

@@ -127,7 +127,8 @@ class Functions(Core):
         return known
 
     def _reads_as_part_of_forward(self, function: Function) -> bool:
-        if function.owner is not None and function.name in function.owner.training_methods:
+        owner = function.owner
+        if owner is not None and function.name in owner.training_methods | owner.running_methods:
             return False
         whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
         parameters = {argument.arg for argument in function.node.args.args[1:]}
@@ -155,8 +156,10 @@ class Functions(Core):
     def _is_bare(self, function: Function, seen: frozenset[str] = frozenset()) -> bool:
         """A method that runs no submodule, itself or through other methods: bookkeeping, or a loss."""
         for child in function.nodes:
-            path = path_of(child.func) if isinstance(child, ast.Call) else None
+            path = path_of(_without_index(child.func)) if isinstance(child, ast.Call) else None
             if path is None or not path.startswith("self."):
+                if isinstance(child, ast.For) and _calls_what_it_takes(child):
+                    return False
                 continue
             name = path.split(".")[1]
             own = function.owner.find(name) if function.owner is not None else None
@@ -192,7 +195,8 @@ class Functions(Core):
                 names.bind(parameter.arg, Binding(keywords[parameter.arg], self.loops, None))
             elif parameter.arg not in names:
                 default = defaults.get(parameter)
-                literal = isinstance(default, ast.Constant) and "**" not in keywords
+                label = isinstance(default, ast.Name) and default.id in self.hints.labels
+                literal = (isinstance(default, ast.Constant) or label) and "**" not in keywords
                 value = self.evaluate(default) if literal and default is not None else UNKNOWN
                 names.bind(parameter.arg, Binding(value, self.loops, None))
         rest = combine(arguments[len(positional) :])
@@ -233,6 +237,18 @@ class Functions(Core):
             instance=self.instance_of(value),
         )
         self.run(frame, constructor, node)
+
+
+def _without_index(called: ast.expr) -> ast.expr:
+    """`self.heads` of `self.heads[i]`: what is called is one of its parts."""
+    return called.value if isinstance(called, ast.Subscript) else called
+
+
+def _calls_what_it_takes(loop: ast.For) -> bool:
+    """`for layer in self.layers: x = layer(x)`: the parts of a network run one by one."""
+    own = any(isinstance(node, ast.Attribute) and path_of(node.value) == "self" for node in walk(loop.iter))
+    taken = {node.id for node in walk(loop.target) if isinstance(node, ast.Name)}
+    return own and any(isinstance(node, ast.Call) and path_of(node.func) in taken for node in walk(loop))
 
 
 def _shown(function: Function) -> Iterator[tuple[str, str | None]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -147,6 +148,8 @@ class Hints:
     """The paths that the calls of one class or function are assigned to, moved to a device or not."""
     told_apart: dict[tuple[Scope, str], set[str]] = field(default_factory=dict)
     """The texts that a name is compared with in a function: `phase == "train"`."""
+    labels: set[str] = field(default_factory=set)
+    """Constants that tell cases apart: `TRAIN` and `EVAL` in `mode == TRAIN` and `run(mode=EVAL)`."""
     named_modules: set[str] = field(default_factory=set)
     """Attributes that hold what a name says is a network: `self.gen = generator`."""
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
@@ -176,6 +179,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     """Collect the evidence of a file from its nodes."""
     hints = Hints()
     assignments: list[tuple[Scope, ast.expr, ast.expr]] = []
+    labelled: set[str] = set()
     for node, scope in nodes:
         # in the order of how many there are: every node of a file is asked
         if isinstance(node, ast.Name):
@@ -190,6 +194,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
         elif isinstance(node, ast.Call):
             _read_call(node, scope, hints)
         elif isinstance(node, ast.Compare):
+            _read_labels(node, labelled, hints)
             if isinstance(node.left, ast.Name) and (texts := _compared_texts(node)):
                 hints.told_apart.setdefault((scope, node.left.id), set()).update(texts)
         elif isinstance(node, ast.stmt):
@@ -203,6 +208,8 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 _read_maker(node, hints)
             elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
+    if labelled:
+        hints.labels.update(_given_for(labelled, nodes))
     _spread(assignments, hints)
     hints.modules |= hints.named_modules & hints.called
     for made in hints.made_by.values():
@@ -237,9 +244,41 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
 
 def _compared_texts(test: ast.Compare) -> list[str]:
     """The texts that a comparison tells apart: `phase == "train"`, `phase in ("train", "val")`."""
+    return [
+        part.value for part in _compared_with(test) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+
+
+def _compared_with(test: ast.Compare) -> list[ast.expr]:
+    """The right side of a comparison, one by one where it lists several."""
     right = test.comparators[0]
-    listed = right.elts if isinstance(right, ast.Tuple | ast.List | ast.Set) else [right]
-    return [part.value for part in listed if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return right.elts if isinstance(right, ast.Tuple | ast.List | ast.Set) else [right]
+
+
+def _read_labels(test: ast.Compare, labelled: set[str], hints: Hints) -> None:
+    """`mode == TRAIN`: the constants that something is compared with, and the name of what they are for."""
+    constants = {part.id for part in _compared_with(test) if isinstance(part, ast.Name) and part.id.isupper()}
+    if constants and isinstance(test.left, ast.Name):
+        hints.labels |= constants
+        labelled.add(test.left.id)
+
+
+def _given_for(parameters: set[str], nodes: list[tuple[ast.AST, Scope]]) -> Iterator[str]:
+    """The constants that calls give for parameters of some names: `EVAL` in `run(loader, mode=EVAL)`.
+
+    `MODE` for `mode` is a setting of the whole script, and no case.
+    """
+    orders = {
+        node.name: [argument.arg for argument in node.args.args]
+        for node, _ in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for call in (node for node, _ in nodes if isinstance(node, ast.Call)):
+        given = [(keyword.arg, keyword.value) for keyword in call.keywords]
+        given += zip(orders.get(path_of(call.func) or "", ()), call.args, strict=False)
+        for name, value in given:
+            if name in parameters and isinstance(value, ast.Name) and value.id.isupper() and value.id != name.upper():
+                yield value.id
 
 
 def _is_loss_not_weight(path: str) -> bool:

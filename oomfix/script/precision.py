@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
 _CUDA_CALL = re.compile(r"\btorch\.cuda\.\w+")
 _DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
+_DEVICE_OF_A_TENSOR = re.compile(
+    r"\bdevice\s*=\s*(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
+    r"\w+\.device\b",
+    re.IGNORECASE,
+)
+"""`torch.arange(n, device=x.device)`: where another tensor is, wherever that may be."""
 _OTHER_DEVICES = frozenset({"cpu", "mps"})
 _NAMED_DEVICE = re.compile(r"\s*(?:self\.)?(\w+)\s*=\s*torch\.device\(")
 _HALF = re.compile(
@@ -53,6 +59,7 @@ class Precision:
         """Whether the script may run on a GPU: it names one, or a device that is not said to be another."""
         lines = map(_without_comment, self._source.lines)
         text = "\n".join(line for line in lines if not self._names_an_unused_device(line))
+        text = _DEVICE_OF_A_TENSOR.sub("", text)
         if (overruled := self._overruled_device) is not None:
             # calls such as `torch.cuda.empty_cache()` do nothing for a script that is kept from the GPU
             return bool(_CUDA.search(_CUDA_CALL.sub("", text.replace(overruled, ""))))

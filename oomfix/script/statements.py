@@ -49,7 +49,7 @@ class Statements(Expressions):
             self._store(node.target, self.evaluate(node.value), node, node.value)
 
     def _store(self, target: ast.expr, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
-        if isinstance(value_node, ast.Constant) and value.constant is not None:
+        if self._is_setting(target, value, value_node):
             # A literal is a setting somebody will change: both branches of what it decides are followed.
             value = LITERAL
         elif isinstance(target, ast.Attribute) and isinstance(value_node, ast.Constant) and self._is_constructing():
@@ -65,6 +65,14 @@ class Statements(Expressions):
                 self.note_replaced(target)
             if isinstance(target, ast.Tuple):
                 self._store_in_parts(target, value, statement, value_node)
+
+    def _is_setting(self, target: ast.expr, value: Value, value_node: ast.expr) -> bool:
+        """`mode = "train"`, `mode = TRAIN`; not `TRAIN = "train"`, one of several texts that are told apart."""
+        at_module_level = self.frame is self.module_frame
+        if isinstance(value_node, ast.Name):
+            return at_module_level and value_node.id in self.hints.labels
+        label = at_module_level and isinstance(value.constant, str) and path_of(target) in self.hints.labels
+        return isinstance(value_node, ast.Constant) and value.constant is not None and not label
 
     def _store_in_parts(self, target: ast.Tuple, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
         """`outputs[name], features = net(x)`: an entry among the targets, with an index that changes."""

@@ -904,3 +904,52 @@ def test_what_is_read_after_its_rounds_is_part_of_the_iteration(report):
             loss.backward()
             optimizer.step()
     """)
+
+
+OWN_METHODS = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x):
+            {forward}
+            return x
+
+        def fit(self, x, y):
+            loss = nn.functional.mse_loss({run}, y)
+            loss.backward()
+
+        def scores(self, x):
+            return torch.sum({run}, 0).argmax().item()
+
+        def predict(self, x):
+            return self.scores(x)
+
+    net = Net()
+    for x, y in loader:
+        net.fit(x, y)
+    answer = net.predict(other)
+"""
+
+
+@pytest.mark.parametrize("run", ["self.forward(x)", "self(x)"])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "for layer in self.layers: x = layer(x)",
+        "for i, layer in enumerate(self.layers): x = layer(x)",
+        "for i in range(3): x = self.layers[i](x)",
+        "x = self.layers[0](x)",
+    ],
+)
+def test_a_method_that_runs_the_network_through_another_is_no_forward_itself(report, forward, run):
+    assert report(OWN_METHODS.format(forward=forward, run=run)) == [("OOM201", 18)]
+
+
+def test_a_forward_without_layers_runs_no_network(report):
+    code = OWN_METHODS.format(forward="for part in parts: x = part + x", run="self.forward(x)")
+    assert report(code) == []

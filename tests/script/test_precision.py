@@ -526,3 +526,28 @@ def test_what_a_replay_buffer_gives_back_is_trained_without_the_graph_that_went_
                     self.learn()
     """)
     assert [line for code, line in found if code == "OOM202"] == lines
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("mask = torch.arange(6, device=x.device)", []),
+        ("mask = torch.arange(6, dtype=x.dtype, device = labels.device)[None]", []),
+        ("mask = torch.arange(6, device=self.device)", ["OOM202"]),
+        ("mask = torch.arange(6, device=args.device)", ["OOM202"]),
+        ("mask = torch.arange(6, device=device)", ["OOM202"]),
+        ("mask = torch.arange(6, device=torch.device(name))", ["OOM202"]),
+    ],
+)
+def test_the_device_of_another_tensor_names_none(report, line, found):
+    code = f"""
+        import torch
+
+        model = Net()
+        for x, y in loader:
+            {line}
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert codes(report(code)) == found
