@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
+from oomfix.script.chains import ends_always_taken
 from oomfix.script.contexts import context_of_call, held_elsewhere, is_literal_loop
 from oomfix.script.core import Path
 from oomfix.script.definitions import Function
@@ -37,12 +38,15 @@ _MOST_PHASES = 4
 class Flow(Statements):
     """Follows blocks of statements, and one method per kind of statement that has a body."""
 
+    tree: ast.Module
+
     def __init__(self, module_frame: Frame, trace: Trace, hints: Hints) -> None:
         super().__init__(module_frame, trace, hints)
         self.steps = 0
         self._most_steps = _MAX_WAYS * (1000 + hints.statements)
         self._carrying: dict[int, tuple[ast.stmt, Loop]] = {}
         self._rounds: list[list[State]] = []
+        self._ends_always_taken: dict[ast.AST, set[ast.If]] = {}
 
     def _block(self, statements: list[ast.stmt]) -> None:
         """Follow statements in order, until a way out of the block is taken for certain."""
@@ -75,10 +79,21 @@ class Flow(Statements):
         self.frame.state = before.branch()
         if narrowing is not None and not without:
             self.assign(narrowing, NUMBER, None)
-        else_end = self._branch(Guard(node, test, False), node.orelse)
+        else_end = None if self._always_taken(node) else self._branch(Guard(node, test, False), node.orelse)
         self.frame.state = before.after([body_end, else_end])
         if self.frame.state is not None and (body_end is None) != (else_end is None):
             self.scopes.append(Guard(node, test, body_end is not None))
+
+    def _always_taken(self, node: ast.If) -> bool:
+        """Whether a test holds wherever it is reached, being the last of several one of which must."""
+        if node.orelse:
+            return False
+        function = self.frame.function
+        root = self.tree if function is None else function.node
+        ends = self._ends_always_taken.get(root)
+        if ends is None:
+            ends = self._ends_always_taken[root] = ends_always_taken(root)
+        return node in ends
 
     def _match(self, node: ast.Match) -> None:
         """Each case is a way of its own."""
