@@ -81,8 +81,8 @@ class AmpRewriter:
             if use.holder is not None:
                 link.append(use.holder)
             if use.role is Role.ALIAS:
-                assignment = scopes.parent(use.node)
-                assert isinstance(assignment, ast.Assign)
+                assignment = self.names.assignment_of(use.node)
+                assert assignment is not None
                 link.append(scopes.bound_by(assignment.targets[0]))
             yield link
         for found in self.names.imports:
@@ -186,6 +186,8 @@ class AmpRewriter:
     def _edits_of_use(self, use: AmpUse) -> tuple[Edit, ...]:
         if any(isinstance(parent, ast.JoinedStr) for parent, _ in self.names.scopes.ancestors(use.node)):
             raise CannotRewrite("a use stands inside an f-string")
+        if use.holder is not None and use.holder.role is Role.PARTIAL:
+            return ()  # the partial has what the new function wants
         if use.holder is not None:
             raise CannotRewrite(f"`{ast.unparse(use.node)}` holds it, which other files may set or read")
         if use.role is Role.OTHER:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
@@ -58,8 +59,8 @@ class AmpUse:
         root: the name that `node` starts with, and `variable` what it refers to (None behind a star import).
         root_path: what `root` is, `torch.cuda.amp`.
         path: what `node` is, `torch.cuda.amp.autocast`.
-        holder: the use that put it into an attribute of an object, `self.autocast = torch.cuda.amp.autocast`, where
-            `node` reads that attribute.
+        holder: the use that put it into an attribute of an object (`self.autocast = torch.cuda.amp.autocast`) or into
+            a partial, where `node` reads that attribute or the name of the partial.
     """
 
     node: ast.expr
@@ -81,7 +82,7 @@ class AmpUse:
     @property
     def through_import(self) -> bool:
         """Whether it hangs on a name that itself means something deprecated."""
-        return _REPLACED.fullmatch(self.root_path) is not None
+        return self.holder is None and _REPLACED.fullmatch(self.root_path) is not None
 
 
 @dataclass(eq=False)
@@ -145,12 +146,16 @@ class AmpNames:
 
     def origins(self, variable: Variable) -> list[str | None]:
         """What each binding of a variable makes it: the path of something imported, or None."""
+        return [path for _, path in self._bound(variable)]
+
+    def _bound(self, variable: Variable) -> list[tuple[ast.AST, str | None]]:
+        """What is bound to a variable, each side of a choice by itself, and the path of it if it is imported."""
         if variable in self._resolving:
-            return [None]
+            return [(variable.bindings[0], None)]
         self._resolving.add(variable)
-        origins = [self._origin(binding) for binding in variable.bindings]
+        bound = [found for binding in variable.bindings for found in self._bound_by(binding)]
         self._resolving.discard(variable)
-        return origins
+        return bound
 
     def only_origin(self, variable: Variable) -> str | None:
         """What a variable is, where all of its bindings agree."""
@@ -158,15 +163,23 @@ class AmpNames:
         meanings = {None if path is None else (renamed(path) or path, path.startswith("torch.cpu")) for path in origins}
         return origins[0] if len(meanings) == 1 else None
 
-    def _origin(self, binding: ast.AST) -> str | None:
+    def _bound_by(self, binding: ast.AST) -> list[tuple[ast.AST, str | None]]:
         parent = self.scopes.parent(binding)
         if isinstance(binding, ast.alias):
             if isinstance(parent, ast.ImportFrom):
-                return None if parent.level else f"{parent.module}.{binding.name}"
-            return binding.name if binding.asname else binding.name.split(".")[0]
+                return [(binding, None if parent.level else f"{parent.module}.{binding.name}")]
+            return [(binding, binding.name if binding.asname else binding.name.split(".")[0])]
         if isinstance(binding, ast.Name) and isinstance(parent, ast.Assign) and parent.targets == [binding]:
-            return self.path_of(parent.value)
-        return None
+            return [(side, self.path_of(side)) for side in _sides(parent.value)]
+        return [(binding, None)]
+
+    def assignment_of(self, node: ast.expr) -> ast.Assign | None:
+        """The assignment to one target of a node, or of a choice of which it is one side."""
+        parent = self.scopes.parent(node)
+        while isinstance(parent, ast.IfExp) and node is not parent.test:
+            node, parent = parent, self.scopes.parent(parent)
+        single = isinstance(parent, ast.Assign) and parent.value is node and len(parent.targets) == 1
+        return parent if isinstance(parent, ast.Assign) and single else None
 
     def path_of(self, node: ast.expr) -> str | None:
         """What an expression is, if it is something imported."""
@@ -195,30 +208,43 @@ class AmpNames:
         use = AmpUse(node, whole, api[2] if api else None, device, load, root_path, path, variable, role)
         if use.through_import or api or role is Role.ALIAS:
             self.uses.append(use)
-        if role is Role.OTHER:
-            self._follow_attribute(use)
+        if role in (Role.OTHER, Role.PARTIAL):
+            self._follow_held(use)
 
-    def _follow_attribute(self, holder: AmpUse) -> None:
-        """`self.autocast = torch.cuda.amp.autocast`: calls of the attribute anywhere in the class are calls of it."""
-        statement = self.scopes.parent(holder.node)
-        attribute = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-        if attribute is None or not _is_own(attribute):
-            return
-        owner = next((node for node, _ in self.scopes.ancestors(statement) if isinstance(node, ast.ClassDef)), None)
-        if owner is None:
-            return
-        reads = [node for node in walk(owner) if _is_own(node) and ast.dump(node) == _as_read(attribute)]
-        written = [node for node in walk(owner) if ast.dump(node) == ast.dump(attribute)]
-        if len(written) > 1:
-            return
+    def _follow_held(self, holder: AmpUse) -> None:
+        """`self.cast = torch.cuda.amp.autocast`, `cast = partial(torch.cuda.amp.autocast)`: calls of what holds it."""
+        statement = self.assignment_of(holder.whole)
+        target = statement.targets[0] if statement is not None else None
+        if isinstance(target, ast.Name) and holder.role is Role.PARTIAL:
+            variable = self.scopes.bound_by(target)
+            reads: list[ast.expr] = [] if _any_new(self.origins(variable)) else [*variable.loads]
+        else:
+            reads = self._reads_of(target) if target is not None and _is_own(target) else []
         for read in reads:
             node, path = self._whole_path(read, holder.path)
             api = _API.fullmatch(path)
-            parent = self.scopes.parent(node)
-            if api and isinstance(parent, ast.Call) and parent.func is node:
+            call = self.scopes.parent(node)
+            if api and isinstance(call, ast.Call) and call.func is node:
                 self.uses.append(
-                    AmpUse(node, parent, api[2], holder.device, holder.root, "self", path, None, Role.CALL, holder)
+                    AmpUse(
+                        node, call, api[2], holder.device, holder.root, holder.root_path, path, None, Role.CALL, holder
+                    )
                 )
+
+    def _reads_of(self, attribute: ast.Attribute) -> list[ast.expr]:
+        """Where an attribute of `self` is read in its class; nowhere where it may hold the new function, or others."""
+        owner = next((node for node, _ in self.scopes.ancestors(attribute) if isinstance(node, ast.ClassDef)), None)
+        nodes = () if owner is None else walk(owner)
+        own = [node for node in nodes if _is_own(node) and node.attr == attribute.attr]
+        for node in own:
+            if not isinstance(node.ctx, ast.Load):
+                statement = self.scopes.parent(node)
+                sides = _sides(statement.value) if isinstance(statement, ast.Assign) else []
+                paths = [self.path_of(side) for side in sides]
+                old = any(path is not None and _REPLACED.match(path) for path in paths)
+                if _any_new(paths) or not (old or (paths and None not in paths)):
+                    return []
+        return [node for node in own if isinstance(node.ctx, ast.Load)]
 
     def _whole_path(self, node: ast.expr, path: str) -> tuple[ast.expr, str]:
         """A read of something imported, with the attributes behind it up to a deprecated function."""
@@ -231,7 +257,8 @@ class AmpNames:
 
     def _role(self, node: ast.expr, is_api: bool) -> Role:
         parent = self.scopes.parent(node)
-        if isinstance(parent, ast.Assign) and parent.value is node and self._is_alias(parent):
+        assignment = self.assignment_of(node)
+        if assignment is not None and self._is_alias(assignment):
             return Role.ALIAS
         if not is_api:
             return Role.OTHER
@@ -249,11 +276,7 @@ class AmpNames:
 
     def _is_alias(self, statement: ast.Assign) -> bool:
         target = statement.targets[0]
-        return (
-            len(statement.targets) == 1
-            and isinstance(target, ast.Name)
-            and not self.scopes.bound_by(target).scope.is_class
-        )
+        return isinstance(target, ast.Name) and not self.scopes.bound_by(target).scope.is_class
 
     def _stands_for_class(self, node: ast.expr) -> bool:
         for parent, child in self.scopes.ancestors(node):
@@ -294,10 +317,9 @@ class AmpNames:
         """Whether the name used is bound to the new function, and to the old one only for an older torch."""
         if use.variable is None:
             return False
-        bound = list(zip(use.variable.bindings, self.origins(use.variable), strict=True))
+        bound = self._bound(use.variable)
         old = [binding for binding, path in bound if path is not None and _REPLACED.fullmatch(path)]
-        new = any(path is not None and _NEW.fullmatch(path) for _, path in bound)
-        return new and all(self.is_version_fallback(binding) for binding in old)
+        return _any_new(path for _, path in bound) and all(self.is_version_fallback(binding) for binding in old)
 
 
 def _is_own(node: ast.AST) -> TypeGuard[ast.Attribute]:
@@ -305,9 +327,13 @@ def _is_own(node: ast.AST) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
-def _as_read(attribute: ast.Attribute) -> str:
-    """How an attribute that is written looks where it is read."""
-    return ast.dump(ast.Attribute(attribute.value, attribute.attr, ast.Load()))
+def _any_new(paths: Iterable[str | None]) -> bool:
+    return any(path is not None and _NEW.fullmatch(path) for path in paths)
+
+
+def _sides(node: ast.expr) -> list[ast.expr]:
+    """What an expression may give: both sides of `autocast if amp else suppress`, itself where it is no choice."""
+    return [*_sides(node.body), *_sides(node.orelse)] if isinstance(node, ast.IfExp) else [node]
 
 
 def renamed(path: str) -> str | None:

@@ -91,10 +91,25 @@ class Calls(Methods):
                 if own is not None:
                     return self._function(node, Value(Kind.FUNCTION, ref=(own, function)), arguments, keywords)
                 return self._method(node, function, "__call__", arguments, keywords)
+        if (context := self._context_of_one(node, function.alternatives, arguments, keywords)) is not None:
+            return context
         if isinstance(node.func, ast.Attribute):
             receiver = self.evaluate(node.func.value) if result is None else result
             return self._method(node, receiver, node.func.attr, arguments, keywords)
         return self._unknown(node, path, arguments, keywords)
+
+    def _context_of_one(
+        self, node: ast.Call, functions: tuple[Value, ...], arguments: list[Value], keywords: dict[str, Value]
+    ) -> Value | None:
+        """What a call of one of several functions puts around its block, where an imported one makes a context."""
+        made = [context_of_call(one.ref, arguments, keywords) for one in functions if one.kind is Kind.EXTERNAL]
+        if not any(made):
+            return None
+        made += [self._function(node, one, arguments, keywords) for one in functions if one.kind is Kind.FUNCTION]
+        contexts = [value for value in made if value is not None and value.kind is Kind.CONTEXT]
+        effects = NULL.ref.union(*(context.ref for context in contexts))
+        known = effects != NULL.ref or len(contexts) == len(functions)
+        return Value(Kind.CONTEXT, ref=effects) if known else None
 
     def _external(
         self, node: ast.Call, name: str, path: str | None, arguments: list[Value], keywords: dict[str, Value]
@@ -215,7 +230,8 @@ class Calls(Methods):
         if name in torch_facts.REDUCING_BUILTINS:
             return combine([flatten(value) for value in given])
         if name == "getattr" and given:
-            return UNKNOWN
+            external = given[0].kind is Kind.EXTERNAL and len(given) > 1 and isinstance(given[1].constant, str)
+            return Value(Kind.EXTERNAL, ref=f"{given[0].ref}.{given[1].constant}") if external else UNKNOWN
         if name == "super":
             owner = self.frame.function.owner if self.frame.function else None
             return Value(Kind.INSTANCE, ref=None) if owner is None else UNKNOWN

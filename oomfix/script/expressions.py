@@ -163,6 +163,8 @@ class Expressions(Calls):
         for key in node.keys:
             if key is not None:
                 self.evaluate(key)
+        if any(value.kind is Kind.CONTEXT for value in values):
+            return Value(Kind.SEQUENCE, items=tuple(values))  # `contexts[precision]`: one of them
         content = combine(values)
         return Value(Kind.CONTAINER, content.graph, content.origins)
 

@@ -76,7 +76,10 @@ class Value(NamedTuple):
     scaled: bool = False
     """Went through `GradScaler.scale`."""
     alternatives: tuple[Value, ...] = ()
-    """The other functions that a name may stand for: `update = amp_update if amp else plain_update`."""
+    """The other functions that a name may stand for: `update = amp_update if amp else plain_update`.
+
+    Of an unknown value, all that it may be, where some is imported: `cast = torch.autocast if amp else nullcontext`.
+    """
     carried_from: frozenset[int] = NO_ORIGINS
     """Assignments of the previous iteration that this value was carried over from, graph and all."""
 
@@ -146,6 +149,8 @@ def join(first: Value, second: Value) -> Value:
     if first.kind is Kind.FUNCTION and second.kind is Kind.FUNCTION:
         others = (*first.alternatives, second._replace(alternatives=()), *second.alternatives)
         return Value(Kind.FUNCTION, ref=first.ref, alternatives=tuple(dict.fromkeys(others))[:3])
+    if candidates := _candidates(first, second):
+        return Value(alternatives=candidates)
     if first.kind is second.kind and first.ref != second.ref and first.kind in _NAMED:
         return UNKNOWN
     one, other = flatten(first), flatten(second)
@@ -164,6 +169,19 @@ def join(first: Value, second: Value) -> Value:
         scaled=one.scaled or other.scaled,
         carried_from=one.carried_from & other.carried_from,
     )
+
+
+def _candidates(first: Value, second: Value) -> tuple[Value, ...]:
+    """All that a name may be, where some of it is imported; nothing where one side is a tensor."""
+    if any(flatten(value).graph or value.kind is Kind.TENSOR for value in (first, second)):
+        return ()
+    candidates = [
+        one
+        for value in (first, second)
+        for one in (value._replace(alternatives=()), *value.alternatives)
+        if one.kind is not Kind.UNKNOWN or not value.alternatives
+    ]
+    return tuple(dict.fromkeys(candidates)) if any(one.kind is Kind.EXTERNAL for one in candidates) else ()
 
 
 def _is_written_number(value: Value) -> bool:

@@ -298,6 +298,30 @@ KEPT = {
         "    def run(self):\n        return self.autocast()\n",
         [1, 6],
     ),
+    "one side of a choice": (
+        "import torch\nhalf = torch.cuda.amp.autocast if args.amp else suppress\nwith half(): pass\n",
+        [3],
+    ),
+    "one side of a choice in an attribute": (
+        "import torch\nclass A:\n    def __init__(self, amp):\n"
+        "        self.cast = torch.cuda.amp.autocast if amp else nothing\n"
+        "    def run(self):\n        return self.cast()\n",
+        [6],
+    ),
+    "an attribute that is set to it under a flag": (
+        "import torch, contextlib\nclass A:\n    def __init__(self, amp):\n        self.cast = contextlib.suppress\n"
+        "        if amp:\n            self.cast = torch.cuda.amp.autocast\n"
+        "    def run(self):\n        return self.cast()\n",
+        [8],
+    ),
+    "a choice between devices": (
+        "import torch\nhalf = torch.cuda.amp.autocast if gpu else torch.cpu.amp.autocast\nwith half(): pass\n",
+        [3],
+    ),
+    "a partial whose positional arguments would mean others": (
+        "import torch\nfrom functools import partial\nhalf = partial(torch.cuda.amp.autocast)\nwith half(): pass\n",
+        [4],
+    ),
     "a module handed on": ("from torch.cuda import amp\namp.autocast()\nsetup(amp)\n", [1, 2]),
     "something of the module that torch.amp lacks": (
         "from torch.cuda import amp\namp.autocast()\namp.common.amp_definitely_not_available()\n",
@@ -403,6 +427,8 @@ def test_a_choice_by_version_is_a_note_and_kept() -> None:
         "import torch.cuda.amplifier\ntorch.cuda.amplifier.autocast()\n",
         "import torch\nclass A:\n    def __init__(self, ctx):\n        self.ctx = torch.cuda.amp.autocast\n"
         "        self.ctx = ctx\n        self.ctx()\n",
+        "import torch\n"
+        "half = torch.amp.autocast if hasattr(torch.amp, 'autocast') else torch.cuda.amp.autocast\nhalf()\n",
         "import torch\nclass A:\n    def __init__(self):\n        self.ctx = torch.cuda.amp.autocast\n"
         "class B:\n    def run(self):\n        self.ctx()\n",
     ],

@@ -6,6 +6,8 @@ import pytest
 
 TRAIN = """
     import torch, contextlib
+    from contextlib import ExitStack
+    from functools import partial
     from torch.cuda.amp import autocast as ac
     {before}
     model = Net().cuda()
@@ -34,6 +36,17 @@ def codes(found):
         {"context": "with torch.amp.autocast('cuda'), timer():"},
         {"context": "with context:", "before": "context = ac() if args.amp else contextlib.nullcontext()"},
         {"context": "with context:", "before": "context = ac()"},
+        {"context": "with opener():", "before": "opener = torch.autocast if args.amp else contextlib.suppress"},
+        {"context": "with opener('cuda'):", "before": "opener = nothing if args.fp32 else torch.autocast"},
+        {"context": "with opener():", "before": "opener = contextlib.suppress\n    if args.amp: opener = ac"},
+        {"context": "with opener():", "before": "opener = partial(ac, dtype=dtype) if args.amp else nothing"},
+        {"context": "with args.opener():", "before": "args.opener = ac if args.amp else contextlib.nullcontext"},
+        {"context": "with opener():", "before": "opener = getattr(torch.cuda.amp, 'autocast')"},
+        {"context": "with opener():", "before": "opener = (lambda: ac()) if args.amp else contextlib.nullcontext"},
+        {"context": "with autocast():", "before": "autocast = elsewhere() if args.amp else contextlib.nullcontext"},
+        {"context": "with held[precision]:", "before": "held = {'no': contextlib.nullcontext(), 'half': ac()}"},
+        {"context": "with opener():", "before": "def opener():\n        return ac() if args.amp else nothing()"},
+        {"context": "with ExitStack() as stack:\n            if amp: stack.enter_context(ac())"},
     ],
     ids=str,
 )
@@ -48,6 +61,11 @@ def test_autocast_is_seen_in_every_spelling(report, parts):
         {"context": "with contextlib.nullcontext():", "backward": "loss.backward()"},
         {"context": "with ac(enabled=False):", "backward": "loss.backward()"},
         {"context": "with torch.no_grad() if False else contextlib.nullcontext():", "backward": "loss.backward()"},
+        {
+            "context": "with opener():",
+            "before": "opener = contextlib.suppress if quiet else contextlib.nullcontext",
+            "backward": "loss.backward()",
+        },
     ],
     ids=str,
 )
