@@ -11,6 +11,7 @@ from torch import nn
 from oomfix.runtime import compat, outputs, rule_choice, trees
 from oomfix.runtime.attributes import Attributes, Containers, namespace
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.computed_masks import MaskOfRows, alike
 from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
 from oomfix.runtime.oom import is_out_of_memory
@@ -40,6 +41,7 @@ class Runs:
         replays: the parts draw the rows of what the whole drew. If not, they go on drawing, which is the same
             for a forward that draws sample by sample in a loop.
         ahead: numbers drawn beforehand from the generators of Python and NumPy, so that the runs draw others.
+        mask_gaps: numbers of the comparisons whose masks get a gap in the first row, see `computed_masks`.
         graph_of_whole: with gradients on in the run on all rows, so that its calls are those of a run with gradients:
             forwards register hooks where there is a graph.
     """
@@ -49,6 +51,7 @@ class Runs:
     replays: bool = True
     light: bool = False
     ahead: int = 0
+    mask_gaps: frozenset[int] = frozenset()
     graph_of_whole: bool = False
 
 
@@ -71,6 +74,7 @@ class Evidence:
         differentiates: the forward runs a backward of its own.
         bends: a number for the whole batch went into a function that bends at a threshold (clamp, abs, relu).
         selects: a selection (topk, a random permutation) was made among as many entries as there are rows.
+        alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
     """
 
     whole: Any = None
@@ -87,6 +91,7 @@ class Evidence:
     differentiates: bool = False
     bends: bool = False
     selects: bool = False
+    alike_masks: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -102,6 +107,7 @@ class _Run:
     nll_weights: list[float]
     selected_among: list[int]
     bent: list[torch.Tensor]
+    masks: list[MaskOfRows | None]
     calls: int
     differentiates: bool
     functions_tell: bool
@@ -220,6 +226,8 @@ class _Comparison:
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
             found.bends |= bend_apart(whole.bent, part.bent)
+            if begin == 0:
+                found.alike_masks = alike(whole.masks, part.masks)
         sizes = (cut, count - cut)
         if found.nll_losses and all(
             len(of_part) * count == found.nll_losses * size for of_part, size in zip(divisors, sizes, strict=True)
@@ -261,16 +269,16 @@ class _Comparison:
         if self._gaps and begin == 0:
             make_gaps(trees.tensors((args, kwargs)), self._gaps)
         held_out = self._held_out if self._how.holds_out and begin == 0 else None
-        watch = Watch(end - begin, held_out, self._writes, self._outside)
+        mask_gaps = self._how.mask_gaps if begin == 0 else ()
+        watch = Watch(end - begin, held_out, self._writes, self._outside, mask_gaps)
         if light:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):
                 result = self._forward(*args, **kwargs)
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
-            return _Run(
-                result, self._changes(), watch.nll_weights, watch.selected_among, watch.bent, calls, False, True
-            )
+            weights, among, masks = watch.nll_weights, watch.selected_among, watch.masks.seen
+            return _Run(result, self._changes(), weights, among, watch.bent, masks, calls, False, True)
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
@@ -281,8 +289,8 @@ class _Comparison:
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
-        weights, among = probe.nll_weights, probe.selected_among
-        return _Run(result, self._changes(), weights, among, watch.bent, calls, differentiates, tell)
+        weights, among, masks = probe.nll_weights, probe.selected_among, watch.masks.seen
+        return _Run(result, self._changes(), weights, among, watch.bent, masks, calls, differentiates, tell)
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

@@ -36,7 +36,8 @@ def contents(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_data_object(node: Any) -> bool:
-    return hasattr(node, "__dict__") and not callable(node) and not isinstance(node, torch.Tensor | types.ModuleType)
+    others = torch.Tensor | types.ModuleType | int | float
+    return hasattr(node, "__dict__") and not callable(node) and not isinstance(node, others)
 
 
 def _leads_to_tensors(node: Any) -> bool:

@@ -80,9 +80,10 @@ def check(
     if verdict.rule is None or trust:
         return verdict
     how = replace(how, light=not verdict.drew)
-    masked = _with_rows_that_fit([rows, 2], partial(checking.by_masks, how))
-    if masked is not None and masked.rule is None and not masked.undecided:
-        return masked
+    for by_masks in (checking.by_masks, checking.by_computed_masks):
+        masked = _with_rows_that_fit([rows, 2], partial(by_masks, how))
+        if masked is not None and masked.rule is None and not masked.undecided:
+            return masked
     # a graph needs more memory than the runs of a check without one
     gradients = None if sharded else _with_rows_that_fit(few, partial(checking.by_gradients, how))
     if gradients is not None and gradients.rule is None and not gradients.undecided:
@@ -116,6 +117,7 @@ class _Check:
         self._modules = modules
         self._trust = trust
         self._chosen: dict[int, list[int]] = {}
+        self._alike_masks: dict[int, frozenset[int]] = {}
 
     def _rows(self, count: int) -> list[int]:
         if count not in self._chosen:
@@ -154,6 +156,8 @@ class _Check:
             # penalties are told of whatever the verdict is
             verdict = replace(judge(evidence, self._trust, len(rows)), differentiates=evidence.differentiates)
             failed = bool(evidence.failure)
+            if verdict.rule is not None:
+                self._alike_masks[len(rows)] = evidence.alike_masks
             if found is None or (found[2].failure and not failed) or verdict.rule is not None:
                 found = verdict, how, evidence
             # what is written or bent does not change with the targets, and is not watched in every run
@@ -182,6 +186,14 @@ class _Check:
         if all(gap is None for gap in gaps):
             return None
         evidence = compare(self._forward, self._batch, self._modules, rows, how, gaps=gaps)
+        return None if evidence.failure else judge(evidence)
+
+    def by_computed_masks(self, how: Runs, count: int) -> Verdict | None:
+        """As `by_masks`, for masks that the forward computes."""
+        alike = self._alike_masks.get(count)
+        if not alike:
+            return None
+        evidence = compare(self._forward, self._batch, self._modules, self._rows(count), replace(how, mask_gaps=alike))
         return None if evidence.failure else judge(evidence)
 
     def by_gradients(self, how: Runs, count: int) -> Verdict | None:

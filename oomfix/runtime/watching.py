@@ -4,7 +4,7 @@ Far cheaper than watching every operation (`probe.Probe`), and enough for a forw
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from oomfix.runtime.computed_masks import ComputedMasks
 from oomfix.runtime.probe import Writes
 from oomfix.runtime.rows import first_part
 
@@ -24,6 +25,8 @@ _BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu",
 # what a program may branch on: `if loss > 1`
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__",
              "__le__")  # fmt: skip
+# others that give a mask
+_MASKS = ("eq", "ne", "not_equal", "__eq__", "__ne__", "isfinite")
 _MOST_ENTRIES = 1024  # of a tensor that is kept to be compared
 # besides those whose names end with an underscore, unless they begin with two
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
@@ -38,6 +41,8 @@ class _Kind(Enum):
     SELECTS = auto()
     DRAWS_INDICES = auto()
     BENDS = auto()
+    COMPARES = auto()
+    MASKS = auto()
     READS = auto()
 
 
@@ -45,8 +50,12 @@ class _Kind(Enum):
 def _kind_of(func: Any) -> _Kind:
     """The kind of `func`, read off its name once."""
     name = getattr(func, "__name__", "")
-    if name in _BENDS or name in _COMPARES:
+    if name in _COMPARES:
+        return _Kind.COMPARES
+    if name in _BENDS:
         return _Kind.BENDS
+    if name in _MASKS:
+        return _Kind.MASKS
     if name == "item":
         return _Kind.READS
     if func in (F.cross_entropy, F.nll_loss):
@@ -75,36 +84,41 @@ class HeldOut:
         return any(self.decisions)
 
 
-class _Number(float):
+class _Compared:
     """A number that was read off a tensor, and tells when it is compared: a program may branch on it."""
 
-    __slots__ = ("_bent", "_tensor")
     _bent: list[torch.Tensor]
     _tensor: torch.Tensor
 
-    def __new__(cls, number: float, bent: list[torch.Tensor], tensor: torch.Tensor) -> "_Number":
-        made = super().__new__(cls, number)
-        made._bent, made._tensor = bent, tensor
-        return made
+    def told(self, bent: list[torch.Tensor], tensor: torch.Tensor) -> "_Compared":
+        self._bent, self._tensor = bent, tensor
+        return self
 
+    def __lt__(self, other: Any) -> Any:
+        self._bent.append(self._tensor)
+        return super().__lt__(other)  # type: ignore[misc]
+
+    def __le__(self, other: Any) -> Any:
+        self._bent.append(self._tensor)
+        return super().__le__(other)  # type: ignore[misc]
+
+    def __gt__(self, other: Any) -> Any:
+        self._bent.append(self._tensor)
+        return super().__gt__(other)  # type: ignore[misc]
+
+    def __ge__(self, other: Any) -> Any:
+        self._bent.append(self._tensor)
+        return super().__ge__(other)  # type: ignore[misc]
+
+
+class _Number(_Compared, float):
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
         return float, (float(self),)  # a copy is a plain number
 
-    def __lt__(self, other: Any) -> bool:
-        self._bent.append(self._tensor)
-        return super().__lt__(other)
 
-    def __le__(self, other: Any) -> bool:
-        self._bent.append(self._tensor)
-        return super().__le__(other)
-
-    def __gt__(self, other: Any) -> bool:
-        self._bent.append(self._tensor)
-        return super().__gt__(other)
-
-    def __ge__(self, other: Any) -> bool:
-        self._bent.append(self._tensor)
-        return super().__ge__(other)
+class _Count(_Compared, int):
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
 
 
 class Watch(TorchFunctionMode):
@@ -116,22 +130,30 @@ class Watch(TorchFunctionMode):
         bent: what went into functions that bend, and numbers that were compared, in the order of the calls; empty where
             it has rows, or is large.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
+        masks: those that were computed by comparing.
 
     Args:
         rows: samples in this run.
         held_out: lets cross entropies ignore some targets, the same as in the first run given it; None: ignore none.
         writes: keeps the contents of `outside` before they are written to.
         outside: tensors that outlive the run.
+        gaps: numbers of the comparisons whose masks get a gap, see `computed_masks`.
     """
 
     def __init__(
-        self, rows: int, held_out: HeldOut | None, writes: Writes, outside: Iterable[torch.Tensor] = ()
+        self,
+        rows: int,
+        held_out: HeldOut | None,
+        writes: Writes,
+        outside: Iterable[torch.Tensor] = (),
+        gaps: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.nll_weights: list[float] = []
         self.selected_among: list[int] = []
         self.bent: list[torch.Tensor] = []
         self.calls = 0
+        self.masks = ComputedMasks(rows, gaps)
         self._rows = rows
         self._held_out = held_out
         self._decided = iter(list(held_out.decisions)) if held_out is not None and held_out.decided else None
@@ -152,23 +174,30 @@ class Watch(TorchFunctionMode):
         if kind is _Kind.CROSS_ENTROPY:
             return self._cross_entropy(func, args, dict(kwargs))
         if kind is _Kind.READS:
-            number = func(*args)
-            return _Number(number, self.bent, self._kept(args[0])) if isinstance(number, float) else number
+            return self._read(func(*args), args[0])
         if kind is _Kind.WRITES:
             self._about_to_write(args)
         elif kind is _Kind.SELECTS:
             self._select(args, kwargs)
-        elif kind is _Kind.BENDS:
+        elif kind in (_Kind.BENDS, _Kind.COMPARES):
             self.bent += [self._kept(value) for value in args if isinstance(value, torch.Tensor)]
             if func.__name__.endswith("_"):
                 self._about_to_write(args)
         elif kind is _Kind.DRAWS_INDICES:
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return self.masks.computed(result) if kind in (_Kind.COMPARES, _Kind.MASKS) else result
+
+    def _read(self, number: Any, tensor: torch.Tensor) -> Any:
+        """What a program gets that reads a number off a tensor."""
+        if isinstance(number, float):
+            return _Number(number).told(self.bent, self._kept(tensor))
+        is_count = isinstance(number, int) and not isinstance(number, bool)
+        return _Count(number).told(self.bent, self._kept(tensor)) if is_count else number
 
     def _kept(self, value: torch.Tensor) -> torch.Tensor:
-        if not value.is_floating_point() or value.layout != torch.strided or value.is_nested:
+        if value.is_complex() or value.layout != torch.strided or value.is_nested:
             return torch.empty(0)
         has_rows = value.dim() > 0 and value.shape[0] == self._rows
         return torch.empty(0) if has_rows or value.numel() > _MOST_ENTRIES else value.detach().clone()

@@ -123,3 +123,75 @@ def test_what_one_labelled_sample_showed_is_not_believed_of_batches_with_more():
     runtime.reset()
     assert gradients_apart(model, lambda x, y: F.cross_entropy(model(x), y), batches) < 1e-12
     assert whole_because() is None
+
+
+def margins(model):
+    return lambda a, p, n: F.relu(F.pairwise_distance(model(a), model(p)) - F.pairwise_distance(model(a), model(n)) + 9)
+
+
+def of_those_above_zero_by_count(loss):
+    return loss.sum() / ((loss > 0).sum() + 1e-12)
+
+
+def of_those_above_zero_by_number(loss):
+    return loss.sum() / max((loss > 0).sum().item(), 1)
+
+
+def of_those_above_zero_by_index(loss):
+    return loss[loss > 0].mean()
+
+
+def of_those_above_zero_by_weight(loss):
+    hard = loss.gt(0).double()
+    return (loss * hard).sum() / hard.sum().clamp(min=1)
+
+
+SELECTED_MEANS = [
+    of_those_above_zero_by_count,
+    of_those_above_zero_by_number,
+    of_those_above_zero_by_index,
+    of_those_above_zero_by_weight,
+]
+
+
+@pytest.mark.parametrize("reduce", SELECTED_MEANS)
+def test_a_mean_over_hard_samples_is_seen_while_all_are_hard(reduce):
+    """The triplets of an untrained network all have a loss; later ones do not, and the mean is over those that do."""
+    model, triplets = network(), (rows(12, 6), rows(12, 6, seed=3), rows(12, 6, seed=4))
+    losses = margins(model)
+    assert (losses(*triplets) > 0).all()
+    assert verdict_of(lambda a, p, n: reduce(losses(a, p, n)), model, triplets, 5).rule is None
+
+
+def test_thresholds_that_only_weigh_each_sample_still_split():
+    model, x, y = network(), rows(12, 6), labels(12)
+
+    def forward(x, y):
+        out = model(x)
+        confident = out.softmax(1).max(1).values > 0.01
+        padded = torch.arange(12) < 20  # as long as the batch, and no mask of samples
+        loss = F.cross_entropy(out, y, reduction="none") * confident
+        return loss.mean() * padded.double().mean(), (out.argmax(1) == y).sum(), confident
+
+    assert verdict_of(forward, model, (x, y), 5).rule is not None
+
+
+def by_clamped_tensor(kept):
+    return kept.sum().clamp(min=1)
+
+
+def by_larger_number(kept):
+    return max(kept.sum().item(), 1)
+
+
+@pytest.mark.parametrize("count", [by_clamped_tensor, by_larger_number])
+def test_a_count_that_is_at_least_one_is_seen_where_a_part_has_none(count):
+    """Of rows with 0, 1 and 0 that count, two parts divide by 1 as the whole does: that looks like a sum."""
+    model, targets = network(), torch.zeros(12, dtype=torch.long)
+    targets[4] = 1
+
+    def forward(x, y):
+        return F.cross_entropy(model(x), y, reduction="none").sum() / count(y > 0)
+
+    for most_rows in (3, 5):
+        assert verdict_of(forward, model, (rows(12, 6), targets), most_rows).rule is None
