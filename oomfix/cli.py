@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-import shutil
 import signal
 import sys
-import textwrap
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import click
@@ -17,9 +14,9 @@ import click
 from oomfix import __version__
 from oomfix.audit import TorchVersion
 from oomfix.config import FAIL_ON, check_codes
-from oomfix.report import printable
 from oomfix.spelling import did_you_mean
 from oomfix.target import parse_version
+from oomfix.terminal import Failure, is_terminal, tell, write, write_markdown, write_table
 
 if TYPE_CHECKING:
     from oomfix.pages import Page
@@ -27,14 +24,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("rich", "concise", "json", "sarif", "github")
 _INTERRUPTED = 130
-_LEAST_COLUMN = 40
-_BELOW = " " * 8
-
-
-class _Failure(click.ClickException):
-    """Something outside the command line that ends the run: one line, without the usage of the command."""
-
-    exit_code = 2
 
 
 def _as_codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -180,12 +169,12 @@ def audit(
         if write_baseline:
             _write_baseline(write_baseline, report)
     except BaselineError as error:
-        raise _Failure(f"{error.path}: {error}") from None
+        raise Failure(f"{error.path}: {error}") from None
     if not write_baseline:
-        _write(lambda stream: _render(report, form, statistics, stream))
+        write(lambda stream: _render(report, form, statistics, stream))
     if form in ("rich", "concise"):
         for path, message in report.errors():
-            _tell(path, message)
+            tell(path, message)
     ctx.exit(pipeline.status if not write_baseline or pipeline.status == 2 else 0)
 
 
@@ -207,7 +196,7 @@ def explain(code: str) -> None:
         hint = hint or did_you_mean(code.upper(), pages) or did_you_mean(code.lower(), names)
         raise click.UsageError(f"{code!r} is no rule{hint or '; `oomfix rules` lists them'}")
     text = markdown(page)
-    _write(lambda stream: _write_markdown(text, stream))
+    write(lambda stream: write_markdown(text, stream))
 
 
 @main.command()
@@ -218,13 +207,13 @@ def rules(form: str) -> None:
 
     pages = _pages()
     if form == "table":
-        _write(lambda stream: _write_table(table(pages), stream))
+        write(lambda stream: write_table(table(pages), stream))
         return
     import json
 
     fields = ("code", "name", "severity", "fix", "summary")
     rows = [{field: getattr(page, field) for field in fields} for page in pages]
-    _write(lambda stream: stream.write(json.dumps({"version": 1, "rules": rows}, indent=2) + "\n"))
+    write(lambda stream: stream.write(json.dumps({"version": 1, "rules": rows}, indent=2) + "\n"))
 
 
 @main.command()
@@ -241,9 +230,9 @@ def presets() -> None:
 
     configuration = Configuration(Flags(), _codes())
     own = {name: chosen.preset for name, chosen in configuration.settings(os.curdir).presets.items()}
-    _write(lambda stream: _write_table(table(own), stream))
+    write(lambda stream: write_table(table(own), stream))
     for path, message in configuration.problems:
-        _tell(path, message)
+        tell(path, message)
 
 
 def _read_stdin() -> bytes:
@@ -277,7 +266,7 @@ def _render(report: Report, form: str, statistics: bool, stream: TextIO) -> None
     elif form == "rich":
         from oomfix.report import rich
 
-        rich.write(report, stream, terminal=_is_terminal(stream))
+        rich.write(report, stream, terminal=is_terminal(stream))
     elif form == "concise":
         from oomfix.report import concise
 
@@ -301,69 +290,6 @@ def _render_statistics(report: Report, form: str, stream: TextIO) -> None:
 
     rows = statistics(report)
     stream.write(json.render_statistics(report, rows) if form == "json" else concise.render_statistics(rows))
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))
-
-
-def _write(render: Callable[[TextIO], object]) -> None:
-    """Write to standard output what `render` writes; a reader that has seen enough (`| head`) is no error."""
-    stream = sys.stdout
-    if stream is None:
-        raise _Failure("standard output: cannot write: it is closed")
-    if hasattr(stream, "reconfigure"):
-        # a line of source may hold what the terminal's encoding has not
-        stream.reconfigure(errors="backslashreplace")
-    try:
-        render(stream)
-        stream.flush()
-    except BrokenPipeError:
-        # what is left in the buffer would fail again when Python exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        raise _Failure(f"standard output: cannot write: {error.strerror}") from None
-
-
-def _tell(path: str, message: str) -> None:
-    """An error of a file, on standard error; where that is a terminal, no word is broken."""
-    text = printable(f"{path}: {message}")
-    if sys.stderr is not None and sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        parts = textwrap.wrap(text, columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-        text = "\n".join(parts)
-    click.echo(text, err=True)
-
-
-def _write_markdown(text: str, stream: TextIO) -> None:
-    if not _is_terminal(stream):
-        stream.write(text)
-        return
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    Console(file=stream).print(Markdown(text))
-
-
-def _write_table(rows: Sequence[tuple[str, ...]], stream: TextIO) -> None:
-    """Columns side by side; on a terminal, sentences in the last one are broken, or stand below where it is narrow."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    heads = ["".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False)) for row in rows]
-    indent, room = len(heads[0]), _columns_left(stream, len(heads[0]), max(len(row[-1]) for row in rows))
-    if room is not None and room < _LEAST_COLUMN:
-        indent, room = len(_BELOW), _columns_left(stream, len(_BELOW), _LEAST_COLUMN)
-        heads = [f"{head.rstrip()}\n{_BELOW}" for head in heads]
-    for row, head in zip(rows, heads, strict=True):
-        tail = [row[-1]] if room is None else textwrap.wrap(row[-1], room, break_long_words=False) or [""]
-        stream.write(head + ("\n" + " " * indent).join(tail) + "\n")
-
-
-def _columns_left(stream: TextIO, used: int, wanted: int) -> int | None:
-    """The columns of a terminal that are left for sentences; None where there is no terminal, or are no sentences."""
-    if not stream.isatty() or wanted < _LEAST_COLUMN:
-        return None
-    return max(shutil.get_terminal_size().columns - used, 1)
 
 
 def _write_baseline(path: str, report: Report) -> None:

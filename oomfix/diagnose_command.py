@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from oomfix.diagnose import Diagnosis
+from oomfix.terminal import write_lines
 
 if TYPE_CHECKING:
     from oomfix.diagnose_script import Cause
@@ -42,7 +43,8 @@ def diagnose(ctx: click.Context, log: BinaryIO, script: str | None, form: str) -
     elif not found:
         click.echo("no CUDA out-of-memory error found")
     else:
-        click.echo("\n\n".join("\n".join(lines(diagnosis, causes)) for diagnosis, causes in found))
+        for number, (diagnosis, causes) in enumerate(found):
+            write_lines([*([""] if number else []), *lines(diagnosis, causes)])
     ctx.exit(1 if found else 0)
 
 

@@ -4,7 +4,7 @@ Imports no torch: the process that runs the script does.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ import click
 from oomfix.profile.batch_size import Trial, find_largest, largest_fitting
 from oomfix.profile.process import run_script
 from oomfix.profile.text import batch_size_lines, lines, trial_line
+from oomfix.terminal import write_lines
 
 if TYPE_CHECKING:
     from oomfix.rewrite.what_if import WhatIf
@@ -115,18 +116,26 @@ def profile(
     found = _search(run, list(args)) if search else run(list(args), [])
     if what_if and form == "json":
         found["rewritten"] = what_if.as_json()
-    elif what_if:
-        click.echo(what_if.as_text(), nl=False)
-    click.echo(json.dumps(found, indent=2) if form == "json" else "\n".join(lines(found)))
-    if what_if and form == "rich" and not budget:
-        click.echo(what_if.verdict(found), nl=False)
-    if search and form == "rich":
-        click.echo("\n".join(batch_size_lines(found)))
+    if form == "json":
+        click.echo(json.dumps(found, indent=2))
+    else:
+        write_lines(_text(found, what_if, budget))
     if plot is not None:
         from oomfix.profile.plot import draw
 
         draw(found, plot)
     ctx.exit(1 if found["out_of_memory"] or found["error"] else 0)
+
+
+def _text(found: dict[str, Any], what_if: "WhatIf | None", budget: str | None) -> Iterator[str]:
+    """The report with what would be rewritten before it, and what was asked for behind."""
+    if what_if:
+        yield from what_if.lines()
+    yield from lines(found)
+    if what_if and not budget:
+        yield from what_if.verdict(found)
+    if "batch_sizes" in found:
+        yield from batch_size_lines(found)
 
 
 def _file(script: str, as_module: bool) -> str:

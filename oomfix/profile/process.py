@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 INDEPENDENT = "samples do not depend on each other"
 COUPLED = "samples depend on each other"
 """How the assumption begins that batches may be split, which numbers decide and a simulated card has none."""
+
+CANNOT_SIMULATE = 2
+"""The exit code of `oomfix.profile.run` where a script needs what no simulation gives."""
 
 _END_OF_FILE, _MOST_READS = b"\x04", 1000
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,8 +29,12 @@ def run_script(
     """What `oomfix.profile.run` finds in a process of its own, and its exit code; None where it found nothing.
 
     What the script writes is shown, on standard error, only where it failed. `rewritten` says for Python files what is
-    run in place of what they hold.
+    run in place of what they hold. Without torch nothing runs, and a sentence on standard error says so.
     """
+    if find_spec("torch") is None:
+        missing = f"torch is not installed for {sys.executable}; pip install torch"
+        print(f"{script}: cannot be simulated: {missing}", file=sys.stderr)
+        return None, CANNOT_SIMULATE
     # the card is simulated even where there is a real one
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))

@@ -30,7 +30,9 @@ from oomfix.profile.checks import answer_checks
 from oomfix.profile.host import lighten_host
 from oomfix.profile.loaders import Loaders
 from oomfix.profile.optimizers import Optimizers
+from oomfix.profile.out_of_memory import OutOfMemoryError
 from oomfix.profile.overlay import overlay
+from oomfix.profile.process import CANNOT_SIMULATE
 from oomfix.profile.processes import Processes
 from oomfix.profile.progress import EnoughSteps, Progress
 from oomfix.profile.ranks import Ranks, shares
@@ -39,9 +41,7 @@ from oomfix.profile.repeats import Repeats
 from oomfix.profile.simulated_gpu import SimulatedGPU, assumptions
 from oomfix.profile.steps_by_hand import StepsByHand
 from oomfix.profile.threads import Threads
-from oomfix.profile.tracker import OutOfMemoryError
 
-CANNOT_SIMULATE = 2
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 

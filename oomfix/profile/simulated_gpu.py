@@ -8,6 +8,7 @@ from torch import nn
 from oomfix.presets import Card
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.boundary import CardTrace, fakes_on_cuda
+from oomfix.profile.cards import CONTEXT_BYTES
 from oomfix.profile.patches import Patches
 from oomfix.profile.policy import cuda_policy, replace_parameters
 from oomfix.profile.report import Estimate, report
@@ -26,6 +27,7 @@ class SimulatedGPU:
             scratch=self.workspaces.scratch_bytes,
             keeps=self.workspaces.kept_bytes,
         )
+        self.trace.context_bytes = CONTEXT_BYTES
         self.patches = Patches()
 
     @contextmanager

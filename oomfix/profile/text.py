@@ -21,6 +21,8 @@ _STEPS_THAT_SHOW_GROWTH = 3
 def lines(found: dict[str, Any]) -> list[str]:
     """The whole report."""
     card, steps = found["card"], found["steps"]
+    if found["error"] and not found["peak_allocated_bytes"]:
+        return [f"{found['script']} failed before anything was on the card: the error above is its own"]
     text = [f"{found['script']} on {card['name']} ({card['capacity_gib']:.2f} GiB), {_count(len(steps), 'step')}"]
     if found["out_of_memory"]:
         text.append(f"  out of memory: {found['out_of_memory']}")
@@ -112,9 +114,11 @@ def _fits(found: dict[str, Any]) -> list[str]:
         return ["  the run ended early: which cards it fits is not known"]
     fits = {name: fit["fits"] for name, fit in found["fits"].items()}
     on_card = "fits" if fits.pop("card") else "does not fit"
-    presets = ", ".join(name for name, fit in fits.items() if fit) or "no preset"
-    margin = f"with a margin of {100 * found['margin_fraction']:.0f} % ({found['margin_reason']})"
-    return [f"  {on_card} the {found['card']['name']}; fits {presets}; {margin}"]
+    presets = ", ".join(name for name, fit in fits.items() if fit)
+    return [
+        f"  {on_card} the {found['card']['name']}; fits {f'the presets {presets}' if presets else 'no preset'}",
+        f"  counted with a margin of {100 * found['margin_fraction']:.0f} %: {found['margin_reason']}",
+    ]
 
 
 def _count(number: int, noun: str) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomfix.profile.boundary import CardTrace
+from oomfix.profile.out_of_memory import OutOfMemoryError
 from oomfix.profile.patches import Patches
 from oomfix.profile.progress import EnoughSteps
-from oomfix.profile.tracker import OutOfMemoryError
 
 
 class Threads:

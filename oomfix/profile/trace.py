@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oomfix.profile.allocator import Block, CachingAllocator, rounded, segment_bytes
+from oomfix.profile.out_of_memory import OutOfMemoryError, refusal
 from oomfix.profile.patches import Patches
-from oomfix.profile.tracker import OutOfMemoryError
 from oomfix.profile.user_code import user_line
 
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]
@@ -78,6 +78,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         start_event: the position in `events` from which on peaks, steps and phases count.
         end_event: the position up to which they count; None: to the last.
         refused_event: the position at the last request that was refused; None: none was.
+        context_bytes: what a CUDA context holds beside the allocator, for the words of a refusal.
         before_forward: called where a model's forward begins, those of its submodules and of backwards left out.
         forward_ends: the positions in `events` where such forwards ended.
         run_forward: runs such a forward, as `call(module, *args, **kwargs)`.
@@ -101,6 +102,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.start_event = self.peak_event = 0
         self.end_event: int | None = None
         self.refused_event: int | None = None
+        self.context_bytes = 0
         self.peak_phase = "setup"
         self._thread = _Thread()
         self._lock = threading.RLock()
@@ -336,16 +338,11 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refusal(self, nbytes: int) -> str:
         allocator = self.allocator
+        reserved, allocated = allocator.reserved_bytes, allocator.allocated_bytes
         # torch names the segment that it asked the driver for, not the tensor
-        nbytes = segment_bytes(rounded(nbytes))
-        capacity = allocator.capacity_bytes or allocator.reserved_bytes
-        free = capacity - allocator.reserved_bytes
-        cached = allocator.reserved_bytes - allocator.allocated_bytes
-        return (
-            f"CUDA out of memory. Tried to allocate {size(nbytes)}. GPU 0 has a total capacity of {size(capacity)} "
-            f"of which {size(free)} is free. Of the allocated memory {size(allocator.allocated_bytes)} is allocated "
-            f"by PyTorch, and {size(cached)} is reserved by PyTorch but unallocated."
-        )
+        asked, capacity = segment_bytes(rounded(nbytes)), allocator.capacity_bytes or reserved
+        context = self.context_bytes
+        return refusal(asked, capacity + context, reserved + context, allocated, reserved - allocated)
 
     # hooks
 
@@ -386,14 +383,6 @@ def _in_order_of_move(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from _in_order_of_move(child)
     yield from (tensor for tensor in module._parameters.values() if tensor is not None)
     yield from (tensor for tensor in module._buffers.values() if tensor is not None)
-
-
-def size(nbytes: int) -> str:
-    """Bytes as torch words them: "512 bytes", "2.00 MiB", "1.25 GiB"."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes} bytes"
 
 
 def in_backward() -> bool:

@@ -12,10 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# torch 2.5 moved the exception; older versions only know the second name
-OutOfMemoryError: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
-
-_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+from oomfix.profile.out_of_memory import OutOfMemoryError, refusal
 
 
 class SimulatedCard(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,15 +172,7 @@ class SimulatedCard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _message(self, nbytes: int) -> str:
         in_use = self._current_bytes
-        capacity = in_use if self.budget_bytes is None else self.budget_bytes
-        free = max(0, capacity - in_use)
-        return (
-            f"CUDA out of memory. Tried to allocate {_size(nbytes)}. "
-            f"GPU 0 has a total capacity of {_size(capacity)} of which {_size(free)} is free. "
-            f"Including non-PyTorch memory, this process has {_size(in_use)} memory in use. "
-            f"Of the allocated memory {_size(in_use)} is allocated by PyTorch, "
-            f"and 0 bytes is reserved by PyTorch but unallocated."
-        )
+        return refusal(nbytes, in_use if self.budget_bytes is None else self.budget_bytes, in_use, in_use)
 
 
 class _Storage:
@@ -217,12 +206,3 @@ def _storages(func: Any, result: object) -> Iterator[tuple[torch.UntypedStorage,
 
 def _has_storage(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta"
-
-
-def _size(nbytes: int) -> str:
-    if nbytes <= _KIB:
-        return f"{nbytes} bytes"
-    for unit, name in ((_KIB, "KiB"), (_MIB, "MiB")):
-        if nbytes <= unit * 1024:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes / _GIB:.2f} GiB"

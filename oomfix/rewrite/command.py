@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
+
+from oomfix.terminal import columns
 
 if TYPE_CHECKING:
     from oomfix.rewrite.apply import Options
@@ -136,7 +137,7 @@ def apply(
     else:
         if diff:
             click.echo(summary.diffs(outcomes, colour=sys.stdout.isatty()), nl=False)
-        width = shutil.get_terminal_size().columns if (sys.stderr if diff else sys.stdout).isatty() else None
+        width = columns(sys.stderr if diff else sys.stdout)
         click.echo(summary.as_text(outcomes, proof, trial, written=writes, width=width), nl=False, err=diff)
         for outcome in outcomes:
             for said in outcome.errors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from oomfix.report import printable
 from oomfix.rewrite import trial_text
 from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.verdict import Form
+from oomfix.terminal import broken
 
 if TYPE_CHECKING:
     from oomfix.rewrite.proof import Proof
@@ -44,17 +44,17 @@ def as_text(
         written: whether the files were written.
         width: the columns of a terminal, where lines are broken; None: nowhere.
     """
-    lines = [part for outcome in outcomes for line in _lines(outcome) for part in _broken(line, width)]
+    lines = [line for outcome in outcomes for line in _lines(outcome)]
     if lines:
         lines.append("")
-    lines += _broken(_totals(outcomes, written), width)
+    lines.append(_totals(outcomes, written))
     if written and any(loop.rewrite != "none" for outcome in outcomes if outcome.changed for loop in outcome.loops):
-        lines += _broken("OOMFIX_PRESET=off in the environment trains as before, in whole batches", width)
+        lines.append("OOMFIX_PRESET=off in the environment trains as before, in whole batches")
     if proof is not None:
         lines += ["", *proof.lines()]
     if trial is not None:
         lines += ["", *trial_text.lines(trial, mended(outcomes))]
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{part}\n" for line in lines for part in broken(line, width))
 
 
 def _totals(outcomes: Sequence[FileOutcome], written: bool) -> str:
@@ -67,13 +67,6 @@ def _totals(outcomes: Sequence[FileOutcome], written: bool) -> str:
         return f"nothing to rewrite: {found}"
     verb = "rewritten" if written else "would be rewritten"
     return f"{_many(changed, 'file')} {verb}: {found}, {_many(fixes, 'local fix', 'local fixes')}"
-
-
-def _broken(line: str, width: int | None) -> list[str]:
-    """A line in parts that a terminal shows whole."""
-    if width is None:
-        return [line]
-    return textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def diffs(outcomes: Sequence[FileOutcome], *, colour: bool) -> str:

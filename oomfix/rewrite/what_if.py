@@ -39,17 +39,20 @@ class WhatIf(NamedTuple):
         """What `oomfix.profile.process.run_script` is to run in place of files."""
         return contents_of([self.outcome])
 
-    def as_text(self) -> str:
+    def lines(self) -> list[str]:
         """What would be done to the script: a line for each loop, and the totals."""
-        said = summary.as_text([self.outcome], written=False)
-        return f"{said}lines of the script below are those of the rewritten one\n\n" if self.outcome.changed else said
+        said = summary.as_text([self.outcome], written=False).splitlines()
+        return [*said, "lines of the script below are those of the rewritten one", ""] if self.outcome.changed else said
 
-    def verdict(self, found: dict[str, Any]) -> str:
-        """Whether a run within the preset's budget, as `oomfix.profile.run` found it, came to its end."""
+    def verdict(self, found: dict[str, Any]) -> list[str]:
+        """Whether a run within the preset's budget, as `oomfix.profile.run` found it, came to its end: one line.
+
+        No line where the preset has no budget.
+        """
         if self.preset.budget_gib is None:
-            return ""
+            return []
         verb = "runs out of" if found["out_of_memory"] else "gets by with"
-        return f"  {verb} the {self.preset.budget_gib:.1f} GiB of {self.name}\n"
+        return [f"  {verb} the {self.preset.budget_gib:.1f} GiB of {self.name}"]
 
     def as_json(self) -> dict[str, Any]:
         """The preset's name and what would be done to the script's loops."""

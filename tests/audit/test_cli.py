@@ -13,9 +13,10 @@ import click
 import pytest
 
 from oomfix import __version__
-from oomfix.cli import _tell, _write_table, main
+from oomfix.cli import main
 from oomfix.pages import markdown, pages, table
 from oomfix.rules import all_rules
+from oomfix.terminal import broken, tell, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = "import torch\nx = torch.load(p)\n"
@@ -182,7 +183,7 @@ def test_the_rules_fit_the_terminal_and_no_word_is_broken(monkeypatch, columns: 
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
     rows = table(pages(all_rules()))
-    _write_table(rows, stream)
+    write_table(rows, stream)
     lines = stream.getvalue().splitlines()
     assert [line for line in lines if len(line.rstrip()) > columns] == []
     shown = " ".join(" ".join(lines).split())
@@ -195,7 +196,7 @@ def test_errors_fit_the_terminal_and_no_word_is_broken(monkeypatch, columns: int
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     message = "not UTF-8: byte 0xe9 in line 1; save it as UTF-8, or declare its encoding in the first line"
-    _tell("train.py", message)
+    tell("train.py", message)
     lines = stream.getvalue().splitlines()
     assert [line for line in lines if len(line) > columns] == []
     assert " ".join(stream.getvalue().split()) == f"train.py: {message}"
@@ -271,3 +272,10 @@ def test_no_rule_needs_bytes_that_a_notebook_writes_otherwise():
             for word in (need,) if isinstance(need, bytes) else need:
                 assert word.isascii()
                 assert not set(word) & set(b'"\\\n\r\t')
+
+
+def test_a_line_is_broken_under_itself_on_a_terminal_alone():
+    line = "  fits the T4; fits the presets 8gb, 12gb"
+    assert broken(line, None) == broken(line, 80) == [line]
+    assert broken(line, 30) == ["  fits the T4; fits the", "      presets 8gb, 12gb"]
+    assert broken("", 30) == [""]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 
 import pytest
@@ -178,3 +179,20 @@ def test_what_a_script_leaves_running_holds_nothing_up(tmp_path):
     started = time.monotonic()
     result = CliRunner().invoke(profile, ["--format", "json", str(script)])
     assert result.exit_code == 0 and time.monotonic() - started < 90
+
+
+def test_without_torch_one_sentence_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("oomfix.profile.process.find_spec", lambda name: None)
+    (tmp_path / "train.py").write_text("import torch")
+    result = CliRunner().invoke(profile, [str(tmp_path / "train.py")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"train.py: cannot be simulated: torch is not installed for {sys.executable}" in result.stderr
+
+
+def test_a_script_that_fails_at_once_is_given_no_estimate(tmp_path):
+    (tmp_path / "train.py").write_text("import torch\n1 / 0\n")
+    result = CliRunner().invoke(profile, [str(tmp_path / "train.py")])
+    assert result.exit_code == 1
+    assert "ZeroDivisionError" in result.stderr
+    assert result.stdout.endswith("failed before anything was on the card: the error above is its own\n")
+    assert result.stdout.count("\n") == 1

@@ -281,6 +281,8 @@ def test_a_budget_raises_out_of_memory_at_its_limit(runs):
     run = runs("large")
     assert run.code == 0
     assert "Tried to allocate 3.00 GiB" in run.found["out_of_memory"]
+    # the context has its share of the card that was asked for
+    assert "a total capacity of 5.00 GiB of which 1.41 GiB is free" in run.found["out_of_memory"]
     assert run.found["peak_allocated_bytes"] == 3 * GIB and run.found["fits"] == {}
 
 

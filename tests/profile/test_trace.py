@@ -10,9 +10,10 @@ from oomfix.profile import MemoryTrace, text
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.cards import find_card
 from oomfix.profile.ledger import Ledger
+from oomfix.profile.out_of_memory import OutOfMemoryError
 from oomfix.profile.overheads import TRANSFORMER
 from oomfix.profile.report import replay, report
-from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
+from oomfix.profile.tracker import SimulatedCard
 
 MIB = 2**20
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
+from oomfix.profile.out_of_memory import OutOfMemoryError
+from oomfix.profile.tracker import SimulatedCard
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

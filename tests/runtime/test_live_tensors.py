@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
+from oomfix.profile.out_of_memory import OutOfMemoryError
+from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime import live_tensors, origins
 
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from oomfix import runtime
 from oomfix.profile.estimation import estimate
-from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
+from oomfix.profile.out_of_memory import OutOfMemoryError
+from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime import offloading
 
 

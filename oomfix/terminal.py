@@ -1,0 +1,103 @@
+"""What every command writes with: standard output and error, in the columns of a terminal where they are one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import TextIO
+
+import click
+
+from oomfix.report import printable
+
+_LEAST_COLUMN = 40
+_BELOW = " " * 8
+
+
+class Failure(click.ClickException):
+    """Something outside the command line that ends the run: one line, without the usage of the command."""
+
+    exit_code = 2
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether to write in colour: on a terminal, and where FORCE_COLOR asks for it."""
+    return stream.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def columns(stream: TextIO | None) -> int | None:
+    """The columns of a terminal; None where the stream is none, or closed."""
+    return None if stream is None or not stream.isatty() else shutil.get_terminal_size().columns
+
+
+def broken(line: str, width: int | None) -> list[str]:
+    """A line in parts of `width` columns, no word broken, the later ones indented by four more; None: in one."""
+    if width is None or len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Lines on standard output, broken where that is a terminal."""
+    width = columns(sys.stdout)
+    for line in lines:
+        for part in broken(line, width):
+            click.echo(part)
+
+
+def write(render: Callable[[TextIO], object]) -> None:
+    """Write to standard output what `render` writes; a reader that has seen enough (`| head`) is no error."""
+    stream = sys.stdout
+    if stream is None:
+        raise Failure("standard output: cannot write: it is closed")
+    if hasattr(stream, "reconfigure"):
+        # a line of source may hold what the terminal's encoding has not
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        render(stream)
+        stream.flush()
+    except BrokenPipeError:
+        # what is left in the buffer would fail again when Python exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise Failure(f"standard output: cannot write: {error.strerror}") from None
+
+
+def tell(path: str, message: str) -> None:
+    """An error of a file, on standard error."""
+    click.echo("\n".join(broken(printable(f"{path}: {message}"), columns(sys.stderr))), err=True)
+
+
+def write_markdown(text: str, stream: TextIO) -> None:
+    """Markdown as it is, or on a terminal laid out by rich."""
+    if not is_terminal(stream):
+        stream.write(text)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console(file=stream).print(Markdown(text))
+
+
+def write_table(rows: Sequence[tuple[str, ...]], stream: TextIO) -> None:
+    """Columns side by side; on a terminal, sentences in the last one are broken, or stand below where it is narrow."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    heads = ["".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False)) for row in rows]
+    indent, room = len(heads[0]), _columns_left(stream, len(heads[0]), max(len(row[-1]) for row in rows))
+    if room is not None and room < _LEAST_COLUMN:
+        indent, room = len(_BELOW), _columns_left(stream, len(_BELOW), _LEAST_COLUMN)
+        heads = [f"{head.rstrip()}\n{_BELOW}" for head in heads]
+    for row, head in zip(rows, heads, strict=True):
+        tail = [row[-1]] if room is None else textwrap.wrap(row[-1], room, break_long_words=False) or [""]
+        stream.write(head + ("\n" + " " * indent).join(tail) + "\n")
+
+
+def _columns_left(stream: TextIO, used: int, wanted: int) -> int | None:
+    """The columns of a terminal that are left for sentences; None where there is no terminal, or are no sentences."""
+    width = columns(stream)
+    return None if width is None or wanted < _LEAST_COLUMN else max(width - used, 1)
