@@ -73,7 +73,8 @@ def main(folders: Sequence[str]) -> None:
         repo, *inside = relative.parts
         for loop in applied.loops:
             row = Row(repo.replace("__", "/", 1), "/".join(inside), loop.line, loop.rewrite, loop.reason or "")
-            rows.append(row._replace(verdict=known.get(row.key, "")))
+            if loop.function is None:
+                rows.append(row._replace(verdict=known.get(row.key, "")))
     _write(rows)
     RESULTS.write_text(_summary(rows, files, problems, seconds))
     print(RESULTS.read_text())

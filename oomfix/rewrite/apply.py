@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from oomfix.parsing import parse
@@ -16,8 +16,9 @@ from oomfix.rewrite.local import Fixed, findings_of, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.module import Overrides
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.step_functions import StepFunction, step_functions
 from oomfix.rewrite.unused import unused_amp_imports
-from oomfix.rewrite.verdict import Form
+from oomfix.rewrite.verdict import Form, Verdict
 from oomfix.rules.base import Edit, Finding, Rule, Severity
 from oomfix.script import Script
 from oomfix.source import Source
@@ -61,7 +62,7 @@ class Options(NamedTuple):
 
 
 class LoopOutcome(NamedTuple):
-    """What became of a training loop.
+    """What became of a training loop, or of a function that is the iteration of one.
 
     Attributes:
         line, end_line: as in the file before; in a notebook, as in the cell.
@@ -69,6 +70,8 @@ class LoopOutcome(NamedTuple):
         reason: why not more, None where nothing stood in the way.
         cell: the 1-based number of its cell in a notebook, else None.
         notes: what else is to be known of it, one clause each.
+        function: the name of a function that makes a step each time it is called, by a loop in another file; None for
+            a loop of this file.
     """
 
     line: int
@@ -77,6 +80,7 @@ class LoopOutcome(NamedTuple):
     reason: str | None
     cell: int | None = None
     notes: tuple[str, ...] = ()
+    function: str | None = None
 
 
 class Applied(NamedTuple):
@@ -156,7 +160,7 @@ def rewrite_loops(script: Script, options: Options) -> _Rewritten:
     if "apex" in script.source.text and (edits := apex_edits(reading)):
         current = _changed(script.source, apply_edits(script.source.text, edits))
         rewritten, loops, fixed = _rewrite_read(Reading(Script.read(current, options.target_torch)), options)
-        if len(loops) == len(script.loops) and all(loop.rewrite != "none" for loop in loops):
+        if len(loops) == len(reading.loops) and all(loop.rewrite != "none" for loop in loops):
             return rewritten, tuple(_before(loop, script.source.text, edits) for loop in loops), fixed
     return _rewrite_read(reading, options)
 
@@ -196,7 +200,7 @@ def _with_metrics_apart(reading: Reading, options: Options) -> _Rewritten:
     """The loops rewritten; metrics leave the autocast blocks of those that are split, to see whole batches."""
     source = reading.source
     found = _rewrite_loops(reading, options)
-    if "autocast" not in source.text or not reading.script.loops:
+    if "autocast" not in source.text or not reading.loops:
         return found
     edits = metric_edits(reading)
     while edits:
@@ -210,13 +214,22 @@ def _with_metrics_apart(reading: Reading, options: Options) -> _Rewritten:
 
 
 def _rewrite_loops(reading: Reading, options: Options) -> _Rewritten:
-    if not reading.script.loops:
-        return reading.source, (), ()
+    if not reading.loops:
+        return reading.source, tuple(_out_of_sight(reading)), ()
     rewriter = LoopRewriter(reading, options.preset, options.overrides, options.wants)
     rewritten = rewriter.rewrite()
     fixed = tuple(Fixed(code, line, _MENDED[code]) for code, line in rewriter.mended)
-    loops = (
-        LoopOutcome(*rewriter.lines_of(verdict), verdict.form, verdict.reason, notes=tuple(verdict.notes))
-        for verdict in rewriter.verdicts
-    )
-    return rewritten, tuple(loops), fixed
+    return rewritten, tuple(_outcome(rewriter, verdict) for verdict in rewriter.verdicts), fixed
+
+
+def _out_of_sight(reading: Reading) -> Iterator[LoopOutcome]:
+    """What is said of a file that only steps."""
+    for function in step_functions(reading.script):
+        why = "no network is seen to run in it"
+        yield LoopOutcome(function.line, function.end_line, "none", why, function=function.name)
+
+
+def _outcome(rewriter: LoopRewriter, verdict: Verdict) -> LoopOutcome:
+    function = verdict.loop.name if isinstance(verdict.loop, StepFunction) else None
+    line, end_line = rewriter.lines_of(verdict)
+    return LoopOutcome(line, end_line, verdict.form, verdict.reason, notes=tuple(verdict.notes), function=function)

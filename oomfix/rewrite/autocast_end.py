@@ -58,7 +58,7 @@ def metric_edits(reading: Reading) -> dict[int, list[Edit]]:
 def _blocks_of_forwards(reading: Reading) -> dict[ast.With, int]:
     """The `with` blocks around forwards in training loops, with the lines of the loops."""
     found: dict[ast.With, int] = {}
-    for loop in reading.script.loops:
+    for loop in reading.loops:
         for forward in loop.forwards:
             for parent in reading.blocks.ancestors(forward.node):
                 if isinstance(parent, ast.With):

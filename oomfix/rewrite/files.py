@@ -15,6 +15,7 @@ from oomfix.rewrite.cells import NotebookText
 from oomfix.rewrite.edits import EditsOverlap
 from oomfix.rewrite.local import Fixed
 from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
+from oomfix.rewrite.step_functions import training_loops
 from oomfix.rewrite.writing import CannotWrite, write_source
 from oomfix.rules.base import Rule, holds
 from oomfix.script import Script
@@ -39,7 +40,7 @@ class FileOutcome(NamedTuple):
         changes: what is another text; none where nothing changed.
         data: what the file held when it was read.
         content: what it is to hold; None where nothing changed.
-        loops: its training loops.
+        loops: its training loops, and functions that are the iteration of one.
         fixed: the local fixes made.
         errors: why it, or a cell of it, was left as it was, one plain line each.
         notes: what else the user should know of it, one plain line each.
@@ -130,7 +131,7 @@ class Rewriter:
         return outcomes + [FileOutcome(path, errors=(message,)) for path, message in problems]
 
     def training_files(self, folder: str) -> list[str]:
-        """The Python files under a folder that hold a training loop, by name."""
+        """The Python files under a folder that hold a training loop or its iteration, by name."""
         settings = self._configuration.settings(folder)
         found = Discovery().find(folder, settings.root, settings.exclude)
         return [file.path for file in found if file.path.endswith(".py") and _trains(file.path)]
@@ -208,7 +209,7 @@ def _outcome(path: str, applied: Applied) -> FileOutcome:
 def _trains(path: str) -> bool:
     try:
         data = _read(path)
-        return _IN_EVERY_LOOP in data and bool(Script.read(Source.from_bytes(path, data)).loops)
+        return _IN_EVERY_LOOP in data and bool(training_loops(Script.read(Source.from_bytes(path, data))))
     except (OSError, Unreadable, RecursionError):  # told when the file is named
         return False
 

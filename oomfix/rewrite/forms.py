@@ -49,4 +49,5 @@ def loop_forms(script: Script, data: bytes, count: int, target_torch: tuple[int,
 def _outcomes(script: Script, data: bytes, target_torch: tuple[int, int] | None) -> tuple[LoopOutcome, ...]:
     if script.source.cells is not None:
         script = Script.read(NotebookText(script.source.path, data).source, target_torch)
-    return rewrite_loops(script, Options(_ANY_PRESET, target_torch=target_torch))[1]
+    outcomes = rewrite_loops(script, Options(_ANY_PRESET, target_torch=target_torch))[1]
+    return tuple(outcome for outcome in outcomes if outcome.function is None)

@@ -14,6 +14,7 @@ from oomfix.rewrite.liveness import FunctionNode, Scope, names_bound, names_read
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.step_functions import StepFunction
 from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds
@@ -116,10 +117,10 @@ class InPlace:
     def _reset_ahead(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> ast.stmt | None:
         """`optimizer.zero_grad()` ahead of the one backward of the file, in one block with it and the one step.
 
-        It stays where the optimizer comes from another file: a loop there may have left gradients behind; and where
-        another one may come after it, whose parameters have gathered gradients meanwhile (stages of a training).
+        It stays where the optimizer or the loop is in another file, which may leave gradients behind or read them; and
+        where another one may come after it, whose parameters have gathered gradients meanwhile (stages of a training).
         """
-        if not self._one_optimizer:
+        if not self._one_optimizer or any(isinstance(verdict.loop, StepFunction) for verdict in verdicts):
             return None
         if len(verdicts) != 1 or len(verdicts[0].steps) != 1 or len(verdicts[0].backwards) != 1:
             return None

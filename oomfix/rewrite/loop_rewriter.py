@@ -30,6 +30,7 @@ from oomfix.rewrite.removal import together
 from oomfix.rewrite.same_branches import merge_branches
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.stages import stage_edits
+from oomfix.rewrite.step_functions import StepFunction
 from oomfix.rewrite.unused import unused_scalers
 from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.rewrite.window_shape import CannotFold
@@ -73,7 +74,7 @@ class LoopRewriter:
         script = reading.script
         self._preset, self._overrides, self._wants = preset, overrides, wants
         self._target = script.target_torch
-        self._loops = script.loops
+        self._loops = reading.loops
         self._known = manager_in(script)
         self._names = Names(script.source.tree)
         self._manager = self._known or self._names.free("memory", "gpu_memory", "oomfix_memory")
@@ -213,7 +214,7 @@ class LoopRewriter:
     def _stages(self) -> list[Edit]:
         """Transitions between stages, where no loop may leave gradients behind that the next stage would add to."""
         stays = any(note.startswith(WINDOW_STAYS) for verdict in self.verdicts for note in verdict.notes)
-        if stays or any(verdict.form == "none" for verdict in self.verdicts):
+        if stays or any(verdict.form == "none" or isinstance(verdict.loop, StepFunction) for verdict in self.verdicts):
             return []
         return stage_edits(self._script, self._layout, self._blocks, f"{runtime_name(self._names)}.free")
 

@@ -10,6 +10,7 @@ from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
+from oomfix.rewrite.step_functions import training_loops
 from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.hints import looks_like_optimizer
@@ -45,7 +46,7 @@ class Judge:
 
     def verdicts(self) -> list[Verdict]:
         """One verdict per training loop, by line."""
-        verdicts = [self._judge(loop) for loop in self._script.loops]
+        verdicts = [self._judge(loop) for loop in training_loops(self._script)]
         self.leave_shared(verdicts)
         return verdicts
 

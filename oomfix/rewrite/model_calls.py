@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.step_functions import training_loops
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.edits import Edit, bounds
@@ -29,11 +30,12 @@ def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> l
     """
     precision = script.precision
     decided = precision.trains_in_half or precision.autocasts_out_of_sight or "create_graph" in script.source.text
-    if not precision.may_use_cuda or decided or len(script.loops) != len(verdicts):
+    loops = training_loops(script)
+    if not precision.may_use_cuda or decided or len(loops) != len(verdicts):
         return []
     blocks = Blocks(script.source.tree)
     calls: dict[ast.Call, None] = {}
-    for loop, verdict in zip(script.loops, verdicts, strict=True):
+    for loop, verdict in zip(loops, verdicts, strict=True):
         if verdict.form == "in-place":
             calls.update(dict.fromkeys(_models_called(script, loop, blocks)))
     return [edit for call in calls for edit in through_manager(script, call, f"{manager}.forward")]

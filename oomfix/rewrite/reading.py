@@ -7,7 +7,8 @@ from functools import cached_property
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.layout import Layout
-from oomfix.script import Script
+from oomfix.rewrite.step_functions import training_loops
+from oomfix.script import Script, TrainingLoop
 
 
 class Reading:
@@ -20,6 +21,11 @@ class Reading:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.source = script.source
+
+    @cached_property
+    def loops(self) -> list[TrainingLoop]:
+        """Its training loops and step functions, by line."""
+        return training_loops(self.script)
 
     @cached_property
     def blocks(self) -> Blocks:

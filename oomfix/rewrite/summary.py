@@ -59,9 +59,11 @@ def as_text(
 
 def _totals(outcomes: Sequence[FileOutcome], written: bool) -> str:
     loops = Counter(loop.rewrite for outcome in outcomes for loop in outcome.loops)
+    elsewhere = sum(loop.function is not None for outcome in outcomes for loop in outcome.loops)
     changed = sum(outcome.changed for outcome in outcomes)
     fixes = sum(len(outcome.fixed) for outcome in outcomes)
     counted = ", ".join(f"{loops[form]} {said}" for form, said in _FORMS.items() if loops[form])
+    counted += f"; {elsewhere} in other files" if elsewhere else ""
     found = f"{_many(sum(loops.values()), 'training loop')} ({counted})" if loops else "no training loop"
     if not changed:
         return f"nothing to rewrite: {found}"
@@ -119,6 +121,7 @@ def loops_as_json(outcomes: Sequence[FileOutcome]) -> list[dict[str, Any]]:
         }
         for outcome in outcomes
         for loop in outcome.loops
+        if loop.function is None
     ]
 
 
@@ -136,7 +139,9 @@ def _lines(outcome: FileOutcome) -> Iterator[str]:
     for loop in outcome.loops:
         because = f": {loop.reason}" if loop.reason else ""
         cell = "" if loop.cell is None else f"cell {loop.cell}:"
-        yield f"{path}:{cell}{loop.line}  {_FORMS[loop.rewrite]}{because}"
+        form = _FORMS[loop.rewrite]
+        said = form if loop.function is None else f"{form}, in `{loop.function}`, whose loop is in another file"
+        yield f"{path}:{cell}{loop.line}  {said}{because}"
         for note in loop.notes:
             yield f"{path}:{cell}{loop.line}  {note}"
     for code, count in sorted(Counter(fix.code for fix in outcome.fixed).items()):
