@@ -13,6 +13,7 @@ from oomfix.runtime.attributes import Attributes, Containers, namespace
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.computed_masks import MaskOfRows, alike
 from oomfix.runtime.data_places import DataPlaces
+from oomfix.runtime.drawing_calls import Shape
 from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
@@ -24,6 +25,7 @@ from oomfix.runtime.rule_choice import close
 from oomfix.runtime.running_statistics import quiet
 from oomfix.runtime.variables import Variables
 from oomfix.runtime.watching import HeldOut, Watch
+from oomfix.runtime.whole_draws import DrawnShapes, DrawnSize, sizes_by_rows
 
 _WROTE = "it writes parameters, buffers or other tensors that outlive it"
 
@@ -70,6 +72,8 @@ class Evidence:
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
         drew_besides_torch: some of them from Python's or NumPy's generators, which are not watched.
+        draws: how the size of each draw follows the rows.
+        once_outside: some were drawn from those, as many by each part as by the whole, from the same numbers on.
         held: targets were held out.
         differentiates: the forward runs a backward of its own.
         bends: a number for the whole batch went into a function that bends at a threshold (clamp, abs, relu).
@@ -87,6 +91,8 @@ class Evidence:
     calls: int = 0
     drew: bool = False
     drew_besides_torch: bool = False
+    draws: tuple[DrawnSize, ...] = ()
+    once_outside: bool = False
     held: bool = False
     differentiates: bool = False
     bends: bool = False
@@ -99,6 +105,7 @@ class _Run:
     """What one run showed; see `Evidence` and `probe.Probe`.
 
     Attributes:
+        drawn_shapes: see `whole_draws.DrawnShapes`; empty in a light run.
         functions_tell: the functions called show the same cross entropies and selections as the operations that ran.
     """
 
@@ -110,6 +117,7 @@ class _Run:
     masks: list[MaskOfRows | None]
     calls: int
     differentiates: bool
+    drawn_shapes: list[tuple[str, Shape]]
     functions_tell: bool
 
 
@@ -169,6 +177,7 @@ class _Comparison:
         self._draws = Draws()
         self._held_out = HeldOut()
         self._outside: list[torch.Tensor] = []
+        self._own: list[Any] = []
         self._attributes = Attributes([])
         self._owners: list[Any] = []
 
@@ -179,11 +188,11 @@ class _Comparison:
         self._outside += tensors_of(self._forward)
         places = DataPlaces(self._outside)
         given = filter(is_generator, (*self._batch.args, *self._batch.kwargs.values()))
-        own = [*generators_in(self._forward, modules), *given]
-        before = generators = RandomState(own=own)
+        self._own = [*generators_in(self._forward, modules), *given]
+        before = generators = RandomState(own=self._own)
         if self._how.ahead:
             before.draw_ahead(self._how.ahead)
-            generators = RandomState(own=own)
+            generators = RandomState(own=self._own)
         try:
             with self._undisturbed(modules, found):
                 self._compare(found, generators)
@@ -213,12 +222,17 @@ class _Comparison:
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
         found.nll_losses = len(whole.nll_weights)
         left, divisors = [], []
+        drawn_shapes = [whole.drawn_shapes]
+        after = RandomState(own=self._own, of_cpu=False) if found.drew_besides_torch else None
+        found.once_outside = after is not None and self._how.replays
         for begin, end in ((0, cut), (cut, count)):
             if found.drew and (self._how.replays or begin == 0):
                 generators.restore()
             if self._how.replays:
                 self._draws.replay(begin, count)
             part = self._run(begin, end, light)
+            found.once_outside = found.once_outside and after is not None and not after.moved_besides_torch()
+            drawn_shapes.append(part.drawn_shapes)
             left.append(part.left)
             found.parts.append(part.result)
             divisors.append(part.nll_weights)
@@ -235,6 +249,7 @@ class _Comparison:
             # a loop over the samples: each cross entropy divides by what is in one of them, whatever the batch holds
             found.nll_losses, divisors = 0, [[], []]
         found.shares = [Weight(n, of_part[0] if of_part else n) for n, of_part in zip(sizes, divisors, strict=True)]
+        found.draws = sizes_by_rows(drawn_shapes, [count, cut, count - cut])
         depends = left_by(whole.left, left, found.shares)
         if depends is None or (depends and not self._repeats(whole, generators)):
             names = [self._name(*key) for key in whole.left]
@@ -278,19 +293,20 @@ class _Comparison:
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
             weights, among, masks = watch.nll_weights, watch.selected_among, watch.masks.seen
-            return _Run(result, self._changes(), weights, among, watch.bent, masks, calls, False, True)
+            return _Run(result, self._changes(), weights, among, watch.bent, masks, calls, False, [], True)
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
         # the watch is passed by every function of torch, so only the runs that are compared by it get it
-        with watch if begin == 0 else nullcontext(), probe:
+        drawn = DrawnShapes()
+        with watch if begin == 0 else nullcontext(), probe, drawn:
             result = self._forward(*args, **kwargs)
             calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
-        weights, among, masks = probe.nll_weights, probe.selected_among, watch.masks.seen
-        return _Run(result, self._changes(), weights, among, watch.bent, masks, calls, differentiates, tell)
+        weights, among, masks, shapes = probe.nll_weights, probe.selected_among, watch.masks.seen, drawn.drawn_shapes
+        return _Run(result, self._changes(), weights, among, watch.bent, masks, calls, differentiates, shapes, tell)
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

@@ -76,11 +76,19 @@ def may_be_inside_checkpoint() -> bool:
 
     Versions of torch that do not say (before 2.5) are taken for yes.
     """
+    return not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") or checkpoint_hook_is_on_top()
+
+
+def checkpoint_hook_is_on_top() -> bool:
+    """Whether the innermost hook on saved tensors is that of a checkpoint; False before torch 2.5."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None:
-        return True
-    hooks = top(True)
+    hooks = None if top is None else top(True)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def is_inside_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, ...) is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def attention_is_fused(

@@ -2,11 +2,11 @@
 
 What the call may change is kept before it begins: generators, buffers, attributes, its batch. Gradients that are
 there are taken off, so that what a backward leaves when it fails half way belongs to this call alone. Forward and
-backward run on the whole batch, or on one micro-batch after the other, whose losses are weighed (`weighing`) and
-whose results are put together by the rule that the check found. A try that fails is undone by `put_back`, and the
-call starts again from its first micro-batch, as if it had never begun; after an error that goes on to the caller,
-`give_up` leaves gradients and window as they were. In the end `finish` adds the gradients to those from before, and
-remembers what was learned.
+backward run on the whole batch, or on one micro-batch after the other, whose losses are weighed (`weighing`), whose
+random numbers are those of the whole batch (`whole_draws`), and whose results are put together by the rule that the
+check found. A try that fails is undone by `put_back`, and the call starts again from its first micro-batch, as if it
+had never begun; after an error that goes on to the caller, `give_up` leaves gradients and window as they were. In the
+end `finish` adds the gradients to those from before, and remembers what was learned.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from oomfix.runtime import outputs
+from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.gradients import Border, GradientsAside, next_node, reach
@@ -32,6 +32,10 @@ from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.weighing import CannotSplit, Shares, Weighing
+from oomfix.runtime.whole_draws import WholeDraws
+
+_BATCHES_OF_DRAWS = 2  # what is drawn for a whole batch may take as much memory as so many batches
+_FEW_BYTES = 2**20  # or these, where that is less
 
 
 class Iteration:
@@ -265,11 +269,13 @@ class Iteration:
         self.weighing.begin_parts(verdict)
         size = self.batch.size
         collector = verdict.rule.collector(size)
+        draws = self._whole_draws(verdict)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
         shares, went_backward = Shares(verdict), False
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
-                result, weights = self._forward_rows(start, stop, verdict)
+                with draws.part(start, stop):
+                    result, weights = self._forward_rows(start, stop, verdict)
                 weight = shares.of(stop - start, weights)
                 if self.trains:
                     share, loss = self.weighing.share(weight), self.loss_of(result)
@@ -288,6 +294,14 @@ class Iteration:
             raise CannotSplit("no micro-batch has a loss with a graph")
         left.put_together()
         return collector.result()
+
+    def _whole_draws(self, verdict: Verdict) -> WholeDraws:
+        """What the micro-batches draw, from the generators as they are now."""
+        # a model that is compiled would be compiled together with what sees its functions
+        compiled = verdict.draws and any(map(compat.is_compiled, self.known.modules()))
+        outside = RandomState(own=self._own_generators(), of_cpu=False) if verdict.once_outside else None
+        most_bytes = max(_BATCHES_OF_DRAWS * sum(tensor.nbytes for tensor in self._tensors), _FEW_BYTES)
+        return WholeDraws(() if compiled else verdict.draws, self.batch.size, most_bytes, outside)
 
     def _forward_rows(self, start: int, stop: int, verdict: Verdict) -> tuple[Any, list[float]]:
         args, kwargs = self.batch.rows(start, stop)

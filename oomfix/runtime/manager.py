@@ -123,8 +123,10 @@ class MemoryManager:
         """Run `forward(*batch, **named)` and the backward of its loss, in as many pieces as memory asks for.
 
         Gradients are those of the whole batch, added to what `.grad` holds. After an out-of-memory error the
-        call starts again in smaller pieces, as if it had never begun. Under DistributedDataParallel they are averaged
-        over the processes when the call, or its accumulation window, is over; all processes make the same calls.
+        call starts again in smaller pieces, as if it had never begun. Pieces draw the random numbers of the whole
+        batch, but for masks of dropout (`oomfix.runtime.whole_draws`). Under DistributedDataParallel gradients are
+        averaged over the processes when the call, or its accumulation window, is over; all processes make the same
+        calls.
 
         Args:
             forward: returns the loss (one number, a mean or a sum over samples), or a tuple or mapping with the

@@ -67,6 +67,14 @@ class RandomState:
         owned = [(own, state) for own, state in self._own if not isinstance(own, torch.Generator)]
         return self.moved_outside_torch() or any(not _same(_state_of(own), state) for own, state in owned)
 
+    def restore_besides_torch(self) -> None:
+        """Set the generators of Python and NumPy back, the program's own ones too."""
+        for generator, state in self._own:
+            if not isinstance(generator, torch.Generator):
+                _set_state(generator, state)
+        if self._outside is not None:
+            self._outside.restore()
+
     def draw_ahead(self, count: int) -> None:
         """Draw `count` numbers from every generator of Python or NumPy, so that others follow."""
         numpy: Any = sys.modules.get("numpy")

@@ -34,9 +34,10 @@ def code_of(forward: Callable[..., Any]) -> Any:
 
 
 def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> list[Any]:
-    """Random number generators of the program's own that `forward` refers to, or its modules hold."""
-    held = itertools.chain.from_iterable(vars(module).values() for module in modules)
-    values = [*(value for _, value in references(forward)), *held]
+    """Random number generators of the program's own that `forward`, its helpers, objects and modules refer to."""
+    values = [value for helper in _helpers(forward) for _, value in references(helper)]
+    objects = [value for value in values if _is_object(value) and len(vars(value)) <= MOST_ENTRIES]
+    values += itertools.chain.from_iterable(vars(holder).values() for holder in (*objects, *modules))
     one_of_each = dict(zip(map(type, values), values, strict=True))
     if not any(map(is_generator, one_of_each.values())):
         return []

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from oomfix.runtime.left_attributes import LeftAttribute
 from oomfix.runtime.outputs import Rule
+from oomfix.runtime.whole_draws import DrawnSize
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Verdict:
         drew: it draws random numbers.
         calls: functions that it called as gradients were compared; another number shows that it has become another
             computation. 0 where they were not compared, or where it draws, and is compared anew each time.
+        draws: how the size of what it draws follows the rows, see `whole_draws`.
+        once_outside: it draws as many numbers from the generators of Python and NumPy for a part as for the whole,
+            which therefore draw the same.
         left: attributes that it leaves behind, which depend on the samples.
         one_part: of two parts of the rows one had no targets that count, so any function of a cross entropy would have
             passed: a split may have such targets in one micro-batch only.
@@ -40,6 +44,8 @@ class Verdict:
     differentiates: bool = False
     drew: bool = True
     calls: int = 0
+    draws: tuple[DrawnSize, ...] = ()
+    once_outside: bool = False
     left: tuple[LeftAttribute, ...] = ()
     one_part: bool = False
     trusted: bool = False

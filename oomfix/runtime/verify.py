@@ -265,6 +265,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         held=evidence.held,
         drew=evidence.drew,
         calls=0 if evidence.drew else evidence.calls,
+        draws=evidence.draws,
+        once_outside=evidence.once_outside,
         left=evidence.left,
         one_part=evidence.nll_losses > 0 and not trust and not all(share.targets for share in evidence.shares),
         trusted=trusted,
