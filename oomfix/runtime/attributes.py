@@ -80,7 +80,7 @@ class Attributes:
     def changes(self) -> dict[tuple[int, str], Any]:
         """The values of the attributes that have changed, under the number of their owner and their name.
 
-        Of a container that was changed itself a copy; None for an attribute that is gone.
+        Of a container that was changed itself a copy, with copies of those in it; None for an attribute that is gone.
         """
         found: dict[tuple[int, str], Any] = {}
         if self._is_untouched():
@@ -93,14 +93,14 @@ class Attributes:
                         found[index, name] = value
             for name, content in contents.items():
                 if (index, name) not in found and not is_same(before[name], content):
-                    found[index, name] = before[name].copy()
+                    found[index, name] = _copied(before[name])
         for (index, name), container, content in self._inner:
             if (index, name) not in found and not self._saved[index].is_same(container, content):
-                found[index, name] = self._saved[index].before[name].copy()
+                found[index, name] = _copied(self._saved[index].before[name])
         if any(self._empty):
             for place, container in zip(self._places, self._empty, strict=True):
                 if container:
-                    found.setdefault(place, container.copy())
+                    found.setdefault(place, _copied(container))
         return found
 
     def restore(self) -> set[str]:
@@ -122,6 +122,22 @@ class Attributes:
         for container in self._empty if changes else ():
             container.clear()
         return {name for _, name in changes}
+
+
+def _copied(container: Any) -> Any:
+    """A copy of a container, and of the containers in it: later runs write into the same ones."""
+    copy = container.copy()
+    for key, inner in _items(container):
+        if isinstance(inner, _CONTAINERS):
+            copy[key] = inner.copy()
+    return copy
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Where a container holds what; a set holds no containers."""
+    if isinstance(container, dict):
+        return container.items()
+    return () if isinstance(container, set) else enumerate(container)
 
 
 def _are_same(containers: list[Any], contents: list[Any]) -> bool:

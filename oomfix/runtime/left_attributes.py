@@ -1,18 +1,21 @@
 """Attributes that every run of a forward writes before it reads them: attention maps, auxiliary losses.
 
 Such an attribute is a result that is not returned. Where a batch is split, numbers that its micro-batches leave (means,
-counts) are put together by the rule that the check found, so that a reader finds what the whole batch would have left.
+counts), alone or as entries of a dictionary or list, are put together by the rule that the check found, so that a
+reader finds what the whole batch would have left.
 Attributes with rows per sample stay those of the last micro-batch: all of them would take the memory that splitting
 saves.
 """
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from oomfix.runtime import rule_choice
 from oomfix.runtime.attributes import namespace
-from oomfix.runtime.outputs import Collector, Mean, Rule, Sum, Unforeseen, Weight, Zero
+from oomfix.runtime.outputs import Collector, Inside, Mean, Rule, Sum, Unforeseen, Weight, Zero
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class LeftAttribute:
         owner: number of the object that has it, among those that were looked at.
         name: its name.
         rule: how the values of micro-batches give that of the batch.
+        path: keys that lead to the entry that is meant, where it holds a dictionary or a list.
     """
 
     owner: int
     name: str
     rule: Rule
+    path: tuple[Any, ...] = ()
 
     @property
     def has_rows(self) -> bool:
@@ -55,8 +60,21 @@ def left_by(whole: Left, parts: Sequence[Left], shares: Sequence[Weight]) -> tup
         rule = None if key[1] in ("_parameters", "_buffers", "_modules") else rule_choice.choose(value, values, shares)
         if rule is None:
             return None
-        found.append(LeftAttribute(*key, rule))
+        found += [LeftAttribute(*key, inner, path) for path, inner in _entries(rule, value, values, ())]
     return tuple(found)
+
+
+def _entries(
+    rule: Rule, whole: Any, parts: Sequence[Any], path: tuple[Any, ...]
+) -> Iterator[tuple[tuple[Any, ...], Rule]]:
+    """The entries of a dictionary or list that depend on the samples, with their rules; a value itself otherwise."""
+    if not isinstance(rule, Inside) or not isinstance(whole, dict | list):
+        yield path, rule
+        return
+    for key, inner in zip(rule.keys, rule.rules, strict=True):
+        values = [part[key] for part in parts]
+        if not all(rule_choice.equal(whole[key], value) for value in values):
+            yield from _entries(inner, whole[key], values, (*path, key))
 
 
 class LeftBehind:
@@ -69,9 +87,8 @@ class LeftBehind:
     """
 
     def __init__(self, attributes: Sequence[LeftAttribute], owners: Sequence[Any], rows: int) -> None:
-        places = [(namespace(owners[left.owner]), left.name) for left in attributes]
         self._collectors: list[Collector] = [left.rule.collector(rows) for left in attributes]
-        self._places = places
+        self._places = [(namespace(owners[left.owner]), (left.name, *left.path)) for left in attributes]
 
     def add(self, weight: Weight) -> None:
         """A micro-batch of this weight has run.
@@ -79,12 +96,14 @@ class LeftBehind:
         Raises:
             Unforeseen: it left something else.
         """
-        for (attributes, name), collector in zip(self._places, self._collectors, strict=True):
-            if name not in attributes:
-                raise Unforeseen("it leaves other attributes behind than on the rows that were checked")
-            collector.add(attributes[name], weight)
+        for (attributes, path), collector in zip(self._places, self._collectors, strict=True):
+            try:
+                value = functools.reduce(operator.getitem, path, attributes)
+            except (LookupError, TypeError):
+                raise Unforeseen("it leaves other attributes behind than on the rows that were checked") from None
+            collector.add(value, weight)
 
     def put_together(self) -> None:
         """Leave what the batch would have left."""
-        for (attributes, name), collector in zip(self._places, self._collectors, strict=True):
-            attributes[name] = collector.result()
+        for (attributes, path), collector in zip(self._places, self._collectors, strict=True):
+            functools.reduce(operator.getitem, path[:-1], attributes)[path[-1]] = collector.result()

@@ -138,3 +138,61 @@ def test_a_hidden_state_in_a_variable_is_put_back_when_a_call_starts_again():
 
     for found, expected in zip(train(fails=True), train(fails=False), strict=True):
         assert torch.equal(found, expected)
+
+
+class Logs(nn.Module):
+    """A module with its training step, which notes what it saw under names, as Lightning's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.log, self.history = nn.Linear(4, 4), {}, {"train": {"loss": 0.0}, "rate": 0.1}
+
+    def training_step(self, x, y):
+        error = (self.net(x) - y).pow(2)
+        loss = error.mean()
+        self.log.update(loss=loss.detach(), largest=error.flatten(1).max(1).values.detach(), samples=len(x))
+        self.history["train"]["loss"] = loss.item()
+        return loss
+
+
+def test_numbers_left_in_dictionaries_are_those_of_the_whole_batch(models):
+    whole, split = models(Logs)
+    memory, log, history = runtime.preset("16gb", micro_batches=3), split.log, split.history["train"]
+    for rows in (16, 16, 7):
+        whole.training_step(X[:rows], Y[:rows])
+        memory.forward_backward(split.training_step, X[:rows], Y[:rows])
+        assert torch.allclose(log["loss"], whole.log["loss"], rtol=1e-12)
+        assert log["samples"] == rows
+        assert history["loss"] == pytest.approx(whole.history["train"]["loss"], rel=1e-12)
+        assert len(log["largest"]) < rows
+    assert split.log is log
+    assert split.history["train"] is history
+    assert split.history["rate"] == 0.1
+
+
+class Counts(nn.Module):
+    """Counts its calls in a dictionary of dictionaries, for whoever wants to know."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.state = nn.Linear(4, 4), {"train": {"steps": 0}, "past": [[0.0]]}
+
+    def forward(self, x):
+        self.state["train"]["steps"] += 1
+        return self.net(x)
+
+
+def test_state_in_containers_of_containers_keeps_the_batch_whole(models):
+    whole, split = models(Counts)
+    memory = runtime.preset("16gb", micro_batches=3)
+
+    def forward(x, y):
+        return F.mse_loss(split(x), y)
+
+    for _ in range(3):
+        whole.zero_grad()
+        split.zero_grad()
+        F.mse_loss(whole(X), Y).backward()
+        memory.forward_backward(forward, X, Y)
+        assert split.state == whole.state
+        assert torch.equal(split.net.weight.grad, whole.net.weight.grad)
