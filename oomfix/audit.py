@@ -129,6 +129,8 @@ class _Analysis:
         for rule in rules:
             if any(holds(self._code, need) for need in rule.needs):
                 found += self._try(rule.code, partial(self._found_by, rule))
+        if found and self._script.is_of_another_library:
+            return []
         return sorted(dict.fromkeys(found), key=lambda f: (f.line, f.column, f.code))
 
     def _found_by(self, rule: Rule) -> list[Finding]:

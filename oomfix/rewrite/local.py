@@ -94,6 +94,8 @@ def findings_of(source: Source, rules: Sequence[Rule], target_torch: tuple[int, 
     for rule in rules:
         if any(holds(data, need) for need in rule.needs):
             findings += rule.check(script)
+    if findings and script.is_of_another_library:
+        return []
     if statements is not None:
         findings = [
             finding

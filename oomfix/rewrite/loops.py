@@ -16,10 +16,10 @@ from oomfix.script import Script, TrainingLoop
 from oomfix.script.hints import looks_like_optimizer
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
+from oomfix.script.torch_facts import OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Step
 
 _ENGINE_METHODS = ("step", "zero_grad", "parameters", "state_dict", "train", "eval")
-_OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine".split())
 _FRAMEWORKS = {
     "accelerate": "Accelerate runs the backward and does its own accumulation and precision",
     "fabric": "Fabric runs the backward and does its own precision",
@@ -90,7 +90,7 @@ class Judge:
             for value in self._bound.get(step.optimizer, ()):
                 if isinstance(value, ast.Call):
                     roots = {name.split(".")[0] for name in self._script.imports.qualified(value.func)}
-                    if found := roots & _OTHER_LIBRARIES:
+                    if found := roots & OTHER_LIBRARIES:
                         return min(found)
         return None
 

@@ -34,6 +34,7 @@ from oomfix.script.nodes import Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.reuse import GraphReuse
+from oomfix.script.torch_facts import OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Event, Forward, Guard, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import is_window_test, lost_tails
@@ -185,6 +186,12 @@ class Script:
             for names in self.imports.names.values()
             for qualified in names
         )
+
+    @cached_property
+    def is_of_another_library(self) -> bool:
+        """Whether the file imports a library that is written like torch, and no torch."""
+        roots = {name.split(".")[0] for names in self.imports.names.values() for name in names}
+        return bool(roots & OTHER_LIBRARIES) and "torch" not in roots
 
     def distinct(self, events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:
         """The first event at each node: what happens on several ways is one occurrence."""

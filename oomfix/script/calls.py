@@ -141,7 +141,7 @@ class Calls(Methods):
         if name.startswith("torchmetrics."):
             return NUMBER
         if torch_facts.wraps_module(name):
-            return self._wrapped(given)
+            return self._wrapped(name, given)
         if torch_facts.is_plain(name):
             if name.startswith("collections."):
                 return Value(Kind.CONTAINER)
@@ -188,11 +188,12 @@ class Calls(Methods):
         effects: frozenset[str] = context.ref
         self.state.grad = Graph.MAYBE if len(effects) > 1 else (Graph.NO if "no_grad" in effects else Graph.YES)
 
-    def _wrapped(self, given: list[Value]) -> Value:
-        """`nn.DataParallel(x)`: what is wrapped like a network is one, unless something else is known of it."""
+    def _wrapped(self, name: str, given: list[Value]) -> Value:
+        """`nn.DataParallel(x)`: what is wrapped like a network is one, unless more than a guess is known of it."""
         if not given:
             return UNKNOWN
-        return Value(Kind.MODULE) if given[0].kind in (Kind.UNKNOWN, Kind.TENSOR) else given[0]
+        guessed = given[0].kind is Kind.TENSOR and name != "copy.deepcopy"
+        return Value(Kind.MODULE) if guessed or given[0].kind is Kind.UNKNOWN else given[0]
 
     def _torch_function(self, name: str, last: str, given: list[Value], keywords: dict[str, Value]) -> Value:
         if last in torch_facts.FRESH:

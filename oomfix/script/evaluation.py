@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
-from oomfix.script.hints import looks_like_training
+from oomfix.script.hints import looks_like_loss, looks_like_training
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.rounds import read_first
@@ -69,7 +69,8 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tupl
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
         return named or (_is_given_evaluation_data(forward) and not forward.escaped)
     if forward.evaluating:
-        return True
+        # Whoever asks for a loss may backpropagate it, also through a network that is not trained itself.
+        return not (forward.escaped and site.loop is None and _makes_a_loss(site.function))
     if site.within_evaluation and not forward.stored:
         return not acted
     if forward.escaped:
@@ -81,6 +82,13 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tupl
         return any(order < forward.order and entry == _entry(site) for order, entry in trained)
     within_training = any(run in training_runs for run in site.runs[:-1])
     return not within_training or _says_evaluation(site.loop)
+
+
+def _makes_a_loss(function: Function | None) -> bool:
+    """`def perceptual_loss(net, out, target)`, `PerceptualLoss.__call__`: named like a loss, and not like a test."""
+    if function is None or function.evaluates:
+        return False
+    return looks_like_loss(function.name) or (function.owner is not None and looks_like_loss(function.owner.name))
 
 
 def _is_between_steps(forward: Forward, in_training_mode: set[tuple[str | None, int]]) -> bool:

@@ -65,6 +65,7 @@ _STATE_NAME = re.compile(
     r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory|mems?|past\w*|cache)(_|\d|$)",
     re.IGNORECASE,
 )
+_ENCODING_NAME = re.compile(r"pos(ition(al)?)?_?enc|(fourier|freq(uency)?|sinus\w*)_?(enc|feat)", re.IGNORECASE)
 _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 
 
@@ -101,6 +102,11 @@ def looks_like_training(name: str) -> bool:
 def looks_like_logging(path: str) -> bool:
     """Whether a call is usually made to show or count something."""
     return bool(_LOGGING.search(path))
+
+
+def looks_like_encoding(name: str) -> bool:
+    """Whether a class is usually a fixed function of positions, sines and cosines, and no network."""
+    return bool(_ENCODING_NAME.search(name))
 
 
 @lru_cache(MANY_NAMES)

@@ -110,6 +110,8 @@ TORCH_GRAPH_FREE = frozenset(
     "DoubleTensor zeros_like ones_like get_rng_state set_rng_state no_grad normal".split()
 )
 
+OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine".split())
+"""Libraries that are written like torch."""
 SUMMED = 'reduction="sum"'
 """Stands among the divisors of a loss that is the sum over its samples."""
 

@@ -8,6 +8,7 @@ from oomfix.script import torch_facts
 from oomfix.script.containers import Containers
 from oomfix.script.hints import (
     looks_like_detaching,
+    looks_like_encoding,
     looks_like_logging,
     looks_like_loss,
     looks_like_module,
@@ -98,6 +99,8 @@ class Unseen(Containers):
 
     def _made(self, node: ast.Call, name: str, content: Value) -> Value:
         """A call of a class out of sight makes an object; what it does with a graph is its own."""
+        if looks_like_encoding(name):
+            return Value(Kind.LOSS)  # as of a criterion, its result carries the graph of what goes in
         if looks_like_module(name) or self._made_to_be_module(node):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN

@@ -52,7 +52,7 @@ RENDERED = """
     from elsewhere import render
 
     def set_up(width):
-        encoder = FrequencyEncoder(width)
+        encoder = ImageEncoder(width)
 
         def encode(x):
             return {result}
@@ -72,3 +72,51 @@ RENDERED = """
 @pytest.mark.parametrize(("result", "expected"), [("encoder(x)", []), ("encoder(x).item()", [("OOM201", 7)])])
 def test_what_a_function_returns_to_a_call_out_of_sight_leaves_with_its_graph(report, result, expected):
     assert report(RENDERED.format(result=result)) == expected
+
+
+@pytest.mark.parametrize("name", ["perceptual_loss", "style_criterion"])
+def test_a_loss_through_a_network_in_eval_mode_may_be_backpropagated(report, name):
+    code = f"""
+        def {name}(net, out, target):
+            net.eval()
+            return squares(net(out), net(target))
+
+        net = torch.load("vgg.pt", map_location="cpu")
+    """
+    assert report(code) == []
+    assert report(code.replace(name, "validation_loss")) == [("OOM201", 3)]
+
+
+def test_a_perceptual_loss_may_be_an_object(report):
+    code = """
+        import torch
+
+        class PerceptualLoss:
+            def __init__(self, network: Network):
+                self.network = network
+
+            def __call__(self, out, target):
+                self.network.eval()
+                return squares(self.network(out), self.network(target))
+
+        network = torch.load("vgg.pt", map_location="cpu")
+    """
+    assert report(code) == []
+    assert report(code.replace("PerceptualLoss", "Comparison")) == [("OOM201", 9)]
+
+
+@pytest.mark.parametrize("name", ["PositionalEncoder", "FourierFeatures", "FreqEncoder"])
+def test_an_encoding_of_positions_is_no_network(report, name):
+    code = f"""
+        import torch
+        from elsewhere import {name}
+
+        encoder = {name}(3, 10)
+        network = torch.load("nerf.pt", map_location="cpu")
+        for rays in test_rays:
+            encoded = encoder(rays)
+            with torch.no_grad():
+                show(network(encoded))
+    """
+    assert report(code) == []
+    assert report(code.replace(name, "ImageEncoder")) == [("OOM201", 7)]
