@@ -7,6 +7,7 @@ import re
 
 from oomfix.script.hints import looks_like_logging
 from oomfix.script.names import left_by_methods, path_of
+from oomfix.script.torch_facts import holds_networks
 from oomfix.script.training import Training
 from oomfix.script.values import (
     NONE,
@@ -41,7 +42,7 @@ class Containers(Training):
             return result
         if value.graph:
             return Value(Kind.TENSOR, value.graph, value.origins, carried_from=value.carried_from)
-        return UNKNOWN
+        return value if holds_networks(value) else UNKNOWN
 
     def _container_method(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
         assert isinstance(node.func, ast.Attribute)

@@ -271,7 +271,7 @@ class Core(ABC):
         """Record that a value is kept by something made under `loops`; returns the origin that stands for it."""
         content = flatten(value)
         crossed = self.loops[len(loops) :] if self.loops[: len(loops)] == loops else ()
-        if not content.graph or not crossed or len(loops) >= self.enclosing_depth:
+        if not content.graph or not (crossed or self._outlives_this_call(target)) or len(loops) >= self.enclosing_depth:
             return NO_ORIGINS
         node, manner = self._seen_from_the_loop(node, manner, content)
         number = self.trace.number("keep", id(node), self.way)
@@ -288,6 +288,12 @@ class Core(ABC):
             statement=self.statement,
         )
         return frozenset({number})
+
+    def _outlives_this_call(self, target: str) -> bool:
+        """`self.losses`, in a method that no loop in sight calls."""
+        if self.loops or self.frame.instance is None or not target.startswith("self."):
+            return False
+        return (self.frame.instance.number, target.removeprefix("self.")) in self.state.attributes
 
     def _seen_from_the_loop(self, node: ast.expr, manner: str, content: Value) -> tuple[ast.expr, str]:
         """A meter keeps the tensor inside its own method: what counts is the call that hands it over."""

@@ -144,6 +144,8 @@ class Expressions(Calls):
                 return base.items[index.constant]
         if base.items is not None:
             return self.element(base)
+        if torch_facts.holds_networks(base):
+            return base
         if base.kind in (Kind.TENSOR, Kind.UNKNOWN, Kind.CONTAINER) and base.graph:
             return Value(Kind.TENSOR, base.graph, base.origins, divisors=base.divisors, carried_from=base.carried_from)
         return base if base.kind in (Kind.NUMBER, Kind.TENSOR) else UNKNOWN
@@ -287,7 +289,7 @@ class Expressions(Calls):
             return result
         if value.graph:
             return Value(Kind.TENSOR, value.graph, value.origins, carried_from=value.carried_from)
-        return UNKNOWN
+        return value if torch_facts.holds_networks(value) else UNKNOWN
 
 
 _EVALUATORS: dict[type, Callable[[Any, Any], Value]] = {

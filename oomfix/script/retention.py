@@ -24,7 +24,14 @@ def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
     for keep in trace.keeps.values():
         if keep.manner == "add" and _goes_in_again(keep, trace):
             continue
-        if keep.certain and keep.node not in seen and _grows_by_iteration(keep, trace, training_runs, backwards_of):
+        if not keep.certain or keep.node in seen:
+            continue
+        grows = (
+            _grows_by_iteration(keep, trace, training_runs, backwards_of)
+            if keep.crossed
+            else _grows_by_call(keep, backwards_of)
+        )
+        if grows:
             seen.add(keep.node)
             yield keep
 
@@ -52,6 +59,41 @@ def _grows_by_iteration(
         if not evaluating and not (function is not None and function.evaluates):
             return False
     return any(keep.crossed[0] in forward.site.loops for forward in forwards)
+
+
+def _grows_by_call(keep: Keep, backwards_of: Mapping[Function | None, list[Backward]]) -> bool:
+    """Each call of a method that trains leaves a graph on its object, and no call takes it off.
+
+    It is called for every batch: a backward runs in it, outside of loops, or it is called again and again in sight.
+    """
+    function = keep.site.function
+    if function is None or any(_empties(part, keep.target) for part in _run_by(function)):
+        return False
+    backwards = [backward for backward in backwards_of.get(function, ()) if backward.site.way == keep.site.way]
+    return any(not backward.site.loops for backward in backwards) or (bool(backwards) and function.calls > 1)
+
+
+def _run_by(function: Function) -> Iterator[ast.AST]:
+    """The statements that each call of a method comes to, and all of the methods of its object that it calls."""
+    if not isinstance(function.node, ast.Lambda):
+        yield from function.node.body
+    for node in function.nodes:
+        path = path_of(node.func) if isinstance(node, ast.Call) else None
+        if path is not None and path.startswith("self.") and function.owner is not None:
+            own = function.owner.find(path.removeprefix("self."))
+            yield from own.nodes if own is not None and own is not function else ()
+
+
+def _empties(statement: ast.AST, path: str) -> bool:
+    """`self.losses = []`, `self.losses.clear()`, `del self.losses[:]`."""
+    if isinstance(statement, ast.Assign):
+        return _resets(statement, path)
+    if isinstance(statement, ast.Delete):
+        return any(
+            path_of(target.value if isinstance(target, ast.Subscript) else target) == path
+            for target in statement.targets
+        )
+    return isinstance(statement, ast.Expr) and ast.unparse(statement.value) == f"{path}.clear()"
 
 
 def _goes_in_again(keep: Keep, trace: Trace) -> bool:

@@ -169,7 +169,7 @@ class Keep:
     detachable: bool
     """`.detach()` on the value would do: it is one tensor."""
     crossed: tuple[Loop, ...]
-    """The loops whose iterations the target outlives."""
+    """The loops whose iterations the target outlives; none where it outlives the call of a method."""
     origins: frozenset[int]
     statement: ast.stmt | None
     returned: bool = False

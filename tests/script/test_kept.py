@@ -351,3 +351,150 @@ def test_a_sample_that_goes_into_the_network_again_is_no_total(report, step):
     found = report(code.replace("STEP", step))
     assert kept(found) == []
     assert ("OOM201", 7) in found
+
+
+LEARNER = """
+    import torch
+
+    class Learner:
+        def __init__(self, net, optimizer):
+            self.net, self.optimizer = net, optimizer
+            self.losses, self.total = [], torch.zeros(1)
+            self.empty()
+
+        def empty(self):
+            self.counts = []
+
+        def learn(self, x, y):
+            loss = criterion(self.net(x), y)
+            {before}
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            {statement}
+            {after}
+
+        def finish(self):
+            self.losses = []
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("self.losses.append(loss)", ["OOM102"]),
+        ("self.losses += [loss]", ["OOM102"]),
+        ("self.total += loss", ["OOM101"]),
+        ("self.total = self.total + loss", ["OOM101"]),
+        ("self.losses.append(loss)\n            if len(self.losses) > 99: self.losses.clear()", ["OOM102"]),
+        ("self.losses.append(loss.detach())", []),
+        ("self.total += loss.item()", []),
+    ],
+)
+def test_a_step_whose_loop_is_elsewhere_keeps_what_it_leaves_on_its_object(report, statement, found):
+    code = LEARNER.format(before="pass", statement=statement, after="pass")
+    assert [code for code, _ in kept(report(code))] == found
+
+
+@pytest.mark.parametrize(
+    ("calls", "found"),
+    [
+        ("for x, y in loader: learner.learn(x, y)", ["OOM102"]),
+        ("for x, y in loader: Learner(net, optimizer).learn(x, y)", []),
+    ],
+)
+def test_an_object_that_lives_for_one_iteration_takes_what_is_left_on_it_along(report, calls, found):
+    code = LEARNER.format(before="pass", statement="self.losses.append(loss)", after="pass")
+    code += f"""
+    learner = Learner(net, optimizer)
+    {calls}
+"""
+    assert [code for code, _ in kept(report(code))] == found
+
+
+@pytest.mark.parametrize(
+    ("before", "statement", "after"),
+    [
+        ("self.losses = []", "self.losses.append(loss)", "pass"),
+        ("pass", "self.losses.append(loss)", "print(torch.stack(self.losses).mean()); self.losses = []"),
+        ("pass", "self.losses.append(loss)", "self.losses.clear()"),
+        ("pass", "self.losses.append(loss)", "del self.losses[:]"),
+        ("pass", "self.losses.append(loss)", "self.finish()"),
+        ("self.losses.append(loss); loss = sum(self.losses)", "pass", "pass"),
+    ],
+)
+def test_what_each_step_takes_off_again_or_trains_with_is_not_kept(report, before, statement, after):
+    assert kept(report(LEARNER.format(before=before, statement=statement, after=after))) == []
+
+
+ONCE = """
+    import torch
+
+    class Learner:
+        def __init__(self, net):
+            self.net, self.losses = net, []
+
+        def fit(self, loader):
+            for x, y in loader:
+                loss = criterion(self.net(x), y)
+                loss.backward()
+                self.optimizer.step()
+            self.losses.append(loss)
+
+    {calls}
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "found"),
+    [
+        ("pass", []),
+        ("Learner(net).fit(loader)", []),
+        ("for task in tasks: Learner(net).fit(task)", []),
+        ("learner = Learner(net); learner.fit(first); learner.fit(second)", [("OOM102", 12)]),
+    ],
+)
+def test_a_method_that_runs_the_whole_training_keeps_where_it_is_called_again(report, calls, found):
+    assert kept(report(ONCE.format(calls=calls))) == found
+
+
+PARTS = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+            self.norms = nn.ModuleDict()
+            self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+        def forward(self, x):
+            {forward}
+            return x
+
+    total = 0.0
+    model = Net()
+    for x, y in val_loader:
+        total += criterion(model(x), y)
+"""
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "for layer in self.layers: x = layer(x)",
+        "for layer, other in zip(self.layers, self.layers[1:]): x = layer(x)",
+        "for i, layer in enumerate(self.layers): x = layer(x)",
+        "for i in range(3): x = self.layers[i](x)",
+        "x = torch.stack([layer(x) for layer in self.layers])",
+        "x = self.head[0](x)",
+        "x = self.norms[name](x)",
+    ],
+)
+def test_each_part_of_a_list_of_networks_makes_a_graph(report, forward):
+    assert kept(report(PARTS.format(forward=forward))) == [("OOM101", 18)]
+
+
+def test_parts_of_a_list_of_something_else_make_none(report):
+    assert kept(report(PARTS.format(forward="for shift in self.shifts: x = shift(x)"))) == []
