@@ -31,7 +31,7 @@ def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> l
     precision = script.precision
     decided = precision.trains_in_half or precision.autocasts_out_of_sight or "create_graph" in script.source.text
     loops = training_loops(script)
-    if not precision.may_use_cuda or decided or len(loops) != len(verdicts):
+    if not script.devices.may_be_cuda or decided or len(loops) != len(verdicts):
         return []
     blocks = Blocks(script.source.tree)
     calls: dict[ast.Call, None] = {}

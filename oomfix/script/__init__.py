@@ -9,7 +9,7 @@ event happens), `functions` (calls into the file), `networks` (modes and freezin
 steps), `containers` (what is kept), `unseen` (calls out of sight), `calls` (what is called), `expressions`,
 `statements`, `flow` (branches, contexts, loops) and `follow` (the whole file). `values` and `state` are what they pass
 on, `trace` is what comes out. What rules ask of it has a file each: `loops`, `windows`, `evaluation`, `retention`,
-`carried`, `reuse`, `precision`, `gradients`.
+`carried`, `reuse`, `precision`, `devices`, `gradients`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from oomfix.script.carried import CarriedState, carried_states
+from oomfix.script.devices import Devices
 from oomfix.script.edits import Edit, remove_statement
 from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
@@ -167,6 +168,11 @@ class Script:
     @cached_property
     def _reuse(self) -> GraphReuse:
         return GraphReuse(self.trace, self._nodes)
+
+    @cached_property
+    def devices(self) -> Devices:
+        """Where it may train."""
+        return Devices(self.source, self.imports.nodes)
 
     @cached_property
     def precision(self) -> Precision:

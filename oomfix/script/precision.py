@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from oomfix.script.imports import Imports
@@ -18,24 +16,12 @@ from oomfix.script.training_loop import TrainingLoop
 if TYPE_CHECKING:
     from oomfix.source import Source
 
-_CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
-_CUDA_CALL = re.compile(r"\btorch\.cuda\.\w+")
-_DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
-_DEVICE_OF_A_TENSOR = re.compile(
-    r"\bdevice\s*=\s*(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
-    r"\w+\.device\b",
-    re.IGNORECASE,
-)
-"""`torch.arange(n, device=x.device)`: where another tensor is, wherever that may be."""
-_OTHER_DEVICES = frozenset({"cpu", "mps"})
-_NAMED_DEVICE = re.compile(r"\s*(?:self\.)?(\w+)\s*=\s*torch\.device\(")
 _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
 )
 _HALF_DTYPES = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
 _SCALING = re.compile(r"\w*scaler\w*|\w*loss_scal(?!ar)\w*|scale_loss|\w*grad(?:ient)?_scale\w*", re.IGNORECASE)
 _DATA_SCALER = re.compile(r"(Standard|MinMax|MaxAbs|Robust)Scaler")
-_BEFORE_COMMENT = re.compile(r"""((?:[^#"'\\]|\\.|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)\#""")
 _LOSS_SCALE = 128
 _MOVES = frozenset({"to", "cuda", "half", "bfloat16", "train"})
 
@@ -53,48 +39,6 @@ class Precision:
         self._source = source
         self._trace = trace
         self._imports = imports
-
-    @cached_property
-    def may_use_cuda(self) -> bool:
-        """Whether the script may run on a GPU: it names one, or a device that is not said to be another."""
-        lines = map(_without_comment, self._source.lines)
-        text = "\n".join(line for line in lines if not self._names_an_unused_device(line))
-        text = _DEVICE_OF_A_TENSOR.sub("", text)
-        if (overruled := self._overruled_device) is not None:
-            # calls such as `torch.cuda.empty_cache()` do nothing for a script that is kept from the GPU
-            return bool(_CUDA.search(_CUDA_CALL.sub("", text.replace(overruled, ""))))
-        return bool(_CUDA.search(text)) or (bool(_DEVICE.search(text)) and not self._runs_elsewhere)
-
-    @cached_property
-    def _overruled_device(self) -> str | None:
-        """The statement that chooses a device where the next one says `device = "cpu"`; None where there is none."""
-        for one, other in pairwise(self._source.tree.body):
-            if isinstance(one, ast.Assign) and isinstance(other, ast.Assign):
-                paths = {path_of(statement.targets[0]) for statement in (one, other)}
-                if len(paths) == 1 and None not in paths and _names_only(other.value, _OTHER_DEVICES):
-                    return self._source.segment(one)
-        return None
-
-    @cached_property
-    def _runs_elsewhere(self) -> bool:
-        """Whether a device is set that is no GPU of CUDA; the default of a parameter is for the caller to change."""
-        return "torch_xla" in self._source.text or any(
-            isinstance(node, ast.Assign)
-            and "device" in (path_of(node.targets[0]) or ".").lower()
-            and "." not in (path_of(node.targets[0]) or ".")
-            and _names_only(node.value, _OTHER_DEVICES)
-            for node in self._imports.nodes
-        )
-
-    def _names_an_unused_device(self, line: str) -> bool:
-        """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
-        named = _NAMED_DEVICE.match(line)
-        return named is not None and self._words[named[1]] == 1
-
-    @cached_property
-    def _words(self) -> Counter[str]:
-        """How often each word stands in the file, other than as a name of torch's."""
-        return Counter(re.findall(r"(?<!torch\.)\b\w+\b", self._source.text))
 
     @cached_property
     def trains_in_half(self) -> bool:
@@ -164,14 +108,6 @@ class Precision:
         yield from dict.fromkeys(node for node in owners if isinstance(node, definitions))
 
 
-def _without_comment(line: str) -> str:
-    """A line up to its comment; whole where a quote stays open, as in a string over several lines."""
-    if "#" not in line:
-        return line
-    before = _BEFORE_COMMENT.match(line)
-    return line if before is None else before[1]
-
-
 def _is_scaled_by_hand(node: ast.Call) -> bool:
     """`(loss * 1024).backward()`: what is differentiated was multiplied by more than a loss is weighted with."""
     root = node.func.value if isinstance(node.func, ast.Attribute) else None
@@ -179,15 +115,6 @@ def _is_scaled_by_hand(node: ast.Call) -> bool:
     powers = any(isinstance(factor, ast.BinOp) and isinstance(factor.op, ast.Pow) for factor in factors)
     values = [factor.value for factor in factors if isinstance(factor, ast.Constant)]
     return powers or any(isinstance(value, (int, float)) and value >= _LOSS_SCALE for value in values)
-
-
-def _names_only(node: ast.expr, devices: frozenset[str]) -> bool:
-    """`"cpu"`, `torch.device("cpu")`, `"mps" if ... else "cpu"`: a device that can only be one of some."""
-    if isinstance(node, ast.IfExp):
-        return _names_only(node.body, devices) and _names_only(node.orelse, devices)
-    if isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "device" and node.args:
-        return _names_only(node.args[0], devices)
-    return isinstance(node, ast.Constant) and node.value in devices
 
 
 def _is_made_in_half(node: ast.expr) -> bool:

@@ -1,0 +1,172 @@
+"""The device that a script trains on, as far as the file decides it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from oomfix.script.edits import bounds
+from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
+
+if TYPE_CHECKING:
+    from oomfix.source import Source
+
+_CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
+_DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
+_DEVICE_OF_A_TENSOR = re.compile(
+    r"\bdevice\s*=\s*(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
+    r"\w+\.device\b",
+    re.IGNORECASE,
+)
+"""`torch.arange(n, device=x.device)`: where another tensor is, wherever that may be."""
+_IDLE_CALL = re.compile(
+    r"\btorch\.cuda\.(is_available|empty_cache|manual_seed\w*|synchronize|device_count|\w*memory\w*|reset_\w+|get_\w+)\b"
+)
+"""Calls that ask CUDA something, or do nothing for a script that puts nothing on a GPU."""
+_DEVICE_NAME = re.compile(r"^(?!\w*cpu)\w*device\w*$", re.IGNORECASE)
+_OTHER_DEVICES = frozenset({"cpu", "mps"})
+_VISIBLE = "os.environ['CUDA_VISIBLE_DEVICES']"
+_NONE_VISIBLE = frozenset({"", "-1"})
+_BEFORE_COMMENT = re.compile(r"""((?:[^#"'\\]|\\.|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)\#""")
+
+_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Devices:
+    """Where a script may train.
+
+    Args:
+        source: the file.
+        nodes: all nodes of the file.
+    """
+
+    def __init__(self, source: Source, nodes: Sequence[ast.AST]) -> None:
+        self._source = source
+        self._nodes = nodes
+
+    @cached_property
+    def may_be_cuda(self) -> bool:
+        """Whether the script may run on a GPU: it names one, or a device that is not said to be another.
+
+        What is decided and then decided otherwise before anything asks for it, or is never asked for, does not count.
+        """
+        if self._hides_gpus:
+            return False
+        idle = [*self._overruled, *self._unused]
+        text = _DEVICE_OF_A_TENSOR.sub("", self._without(idle))
+        if self._overruled or self._runs_elsewhere:
+            return bool(_CUDA.search(_IDLE_CALL.sub("", text)))
+        return bool(_CUDA.search(text) or _DEVICE.search(text))
+
+    @cached_property
+    def _hides_gpus(self) -> bool:
+        """`os.environ["CUDA_VISIBLE_DEVICES"] = ""`, whatever else is asked for."""
+        values = (
+            node.value for node in self._source.tree.body if isinstance(node, ast.Assign) and _VISIBLE in _targets(node)
+        )
+        return any(isinstance(value, ast.Constant) and value.value in _NONE_VISIBLE for value in values)
+
+    @cached_property
+    def _runs_elsewhere(self) -> bool:
+        """Whether the device is set to one that is no GPU of CUDA, as no `cpu_device` beside it does.
+
+        The default of a parameter is for the caller to change.
+        """
+        return "torch_xla" in self._source.text or any(
+            isinstance(node, ast.Assign)
+            and any(_DEVICE_NAME.search(target) for target in _targets(node))
+            and _is_one_of(node.value, _OTHER_DEVICES)
+            for node in self._nodes
+        )
+
+    @cached_property
+    def _overruled(self) -> list[ast.stmt]:
+        """The decisions for a device behind which `device = "cpu"` stands, before anything reads it."""
+        return [
+            decision
+            for block in self._blocks
+            for index, last in enumerate(block)
+            if isinstance(last, ast.Assign) and _is_one_of(last.value, _OTHER_DEVICES)
+            for path in _targets(last)
+            for decision in _decided_before(block[:index], path)
+        ]
+
+    @cached_property
+    def _unused(self) -> list[ast.stmt]:
+        """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
+        return [
+            node
+            for node in self._nodes
+            if isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and path_of(node.value.func) == "torch.device"
+            and all(self._words[target.rsplit(".", 1)[-1]] == 1 for target in _targets(node))
+        ]
+
+    @cached_property
+    def _words(self) -> Counter[str]:
+        """How often each word stands in the file, other than as a name of torch's."""
+        return Counter(re.findall(r"(?<!torch\.)\b\w+\b", self._source.text))
+
+    @property
+    def _blocks(self) -> Iterator[list[ast.stmt]]:
+        for node in self._nodes:
+            for name in ("body", "orelse"):
+                if isinstance(block := getattr(node, name, None), list):
+                    yield block
+
+    def _without(self, statements: list[ast.stmt]) -> str:
+        """The text of the file without its comments and these statements."""
+        text = self._source.text
+        for start, end in (bounds(self._source, statement) for statement in statements):
+            text = text[:start] + " " * (end - start) + text[end:]
+        return "\n".join(map(_without_comment, text.splitlines()))
+
+
+def _decided_before(block: list[ast.stmt], path: str) -> Iterator[ast.stmt]:
+    """The statements at the end of a block that do nothing but decide a path, behind which nothing reads it."""
+    for statement in reversed(block):
+        if _only_decides(statement, path):
+            yield statement
+        elif not isinstance(statement, _DEFINITIONS) and any(
+            isinstance(node, ast.expr) and path_of(node) == path for node in walk(statement)
+        ):
+            return
+
+
+def _only_decides(statement: ast.stmt, path: str) -> bool:
+    """`device = ...`, also by an `if` that does nothing else."""
+    if isinstance(statement, ast.If):
+        return all(_only_decides(part, path) for part in [*statement.body, *statement.orelse])
+    if not isinstance(statement, ast.Assign):
+        return False
+    return _targets(statement) == [path] and not any(
+        isinstance(node, ast.expr) and path_of(node) == path for node in walk(statement.value)
+    )
+
+
+def _targets(statement: ast.Assign) -> list[str]:
+    """The names, attributes and entries that a statement assigns to."""
+    return [path for target in statement.targets if (path := path_of(target)) is not None]
+
+
+def _is_one_of(node: ast.expr, devices: frozenset[str]) -> bool:
+    """`"cpu"`, `torch.device("cpu")`, `"mps" if ... else "cpu"`: a device that can only be one of some."""
+    if isinstance(node, ast.IfExp):
+        return _is_one_of(node.body, devices) and _is_one_of(node.orelse, devices)
+    if isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "device" and node.args:
+        return _is_one_of(node.args[0], devices)
+    return isinstance(node, ast.Constant) and node.value in devices
+
+
+def _without_comment(line: str) -> str:
+    """A line up to its comment; whole where a quote stays open, as in a string over several lines."""
+    if "#" not in line:
+        return line
+    before = _BEFORE_COMMENT.match(line)
+    return line if before is None else before[1]

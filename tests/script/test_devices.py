@@ -1,0 +1,64 @@
+"""The device that a script trains on: what is decided, decided otherwise, and never asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+EITHER = 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+
+
+def trains_on_cuda(read, *lines: str) -> bool:
+    top = "\n".join(["import os, torch", *lines])
+    loop = "for x, y in loader:\n    criterion(model(x.to(device)), y).backward()\n    optimizer.step()\n"
+    return read(f"{top}\n{loop}").devices.may_be_cuda
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (EITHER, 'device = "cpu"', "model = Net().to(device)"),
+        (EITHER, "size = 32", "print(size)", 'device = torch.device("cpu")', "model = Net().to(device)"),
+        (EITHER, "def put(x):\n    return x.to(device)", 'device = "cpu"', "model = Net().to(device)"),
+        ("if torch.cuda.is_available():\n    device = 'cuda'\nelse:\n    device = 'cpu'", "device = 'cpu'"),
+        ('device = "cuda"', 'device = "cuda:1"', 'device = "cpu"'),
+        ('device = "cpu"', "torch.cuda.manual_seed_all(0)", "torch.cuda.empty_cache()"),
+        ('os.environ["CUDA_VISIBLE_DEVICES"] = ""', EITHER, "model = Net().to(device)"),
+        ('os.environ["CUDA_VISIBLE_DEVICES"] = "-1"', EITHER, "model = Net().to(device)"),
+    ],
+)
+def test_a_device_that_is_decided_otherwise_before_anything_asks_for_it_is_not_used(read, lines):
+    assert not trains_on_cuda(read, *lines)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (EITHER, "model = Net().to(device)", 'device = "cpu"'),
+        (EITHER, 'if args.cpu:\n    device = "cpu"'),
+        ('device = "cpu"', 'if torch.cuda.is_available():\n    device = "cuda"'),
+        ('device = "cuda"', 'device = "cpu"', 'device = "cuda:1"'),
+        ('device = "cuda"', "device = device or 'cpu'"),
+        ('device = "cpu"', "model = Net().cuda()"),
+        ('device = "cpu"', "torch.cuda.set_device(0)"),
+        ('cpu_device = torch.device("cpu")', "device = args.device"),
+        ('os.environ["CUDA_VISIBLE_DEVICES"] = "0"', EITHER),
+        ('if args.cpu:\n    os.environ["CUDA_VISIBLE_DEVICES"] = ""', EITHER),
+    ],
+)
+def test_any_other_decision_may_be_for_the_gpu(read, lines):
+    assert trains_on_cuda(read, *lines)
+
+
+def test_a_device_decided_again_in_the_constructor_is_the_later_one(read):
+    code = """
+        import torch
+
+        class Trainer:
+            def __init__(self):
+                self.device = torch.device("cuda")
+                self.device = torch.device("cpu")
+                self.model = Net().to(self.device)
+    """
+    assert not read(code).devices.may_be_cuda
+    moved = code.rstrip() + ".cuda()"
+    assert read(moved).devices.may_be_cuda
