@@ -282,7 +282,8 @@ class _Container:
         if tuple(key for key, _ in inner) != self._keys:
             raise Unforeseen
         if self._like is None:
-            self._like = trees.map_leaves(lambda _: None, value, trees.contents)
+            # not None, which a mapping of its own may leave out, and put last when it is there again
+            self._like = trees.map_leaves(lambda _: ..., value, trees.contents)
         for collector, (_, child) in zip(self._collectors, inner, strict=True):
             collector.add(child, weight)
 

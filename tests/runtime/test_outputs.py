@@ -181,3 +181,25 @@ def test_a_result_of_another_kind_than_was_checked_comes_back_as_of_the_whole_ba
         assert same(expected, got)
         assert torch.allclose(torch.autograd.grad(forward(x)[0], MODEL.weight)[0], gradient, rtol=1e-12)
     assert caplog.text.count("run whole") == 1
+
+
+def test_the_entries_of_a_model_output_keep_their_order_beside_a_cache():
+    """A mapping that leaves out what is None would forget where the loss stood; users write `out[0]`."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class Cache:
+        def __init__(self, keys):
+            self.keys = keys
+
+    net = nn.Linear(6, 4).double()
+
+    def forward(x):
+        out = net(x)
+        return CausalLMOutputWithPast(loss=out.pow(2).mean(), logits=out, past_key_values=Cache(2 * out))
+
+    x = torch.randn(12, 6).double()
+    result, whole = runtime.preset("16gb", micro_batches=3).forward_backward(forward, x), forward(x)
+    assert list(result) == list(whole) == ["loss", "logits", "past_key_values"]
+    assert torch.allclose(result[0], whole[0], rtol=1e-12)
+    assert torch.allclose(result.to_tuple()[1], whole.logits, rtol=1e-12)
+    assert torch.allclose(result.past_key_values.keys, whole.past_key_values.keys, rtol=1e-12)
