@@ -9,7 +9,7 @@ FOLDER holds one folder per script: what the script needs, cut to a size that a 
 
 `script` and `rewrite` are relative to the folder, `folder` is where the script is started. Each is run whole and as it
 is, rewritten with OOMFIX_PRESET=off, and rewritten with `--micro-batches 3`; the last is compared with a run as it is
-that has no dropout, no batch statistics and constant noise, as it has none itself (bench/apply/recorded_run.py).
+that has no dropout and no batch statistics, as it has none itself (bench/apply/recorded_run.py).
 Writes bench/results/apply-equivalence.md; with `--only`, which takes names of folders, other lines stay. Exits 1 where
 a script that ran before does not train the same after.
 """

@@ -2,8 +2,8 @@
 
     python bench/apply/recorded_run.py OUT STEPS KIND SCRIPT [ARGS...]
 
-Ends the process after STEPS steps. KIND is `plain`, or `steady`: no dropout, batch normalisation by its running
-statistics, and noise that is a constant, so that a batch in parts computes what the whole one does. Independent of
+Ends the process after STEPS steps. KIND is `plain`, or `steady`: no dropout, and batch normalisation by its running
+statistics, so that a batch in parts computes what the whole one does. Independent of
 `oomfix.equivalence`, which it checks as well. A script that steps by hand is recorded at each `zero_grad` of a module.
 """
 
@@ -98,9 +98,6 @@ def hold_steady() -> None:
         return attention(q, k, v, attn_mask, 0.0, **kwargs)
 
     functional.scaled_dot_product_attention = without_dropout
-    if os.environ.get("CONSTANT_NOISE"):
-        torch.randn_like = lambda x, **kwargs: torch.zeros_like(x) + 0.5
-        torch.distributions.normal._standard_normal = lambda shape, **kwargs: torch.full(shape, 0.5, **kwargs)
     made = nn.RNNBase.__init__
 
     def recurrent(module: nn.RNNBase, *args: object, **kwargs: object) -> None:

@@ -98,10 +98,10 @@ def recording(*digests: str, seen: tuple[str, ...] = (), files: tuple[str, ...] 
 
 
 class Runs:
-    """Answers for the runs of a trial: before, and once more; off, and without mends; the preset."""
+    """Answers for the runs of a trial: before, and again; off, and without mends; the preset, and in whole batches."""
 
-    def __init__(self, before, off, preset, again=None, without=None) -> None:
-        self.answers = {b"": [before, again or before], b"off": [off], b"without": [without], b"fp32": [preset]}
+    def __init__(self, before, off, preset, again=None, without=None, whole=None) -> None:
+        self.answers = {b"": [before, again or before], b"off": [off], b"without": [without], b"fp32": [preset, whole]}
         self.made: list[tuple[bool, bool]] = []
 
     def run(self, contents, preset):
@@ -124,7 +124,6 @@ class Runs:
     [
         ((), True, "batches stayed whole"),
         (("batch statistics",), False, "batches stayed whole, since BatchNorm normalises by them"),
-        (("random draws",), False, "batches stayed whole, since the forward draws random numbers"),
     ],
 )
 def test_batches_are_split_only_where_that_can_be_compared(monkeypatch, seen, split, note):
@@ -132,6 +131,21 @@ def test_batches_are_split_only_where_that_can_be_compared(monkeypatch, seen, sp
     result = runs.result(monkeypatch)
     assert result.same and result.mends and runs.made == [(True, split)]
     assert result.sides[1].notes == (note,)
+
+
+def test_batches_stay_whole_where_parts_draw_other_numbers(monkeypatch):
+    """Noise is that of the whole batch in parts too, masks of dropout are not."""
+    drawing = recording("a", seen=("random draws",))
+    noise = Runs(recording("a"), drawing, recording("a"))
+    result = noise.result(monkeypatch)
+    assert result.same and noise.made == [(True, True)]
+    assert result.sides[1].notes == ("batches stayed whole",)  # for another reason
+
+    dropout = Runs(recording("a"), drawing, recording("b"), whole=recording("a"))
+    result = dropout.result(monkeypatch)
+    assert result.same and dropout.made == [(True, True), (True, False)]
+    assert result.sides[1].notes == ("batches stayed whole, since the forward draws random numbers",)
+    assert not Runs(recording("a"), drawing, recording("b"), whole=recording("b")).result(monkeypatch).same
 
 
 def test_a_version_that_trains_otherwise_is_told_by_its_first_step(monkeypatch):
