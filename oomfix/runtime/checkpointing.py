@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from oomfix.presets import Policy
+from oomfix.runtime import simulation
 from oomfix.runtime.checkpointed_block import CheckpointedBlock, can_be_wrapped, unwrap, wrap
 from oomfix.runtime.offloading import is_weight
 from oomfix.runtime.outputs import loss_in
@@ -167,8 +168,8 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
+    if a is None or b is None or simulation.assumption is not None:
+        return (a is None) == (b is None)
     tolerance = 1e-9 if b.dtype == torch.float64 else 1e-3
     return bool(torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(b))
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
+from oomfix.runtime import simulation
+
 
 class KeptTensors:
     """The versions of some tensors, and in host memory the contents of those that are small enough.
@@ -42,6 +44,8 @@ class KeptTensors:
 def _contents(tensor: torch.Tensor, largest: int) -> bytearray | None:
     """What `tensor` holds; None where that is more than `largest` bytes, or not in one piece."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > largest:
+        return None
+    if simulation.assumption is not None:
         return None
     # no tensor: what is short is the device's memory, and a tensor on the CPU is what a simulated card counts
     bytes_ = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

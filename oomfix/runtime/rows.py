@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from oomfix.runtime import simulation
 from oomfix.runtime.batch import Batch
 
 _SMALL_ROW = 16  # entries of a row that is a label, a weight or a length rather than an input
@@ -33,7 +34,8 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
 def _numbers_of_rows(batch: Batch, count: int) -> Iterator[list[Any]]:
     """For each tensor and list of samples that may tell rows apart, a number for each row."""
     # few rows show what one tensor tells apart: labels to ignore rather than tokens
-    marked = [(tensor, _has_labels_to_ignore(tensor)) for tensor in batch.tensors()]
+    tensors = batch.tensors() if simulation.assumption is None else []
+    marked = [(tensor, _has_labels_to_ignore(tensor)) for tensor in tensors]
     for tensor, has_ignored in sorted(marked, key=lambda pair: pair[1], reverse=True):
         yield _entries(tensor, batch.size, count, has_ignored)
     for tensor, _ in marked:

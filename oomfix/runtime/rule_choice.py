@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oomfix.runtime import trees
+from oomfix.runtime import simulation, trees
 from oomfix.runtime.batch import is_array
 from oomfix.runtime.outputs import Array, Concatenate, Extend, First, Inside, Mean, Rule, Same, Sum, Weight, Zero
 
@@ -81,6 +81,8 @@ def _is_list_of_samples(whole: list[Any], parts: Sequence[Any]) -> bool:
 
 
 def _choose_value(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule | None:
+    if simulation.assumption is not None:
+        return likely(whole, parts[0])
     if isinstance(whole, list):
         joined = [value for part in parts for value in part]
         return Extend() if len(joined) == len(whole) and equal(whole, joined) else None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from oomfix.runtime import outputs, rule_choice
+from oomfix.runtime import outputs, rule_choice, simulation
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence, Runs, compare
 from oomfix.runtime.gradients import next_node, reach
@@ -64,12 +64,14 @@ def check(
     Returns:
         The verdict; an undecided one where not even two rows fit.
     """
+    if simulation.assumption is not None:
+        simulation.assumption.note()
     checking = _Check(forward, batch, modules, trust)
     # odd numbers of rows: pairs and groups inside a batch are taken apart, or fail
     most = max(_odd(min(most_rows, _MOST_ROWS)), _FEWEST_ROWS)
     few = [max(_odd(min(most // 2, _FEW_ROWS)), _FEWEST_ROWS), _FEWEST_ROWS, 2]
     may_split = earlier is not None and earlier.rule is not None
-    if earlier is not None and may_split and not earlier.drew and not trust:
+    if earlier is not None and may_split and not earlier.drew and not trust and simulation.assumption is None:
         confirmed = _with_rows_that_fit(few, partial(checking.confirmed, earlier))
         if confirmed is not None:
             return confirmed
@@ -77,7 +79,7 @@ def check(
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
     verdict, how, rows = found
-    if verdict.rule is None or trust:
+    if verdict.rule is None or trust or simulation.assumption is not None:
         return verdict
     how = replace(how, light=not verdict.drew)
     for by_masks in (checking.by_masks, checking.by_computed_masks):
@@ -238,10 +240,13 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         return Verdict(None, f"it fails on {rows} rows of the batch ({evidence.failure})")
     if evidence.wrote and not trust:
         return Verdict(None, f"it keeps state of its own between calls: {evidence.wrote}")
+    simulated = simulation.assumption
+    if simulated is not None and simulated.coupled and not trust:
+        return Verdict(None, simulated.coupled)
     loss = outputs.loss_in(evidence.whole)
     if loss is not None and loss.numel() != 1:
         loss = None  # an evaluation returns what it likes
-    if loss is not None and not loss.isfinite().all():
+    if loss is not None and simulated is None and not loss.isfinite().all():
         return Verdict(None, "its loss is not a number on a few rows", undecided=True)
     rule = rule_choice.choose(evidence.whole, evidence.parts, evidence.shares)
     trusted = trust and (rule is None or bool(evidence.wrote))

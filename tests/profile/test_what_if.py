@@ -13,6 +13,7 @@ from oomfix.presets import PRESETS
 from oomfix.profile import command
 from oomfix.profile.cards import budget
 from oomfix.profile.command import profile
+from oomfix.profile.process import INDEPENDENT
 
 RUN = CliRunner()
 SCRIPT = """\
@@ -56,6 +57,8 @@ def test_it_runs_in_the_memory_of_the_preset_and_nothing_is_written(folder):
     loop = {"path": str(folder / "train.py"), "line": 9, "end_line": 14, "rewrite": "micro-batched", "reason": None}
     assert found["rewritten"] == {"preset": "mine", "loops": [loop]}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    # the runtime's checks compare no numbers, for there are none
+    assert len(found["assumptions"]) == 1 and found["assumptions"][0].startswith(INDEPENDENT)
 
 
 class Simulator:
