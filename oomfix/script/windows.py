@@ -162,10 +162,13 @@ def _counts_a_window(node: ast.For) -> bool:
         and path_of(iterable.func) in ("range", "trange", "tqdm.trange")
         and iterable.args
     ):
-        names = " ".join(_names(iterable))
-        fetches = any(isinstance(child, ast.Call) and path_of(child.func) == "next" for child in walk(node))
-        return bool(_WINDOW_NAME.search(names)) or fetches
+        return bool(_WINDOW_NAME.search(" ".join(_names(iterable)))) or _fetches_batches(node)
     return False
+
+
+def _fetches_batches(loop: Loop) -> bool:
+    """`batch = next(stream)` in each iteration."""
+    return any(isinstance(node, ast.Call) and path_of(node.func) == "next" for node in walk(loop))
 
 
 def _names(node: ast.AST) -> Iterator[str]:
@@ -214,13 +217,21 @@ def lost_tails(loop: TrainingLoop, own: list[ast.AST]) -> list[ast.If]:
     window = loop.window
     if window is None or window.decision is None or loop.later_steps:
         return []
-    if isinstance(loop.node, ast.While) or _ends_with_a_whole_window(loop.node, own):
+    if isinstance(loop.node, ast.While) or _is_the_whole_run(loop.node, own):
+        return []
+    if _ends_with_a_whole_window(loop.node, own):
         return []
     decisions = [] if window.fires_on_last_batch else [(window.decision, window.test)]
     for guard in window.alternatives:
         if isinstance(guard.statement, ast.If) and not _fires_on_last_batch(guard):
             decisions.append((guard.statement, guard.test))
     return [decision for decision, test in decisions if _is_counted_per_epoch(test, loop.node, own)]
+
+
+def _is_the_whole_run(loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
+    """`for step in range(100_000): batch = next(stream)`, in no other loop: there are no epochs that could end."""
+    around = any(isinstance(node, Loop) and _encloses(node, loop) for node in own)
+    return not around and not _enumerates(loop) and "range" in _names(loop.iter) and _fetches_batches(loop)
 
 
 def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:

@@ -665,3 +665,24 @@ def test_the_loop_over_pieces_is_a_training_loop_where_each_piece_is_stepped(rea
                 {stepped}
     """
     assert [loop.line for loop in read(code).loops] == [line]
+
+
+@pytest.mark.parametrize(
+    ("around", "fetched", "found"),
+    [
+        ("if True", "next(stream)", []),
+        ("for epoch in range(9)", "next(stream)", [("OOM302", 6)]),
+        ("if True", "data[step]", [("OOM302", 6)]),
+    ],
+)
+def test_a_run_of_so_many_steps_has_no_epochs_that_end(report, around, fetched, found):
+    code = f"""
+        def run(model, stream, optimizer, data, k):
+            {around}:
+                for step in tqdm(range(100000)):
+                    x, y = {fetched}
+                    (criterion(model(x), y) / k).backward()
+                    if (step + 1) % k == 0:
+                        optimizer.step()
+    """
+    assert report(code) == found
