@@ -14,6 +14,7 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.computed_masks import MaskOfRows, alike
 from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.drawing_calls import Shape
+from oomfix.runtime.gradients import GradientsNoted
 from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
@@ -67,6 +68,7 @@ class Evidence:
         shares: what each part weighs.
         failure: why the forward failed, if it did; there are no results then.
         wrote: what it changes that outlives it, and may depend on, as a sentence.
+        changes_gradients: it runs a backward of its own into gradients, or drops some.
         left: attributes that it changes, does not depend on, and that depend on the samples.
         nll_losses: cross entropies with a mean.
         calls: functions called by the run on all rows, where these were watched.
@@ -86,6 +88,7 @@ class Evidence:
     shares: list[Weight] = field(default_factory=list)
     failure: str = ""
     wrote: str = ""
+    changes_gradients: bool = False
     left: tuple[LeftAttribute, ...] = ()
     nll_losses: int = 0
     calls: int = 0
@@ -187,6 +190,7 @@ class _Comparison:
         self._outside = [held for names in holders for held in names.values() if held is not None]
         self._outside += tensors_of(self._forward)
         places = DataPlaces(self._outside)
+        gradients = GradientsNoted(t for t in self._outside if t.requires_grad and t.is_leaf)
         given = filter(is_generator, (*self._batch.args, *self._batch.kwargs.values()))
         self._own = [*generators_in(self._forward, modules), *given]
         before = generators = RandomState(own=self._own)
@@ -207,6 +211,8 @@ class _Comparison:
                 before.restore()
             if places.restore():
                 found.wrote = _WROTE
+            if gradients.put_back():
+                found.changes_gradients = True
         found.held = self._held_out.something
         return found
 

@@ -8,6 +8,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from oomfix.runtime.batch import Batch
 
+CHANGES_GRADIENTS = "it changes gradients itself, by a backward or a zero_grad inside of it"
+
 
 class GradientsAside:
     """Gradients of one call, apart from those that were there before it.
@@ -76,6 +78,26 @@ class GradientsAside:
         if totals:
             with torch.no_grad():
                 torch._foreach_add_(totals, additions)
+
+
+class GradientsNoted:
+    """The gradients of some leaves before a forward, which are none of its business.
+
+    Args:
+        leaves: those that are looked at.
+    """
+
+    def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
+        self._noted = [(leaf, leaf.grad, 0 if leaf.grad is None else leaf.grad._version) for leaf in leaves]
+
+    def put_back(self) -> bool:
+        """Whether something has changed them since; every leaf has the one again that it had."""
+        changed = False
+        for leaf, gradient, version in self._noted:
+            if leaf.grad is not gradient:
+                leaf.grad, changed = gradient, True
+            changed = changed or (gradient is not None and gradient._version != version)
+        return changed
 
 
 def _scale(gradients: list[torch.Tensor], factor: float) -> None:

@@ -18,7 +18,7 @@ import torch
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
-from oomfix.runtime.gradients import Border, GradientsAside, next_node, reach
+from oomfix.runtime.gradients import CHANGES_GRADIENTS, Border, GradientsAside, GradientsNoted, next_node, reach
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.left_attributes import LeftBehind
@@ -306,7 +306,10 @@ class Iteration:
     def _forward_rows(self, start: int, stop: int, verdict: Verdict) -> tuple[Any, list[float]]:
         args, kwargs = self.batch.rows(start, stop)
         if self.trains:
+            noted = GradientsNoted(self.known.telling_leaves())
             result = self._call(args, kwargs)
+            if noted.put_back():
+                raise CannotSplit(CHANGES_GRADIENTS)
             if not verdict.nll_losses:
                 return result, []
             loss = self.loss_of(result)

@@ -180,6 +180,13 @@ class Known:
         """The tensors that its loss has been seen to reach, and that still exist."""
         return [leaf for place in self._leaves if (leaf := place()) is not None]
 
+    def telling_leaves(self) -> list[torch.Tensor]:
+        """Leaves whose gradients tell whether the forward changes some itself: two, or all at a call that explores."""
+        if not self.explores:
+            return [leaf for place in (*self._leaves[:1], *self._leaves[-1:]) if (leaf := place()) is not None]
+        inside = [p for module in self.modules() for p in module._parameters.values() if p is not None]
+        return [*self.reached(), *(parameter for parameter in inside if parameter.requires_grad)]
+
     def may_get_gradients(self) -> list[torch.Tensor]:
         """Leaves whose gradients a call may change.
 

@@ -16,7 +16,7 @@ from torch import nn
 from oomfix.runtime import outputs, rule_choice, simulation
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence, Runs, compare
-from oomfix.runtime.gradients import next_node, reach
+from oomfix.runtime.gradients import CHANGES_GRADIENTS, next_node, reach
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.outputs import Mean, Rule, Sum, Zero
 from oomfix.runtime.referenced import leaves_in
@@ -243,6 +243,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
     simulated = simulation.assumption
     if simulated is not None and simulated.coupled and not trust:
         return Verdict(None, simulated.coupled)
+    if evidence.changes_gradients:
+        return Verdict(None, CHANGES_GRADIENTS)
     loss = outputs.loss_in(evidence.whole)
     if loss is not None and loss.numel() != 1:
         loss = None  # an evaluation returns what it likes

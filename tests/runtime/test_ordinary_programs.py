@@ -195,3 +195,47 @@ def test_a_count_that_is_at_least_one_is_seen_where_a_part_has_none(count):
 
     for most_rows in (3, 5):
         assert verdict_of(forward, model, (rows(12, 6), targets), most_rows).rule is None
+
+
+def of_an_attack(model, optimizer):
+    def forward(x, y):
+        attacked = x.clone().requires_grad_(True)
+        F.cross_entropy(model(attacked), y).backward()
+        optimizer.zero_grad()
+        return F.cross_entropy(model(x + 0.1 * attacked.grad.sign()), y)
+
+    return forward
+
+
+def beginning_with_zero_grad(model, optimizer):
+    def forward(x, y):
+        optimizer.zero_grad()
+        return F.cross_entropy(model(x), y)
+
+    return forward
+
+
+def with_a_backward_of_its_own(model, optimizer):
+    def forward(x, y):
+        model(x).pow(2).mean().backward()
+        return F.cross_entropy(model(x), y)
+
+    return forward
+
+
+@pytest.mark.parametrize("make", [of_an_attack, beginning_with_zero_grad, with_a_backward_of_its_own])
+@pytest.mark.parametrize("filled", [False, True], ids=["none before", "zeros before"])
+def test_a_forward_that_changes_gradients_itself_runs_whole(make, filled):
+    """A micro-batch would drop what those before it gave, or add its own backward once more."""
+    model, plain = network(), network()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+    forward, as_written = make(model, optimizers[0]), make(plain, optimizers[1])
+    memory, x, y = runtime.preset("16gb", micro_batches=3), rows(12, 6), labels(12)
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=not filled)
+        as_written(x, y).backward()
+        memory.forward_backward(forward, x, y)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+        assert whole_because() is not None
