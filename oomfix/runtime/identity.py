@@ -131,7 +131,7 @@ class _Look:
             # a criterion may be made anew in each iteration
             is_model = value._parameters or value._modules
             self.key.append((name, id(value) if is_model else type(value)))
-            self._settings(value, code_of(value), depth)
+            self._settings(value, code_of(value), depth, self._code)
         elif kind is _Kind.WRAPPER:
             # its own flags say where it is between two exchanges
             self.key.append((name, id(value)))
@@ -160,10 +160,10 @@ class _Look:
             if of_names or isinstance(entry, nn.Module | bool | types.FunctionType):
                 self.at((name, key), entry, depth - 1)
 
-    def _settings(self, value: Any, code: Any, depth: int) -> None:
-        """Flags and functions among the attributes of `value`, and numbers that `code` reads."""
+    def _settings(self, value: Any, code: Any, depth: int, user: types.CodeType | None = None) -> None:
+        """Flags and functions among the attributes of `value`, and numbers that `code` or `user` reads."""
         owner: Any = type(value)
-        read = _names_read(code, owner) if isinstance(code, types.CodeType) else frozenset()
+        read = _names_read(code, owner, user) if isinstance(code, types.CodeType) else frozenset()
         for name, entry in getattr(value, "__dict__", {}).items():
             if type(entry) in _silent:
                 continue
@@ -181,8 +181,8 @@ class _Look:
 
 
 @functools.lru_cache(maxsize=256)
-def _names_read(code: types.CodeType, owner: type) -> frozenset[str]:
-    """Names in `code`, and in the methods of `owner` that it names."""
-    names = frozenset(names_in(code))
+def _names_read(code: types.CodeType, owner: type, user: types.CodeType | None) -> frozenset[str]:
+    """Names in `code`, and in the methods of `owner` that it names, and in `user`."""
+    names = frozenset((*names_in(code), *(names_in(user) if user is not None else ())))
     methods = (getattr(owner, name, None) for name in names)
     return names.union(*(names_in(method.__code__) for method in methods if isinstance(method, types.FunctionType)))

@@ -239,3 +239,18 @@ def test_a_forward_that_changes_gradients_itself_runs_whole(make, filled):
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
         assert whole_because() is not None
+
+
+def test_a_term_that_an_epoch_kept_on_the_model_turns_on_is_seen_at_once():
+    """The forward reads the attribute, not the model's own code."""
+    model = network()
+    model.epoch = 0
+
+    def forward(x, y):
+        out = model(x)
+        return F.cross_entropy(out, y) + (out.var(0).sum() if model.epoch else 0)
+
+    batch = rows(12, 6), labels(12)
+    assert gradients_apart(model, forward, [batch] * 5) < 1e-12
+    model.epoch = 1
+    assert gradients_apart(model, forward, [batch] * 2) < 1e-12
