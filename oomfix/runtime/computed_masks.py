@@ -7,8 +7,11 @@ of its first row, as it does for masks among the arguments (`rows.gaps_for_masks
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
+
+from oomfix.runtime import simulation
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,7 @@ class ComputedMasks:
     def computed(self, mask: object) -> object:
         """Note what a comparison gave; returns it, or a copy with a gap: half of what it leaves of the first row."""
         self.seen.append(None)
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.layout != torch.strided:
-            return mask
-        if mask.is_nested or not mask.dim() or not mask.numel() or mask.shape[0] % self._rows:
+        if not self._may_be_of_rows(mask):
             return mask
         by_row = mask.reshape(self._rows, -1)
         counts = by_row.sum(1)
@@ -57,6 +58,13 @@ class ComputedMasks:
         left = by_row[0].nonzero().view(-1)
         with_gap[0, left[: max(len(left) // 2, 1)]] = False
         return with_gap.view(mask.shape)
+
+    def _may_be_of_rows(self, mask: object) -> TypeGuard[torch.Tensor]:
+        if simulation.assumption is not None or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            return False
+        if mask.layout != torch.strided or mask.is_nested or not mask.dim() or not mask.numel():
+            return False
+        return mask.shape[0] % self._rows == 0
 
 
 def alike(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> frozenset[int]:
