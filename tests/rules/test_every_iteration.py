@@ -75,9 +75,11 @@ def test_a_loop_that_trains_out_of_sight_is_over_batches_by_its_names(header: st
     [
         'if device == "cuda" and i % 10 == 0: torch.cuda.empty_cache()',
         "if cuda and (i + 1) % k == 0: torch.cuda.empty_cache()",
+        "if torch.cuda.memory_reserved() > limit: torch.cuda.empty_cache()",
+        "if gpu_usage() > 0.9: torch.cuda.empty_cache()",
     ],
 )
-def test_a_check_for_the_device_that_also_counts_is_seldom(call: str) -> None:
+def test_a_check_for_the_device_that_also_counts_or_asks_for_its_memory_is_seldom(call: str) -> None:
     assert lines("pass", call) == []
 
 
