@@ -118,7 +118,7 @@ class BatchNames:
 
     def _is_number(self, name: str, site: Site) -> bool:
         """Whether all that the iteration binds to a name are counters and numbers."""
-        if _COUNTER.match(name) or _FLAG.match(name):
+        if _FLAG.match(name) or (_COUNTER.match(name) and not _is_drawn(name, site)):
             return True
         loop = site.iteration
         if loop is None and _NOT_DATA.search(name):
@@ -127,6 +127,19 @@ class BatchNames:
         stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
         values = [node.value for node in nodes if isinstance(node, ast.Assign) and binds_alone(node, name)]
         return bool(values) and len(values) == len(stores) and all(_is_scalar(value) for value in values)
+
+
+def _is_drawn(name: str, site: Site) -> bool:
+    """Whether a name for counters stands for numbers drawn for the samples: `t = torch.randint(steps, (len(x),))`.
+
+    A `t` that comes with other things, `noisy, t = add_noise(x)`, is taken for the times of a diffusion.
+    """
+    for node in nodes_of_scope_body(site.scope):
+        if isinstance(node, ast.Assign) and any(name in names_bound_by_target(target) for target in node.targets):
+            together = name == "t" and isinstance(node.value, ast.Call) and not binds_alone(node, name)
+            if together or (binds_alone(node, name) and effects.draws_random_numbers(node.value)):
+                return True
+    return False
 
 
 def binds_alone(node: ast.Assign, name: str) -> bool:

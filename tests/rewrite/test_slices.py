@@ -255,6 +255,24 @@ def test_the_batch_of_a_loop_around_that_of_a_policy_is_an_input():
     assert "def forward(x, weight):" in text
 
 
+@pytest.mark.parametrize(
+    "times",
+    ["t = torch.randint(1, 9, (len(x), 1))", "idx = t = torch.rand(len(x), 1)", "t, _ = (lambda: (x[:, :1], 0))()"],
+)
+def test_times_drawn_for_the_samples_are_an_input_though_they_are_called_as_counters(times):
+    text = assert_trains_the_same(f"""\
+        for x, y in loader:
+            {times}
+            out = model(x * t)
+            loss = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert "def forward(x, t, y):" in text
+
+
 def test_data_of_the_function_around_a_closure_is_an_input():
     text = assert_trains_the_same("""\
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
