@@ -82,8 +82,8 @@ def main() -> None:
     """Find and fix what makes PyTorch training die with CUDA out of memory."""
 
 
-@main.command()
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True)
+@main.command(short_help="Report what wastes or leaks GPU memory in scripts.")
+@click.argument("paths", metavar="[PATH]...", nargs=-1)
 @click.option("--format", "form", type=click.Choice(FORMATS), default="rich", show_default=True, help="What to print.")
 @click.option(
     "--select",
@@ -137,9 +137,10 @@ def audit(
 ) -> None:
     """Report what wastes or leaks GPU memory in training scripts.
 
-    PATH is a Python file, a notebook, a folder, or `-` for standard input. Settings are read from
-    [tool.oomfix] in the nearest pyproject.toml. Exits 0 when nothing is found, 1 with findings, 2 when
-    something could not be audited.
+    PATH is a Python file, a notebook, a folder, or `-` for standard input; without one, the current folder is audited.
+    Settings are read from [tool.oomfix] in the nearest pyproject.toml.
+
+    Exits 0 when nothing is found, 1 with findings of at least --fail-on, 2 when something could not be audited.
     """
     from oomfix.audit import Auditor
     from oomfix.baseline import BaselineError
@@ -165,7 +166,7 @@ def audit(
     )
     try:
         with progress:
-            report = pipeline.audit(paths)
+            report = pipeline.audit(paths or (os.curdir,))
         if write_baseline:
             _write_baseline(write_baseline, report)
     except BaselineError as error:
@@ -178,7 +179,7 @@ def audit(
     ctx.exit(pipeline.status if not write_baseline or pipeline.status == 2 else 0)
 
 
-@main.command()
+@main.command(short_help="Explain a rule, with examples.")
 @click.argument("code")
 def explain(code: str) -> None:
     """Explain a rule: what it finds, why, when it is quiet, with examples.
@@ -200,7 +201,9 @@ def explain(code: str) -> None:
 
 
 @main.command()
-@click.option("--format", "form", type=click.Choice(("table", "json")), default="table", show_default=True)
+@click.option(
+    "--format", "form", type=click.Choice(("table", "json")), default="table", show_default=True, help="What to print."
+)
 def rules(form: str) -> None:
     """List the rules."""
     from oomfix.pages import table
@@ -216,12 +219,13 @@ def rules(form: str) -> None:
     write(lambda stream: stream.write(json.dumps({"version": 1, "rules": rows}, indent=2) + "\n"))
 
 
-@main.command()
+@main.command(short_help="List the memory presets.")
 def presets() -> None:
     """List the memory presets: what a card of each class can hold, and the policies that go with it.
 
     A batch that does not fit is first cut into as many parts as the table says. The allocator's cache is emptied when
-    it is fragmented, or after so many steps.
+    it is fragmented, or after so many steps. `auto` takes what is free on the card at hand; `off` trains as the script
+    says, in whole batches.
 
     Presets of your own, from [tool.oomfix.presets] in the nearest pyproject.toml, come last.
     """

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 _MOST_CAUSES = 5
 
 
-@click.command()
+@click.command(short_help="Say why a run died of CUDA out of memory.")
 @click.argument("log", type=click.File("rb"), default="-")
 @click.option(
     "--script", help="The script that died; if it is here, it is audited.  [default: that of the traceback, unaudited]"
 )
-@click.option("--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True)
+@click.option(
+    "--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True, help="What to print."
+)
 @click.pass_context
 def diagnose(ctx: click.Context, log: BinaryIO, script: str | None, form: str) -> None:
     """Say which kind of CUDA out-of-memory error a LOG ended in, and what cures it.

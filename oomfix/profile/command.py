@@ -24,7 +24,7 @@ _DEFAULT_GPU = "a100"
 _PLACEHOLDER, _FIRST_SIZE = "{}", 8
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@click.command(short_help="Say how much GPU memory a script needs.", context_settings={"ignore_unknown_options": True})
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, package.train, run as `python -m` runs it.")
@@ -51,7 +51,9 @@ _PLACEHOLDER, _FIRST_SIZE = "{}", 8
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw memory over the run: .png, .svg or .html."
 )
-@click.option("--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True)
+@click.option(
+    "--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True, help="What to print."
+)
 @click.pass_context
 def profile(
     ctx: click.Context,

@@ -155,14 +155,22 @@ def _fix(finding: Located, width: int | None) -> Iterator[Line]:
     if not finding.fixed:
         yield [Span("  fix: ", "bold green"), Span("remove it")]
         return
+    head = f"  fix{_elsewhere(finding)}: "
     for number, text in enumerate(finding.fixed[:_MOST_FIXED_LINES]):
-        label = "  fix: " if number == 0 else "       "
+        label = head if number == 0 else " " * len(head)
         room = None if width is None else max(width - len(label), 10)
         shift = 0 if room is None else _shift(*_changed(_shown(text), finding.context), room)
         yield [Span(label, "bold green"), Span(_cut(_shown(text), shift, room), "green")]
     more = len(finding.fixed) - _MOST_FIXED_LINES
     if more > 0:
-        yield [Span(f"       and {more} more {_plural(more, 'line')}", "dim")]
+        yield [Span(f"{' ' * len(head)}and {more} more {_plural(more, 'line')}", "dim")]
+
+
+def _elsewhere(finding: Located) -> str:
+    """Where a fix stands that is not at the finding, such as a decorator of the function around it."""
+    if any(change.line <= finding.end_line and change.end_line >= finding.line for change in finding.changes):
+        return ""
+    return f" at line {min(change.line for change in finding.changes)}"
 
 
 def _changed(text: str, before: Sequence[str]) -> tuple[int, int]:

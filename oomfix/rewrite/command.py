@@ -41,7 +41,7 @@ def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
         raise click.BadParameter(str(error)) from None
 
 
-@click.command(cls=_WithScriptArguments)
+@click.command(cls=_WithScriptArguments, short_help="Rewrite training scripts to train in less memory.")
 @click.argument("paths", metavar="[PATH]... [-- ARGS]", nargs=-1)
 @click.option(
     "--preset",
@@ -76,7 +76,9 @@ def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.option("--no-runtime", is_flag=True, help="Leave loops as they are; make fixes in plain torch alone.")
 @click.option("--micro-batches", metavar="N", type=click.IntRange(min=1), help="Always split into N.  [default: auto]")
 @click.option("--clip-norm", metavar="X", type=float, help="Clip gradients to this norm where the script does not.")
-@click.option("--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True)
+@click.option(
+    "--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True, help="What to print."
+)
 @click.pass_context
 def apply(
     ctx: click.Context,

@@ -279,3 +279,16 @@ def test_a_line_is_broken_under_itself_on_a_terminal_alone():
     assert broken(line, None) == broken(line, 80) == [line]
     assert broken(line, 30) == ["  fits the T4; fits the", "      presets 8gb, 12gb"]
     assert broken("", 30) == [""]
+
+
+def test_without_a_path_the_current_folder_is_audited(oomfix):
+    (oomfix.folder / "bad.py").write_text(LOAD)
+    done = oomfix("audit", "--format", "concise")
+    assert (done.returncode, done.stdout.split()[:2]) == (1, ["bad.py:2:5", "OOM205"])
+
+
+@pytest.mark.parametrize("command", main.list_commands(click.Context(main)))
+def test_the_list_of_commands_is_made_of_whole_sentences(command: str):
+    """In 80 columns click would cut a longer one, and end it in dots."""
+    help_ = main.get_command(click.Context(main), command).get_short_help_str(limit=66)
+    assert help_.endswith(".") and not help_.endswith("...")
