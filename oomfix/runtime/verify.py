@@ -29,6 +29,7 @@ _FEWEST_ROWS = 3  # the least that make two unequal parts
 _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 24  # parameters whose gradients are compared, spread over the model
 _OTHER_DRAWS = 6  # runs that shuffle a few rows otherwise
+_DEPEND = "samples depend on each other: a few rows give something else in two parts"
 _BENDS = "a number for the whole batch meets a threshold (clamp, abs, relu), and parts may be on either side of it"
 _GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
 
@@ -256,9 +257,10 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         rule = rule_choice.likely(evidence.whole, evidence.parts[0])
     of_loss = rule if loss is None or loss is evidence.whole else _rule_of_loss(evidence)
     if rule is None:
-        found = "samples depend on each other: a few rows give something else in two parts"
         of_others = "what a few rows return besides the loss cannot be put together from two parts"
-        return Verdict(None, found if of_loss is None else of_others)
+        return Verdict(None, _DEPEND if of_loss is None else of_others)
+    if loss is not None and not trust and _alike_alone(evidence):
+        return Verdict(None, "two of its rows, each alone, show nothing that tells them apart", undecided=True)
     if evidence.bends and not trust:
         return Verdict(None, _BENDS)
     if evidence.selects and not trust:
@@ -283,9 +285,11 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
 def judge_gradients(evidence: Evidence) -> Verdict:
     """The verdict that losses and gradients give; undecided where they cannot be compared."""
     loss, gradients = evidence.whole
-    rule = rule_choice.choose(loss, [part[0] for part in evidence.parts], evidence.shares) if gradients else None
+    rule = rule_choice.choose(loss, [part[0] for part in evidence.parts], evidence.shares) if gradients else Zero()
+    if rule is None and all(bool(of_part.isfinite()) for of_part, _ in evidence.parts):
+        return Verdict(None, _DEPEND)
     if rule is None or rule == Zero():
-        return Verdict(None, undecided=True)
+        return Verdict(None, undecided=True)  # a deviation is not a number of one row
     collector, sizes = rule.collector(0), [gradient.numel() for gradient in gradients]
     for (_, of_part), share in zip(evidence.parts, evidence.shares, strict=True):
         collector.add(_joined(of_part), share)
@@ -323,6 +327,13 @@ def _leaves_open(rule: Rule | None, evidence: Evidence) -> bool:
         return True
     losses = [outputs.loss_in(part) for part in evidence.parts]
     return rule == Sum() and any(loss is not None and not loss.any() for loss in losses)
+
+
+def _alike_alone(evidence: Evidence) -> bool:
+    """Whether the parts are single rows with one and the same loss, as of statistics that one row has none of."""
+    losses = [outputs.loss_in(part) for part in evidence.parts]
+    alone = all(share.rows == 1 for share in evidence.shares)
+    return alone and simulation.assumption is None and rule_choice.equal(losses[0], losses[1])
 
 
 def _units(rule: Rule | None) -> str:

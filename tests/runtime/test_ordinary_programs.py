@@ -254,3 +254,32 @@ def test_a_term_that_an_epoch_kept_on_the_model_turns_on_is_seen_at_once():
     assert gradients_apart(model, forward, [batch] * 5) < 1e-12
     model.epoch = 1
     assert gradients_apart(model, forward, [batch] * 2) < 1e-12
+
+
+def test_a_ratio_of_losses_is_seen_whatever_is_added_below_it():
+    """Two means that are equal up to 1e-8 hide how their gradients are weighed, unless losses that differ count too."""
+    model = network()
+
+    def balanced(x, y):
+        out = model(x)
+        first, second = F.cross_entropy(out, y), F.mse_loss(out[:, 0], x[:, 0])
+        return first + second * (first / (second + 1e-8)).detach()
+
+    for seed in range(12):
+        batch = rows(12, 6, seed=seed), labels(12, seed=seed)
+        assert verdict_of(balanced, model, batch, 5).rule is None
+
+
+def test_what_two_lone_samples_show_alike_is_not_believed(monkeypatch):
+    """A correlation over one sample is 0 for any, and of two samples it is 1 or -1: as if two losses were added."""
+    model, x = network(), rows(12, 6)
+
+    def forward(x, y):
+        out = model(x)[:, 0]
+        return 1 - F.cosine_similarity(out - out.mean(), y - y.mean(), dim=0)
+
+    with torch.no_grad():
+        opposite = -model(x)[:, 0]
+    monkeypatch.setattr("oomfix.runtime.verify._FEWEST_ROWS", 2)  # what running out of memory leaves of a check
+    found = verdict_of(forward, model, (x, opposite), 2)
+    assert found.rule is None
