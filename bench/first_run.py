@@ -47,12 +47,12 @@ OOM102 has one certain case in it, OOM103, OOM104, OOM301 to OOM305 and OOM501 h
         "5a4f4c8",
         "2026-11-21",
         """It was drawn for one rule, OOM201: files of 40 to 900 lines that evaluate or generate by what they hold,
-three quarters with a backward and a quarter without one, each drawn at random of a repository drawn at random among those
-found by the topic in their name, unseen (vision from digits to optical flow and crowd counting, text, speech, graphs,
-recommenders, agents, generators, metric and federated learning, pruning, differential equations); one near copy of a
-known script left out. Twelve of them hold nothing, and in them nothing was reported. Four of the seven misses are one
-star import that brings torch under another name. OOM102, OOM103 and OOM305 have one certain case in it, OOM104, OOM301
-to OOM304 and OOM501 have none.""",
+three quarters with a backward and a quarter without one, each drawn at random of a repository drawn at random among
+those found by the topic in their name, unseen (vision from digits to optical flow and crowd counting, text, speech,
+graphs, recommenders, agents, generators, metric and federated learning, pruning, differential equations); one near
+copy of a known script left out. Twelve of them hold nothing, and in them nothing was reported. Four of the seven
+misses are one star import that brings torch under another name. OOM102, OOM103 and OOM305 have one certain case in
+it, OOM104, OOM301 to OOM304 and OOM501 have none.""",
     ),
     Round(
         "9b",
