@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from oomfix.diagnose import Diagnosis
+from oomfix.diagnose_kinds import Diagnosis
 from oomfix.terminal import write_lines
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from oomfix.audit import Auditor
 from oomfix.config import Configuration, Flags
-from oomfix.diagnose import Diagnosis
+from oomfix.diagnose_kinds import Diagnosis
 from oomfix.pipeline import Pipeline
 from oomfix.rules import all_rules
 

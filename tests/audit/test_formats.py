@@ -227,6 +227,13 @@ def test_the_summary_counts():
     assert plain(Report([])) == "nothing to audit\n"
 
 
+def test_a_fix_elsewhere_names_its_line():
+    """A decorator stands above the function, often out of the frame."""
+    elsewhere = located(changes=(Change(1, 1, 1, 1, "@torch.no_grad()\n"),), fixed=("@torch.no_grad()",))
+    assert "  fix at line 1: @torch.no_grad()\n" in plain(report(elsewhere))
+    assert "  fix: x = torch.load(" in plain(report(located()))
+
+
 def test_apply_is_named_where_it_would_fix_something():
     def hints(*files: AuditedFile) -> list[str]:
         return [line for line in plain(Report(files)).splitlines() if "oomfix apply" in line]
