@@ -168,6 +168,24 @@ def fixed_splits(rank):
     return {"error": error(ours(made(Net), batches(3), memory), plain(made(Net), batches(3)))}
 
 
+def noise(rank):
+    """Of samples and once for a batch, drawn inside of the forward by each process with a seed of its own."""
+    model, reference = made(Net), made(Net)
+    memory, optimizer = memory_of(micro_batches=2 + rank), sgd(model)
+
+    def with_noise(out, y):
+        return F.cross_entropy(out + torch.rand([]) * torch.randn_like(out), y)
+
+    torch.manual_seed(5 + rank)
+    plain(reference, batches(3), loss=with_noise)
+    drawn = torch.rand(1)
+    torch.manual_seed(5 + rank)
+    for batch in batches(3):
+        memory.forward_backward(lambda x, y: with_noise(model(x), y), *batch)
+        memory.step(optimizer)
+    return {"error": error(model, reference) + float((torch.rand(1) - drawn).abs())}
+
+
 def options_of_ddp(rank):
     errors = []
     for options in (
@@ -641,6 +659,7 @@ def large(rank):
 CASES = {
     "whole": whole,
     "fixed splits": fixed_splits,
+    "noise": noise,
     "options of DDP": options_of_ddp,
     "out of memory in forward": lambda rank: out_of_memory(rank, "forward"),
     "out of memory in backward": lambda rank: out_of_memory(rank, "backward"),

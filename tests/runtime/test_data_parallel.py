@@ -31,7 +31,9 @@ def test_whole_batches_train_bitwise_as_ddp_does(found):
     assert worst(found["whole"]) == 0.0
 
 
-@pytest.mark.parametrize("case", ["fixed splits", "ragged", "options of DDP", "preparing", "large", "sparse", "unseen"])
+@pytest.mark.parametrize(
+    "case", ["fixed splits", "noise", "ragged", "options of DDP", "preparing", "large", "sparse", "unseen"]
+)
 def test_splits_that_differ_between_processes_train_as_ddp_does(found, case):
     assert worst(found[case]) < 1e-12
 
