@@ -115,6 +115,14 @@ class Class:
         return None
 
     @property
+    def ancestors(self) -> Iterator[Class]:
+        """The classes of the file that it is built on, the furthest first."""
+        for base in reversed(self.bases):
+            if base.kind is Kind.CLASS:
+                yield from base.ref.ancestors
+                yield base.ref
+
+    @property
     def is_module(self) -> bool:
         """Whether it is a torch module, by its bases."""
         return any(base.ref.is_module for base in self.bases if base.kind is Kind.CLASS) or any(
@@ -138,8 +146,8 @@ class Class:
         return self._methods_that_call("forward") - {"forward"}
 
     def _methods_that_call(self, name: str) -> frozenset[str]:
-        """Its methods in which a method of a name is called, on whatever `_called_on_self` yields, however deep."""
-        called = {method: set(_called_on_self(function.nodes)) for method, function in self.methods.items()}
+        """Its methods in which a method of a name is called, on whatever `called_on_self` yields, however deep."""
+        called = {method: set(called_on_self(function.nodes)) for method, function in self.methods.items()}
         calling = {method for method, names in called.items() if name in names}
         while more := {method for method, names in called.items() if names & calling} - calling:
             calling |= more
@@ -167,7 +175,7 @@ class Class:
         return "compute_loss" if trainer else None
 
 
-def _called_on_self(nodes: list[ast.AST]) -> Iterator[str]:
+def called_on_self(nodes: list[ast.AST]) -> Iterator[str]:
     """The methods that are called on `self`, "forward" for `self(x)`, and "backward" where anything's backward is."""
     for child in nodes:
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "self":

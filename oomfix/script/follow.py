@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import cached_property
 
-from oomfix.script.definitions import Class, Function
+from oomfix.script.definitions import Class, Function, called_on_self
 from oomfix.script.flow import Flow
 from oomfix.script.hints import looks_like_state, read_hints
 from oomfix.script.names import USUAL_NAMES, path_of, unpacked
@@ -105,8 +105,32 @@ class Follower(Flow):
             id(child) in self.visited for child in function.nodes if isinstance(child, ast.For | ast.While)
         )
 
+    def _inherited_callers(self, function: Function) -> list[Function]:
+        """The methods that a class inherits from the file which call one of its own: `self.validate_batch(batch)`."""
+        owner = function.owner
+        if owner is None or owner.is_module or owner.is_lightning:
+            return []
+        inherited = {name: method for base in owner.ancestors for name, method in base.methods.items()}
+        return [
+            method
+            for name, method in inherited.items()
+            if owner.find(name) is method and function.name in called_on_self(method.nodes)
+        ]
+
+    def _enter_inherited(self, method: Function, function: Function) -> None:
+        """A method of a base class, as an object of the class of a function has it."""
+        assert function.owner is not None
+        receiver = self._instance_for(function.owner)
+        outer, self.way = self.way, ("entry", id(method.node), id(function.node))
+        self.run(self._frame_of_unseen_call(method, receiver), method, None)
+        self.way = outer
+
     def _enter_unreached(self, function: Function) -> None:
         owner = function.owner
+        for caller in self._inherited_callers(function):
+            self._enter_inherited(caller, function)
+            if self._reached(function):
+                return
         if owner is not None and function.name == owner.step_of_a_framework:
             self._enter_step(function, owner)
             return

@@ -323,3 +323,39 @@ def test_a_parameter_named_after_two_classes_is_out_of_sight(read):
     code = QAGENT.format(parameter="agent", name="agent", method="learn")
     other = "    class OtherAgent:\n        def learn(self, s, t): self.net(s).backward()\n\n    def run("
     assert read(code.replace("    def run(", other)).loops == []
+
+
+TEMPLATE = """
+    import torch
+
+    class Base:
+        {decorator}
+        def validate(self, loader):
+            for batch in loader:
+                self.validate_batch(batch)
+
+        def train(self, loader):
+            for batch in loader:
+                self.train_batch(batch)
+
+        def validate_batch(self, batch):
+            raise NotImplementedError
+
+    class Learner(Base):
+        def validate_batch(self, batch):
+            x, y = batch
+            self.metric(self.model(x), y)
+
+        def train_batch(self, batch):
+            self.criterion(self.model(batch)).backward()
+            self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("decorator", "found"), [("@torch.no_grad()", []), ("@logged", [("OOM201", 19)])])
+def test_a_method_runs_where_the_method_that_its_class_inherits_calls_it(report, decorator, found):
+    assert report(TEMPLATE.format(decorator=decorator)) == found
+
+
+def test_the_loop_of_an_inherited_method_trains_by_the_methods_of_the_class(read):
+    assert [loop.line for loop in read(TEMPLATE.format(decorator="@logged")).loops] == [10]
