@@ -7,7 +7,8 @@ FOLDER holds one folder per script: what the script needs, cut to a size that a 
     {"repo": "owner/name", "commit": "...", "path": "in/the/repository.py", "script": "train.py", "arguments": [],
      "folder": ".", "rewrite": ["train.py"], "steps": 8, "environment": {}}
 
-`script` and `rewrite` are relative to the folder, `folder` is where the script is started. Each is run whole and as it
+`script` and `rewrite` are relative to the folder, `folder` is where the script is started; a notebook is run as the
+code of its cells, without magics. Each is run whole and as it
 is, rewritten with OOMFIX_PRESET=off, and rewritten with `--micro-batches 3`; the last is compared with a run as it is
 that has no dropout and no batch statistics, as it has none itself (bench/apply/recorded_run.py).
 Writes bench/results/apply-equivalence.md; with `--only`, which takes names of folders, other lines stay. Exits 1 where
@@ -27,9 +28,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oomfix.rewrite.apply import Options, apply_to
+from oomfix.rewrite.apply import Options
+from oomfix.rewrite.files import Rewriter, contents_of
 from oomfix.rules import all_rules
-from oomfix.source import Source
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "apply-equivalence.md"
@@ -37,7 +38,6 @@ RESULTS = ROOT / "bench" / "results" / "apply-equivalence.md"
 RECORDED_RUN = Path(__file__).with_name("recorded_run.py")
 MOST_RELATIVE = 1e-5
 MICRO_BATCHES = 3
-RULES = all_rules()
 
 
 class Case(NamedTuple):
@@ -119,14 +119,10 @@ def compared(case: Case, python: str, stubs: Path | None) -> str:
 
 def rewrite(place: Path, files: list[str], options: Options) -> list[str]:
     """Rewrite files of a copy; returns the forms of their loops."""
-    forms: list[str] = []
-    for name in files:
-        path = place / name
-        source = Source.from_bytes(str(path), path.read_bytes())
-        applied = apply_to(source, RULES, options)
-        path.write_bytes(applied.text.encode("utf-8"))
-        forms += [loop.rewrite for loop in applied.loops]
-    return forms
+    outcomes = Rewriter(all_rules(), options).rewrite([str(place / name) for name in files])
+    for path, content in contents_of(outcomes).items():
+        Path(path).write_bytes(content)
+    return [loop.rewrite for outcome in outcomes for loop in outcome.loops]
 
 
 def recorded(place: Path, settings: dict[str, Any], kind: str, python: str, stubs: Path | None, preset: str) -> Run:

@@ -1,4 +1,4 @@
-"""Runs a script as `__main__` and writes down the parameters of every optimizer after each of its steps.
+"""Runs a script or notebook as `__main__` and writes down the parameters of every optimizer after each of its steps.
 
     python bench/apply/recorded_run.py OUT STEPS KIND SCRIPT [ARGS...]
 
@@ -7,6 +7,7 @@ statistics, so that a batch in parts computes what the whole one does. Independe
 `oomfix.equivalence`, which it checks as well. A script that steps by hand is recorded at each `zero_grad` of a module.
 """
 
+import json
 import os
 import random
 import runpy
@@ -119,9 +120,20 @@ def main(out: str, most: str, kind: str, script: str, *arguments: str) -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
-        runpy.run_path(script, run_name="__main__")
+        if script.endswith(".ipynb"):
+            exec(compile(code_of(script), script, "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_path(script, run_name="__main__")
     finally:
         record.save()
+
+
+def code_of(notebook: str) -> str:
+    """The code of a notebook's cells, without magics."""
+    with open(notebook, encoding="utf-8") as file:
+        cells = [cell for cell in json.load(file)["cells"] if cell["cell_type"] == "code"]
+    lines = "\n".join("".join(cell["source"]) for cell in cells).split("\n")
+    return "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines)
 
 
 if __name__ == "__main__":
