@@ -112,7 +112,7 @@ class Blocks:
     def is_elif(self, condition: ast.If) -> bool:
         """Whether an `if` is the `elif` of another one."""
         parent = self._parents[condition]
-        return isinstance(parent, ast.If) and parent.orelse == [condition] and parent.col_offset == condition.col_offset
+        return isinstance(parent, ast.If) and next_in_chain(parent) is condition
 
     def are_apart_in(self, condition: ast.If, one: ast.AST, other: ast.AST) -> bool:
         """Whether two nodes are in different branches of this `if`."""
@@ -127,3 +127,11 @@ class Blocks:
             if isinstance(parent, ast.If):
                 yield parent, "else" if child in parent.orelse else "body"
             child = parent
+
+
+def next_in_chain(condition: ast.If) -> ast.If | None:
+    """The `elif` that an `if` goes on with."""
+    match condition.orelse:
+        case [ast.If() as other] if other.col_offset == condition.col_offset:
+            return other
+    return None

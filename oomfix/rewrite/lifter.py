@@ -86,7 +86,7 @@ class _Lifter:
         runs_forward = _RunsForward(source.tree, {id(forward.node) for forward in forwards})
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         is_trained = _RunsForward(source.tree, {id(forward.node) for forward in trained})
-        self._slicer = Slicer(source.tree, Helpers(source.tree), runs_forward, is_trained)
+        self._slicer = Slicer(source.tree, Helpers(source.tree), runs_forward, is_trained, self._takes_network)
         self._function = Names(source.tree).free("forward", "forward_batch")
         self._lifting = Lifting(reading.layout, manager)
         self.state: str | None = None
@@ -124,6 +124,17 @@ class _Lifter:
     def _runs_network_around(self, call: ast.Call) -> bool:
         """Whether a network is seen to run in a loop around a backward, perhaps in another function."""
         return not self._loops_of_backward.get(call, set()).isdisjoint(self._loops_of_networks)
+
+    def _takes_network(self, node: ast.AST) -> bool:
+        """Whether a node hands something over that is switched to training like a network."""
+        calls = (child for child in walk(node) if isinstance(child, ast.Call))
+        arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
+        return any(path_of(argument) in self._switched for argument in arguments)
+
+    @cached_property
+    def _switched(self) -> set[str | None]:
+        methods = (call.func for call in self._script.calls_of_method("train") if not call.args)
+        return {path_of(method.value) for method in methods if isinstance(method, ast.Attribute)} - {None, "self"}
 
     @cached_property
     def _loops_of_backward(self) -> dict[ast.Call, set[Loop]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
 from oomfix.script.edits import Edit, bounds
@@ -80,8 +81,6 @@ class Lifting:
         """A loss that only `if train:` differentiates; on the other side it is evaluated."""
         branch, newline = lift.site.branch, self._layout.newline
         assert branch is not None
-        if any(isinstance(other, ast.If) and other.col_offset == branch.col_offset for other in branch.orelse):
-            raise CannotLift(f"the `if` in line {branch.lineno} goes on with `elif`")
         chunk = text.chunk(branch)
         start, stop = self._layout.span(chunk)
         statement = lift.site.statement
@@ -95,20 +94,24 @@ class Lifting:
         else:
             edits.append(Edit(*bounds(self._source, statement), call[len(inner) :]))
         if _targets(lift):
-            evaluation = self._call(lift, "evaluate", inner)
-            if branch.orelse:
-                first = self._layout.chunk(branch.orelse[0], branch.orelse, branch.body[-1].end_lineno or 0)
-                if first is None or self._layout.margin(branch.orelse[0]) == text.margin:
-                    raise CannotLift(f"the `else` of line {branch.lineno} shares its line")
-                margin = self._layout.margin(branch.orelse[0])
-                here = self._source.line_starts[branch.orelse[0].lineno - 1]
-                lines = self._call(lift, "evaluate", margin)
-                edits.append(Edit(here, here, "".join(line + newline for line in lines)))
-            else:
-                after = [f"{text.margin}else:", *evaluation, *after]
+            *others, last = _other_branches(branch)
+            for block in [*others, *([last] if last else [])]:
+                edits.append(self._evaluation_at_top(lift, block, text))
+            if not last:
+                after = [f"{text.margin}else:", *self._call(lift, "evaluate", inner), *after]
         if after:
             edits.append(Edit(stop, stop, "".join(newline + line for line in after)))
         return edits
+
+    def _evaluation_at_top(self, lift: Lift, block: list[ast.stmt], text: _Text) -> Edit:
+        """The call that evaluates the loss, ahead of a branch that does not differentiate it."""
+        line = block[0].lineno
+        margin = self._layout.margin(block[0])
+        if self._layout.chunk(block[0], block, line - 1) is None or margin == text.margin:
+            raise CannotLift(f"the branch that begins in line {line} shares its line")
+        here = self._source.line_starts[line - 1]
+        lines = self._call(lift, "evaluate", margin)
+        return Edit(here, here, "".join(line + self._layout.newline for line in lines))
 
     def _ahead_of_readers(self, lift: Lift, call: str) -> Iterator[Edit]:
         """The call ahead of what reads its result in the branch, where the backward stood behind that."""
@@ -213,6 +216,15 @@ class _Text:
         lines = self.chunk(statement)
         blank = lines.first - 1 > self._header and not self._layout.source.lines[lines.first - 2].strip()
         return ([""] if blank else []) + self._layout.moved(lines, self.margin, to)
+
+
+def _other_branches(branch: ast.If) -> list[list[ast.stmt]]:
+    """The branches of each `elif`, and that of `else`, which may be empty."""
+    found, current = [], branch
+    while (further := next_in_chain(current)) is not None:
+        found.append(further.body)
+        current = further
+    return [*found, current.orelse]
 
 
 def _targets(lift: Lift) -> str:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 
 from oomfix.rewrite.batch_names import BatchNames, bound_anywhere, size_of
+from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
     Liveness,
@@ -52,7 +53,8 @@ class Signature:
             live |= set(bound)
         live |= self._find_deletes(lift, set(bound) - live)
         lift.bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
-        certain = definitely_bound(lift.lifted) | lift.bound_with_network
+        lift.bound_with_loss = _bound_with_the_loss(lift)
+        certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss
         others = self._liveness.always | _read_outside(lift)
         given = self._bound_ahead_of(lift)
         for name in bound:
@@ -129,9 +131,8 @@ class Signature:
         Raises:
             CannotLift: a parameter may have no value yet.
         """
-        read = self._liveness.before(
-            lift.lifted, names_read(lift.site.root) | set(lift.outputs) - lift.bound_with_network
-        )
+        returned = names_read(lift.site.root) | set(lift.outputs) - lift.bound_with_network
+        read = self._liveness.before(lift.lifted, returned - lift.bound_with_loss)
         rebound = {name for statement in lift.lifted for name in names_bound(statement)}
         data = self._batch_names.of(lift, read)
         bound = self._bound_ahead_of(lift) | (data - bound_anywhere(lift.site.scope))
@@ -208,6 +209,24 @@ def _read_outside(lift: Lift) -> set[str]:
             found.add(node.id)
         stack += children(node)
     return found
+
+
+def _bound_with_the_loss(lift: Lift) -> set[str]:
+    """The names that are bound on every way on which the loss is, where one `if` binds it.
+
+    `if len(out) == 2: loss = ... elif len(out) == 3: loss = ...`: on the way past both, there is no loss, or one whose
+    graph is gone, and its backward fails.
+    """
+    binding = [statement for statement in lift.lifted if lift.loss in names_bound(statement)]
+    if lift.site.branch is not None or len(binding) != 1 or not isinstance(binding[0], ast.If):
+        return set()
+    ways, current = [], binding[0]
+    while (further := next_in_chain(current)) is not None:
+        ways.append(current.body)
+        current = further
+    ways += [current.body, current.orelse]
+    with_loss = [definitely_bound(way) for way in ways if any(lift.loss in names_bound(one) for one in way)]
+    return set.intersection(*with_loss) if all(lift.loss in bound for bound in with_loss) else set()
 
 
 def _in_order(statements: list[ast.stmt]) -> list[str]:

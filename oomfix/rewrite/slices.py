@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.batch_names import BatchNames
+from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.effects import Helpers, changed_paths, overlap, paths_read
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.liveness import (
@@ -46,6 +47,7 @@ class Slicer:
         helpers: its functions.
         runs_forward: whether a statement runs a network.
         is_trained: whether it runs one itself with gradients on, as that of a teacher is not.
+        takes_network: whether it hands a network to a function, which may run it.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class Slicer:
         helpers: Helpers,
         runs_forward: Callable[[ast.AST], bool],
         is_trained: Callable[[ast.AST], bool],
+        takes_network: Callable[[ast.AST], bool],
     ) -> None:
         self._tree = tree
         self._helpers = helpers
         self._runs_forward = runs_forward
         self._is_trained = is_trained
+        self._takes_network = takes_network
         self._batch_names = BatchNames(tree, runs_forward)
         self._liveness: dict[int, Liveness] = {}
         self._own_names = {name for statement in tree.body for name in names_bound(statement)}
@@ -136,7 +140,10 @@ class Slicer:
             ahead = (site.block[index] for index in chain if index < trained[0])
             drawn = any(self._helpers.draw_random_numbers(statement) for statement in ahead)
             return [trained[0], running[0]] if drawn else [running[0], trained[0]]
-        if not network_is_known and (calls := [index for index in chain if _may_compute(site.block[index])]):
+        calls = [index for index in chain if _may_compute(site.block[index])]
+        if network_is_known:
+            calls = [index for index in calls if self._takes_network(site.block[index])]
+        if calls:
             # it is what the loss is computed from first
             return calls[:_MOST_STARTS]
         return [end] if self._runs_forward(site.root) else []
@@ -252,8 +259,11 @@ class Slicer:
         if branch is None:
             return
         bound = {name for statement in lift.lifted for name in names_bound(statement)}
-        if bound & names_read(branch.test):
-            raise CannotLift(f"the test in line {branch.lineno} depends on the loss")
+        test: ast.If | None = branch
+        while test is not None:
+            if bound & names_read(test.test):
+                raise CannotLift(f"the test in line {test.lineno} depends on the loss")
+            test = next_in_chain(test)
         ahead = branch.body[: branch.body.index(lift.site.statement)]
         first = next((index for index, one in enumerate(ahead) if self._touches(one, bound)), len(ahead))
         lift.reading = ahead[first:]
@@ -276,9 +286,9 @@ class Slicer:
     def _place_others(self, lift: Lift, chosen: list[int], end: int) -> None:
         """Where the statements between the slice's go: those that cannot be passed by stand in the way."""
         block = lift.site.block
-        first_forward = next(
-            (index for index in chosen if self._runs_forward(block[index])), chosen[-1] if chosen else end
-        )
+        running = [index for index in chosen if self._runs_forward(block[index])]
+        running = running or [index for index in chosen if self._takes_network(block[index])]
+        first_forward = next(iter(running), chosen[-1] if chosen else end)
         for index in range(chosen[0] if chosen else end, end):
             if index in chosen:
                 continue
@@ -299,6 +309,11 @@ class Slicer:
                     continue
                 if statement in lift.rescaled:
                     lift.after.append(statement)
+                    continue
+                if _ends_if_not_finite(statement) and names_read(statement) & set().union(*map(names_bound, passed)):
+                    # asked of every part, of the loss as it is there: the loss of the batch is finite where all are
+                    self._check_lifted(statement, lift)
+                    lift.lifted.insert(len(lift.lifted) - len(passed), statement)
                     continue
                 self._check_delay(statement)
                 branch = lift.site.branch
@@ -350,6 +365,19 @@ def _bound_afresh(statement: ast.stmt) -> set[str]:
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             found |= names_bound_by_target(node.optional_vars)
     return found
+
+
+def _ends_if_not_finite(statement: ast.stmt) -> bool:
+    """`if torch.isnan(loss): print("diverged"); sys.exit(1)`."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    test, last = statement.test, statement.body[-1]
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    ends = isinstance(last, ast.Raise) or (
+        isinstance(last, ast.Expr) and effects.called_name(last.value) in ("exit", "_exit", "quit")
+    )
+    return ends and effects.called_name(test) in ("isnan", "isinf", "isfinite")
 
 
 def _only_switches(statement: ast.stmt) -> bool:
