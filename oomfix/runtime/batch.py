@@ -49,7 +49,7 @@ class Batch:
             # ties go to the first argument, which is the input nearly always
             self._size = max(votes, key=votes.__getitem__) if votes else 1
             if len(votes) > 1:
-                self._size = self._unless_length(self._size, votes)
+                self._size = self._unless_views(self._unless_length(self._size, votes), votes)
         return self._size
 
     def _unless_length(self, size: int, votes: Counter[int]) -> int:
@@ -59,6 +59,13 @@ class Batch:
             return size
         squares = (tensor for tensor in self.tensors() if tensor.dim() > 1 and tensor.shape[:2] == (size, size))
         return int(first.shape[0]) if first.shape[1] == size and any(True for _ in squares) else size
+
+    def _unless_views(self, size: int, votes: Counter[int]) -> int:
+        """`size`, or the samples in each tensor of a list of views, where nothing else has `size` entries."""
+        nodes = (*self.args, *self.kwargs.values())
+        inside = [length for node in nodes for count, length in _lists_of_equals(node) if count == size]
+        telling = len(inside) == votes[size] and len(set(inside)) == 1 and votes[inside[0]] >= votes[size]
+        return inside[0] if telling else size
 
     def _check_that_something_has(self, size: int) -> None:
         lengths = sorted({length for node in (*self.args, *self.kwargs.values()) for length in _votes(node)})
@@ -183,6 +190,17 @@ def _votes(node: Any) -> Iterator[int]:
     else:
         for _, child in trees.children(node) or ():
             yield from _votes(child)
+
+
+def _lists_of_equals(node: Any) -> Iterator[tuple[int, int]]:
+    """For each list of tensors of one length among what counts as samples, how many there are, and that length."""
+    if isinstance(node, list) and node and is_samples(node):
+        lengths = {len(child) if isinstance(child, torch.Tensor) and child.dim() else 0 for child in node}
+        if lengths != {0} and len(lengths) == 1:
+            yield len(node), lengths.pop()
+    else:
+        for _, child in trees.children(node) or ():
+            yield from _lists_of_equals(child)
 
 
 def _cut(node: Any, place: Place, size: int, take: Callable[[Any], Any], whole: frozenset[Place]) -> Any:

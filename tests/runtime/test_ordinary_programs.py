@@ -283,3 +283,26 @@ def test_what_two_lone_samples_show_alike_is_not_believed(monkeypatch):
     monkeypatch.setattr("oomfix.runtime.verify._FEWEST_ROWS", 2)  # what running out of memory leaves of a check
     found = verdict_of(forward, model, (x, opposite), 2)
     assert found.rule is None
+
+
+@pytest.mark.parametrize("arranged", [lambda views, y: ([views, y],), lambda views, y: (views, y)])
+def test_views_of_a_batch_in_a_list_are_cut_along_their_samples(arranged):
+    """Two augmentations of twelve images are a batch of twelve, not of two."""
+    model = network()
+
+    def of_views(views, y):
+        first, second = views
+        return F.cross_entropy(model(first), y) + F.mse_loss(model(second), model(first).detach())
+
+    def forward(*batch):
+        return of_views(*(batch if len(batch) == 2 else batch[0]))
+
+    batches = [arranged([rows(n, 6), rows(n, 6, seed=3)], labels(n)) for n in (12, 12, 7)]
+    assert [Batch(batch, {}).size for batch in batches] == [12, 12, 7]
+    assert gradients_apart(model, forward, batches) < 1e-12
+    assert whole_because() is None
+
+
+def test_a_list_of_samples_stays_one_though_they_are_as_long_as_something_else():
+    sequences, table = [rows(12, 6, seed=n) for n in range(5)], rows(12, 6)
+    assert Batch((sequences, labels(5), table), {}).size == 5
