@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from oomfix.notebook import read_notebook
 from oomfix.parsing import Unreadable, parse
+from oomfix.rewrite.apply import LoopOutcome
+from oomfix.rewrite.edits import with_lines
 from oomfix.rewrite.notebook_json import CannotRestore
 from oomfix.script.nodes import walk
 from oomfix.source import Source
@@ -163,3 +165,20 @@ class NotebookText:
                 else:
                     restored.append(cell.margin + line if line.strip() else line)
         return restored
+
+
+def in_cells(loop: LoopOutcome, notebook: NotebookText) -> LoopOutcome:
+    """What became of a loop of a notebook's text, with the lines of its cell, and cells for lines of other cells."""
+    cell, line = notebook.locate(loop.line)
+
+    def words(number: int) -> int | str:
+        other, there = notebook.locate(number)
+        return there if other == cell else f"{there} of cell {other}"
+
+    return loop._replace(
+        cell=cell,
+        line=line,
+        end_line=notebook.locate(loop.end_line)[1],
+        reason=loop.reason and with_lines(loop.reason, words),
+        notes=tuple(with_lines(note, words) for note in loop.notes),
+    )

@@ -64,8 +64,8 @@ def line_before(text: str, edits: Iterable[Edit], line: int) -> int:
     return text.count("\n", 0, offset - grown) + 1
 
 
-def with_lines(said: str, line: Callable[[int], int]) -> str:
-    """What was said of a text, with other numbers in place of those of its lines."""
+def with_lines(said: str, line: Callable[[int], int | str]) -> str:
+    """What was said of a text, with other numbers (or words) in place of those of its lines."""
     return re.sub(r"\bline (\d+)", lambda found: f"line {line(int(found[1]))}", said)
 
 

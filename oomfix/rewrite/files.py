@@ -11,7 +11,7 @@ from oomfix.discovery import Discovery, Found
 from oomfix.own_presets import Chosen, choose
 from oomfix.parsing import ForeignLanguage, Unreadable
 from oomfix.rewrite.apply import Applied, LoopOutcome, Options, apply_to
-from oomfix.rewrite.cells import NotebookText
+from oomfix.rewrite.cells import NotebookText, in_cells
 from oomfix.rewrite.edits import EditsOverlap
 from oomfix.rewrite.local import Fixed
 from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
@@ -190,10 +190,7 @@ def _notebook(path: str, data: bytes, rules: Sequence[Rule], options: Options) -
     notebook = NotebookText(path, data)
     applied = apply_to(notebook.source, rules, options)
     outcome = _outcome(path, applied)
-    loops = []
-    for loop in applied.loops:
-        cell, line = notebook.locate(loop.line)
-        loops.append(loop._replace(cell=cell, line=line, end_line=notebook.locate(loop.end_line)[1]))
+    loops = [in_cells(loop, notebook) for loop in applied.loops]
     outcome = outcome._replace(loops=tuple(loops), errors=notebook.problems)
     if not (changed := notebook.changes(applied.text)):
         return outcome

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from oomfix.parsing import Unreadable
 from oomfix.rewrite.apply import LoopOutcome, Options, rewrite_loops
-from oomfix.rewrite.cells import NotebookText
+from oomfix.rewrite.cells import NotebookText, in_cells
 from oomfix.rewrite.edits import EditsOverlap
 from oomfix.rewrite.notebook_json import CannotRestore
 from oomfix.rewrite.verdict import Form
@@ -47,7 +47,12 @@ def loop_forms(script: Script, data: bytes, count: int, target_torch: tuple[int,
 
 
 def _outcomes(script: Script, data: bytes, target_torch: tuple[int, int] | None) -> tuple[LoopOutcome, ...]:
-    if script.source.cells is not None:
-        script = Script.read(NotebookText(script.source.path, data).source, target_torch)
+    notebook = None if script.source.cells is None else NotebookText(script.source.path, data)
+    if notebook is not None:
+        script = Script.read(notebook.source, target_torch)
     outcomes = rewrite_loops(script, Options(_ANY_PRESET, target_torch=target_torch))[1]
-    return tuple(outcome for outcome in outcomes if outcome.function is None)
+    return tuple(
+        outcome if notebook is None else in_cells(outcome, notebook)
+        for outcome in outcomes
+        if outcome.function is None
+    )

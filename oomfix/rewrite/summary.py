@@ -136,13 +136,16 @@ def mended(outcomes: Sequence[FileOutcome]) -> list[str]:
 
 def _lines(outcome: FileOutcome) -> Iterator[str]:
     path = printable(outcome.path)
+    said_before: set[str] = set()
     for loop in outcome.loops:
         because = f": {loop.reason}" if loop.reason else ""
         cell = "" if loop.cell is None else f"cell {loop.cell}:"
         form = _FORMS[loop.rewrite]
         said = form if loop.function is None else f"{form}, in `{loop.function}`, whose loop is in another file"
         yield f"{path}:{cell}{loop.line}  {said}{because}"
-        for note in loop.notes:
+        # one manager serves the file: what holds for all of its loops is said once
+        for note in (note for note in loop.notes if note not in said_before):
+            said_before.add(note)
             yield f"{path}:{cell}{loop.line}  {note}"
     for code, count in sorted(Counter(fix.code for fix in outcome.fixed).items()):
         yield f"{path}  {code} fixed" + (f" {count} times" if count > 1 else "")

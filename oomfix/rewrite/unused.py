@@ -53,16 +53,24 @@ def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit
         read = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
         outside = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
         blocks = [scope.body, *(node.body for node in scope.body if isinstance(node, ast.If))]
-        # not the first, which a block may not do without
-        for statement in (statement for block in blocks for statement in block[1:]):
+        # a block may not do without its only statement
+        for statement in (statement for block in blocks if len(block) > 1 for statement in block):
             target = statement.targets[0] if isinstance(statement, ast.Assign) else None
             if not isinstance(target, ast.Name) or target.id in read | outside or "locals" in read:
                 continue
             line, above = layout.source.lines[statement.lineno - 1], layout.source.lines[statement.lineno - 2]
             if line.strip() == f"{target.id} = {held}" and not above.lstrip().startswith("#"):
-                start, end = layout.span(Lines(statement.lineno, statement.lineno))
+                start, end = layout.span(Lines(statement.lineno, _last_blank_line(statement, scope, layout)))
                 edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
     return edits
+
+
+def _last_blank_line(statement: ast.stmt, scope: Scope, layout: Layout) -> int:
+    """The line of a statement, or of the empty lines behind it where it is what a function begins with."""
+    line = statement.lineno
+    while statement is scope.body[0] and not layout.source.lines[line].strip():
+        line += 1
+    return line
 
 
 def _loaded(tree: ast.Module) -> set[str]:

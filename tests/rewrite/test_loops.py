@@ -247,6 +247,26 @@ def test_a_local_scaler_that_nothing_reads_any_more_is_taken_out():
     assert "    scaler = memory.scaler\n" in in_a_function(end="return locals()")
 
 
+def test_an_unread_scaler_goes_where_a_function_begins_with_it_too():
+    text, _ = apply("""\
+        def train():
+            scaler = torch.amp.GradScaler("cuda")
+
+            for x, y in loader:
+                with torch.autocast("cuda"):
+                    loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+
+        train()
+        """)
+    assert "scaler" not in text
+    assert "def train():\n    for x, y in loader:\n" in text
+
+
 @pytest.mark.parametrize(
     ("imports", "expected"),
     [

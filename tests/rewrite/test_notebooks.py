@@ -266,3 +266,22 @@ def test_diff_and_json_name_the_cell(tmp_path):
         cell[edit["line"] - 1 : edit["end_line"]] = [edit["replacement"]]
     assert "".join(cell) == REWRITTEN
     assert path.read_bytes() == before
+
+
+def test_lines_of_other_cells_are_named_with_their_cell_and_what_holds_for_all_loops_is_said_once(tmp_path):
+    path = tmp_path / "train.ipynb"
+    look = "print(1)\nprint(model.weight.grad.norm())\n"
+    cells = [{"cell_type": "code", "source": source} for source in (SETUP + LOOP, LOOP, look)]
+    path.write_text(json.dumps({"cells": cells}))
+    done = apply_to(path, "--check")
+    note = "losses are not scaled, so no fp16: line 2 of cell 3 reads `model.weight.grad`, a gradient that may be scaled"
+    assert done.output.splitlines()[:3] == [
+        f"{path}:cell 1:6  micro-batched",
+        f"{path}:cell 1:6  {note}",
+        f"{path}:cell 2:1  micro-batched",
+    ]
+    cells[0]["source"] = SETUP + LOOP.replace("loss.backward()", "loss.backward(create_graph=True)")
+    path.write_text(json.dumps({"cells": cells[:1]}))
+    done = apply_to(path, "--check", "--format", "json")
+    (loop,) = json.loads(done.stdout)["loops"]
+    assert loop["reason"] == "the backward in line 9 keeps its graph for another one, or starts from a gradient"
