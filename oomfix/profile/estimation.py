@@ -38,6 +38,14 @@ def estimate(
 ) -> Estimate:
     """Peak memory and its parts of a training loop, on a simulated card. No GPU, no data, no weights are needed.
 
+        found = estimate(
+            build=lambda: nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)),
+            batch=lambda: torch.randn(512, 1024),
+            loss=lambda model, x: model(x).square().mean(),
+            gpu="t4",
+        )
+        found.peak_allocated_bytes, found.breakdown, found.fits["16gb"].fits
+
     Args:
         build: makes the model. It runs on fake tensors: a model of any size costs next to no memory.
         batch: makes one (micro-)batch of tensors.

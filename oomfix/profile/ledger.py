@@ -11,7 +11,7 @@ from oomfix.profile.allocator import rounded
 from oomfix.profile.trace import MemoryTrace, Storage
 
 CATEGORIES = (
-    "weights", "optimizer state", "gradients", "inputs", "activations", "temporaries", "workspaces",
+    "weights", "optimizer state", "gradients", "other", "inputs", "activations", "temporaries", "workspaces",
 )  # fmt: skip
 _MOST_MOMENTS = 400
 
@@ -76,7 +76,8 @@ class Ledger:
         self._trace = trace
         backwards = [position for position, phase in trace.phases if phase == "backward"]
         ends = sorted([*backwards, *trace.forward_ends])
-        self._categories = [_category(storage, ends) for storage in trace.storages]
+        steps = [position for position, _, _ in trace.steps]
+        self._categories = [_category(storage, ends, steps) for storage in trace.storages]
         # optimizers that take turns make one step together: it ends with the last one's
         self._last_optimizer = trace.steps[-1][2] if trace.steps else None
 
@@ -152,9 +153,21 @@ class Ledger:
         return totals
 
 
-def _category(storage: Storage, ends: list[int]) -> str:
+def _category(storage: Storage, ends: list[int], steps: list[int]) -> str:
+    """What a storage was for.
+
+    Args:
+        storage: with its own category, where that is known.
+        ends: where forwards ended and backwards began.
+        steps: where steps ended. What no pass made and outlives one of them (an average of the weights, a total) is
+            neither an activation nor a temporary.
+    """
     if storage.category:
         return storage.category
+    if storage.phase in ("setup", "between"):
+        following = bisect_right(steps, storage.born)
+        if following < len(steps) and (storage.died is None or storage.died >= steps[following]):
+            return "other"
     if storage.phase in ("backward", "optimizer"):
         return "temporaries"
     # what a forward makes and leaves behind is an activation, whether a backward ever comes for it or not

@@ -23,6 +23,7 @@ _COLORS = {
     "weights": "#1b3a5c",
     "optimizer state": "#2f6690",
     "gradients": "#5a9bc4",
+    "other": "#6d597a",
     "workspaces": "#8d99ae",
     "inputs": "#6a994e",
     "activations": "#f2a541",

@@ -35,7 +35,8 @@ class Estimate:
         peak_allocated_bytes, peak_reserved_bytes: what `torch.cuda.max_memory_allocated` and
             `max_memory_reserved` would say (bytes).
         peak_phase: "setup", "forward", "backward", "optimizer" or "between", where the allocated peak is.
-        breakdown: bytes by category at that peak; the sum is `peak_allocated_bytes`.
+        breakdown: bytes by category at that peak; the sum is `peak_allocated_bytes`. "other" is what no pass made and
+            the script keeps, such as an average of the weights.
         top_tensors: the largest groups of storages at the peak, largest first.
         timeline: the fullest moments of evenly spread stretches of the run.
         steps: one entry per step of the optimizer that stepped last; others' steps between are part of them.

@@ -62,6 +62,12 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Each storage counts once, however many views share it, from the operation that made it until its last reference
     goes. Works on fake tensors, and on real ones of any device.
 
+        with MemoryTrace() as trace:
+            train_one_step()
+        trace.allocator.peak_allocated_bytes, trace.peak_phase
+        largest = max(trace.storages, key=lambda storage: storage.nbytes)
+        largest.nbytes, largest.operation, largest.module, largest.line
+
     Args:
         allocator: where the memory comes from; default: one without a limit. If it refuses, the operation raises
             `torch.OutOfMemoryError`.
@@ -73,7 +79,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storages: every storage so far; `events` holds their indices in order, i at birth and ~i at death.
         phases: (position in `events`, phase) at every change.
         reserved: (position in `events`, bytes that the allocator has reserved) at every change.
-        peak_event: the position in `events` right after the peak was reached.
+        peak_event: the position in `events` right after the peak was reached, `peak_phase` the phase it was in.
         steps: (position in `events`, bytes live, number of the optimizer) after every optimizer step.
         start_event: the position in `events` from which on peaks, steps and phases count.
         end_event: the position up to which they count; None: to the last.

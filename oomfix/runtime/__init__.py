@@ -118,13 +118,20 @@ _manager: MemoryManager | None = None
 def preset(name: str, /, **overrides: Any) -> MemoryManager:
     """The manager of this process, with the policies of the preset `name`.
 
-    Calling it again with the same arguments returns the same object; with others, a new one. CUDA is not
+        memory = runtime.preset("16gb")
+        memory = runtime.preset("16gb", micro_batches=4, precision="bf16", budget_gib=12.0)
+
+    OOMFIX_PRESET in the environment names another preset, which keeps the overrides but for the budget; "off" keeps
+    none. Calling it again with the same arguments returns the same object; with others, a new one. CUDA is not
     started, so processes may be forked afterwards. Where the preset asks for expandable segments and the environment
     says nothing about them, PYTORCH_CUDA_ALLOC_CONF is set: call it before anything is moved to the GPU.
 
     Args:
         name: "8gb", "12gb", "16gb", "24gb", "40gb", "48gb", "80gb", "auto" or "off".
         overrides: values for fields of `oomfix.presets.Preset`.
+
+    Returns:
+        The manager, the same object wherever it is asked for.
 
     Raises:
         ValueError: no such preset, or a value out of range; also for OOMFIX_PRESET.

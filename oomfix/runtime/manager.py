@@ -36,6 +36,10 @@ _T = TypeVar("_T")
 class MemoryManager:
     """Trains whole batches in less memory. Made by `oomfix.runtime.preset`, one per process.
 
+        memory = runtime.preset("16gb")
+        loss, out = memory.forward_backward(forward, x, y)
+        memory.step(optimizer)
+
     Making one touches no CUDA.
 
     Args:
@@ -102,7 +106,7 @@ class MemoryManager:
         """Arguments for a `DataLoader`, to be passed with `**`, by the preset's `pin_memory` and `prefetch_factor`.
 
         Args:
-            num_workers: processes that load batches; None: as many as there are processors, at most 8.
+            num_workers: processes that load batches; None: as many as `oomfix.runtime.loader_kwargs` takes.
 
         Returns:
             Those of `oomfix.runtime.loader_kwargs`; nothing but `num_workers` where the preset is "off".

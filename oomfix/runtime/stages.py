@@ -41,6 +41,8 @@ def free(*things: Any) -> Freed:
     `del optimizer` frees nothing while a scheduler, a list or a closure refers to it too. Here the things
     themselves are emptied, then reference cycles are collected and the allocator's cache is given back.
 
+        runtime.free(optimizer, teacher)    # Freed(freed_bytes=..., held_bytes=0)
+
     Args:
         things: optimizers (their state, and the gradients of their parameters; the parameters stay), modules
             (parameters, buffers and gradients), tensors (their data and graph), and lists and dictionaries,

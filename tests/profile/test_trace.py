@@ -203,3 +203,15 @@ def test_what_an_evaluation_with_gradients_keeps_are_activations(grad, category)
     position = hidden.born + 1
     assert ledger.breakdown(position)[category] >= hidden.nbytes
     assert hidden.died == trace.forward_ends[0] if grad else hidden.died < trace.forward_ends[0]
+
+
+def test_an_average_of_the_weights_is_no_activation():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MemoryTrace() as trace:
+        average = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(3):
+            step(model, optimizer)
+            average = [0.9 * old + 0.1 * new.detach() for old, new in zip(average, model.parameters(), strict=True)]
+    found = report(trace, find_card("t4"), TRANSFORMER)
+    assert found.breakdown["other"] == found.breakdown["weights"]
