@@ -7,8 +7,9 @@ from torch import nn
 
 from oomfix.presets import Card
 from oomfix.profile.allocator import CachingAllocator
-from oomfix.profile.boundary import CardTrace, fakes_on_cuda
+from oomfix.profile.boundary import CardTrace
 from oomfix.profile.cards import CONTEXT_BYTES
+from oomfix.profile.fakes_on_cuda import fakes_on_cuda
 from oomfix.profile.patches import Patches
 from oomfix.profile.policy import cuda_policy, replace_parameters
 from oomfix.profile.report import Estimate, report
