@@ -52,7 +52,5 @@ def _outcomes(script: Script, data: bytes, target_torch: tuple[int, int] | None)
         script = Script.read(notebook.source, target_torch)
     outcomes = rewrite_loops(script, Options(_ANY_PRESET, target_torch=target_torch))[1]
     return tuple(
-        outcome if notebook is None else in_cells(outcome, notebook)
-        for outcome in outcomes
-        if outcome.function is None
+        outcome if notebook is None else in_cells(outcome, notebook) for outcome in outcomes if outcome.function is None
     )

@@ -274,10 +274,10 @@ def test_lines_of_other_cells_are_named_with_their_cell_and_what_holds_for_all_l
     cells = [{"cell_type": "code", "source": source} for source in (SETUP + LOOP, LOOP, look)]
     path.write_text(json.dumps({"cells": cells}))
     done = apply_to(path, "--check")
-    note = "losses are not scaled, so no fp16: line 2 of cell 3 reads `model.weight.grad`, a gradient that may be scaled"
+    reader = "line 2 of cell 3 reads `model.weight.grad`, a gradient that may be scaled"
     assert done.output.splitlines()[:3] == [
         f"{path}:cell 1:6  micro-batched",
-        f"{path}:cell 1:6  {note}",
+        f"{path}:cell 1:6  losses are not scaled, so no fp16: {reader}",
         f"{path}:cell 2:1  micro-batched",
     ]
     cells[0]["source"] = SETUP + LOOP.replace("loss.backward()", "loss.backward(create_graph=True)")
