@@ -118,9 +118,11 @@ class WholeDraws(DrawingCalls):
     ) -> None:
         super().__init__()
         self._outside = outside
-        self._sizes: dict[tuple[str, int], list[DrawnSize]] = defaultdict(list)
+        self._sizes = sizes
+        self._alike: dict[tuple[str, int], dict[DrawnSize, None]] = defaultdict(dict)  # each once, in order
         for size in sizes:
-            self._sizes[size.group].append(size)
+            self._alike[size.group][size] = None
+        self._place = 0  # in `sizes`, as long as draws come in that order
         self._samples = samples
         self._bytes_left = most_bytes
         self._kept: dict[Hashable, list[torch.Tensor]] = defaultdict(list)
@@ -131,6 +133,7 @@ class WholeDraws(DrawingCalls):
     def part(self, start: int, stop: int) -> Iterator[None]:
         """Context around the forward of samples `start` to `stop`, to be entered in the order of the samples."""
         self._begin, self._rows = start, stop - start
+        self._place = 0
         self._drawn_so_far.clear()
         if self._outside is not None and start:
             self._outside.restore_besides_torch()
@@ -139,8 +142,9 @@ class WholeDraws(DrawingCalls):
 
     def drawn(self, drawing: Drawing) -> Any:
         """What the call returns: rows of a draw for the whole batch, or all of one that is made once."""
-        size, whole = self._foreseen(drawing)
-        if size is None or (whole != drawing.shape and not drawing.resizes):
+        size = self._size_of(drawing)
+        whole = None if size is None else size.at(drawing.shape, self._rows, self._samples)
+        if size is None or whole is None or (whole != drawing.shape and not drawing.resizes):
             return drawing.as_asked()
         # conditions may let micro-batches draw other things: numbered among those of its kind, a draw finds its own
         kind = (drawing.name, drawing.settings, size.dim, whole)
@@ -158,14 +162,20 @@ class WholeDraws(DrawingCalls):
         per_row = size.per_row
         return drawing.given(kept[number].narrow(size.dim, self._begin * per_row, self._rows * per_row))
 
-    def _foreseen(self, drawing: Drawing) -> tuple[DrawnSize | None, Shape]:
-        """The size that the check saw, and the shape for the whole batch; no size for what was not seen like this."""
-        once: DrawnSize | None = None
-        for size in self._sizes.get((drawing.name, len(drawing.shape)), ()):
-            whole = size.at(drawing.shape, self._rows, self._samples)
-            if size.dim is None:
-                once = size
-            elif whole is not None:
-                # where it might be either, its rows are drawn apart: what belongs to samples is never drawn once
-                return size, whole
-        return once, drawing.shape
+    def _size_of(self, drawing: Drawing) -> DrawnSize | None:
+        """How the size of a draw follows the rows; None where that is not known."""
+        size = DrawnSize(drawing.name, drawing.shape, 0, 1)
+        seen = self._alike.get(size.group)
+        if seen is None:
+            # in a branch that the check did not take: what is as long as the rows may be drawn for the whole batch,
+            # whatever it is for
+            return size if drawing.shape[:1] == (self._rows,) else None
+        by_rows = [one for one in seen if one.dim is not None and one.at(drawing.shape, self._rows, self._samples)]
+        once = [one for one in seen if one.dim is None and (one.shape == drawing.shape or not by_rows)]
+        expected = self._sizes[self._place] if self._place < len(self._sizes) else None
+        if expected in by_rows or expected in once:
+            self._place += 1
+            return expected
+        # where it may be either, and its place does not tell, it is drawn apart: noise of samples is never drawn once
+        self._place = len(self._sizes)
+        return next(iter(by_rows or once), None)

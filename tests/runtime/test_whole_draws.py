@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
@@ -200,6 +202,49 @@ def test_gradients_and_generators_are_those_of_the_whole_batch(make, size, doubl
         assert drawn_next() == after
         assert_same_gradients(models, expected)
     assert memory.report().forwards[0].micro_batches == 3
+
+
+STEPS = [
+    lambda h: h + torch.randn_like(h),
+    lambda h: h * torch.rand(len(h), 1),
+    lambda h: h + torch.randn(6, len(h)).T,
+    lambda h: h + torch.randn(3 * len(h), 6).view(len(h), 3, 6).mean(1),
+    lambda h: h + torch.randn(h.shape, generator=OWN.torch),
+    lambda h: h + torch.normal(h.detach(), 0.5),
+    lambda h: h + F.gumbel_softmax(h),
+    lambda h: h @ torch.randn(6, 6),
+    lambda h: h[:, torch.randperm(6)] * torch.rand([]),
+    lambda h: h * (OWN.numpy.random() + np.random.rand()),
+    lambda h: h.tanh() if torch.rand(()) < 0.5 else h + torch.rand(len(h), 1),
+    lambda h: h.tanh() if random.random() < 0.5 else h,
+]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=5), size=st.integers(5, 24), parts=st.integers(2, 4))
+def test_draws_in_any_order_are_those_of_the_whole_batch(steps, size, parts):
+    layers = [nn.Linear(6, 6).double() for _ in steps]
+
+    def forward(x, sources=OWN):
+        for layer, step in zip(layers, steps, strict=True):
+            x = step(layer(x).sin())
+        return x.pow(2).mean()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        x = torch.randn(size, 6)
+        seed()
+        forward(x).backward()
+        after, expected = drawn_next(), gradients_of(layers)
+        runtime.reset()
+        memory = runtime.preset("16gb", micro_batches=parts)
+        seed()
+        memory.forward_backward(forward, x)
+        assert drawn_next() == after
+        assert_same_gradients(layers, expected)
+        assert memory.report().forwards[0].micro_batches == parts
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("make", FORWARDS, ids=lambda make: make.__name__)
@@ -483,10 +528,28 @@ def test_further_draws_of_one_micro_batch_are_numbers_of_their_own():
     assert len({float(tensor[0, 0]) for tensors in drawn for tensor in tensors}) == 6
 
 
-def test_what_may_belong_to_samples_is_never_drawn_once():
+def test_what_may_be_for_samples_or_for_the_batch_is_told_by_its_place():
     sizes = (DrawnSize("randn", (4, 4), None, 0), *ROWS)
-    drawn = in_parts(lambda: torch.randn(4, 4), sizes)
-    assert not torch.equal(drawn[0], drawn[1])
+    drawn = in_parts(lambda: (torch.randn(4, 4), torch.randn(4, 4)), sizes)
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][1], drawn[1][1])
+
+
+def test_what_may_be_for_samples_is_never_drawn_once_where_its_place_does_not_tell():
+    sizes = (DrawnSize("rand", (2,), None, 0), DrawnSize("randn", (4, 4), None, 0), *ROWS)
+    drawn = in_parts(lambda: (torch.randn(4, 4), torch.rand(2), torch.randn(4, 4)), sizes)
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][2], drawn[1][2])
+    longer = in_parts(lambda: torch.randn(4, 5), (DrawnSize("randn", (4, 4), None, 0), *ROWS))
+    assert not torch.equal(longer[0], longer[1])
+
+
+def test_what_is_drawn_in_a_branch_that_the_check_did_not_take_is_drawn_by_rows():
+    torch.manual_seed(3)
+    expected = torch.randn(12, 3)
+    torch.manual_seed(3)
+    coin = (DrawnSize("rand", (), None, 0),)
+    assert torch.equal(torch.cat(in_parts(lambda: torch.randn(4, 3), coin)), expected)
 
 
 def test_permutations_of_samples_stay_inside_of_their_micro_batch():
