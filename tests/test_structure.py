@@ -83,3 +83,9 @@ def test_what_runs_beside_a_training_imports_nothing_of_the_command_line():
         if part_of(module) in beside and name.split(".")[0] in heavy
     }
     assert found <= {("oomfix.profile.command", "click"), ("oomfix.profile.progress", "rich.progress")}
+
+
+def test_the_simulation_knows_one_file_of_the_runtime():
+    """What it changes there for a while is written down there, where whoever changes a check sees it."""
+    used = {name for module in FILES if part_of(module) == "oomfix.profile" for name in IMPORTS[module]}
+    assert {name for name in used if name.startswith("oomfix.runtime")} == {"oomfix.runtime.simulation"}

@@ -39,7 +39,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     text += _fits(found)
     if found["assumptions"]:
         text.append("  assumed")
-        text += [f"    {sentence}" for sentence in found["assumptions"][:_MOST_ASSUMPTIONS]]
+        here = os.getcwd() + os.sep
+        text += [f"    {sentence.replace(here, '')}" for sentence in found["assumptions"][:_MOST_ASSUMPTIONS]]
         more = len(found["assumptions"]) - _MOST_ASSUMPTIONS
         text += [f"    and {more} more (--format json)"] if more > 0 else []
     return text

@@ -196,3 +196,22 @@ def test_a_script_that_fails_at_once_is_given_no_estimate(tmp_path):
     assert "ZeroDivisionError" in result.stderr
     assert result.stdout.endswith("failed before anything was on the card: the error above is its own\n")
     assert result.stdout.count("\n") == 1
+
+
+READING = """
+import torch
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    loss = model(torch.zeros(8, 512, device="cuda")).sum()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+def test_lines_of_the_script_are_named_as_seen_from_here(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(READING)
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(profile, ["train.py"]).stdout.splitlines()
+    assert said[-1] == "    a number read from the card is 1 at train.py:9"
