@@ -19,6 +19,7 @@ from oomfix.script.nodes import walk
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
     FRESH_TENSOR,
+    LOADED,
     NONE,
     NUMBER,
     PLAIN_TENSOR,
@@ -135,6 +136,8 @@ class Calls(Methods):
         if last in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"):
             self.trace.clips.append(Clip(node, self.site(), self.trace.next_order(), gradients=self.state.gradients))
             return NUMBER
+        if name == "torch.load":
+            return LOADED
         if name == "torch.cuda.empty_cache":
             self.note_call(name, node)
             return NONE

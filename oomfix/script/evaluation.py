@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _EVALUATION_DATA = re.compile(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECASE)
 _EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev|eval|infer|predict)", re.IGNORECASE)
 
+_AS_NUMBERS = frozenset(("numpy", "tolist", "item"))
+
 
 def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forward]:
     """Every forward of an evaluation pass, on each way that leads to it.
@@ -77,11 +79,26 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tupl
         return False
     if forward.made_for_evaluation:
         return True
+    within_training = any(run in training_runs for run in site.runs[:-1])
+    if not within_training and _is_returned_as_array(forward):
+        return True
     if site.loop is None:
         # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
         return any(order < forward.order and entry == _entry(site) for order, entry in trained)
-    within_training = any(run in training_runs for run in site.runs[:-1])
     return not within_training or _says_evaluation(site.loop)
+
+
+def _is_returned_as_array(forward: Forward) -> bool:
+    """`return self.net(x).detach().numpy()`: whoever asks for it gets numbers, through which nothing goes back."""
+    function = forward.site.function
+    return function is not None and any(
+        isinstance(node, ast.Return)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr in _AS_NUMBERS
+        and any(part is forward.node for part in walk(node.value))
+        for node in function.nodes
+    )
 
 
 def _makes_a_loss(function: Function | None) -> bool:

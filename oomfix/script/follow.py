@@ -90,7 +90,7 @@ class Follower(Flow):
     def _mentioned(self, function: Function) -> int:
         """2 for a function that another one mentions, 1 where that may be something else (`self.model.train()`)."""
         hints, others = self.hints, {function.node, None}
-        if hints.names.get(function.name, set()) - others:
+        if hints.names.get(function.name, set()) - others or (function.name == "__call__" and "self" in hints.called):
             return 2
         of_an_object = bool(hints.attributes.get(function.name, set()) - others)
         if function.owner is None:

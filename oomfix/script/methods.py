@@ -35,7 +35,7 @@ class Methods(Unseen):
         arguments: list[Value],
         keywords: dict[str, Value],
     ) -> Value:
-        if name == "forward" and isinstance(node.func, ast.Attribute):
+        if name in ("forward", "__call__") and isinstance(node.func, ast.Attribute):
             method = self._own(receiver, "forward")
             return self.forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
         if name in SAME_MODULE:

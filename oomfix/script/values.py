@@ -91,6 +91,8 @@ class Value(NamedTuple):
 _NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)
 
 UNKNOWN = Value()
+LOADED = Value(ref="loaded")
+"""What `torch.load` gives: whatever was saved."""
 NUMBER = Value(Kind.NUMBER)
 NONE = Value(Kind.NUMBER, constant=None)
 LITERAL = Value(Kind.NUMBER, ref="literal")
@@ -146,6 +148,10 @@ def join(first: Value, second: Value) -> Value:
         return second
     if second.kind is Kind.NUMBER and first.kind not in (Kind.NUMBER, Kind.TENSOR, Kind.UNKNOWN):
         return first
+    # `agent = torch.load(path) if resumed else Agent()`: what was saved is what the other side makes.
+    for loaded, made in ((first, second), (second, first)):
+        if loaded == LOADED and made.kind in (Kind.MODULE, Kind.INSTANCE):
+            return made
     if first.kind is Kind.FUNCTION and second.kind is Kind.FUNCTION:
         others = (*first.alternatives, second._replace(alternatives=()), *second.alternatives)
         return Value(Kind.FUNCTION, ref=first.ref, alternatives=tuple(dict.fromkeys(others))[:3])

@@ -359,3 +359,90 @@ def test_a_method_runs_where_the_method_that_its_class_inherits_calls_it(report,
 
 def test_the_loop_of_an_inherited_method_trains_by_the_methods_of_the_class(read):
     assert [loop.line for loop in read(TEMPLATE.format(decorator="@logged")).loops] == [10]
+
+
+RESUMED = """
+    import os
+    import torch
+
+    class Agent:
+        def __init__(self):
+            self.net = torch.nn.Linear(3, 3).to(device)
+            self.optimizer = torch.optim.Adam(self.net.parameters())
+
+        def update(self, x, y):
+            loss = (self.net(x) - y).pow(2).mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+
+    if os.path.exists("agent.pt"):
+        agent = {saved}
+    else:
+        agent = {fresh}
+    for x, y in buffer:
+        agent.update(x, y)
+"""
+
+
+@pytest.mark.parametrize(
+    ("saved", "fresh"),
+    [
+        ('torch.load("agent.pt", map_location="cpu")', "Agent()"),
+        ("Agent()", 'torch.load("agent.pt", map_location="cpu")'),
+    ],
+)
+def test_what_was_saved_is_what_the_script_makes_otherwise(read, report, saved, fresh):
+    code = RESUMED.format(saved=saved, fresh=fresh)
+    assert report(code) == [("OOM202", 10)]
+    assert [loop.line for loop in read(code).loops] == [19]
+
+
+@pytest.mark.parametrize("fresh", ["agents.make()", "3"])
+def test_what_was_saved_is_out_of_sight_where_nothing_says_what_it_is(read, fresh):
+    code = RESUMED.format(saved='torch.load("agent.pt", map_location="cpu")', fresh=fresh)
+    assert not read(code).loops
+
+
+def test_what_is_loaded_or_computed_has_no_graph_for_certain(report):
+    code = """
+        import torch
+
+        outs = []
+        for x, y in loader:
+            if cached:
+                out = torch.load("out.pt", map_location="cpu")
+            else:
+                out = net(x)
+            outs.append(out)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = criterion(net(x), y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
+    alone = code.replace('torch.load("out.pt", map_location="cpu")', "net(x[0])")
+    assert report(alone) == [("OOM102", 9)]
+
+
+@pytest.mark.parametrize("call", ["self(x)", "self.__call__(x)", "self.forward(x)"])
+def test_a_network_is_run_by_each_way_to_call_it(report, call):
+    code = f"""
+        import torch
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 3)
+
+            def forward(self, x):
+                return self.layer(x)
+
+            def run_epoch(self, loader):
+                for x, y in loader:
+                    self.optimizer.zero_grad()
+                    loss = self.criterion({call}, y.cuda())
+                    loss.backward()
+                    self.optimizer.step()
+    """
+    assert report(code) == [("OOM202", 14)]

@@ -257,3 +257,47 @@ def test_saving_and_growing_run_no_network(report, called):
             {called}
     """
     assert report(code) == []
+
+
+AS_ARRAY = """
+    import torch
+
+    class Surrogate:
+        def __init__(self, layers, optimizer):
+            self.net = torch.nn.Sequential(*layers)
+            self.optimizer = optimizer
+
+        def __call__(self, x):
+            return {returned}
+
+        def fit(self, loader):
+            for x, y in loader:
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = (self.net(x) - {target}).pow(2).mean()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ("self.net(x).detach().numpy()", [("OOM201", 9)]),
+        ("self.net(torch.as_tensor(x)).detach().cpu().numpy()", [("OOM201", 9)]),
+        ("self.net(x).mean().item()", [("OOM201", 9)]),
+        ("self.net(x).tolist()", [("OOM201", 9)]),
+        ("self.net(x).detach()", []),
+        ("self.net(x).detach() + 1", []),
+        ("self.net(x)", []),
+        ("(self.net(x), x.numpy())", []),
+        ("self.scale(self.net(x), x.numpy())", []),
+    ],
+)
+def test_a_network_that_is_asked_for_numbers_needs_no_graph(report, returned, found):
+    assert report(AS_ARRAY.format(returned=returned, target="y")) == found
+
+
+def test_numbers_that_a_training_iteration_asks_for_may_be_a_target(report):
+    code = AS_ARRAY.format(returned="self.net(x).detach().numpy()", target="torch.as_tensor(self(x))")
+    assert report(code) == []
