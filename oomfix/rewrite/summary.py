@@ -68,7 +68,9 @@ def _totals(outcomes: Sequence[FileOutcome], written: bool) -> str:
     if not changed:
         return f"nothing to rewrite: {found}"
     verb = "rewritten" if written else "would be rewritten"
-    return f"{_many(changed, 'file')} {verb}: {found}, {_many(fixes, 'local fix', 'local fixes')}"
+    # `--only` and `--no-runtime` look at no loops
+    done = [*([found] if loops else []), *([_many(fixes, "local fix", "local fixes")] if fixes else [])]
+    return ": ".join(filter(None, (f"{_many(changed, 'file')} {verb}", ", ".join(done))))
 
 
 def diffs(outcomes: Sequence[FileOutcome], *, colour: bool) -> str:

@@ -40,6 +40,12 @@ def test_what_would_be_done_is_not_said_as_if_it_were_done():
     assert last.startswith("1 file would be rewritten: 3 training loops")
 
 
+def test_what_was_not_looked_at_and_what_was_not_done_is_not_counted():
+    assert as_text([REWRITTEN._replace(loops=())], written=True).splitlines()[-1] == "1 file rewritten: 3 local fixes"
+    without_fixes = as_text([REWRITTEN._replace(fixed=(), loops=LOOPS[:1])], written=False).splitlines()[-1]
+    assert without_fixes == "1 file would be rewritten: 1 training loop (1 micro-batched)"
+
+
 def test_lines_are_broken_where_the_terminal_ends():
     lines = as_text([REWRITTEN], written=True, width=40).splitlines()
     assert lines[3:5] == ["train.py:30  in place: the loss reads a", "    list that the loop fills"]
