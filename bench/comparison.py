@@ -15,6 +15,7 @@ and CUDA events for time.
 import argparse
 import gc
 import logging
+import math
 import random
 import statistics
 import sys
@@ -37,7 +38,7 @@ from oomfix.presets import Preset
 from oomfix.profile.cards import find_card
 from oomfix.profile.checks import answer_checks
 from oomfix.profile.simulated_gpu import SimulatedGPU
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
 
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
@@ -285,14 +286,26 @@ def measured_rows(key: str, device: str, rounds: int) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for contender in chosen:
-        peak, loss = peak_and_loss(contender, workload, device)
         mine = times[contender.name]
-        ratio = statistics.median(a / b for a, b in zip(mine, reference, strict=True))
-        rows.append(
-            f"| {contender.name} | {peak / scale:.2f} | {statistics.median(mine):.1f} | {ratio:.2f} | {loss:.6f} |"
-        )
-        print(rows[-1], file=sys.stderr)
+        row = f"| {contender.name} | out of memory | | | |"
+        with told_if_out_of_memory(contender.name):
+            if mine:
+                peak, loss = peak_and_loss(contender, workload, device)
+                ratio = statistics.median([a / b for a, b in zip(mine, reference, strict=False)] or [math.nan])
+                milliseconds = statistics.median(mine)
+                row = f"| {contender.name} | {peak / scale:.2f} | {milliseconds:.1f} | {ratio:.2f} | {loss:.6f} |"
+        rows.append(row)
+        print(row, file=sys.stderr)
     return [*rows, ""]
+
+
+@contextmanager
+def told_if_out_of_memory(name: str) -> Iterator[None]:
+    """What does not fit keeps nobody else from being measured."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        print(f"{name}: {error}", file=sys.stderr)
 
 
 def model_of(workload: Workload, device: str) -> nn.Module:
@@ -313,7 +326,7 @@ def step_milliseconds(chosen: list[Contender], workload: Workload, device: str, 
     times: dict[str, list[float]] = {contender.name: [] for contender in chosen}
     if device == "cuda":
         for contender in chosen:
-            with contender_on_gpu():
+            with told_if_out_of_memory(contender.name), contender_on_gpu():
                 step = contender.step(workload, model_of(workload, device))
                 batch = batch_of(workload, device, 0)
                 times[contender.name] = [gpu_milliseconds(step, batch) for _ in range(rounds + 3)][3:]

@@ -2,6 +2,8 @@
 
     python -m bench.gpu [--minutes 25] [--parts tests comparison ...] [--to FOLDER]
 
+Where a command may take ten minutes only, give each part one of its own: none takes more than nine.
+
 Each part runs in a process of its own and is ended when its time, or what is left of all, is over; what it has written
 until then stays. Writes bench/results/gpu-tests.txt and the pages of the benches (`*-cuda.md`, profile-calibration),
 and copies them to FOLDER. Exits 1 if a part failed or was ended. Nothing is downloaded where torch, transformers,
