@@ -14,7 +14,7 @@ import click
 from oomfix import __version__
 from oomfix.audit import TorchVersion
 from oomfix.config import FAIL_ON, check_codes
-from oomfix.spelling import did_you_mean
+from oomfix.spelling import counted, did_you_mean
 from oomfix.target import parse_version
 from oomfix.terminal import Failure, is_terminal, tell, write, write_markdown, write_table
 
@@ -300,4 +300,4 @@ def _write_baseline(path: str, report: Report) -> None:
     from oomfix.baseline import write_baseline
 
     count = write_baseline(path, report.findings())
-    click.echo(f"{path}: {count} {'finding' if count == 1 else 'findings'} written as known", err=True)
+    click.echo(f"{path}: {counted(count, 'finding')} written as known", err=True)

@@ -1,8 +1,13 @@
-"""The nearest known name to one that is not known."""
+"""Words in messages: numbers of things, and the nearest known name to one that is not known."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """`1 file`, `2 files`, or with a plural of its own `2 fixes`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from oomfix.profile.process import COUPLED
+from oomfix.spelling import counted
 
 _PHASES = {
     "setup": "before the first forward pass",
@@ -23,7 +24,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     card, steps = found["card"], found["steps"]
     if found["error"] and not found["peak_allocated_bytes"]:
         return [f"{found['script']} failed before anything was on the card: the error above is its own"]
-    text = [f"{found['script']} on {card['name']} ({card['capacity_gib']:.2f} GiB), {_count(len(steps), 'step')}"]
+    text = [f"{found['script']} on {card['name']} ({card['capacity_gib']:.2f} GiB), {counted(len(steps), 'step')}"]
     if found["out_of_memory"]:
         text.append(f"  out of memory: {found['out_of_memory']}")
     text.append(
@@ -120,7 +121,3 @@ def _fits(found: dict[str, Any]) -> list[str]:
         f"  {on_card} the {found['card']['name']}; fits {f'the presets {presets}' if presets else 'no preset'}",
         f"  counted with a margin of {100 * found['margin_fraction']:.0f} %: {found['margin_reason']}",
     ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

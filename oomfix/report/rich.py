@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from oomfix.report import SEVERITIES, Report, place, printable
 from oomfix.results import Located
+from oomfix.spelling import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,7 +164,7 @@ def _fix(finding: Located, width: int | None) -> Iterator[Line]:
         yield [Span(label, "bold green"), Span(_cut(_shown(text), shift, room), "green")]
     more = len(finding.fixed) - _MOST_FIXED_LINES
     if more > 0:
-        yield [Span(f"{' ' * len(head)}and {more} more {_plural(more, 'line')}", "dim")]
+        yield [Span(f"{' ' * len(head)}and {counted(more, 'more line')}", "dim")]
 
 
 def _elsewhere(finding: Located) -> str:
@@ -186,9 +187,9 @@ def _summary(report: Report) -> Iterator[Line]:
     """The last lines: how much was found, where, what shows or makes the fixes, and what explains the worst."""
     files = [file for file in report.files if not file.errors or file.findings or file.loops]
     loops = sum(len(file.loops) for file in report.files)
-    read = f"{len(files)} {_plural(len(files), 'file')} with {loops} training {_plural(loops, 'loop')}"
+    read = f"{counted(len(files), 'file')} with {counted(loops, 'training loop')}"
     unread = len({path for path, _ in report.errors()})
-    note = f"; {unread} {_plural(unread, 'path')} not audited in full" if unread else ""
+    note = f"; {counted(unread, 'path')} not audited in full" if unread else ""
     if not files:
         yield [Span("nothing could be audited" if unread else "nothing to audit")]
         return
@@ -197,7 +198,7 @@ def _summary(report: Report) -> Iterator[Line]:
     if not total:
         yield [Span(f"no findings in {read}{note}")]
         return
-    found = ", ".join(f"{counts[kind]} {_plural(counts[kind], kind)}" for kind in SEVERITIES if counts[kind])
+    found = ", ".join(counted(counts[kind], kind) for kind in SEVERITIES if counts[kind])
     fixed = sum(1 for _, finding in report.findings() if finding.fix == "local")
     yield [Span(f"{found} in {read}; {fixed} of {total} with a fix shown{note}")]
     if paths := _fixed_by_apply(report):
@@ -226,7 +227,3 @@ def _fixed_by_apply(report: Report) -> str:
         except ValueError:  # on several drives, or only some of them from the root
             paths = ["PATH"]
     return " ".join(quote(printable(path)) for path in paths)
-
-
-def _plural(count: int, noun: str) -> str:
-    return noun if count == 1 else noun + "s"

@@ -15,6 +15,7 @@ from oomfix.report import printable
 from oomfix.rewrite import trial_text
 from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.verdict import Form
+from oomfix.spelling import counted
 from oomfix.terminal import broken
 
 if TYPE_CHECKING:
@@ -62,15 +63,15 @@ def _totals(outcomes: Sequence[FileOutcome], written: bool) -> str:
     elsewhere = sum(loop.function is not None for outcome in outcomes for loop in outcome.loops)
     changed = sum(outcome.changed for outcome in outcomes)
     fixes = sum(len(outcome.fixed) for outcome in outcomes)
-    counted = ", ".join(f"{loops[form]} {said}" for form, said in _FORMS.items() if loops[form])
-    counted += f"; {elsewhere} in other files" if elsewhere else ""
-    found = f"{_many(sum(loops.values()), 'training loop')} ({counted})" if loops else "no training loop"
+    forms = ", ".join(f"{loops[form]} {said}" for form, said in _FORMS.items() if loops[form])
+    forms += f"; {elsewhere} in other files" if elsewhere else ""
+    found = f"{counted(sum(loops.values()), 'training loop')} ({forms})" if loops else "no training loop"
     if not changed:
         return f"nothing to rewrite: {found}"
     verb = "rewritten" if written else "would be rewritten"
     # `--only` and `--no-runtime` look at no loops
-    done = [*([found] if loops else []), *([_many(fixes, "local fix", "local fixes")] if fixes else [])]
-    return ": ".join(filter(None, (f"{_many(changed, 'file')} {verb}", ", ".join(done))))
+    done = [*([found] if loops else []), *([counted(fixes, "local fix", "local fixes")] if fixes else [])]
+    return ": ".join(filter(None, (f"{counted(changed, 'file')} {verb}", ", ".join(done))))
 
 
 def diffs(outcomes: Sequence[FileOutcome], *, colour: bool) -> str:
@@ -153,10 +154,6 @@ def _lines(outcome: FileOutcome) -> Iterator[str]:
         yield f"{path}  {code} fixed" + (f" {count} times" if count > 1 else "")
     for note in outcome.notes:
         yield f"{path}  {note}"
-
-
-def _many(count: int, noun: str, plural: str | None = None) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def _diff(path: str, change: Change) -> Iterator[str]:
