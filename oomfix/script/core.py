@@ -8,9 +8,10 @@ from collections.abc import Hashable, Iterator
 
 from oomfix.script.contexts import autocast_under, grad_under
 from oomfix.script.definitions import Function, Instance
-from oomfix.script.hints import Hints, scoped
+from oomfix.script.hints import Hints, looks_like_module, scoped
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, State
+from oomfix.script.torch_facts import holds_networks
 from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, ModuleAttribute, Site, Trace
 from oomfix.script.values import NO_ORIGINS, PLAIN_TENSOR, UNKNOWN, Graph, Kind, Value, flatten
 
@@ -213,10 +214,16 @@ class Core(ABC):
         single = UNKNOWN
         if content.graph:
             single = Value(Kind.TENSOR, content.graph, content.origins, carried_from=content.carried_from)
-        elif content.kind is Kind.MODULE:
-            single = content
+        networks = []
+        if content.kind is Kind.MODULE:
+            networks = [target for target in targets if self._is_network(target, content)] or targets[:1]
         for target in targets:
-            self.assign(target, single, statement, loops)
+            self.assign(target, content if target in networks else single, statement, loops)
+
+    def _is_network(self, target: ast.expr, source: Value) -> bool:
+        """Whether what comes with a network is one as well, as the tokenizer of `net, tokenizer = load()` is not."""
+        path = path_of(target)
+        return holds_networks(source) or (path is not None and (self.hints.is_module(path) or looks_like_module(path)))
 
     def computed(self, value: Value) -> Value:
         """What an operation gives here: under `no_grad` a tensor without a graph, whatever goes in."""

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 _CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
 _DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
 _DEVICE_OF_A_TENSOR = re.compile(
-    r"\bdevice\s*=\s*(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
+    r"(?:\bdevice\s*=|\.to\()\s*"
+    r"(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
     r"\w+\.device\b",
     re.IGNORECASE,
 )
-"""`torch.arange(n, device=x.device)`: where another tensor is, wherever that may be."""
+"""`torch.arange(n, device=x.device)`, `mask.to(x.device)`: where another tensor is, wherever that may be."""
 _IDLE_CALL = re.compile(
     r"\btorch\.cuda\.(is_available|empty_cache|manual_seed\w*|synchronize|device_count|\w*memory\w*|reset_\w+|get_\w+)\b"
 )

@@ -124,14 +124,20 @@ def _feeds_a_network(forward: Forward, trace: Trace) -> bool:
     """Whether what is assigned from a forward goes into another one of the iteration: a sample for a discriminator."""
     loop = forward.site.loop
     taken = _taken(loop, forward) if loop is not None else set()
+    first = read_first(loop) if taken and loop is not None else set()
     return any(
-        path_of(part) in taken
+        path_of(part) in taken and (_is_later(other, forward) or path_of(part) in first)
         for other in trace.forwards.values()
-        if other.site.loop is loop
+        if other.site.loop is loop and (other.origin in trace.backpropagated or not other.evaluating)
         for value in other.given
         for part in walk(value)
         if isinstance(part, ast.Name | ast.Attribute)
     )
+
+
+def _is_later(other: Forward, forward: Forward) -> bool:
+    """Whether a forward stands behind another one, or in another function."""
+    return other.site.function is not forward.site.function or other.node.lineno > forward.node.lineno
 
 
 def _trained_by_their_function(trace: Trace) -> set[tuple[int, Function | None]]:

@@ -16,6 +16,7 @@ from oomfix.script.names import path_of
 from oomfix.script.narrowing import narrowed_by
 from oomfix.script.nodes import walk
 from oomfix.script.pieces import pieces_of
+from oomfix.script.sides import asked_by, bound_by, recall, remember
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.statements import Statements
 from oomfix.script.trace import Guard, Loop, Trace
@@ -75,12 +76,17 @@ class Flow(Statements):
         self.frame.state = before.branch()
         if narrowing is not None and without:
             self.assign(narrowing, NUMBER, None)
+        asked = asked_by(test, self.binding_of)
+        recall(self.frame, test, True, asked)
         body_end = self._branch(Guard(node, test, True), node.body)
         self.frame.state = before.branch()
+        recall(self.frame, test, False, asked)
         if narrowing is not None and not without:
             self.assign(narrowing, NUMBER, None)
         else_end = None if self._always_taken(node) else self._branch(Guard(node, test, False), node.orelse)
+        sides = bound_by(before, body_end, else_end)
         self.frame.state = before.after([body_end, else_end])
+        remember(self.frame, test, sides, asked)
         if self.frame.state is not None and (body_end is None) != (else_end is None):
             self.scopes.append(Guard(node, test, body_end is not None))
 

@@ -25,7 +25,7 @@ _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
     r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip)\d*(_?[a-z0-9]{1,3})?$"
-    r"|^net[A-Z]\w*$|\w(Net|Model)$|(^|_)(enc|dec)(_?\d+)?$",
+    r"|^net[A-Z]\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$",
     re.IGNORECASE,
 )
 _PART_NAME = re.compile(
@@ -54,6 +54,7 @@ _VERB = re.compile(
     r"download|fetch|import|find|remove|delete|replace|patch|check|is|has)(_|$)",
     re.IGNORECASE,
 )
+_TOKENIZER_NAME = re.compile(r"tokeni[sz]er", re.IGNORECASE)
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
 _LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
 _WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
@@ -73,7 +74,7 @@ _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 def looks_like_module(name: str) -> bool:
     """Whether a called name is usually a network, by its last component."""
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]
-    if looks_like_loss(last) or _VERB.match(last.lstrip("_")):
+    if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _TOKENIZER_NAME.match(last.lstrip("_")):
         return False
     return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
 
@@ -158,6 +159,8 @@ class Hints:
     """Constants that tell cases apart: `TRAIN` and `EVAL` in `mode == TRAIN` and `run(mode=EVAL)`."""
     named_modules: set[str] = field(default_factory=set)
     """Attributes that hold what a name says is a network: `self.gen = generator`."""
+    named_losses: set[str] = field(default_factory=set)
+    """Attributes that hold what a name says is a criterion: `self.encoder_term = l2_loss`."""
     graph_callees: dict[str, set[int | None]] = field(default_factory=dict)
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
 
@@ -165,7 +168,8 @@ class Hints:
         """Whether a called path is usually a criterion; a mere abbreviation says less than its uses (`self.ctc`)."""
         last = path.rsplit(".", 1)[-1]
         abbreviated = bool(_LOSS_ABBREVIATION.match(last)) or last == "crit"
-        return looks_like_loss(path) and not (abbreviated and path in self.modules)
+        named = looks_like_loss(path) and not (abbreviated and path in self.modules)
+        return named or (path in self.named_losses and path not in self.modules)
 
     @cached_property
     def owners_of_parts(self) -> set[str]:
@@ -209,8 +213,12 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 assignments.extend((scope, target, node.value) for target in node.targets)
                 paths = {path for path in map(path_of, node.targets) if path is not None}
                 hints.assigned |= paths
-                if isinstance(node.value, ast.Name) and node.value.id.islower() and looks_like_module(node.value.id):
-                    hints.named_modules.update(path for path in paths if path.startswith("self."))
+                if isinstance(node.value, ast.Name) and node.value.id.islower():
+                    attributes = {path for path in paths if path.startswith("self.")}
+                    if looks_like_module(node.value.id):
+                        hints.named_modules |= attributes
+                    elif node.value.id.endswith(("loss", "criterion")):
+                        hints.named_losses |= attributes
                 _read_maker(node, hints)
             elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
@@ -218,10 +226,23 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
         hints.labels.update(_given_for(labelled, nodes))
     _spread(assignments, hints)
     hints.modules |= hints.named_modules & hints.called
+    hints.modules |= _used_elsewhere(hints)
     for made in hints.made_by.values():
         if made & hints.modules and len(made) > 1:
             hints.modules |= made & hints.called
     return hints
+
+
+def _used_elsewhere(hints: Hints) -> set[str]:
+    """`self.pi`, made of a class and called by its object, where others ask for `agent.pi.parameters()`."""
+    of_objects = {path.rsplit(".", 1)[-1] for path in hints.modules if path.count(".") > path.startswith("self.")}
+    made = {
+        path
+        for maker, paths in hints.made_by.items()
+        if maker.rsplit(".", 1)[-1][:1].isupper()
+        for path in paths & hints.called
+    }
+    return {path for path in made if path.startswith("self.") and path.removeprefix("self.") in of_objects}
 
 
 def scoped(path: str, scope: Scope) -> tuple[Scope, str]:

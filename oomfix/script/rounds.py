@@ -45,7 +45,7 @@ def _handed(argument: ast.expr) -> set[str]:
 
 def read_first(loop: Loop) -> set[str]:
     """The names that a round reads before it has bound them for certain: they come from before it."""
-    reading = _Reading()
+    reading = _Reading({name for node in walk(loop) if isinstance(node, ast.expr) for name in _stored(node)})
     reading.block(loop.body, set(_names(loop.target)) if isinstance(loop, ast.For | ast.AsyncFor) else set())
     return reading.early
 
@@ -53,8 +53,12 @@ def read_first(loop: Loop) -> set[str]:
 class _Reading:
     """Finds the names that a block reads before it has bound them for certain."""
 
-    def __init__(self) -> None:
+    def __init__(self, changing: set[str]) -> None:
         self.early: set[str] = set()
+        self._changing = changing
+        """The names that the round binds: what is asked of them may come out otherwise the next time."""
+        self._bound_under: dict[str, set[str]] = {}
+        """Tests that come out the same all round, as written, and the names that are bound where they hold."""
 
     def block(self, statements: list[ast.stmt], bound: set[str]) -> set[str]:
         """Read statements in order, with `bound` already bound; returns what is bound after them."""
@@ -66,7 +70,7 @@ class _Reading:
         match node:
             case ast.If():
                 self._expressions([node.test], bound)
-                return self.block(node.body, set(bound)) & self.block(node.orelse, set(bound))
+                return self._branches(node, bound)
             case ast.For() | ast.AsyncFor():
                 self._expressions([node.iter], bound)
                 self.block(node.body, bound | set(_names(node.target)))
@@ -91,6 +95,17 @@ class _Reading:
                 return bound | {node.name}
         self._expressions(_parts(node), bound)
         return bound | {name for child in walk(node) if isinstance(child, ast.expr) for name in _stored(child)}
+
+    def _branches(self, node: ast.If, bound: set[str]) -> set[str]:
+        """`if mode == "both":`, twice: what the first block has bound is bound in the second."""
+        test = ast.unparse(node.test)
+        body = self.block(node.body, bound | self._bound_under.get(test, set()))
+        if not any(
+            isinstance(part, ast.Call) or (isinstance(part, ast.Name) and part.id in self._changing)
+            for part in walk(node.test)
+        ):
+            self._bound_under[test] = body
+        return body & self.block(node.orelse, set(bound))
 
     def _expressions(self, nodes: Iterable[ast.AST], bound: set[str]) -> None:
         for node in nodes:

@@ -198,6 +198,15 @@ def _both(first: bool, second: bool) -> bool:
     return first and second
 
 
+class Side(NamedTuple):
+    """What the names hold that one side of a decision has bound."""
+
+    asked: list[Binding | None]
+    """The bindings that the test asks."""
+    names: dict[str, tuple[Binding | None, Binding]]
+    """Each with what it holds after both sides, and what it held at the end of this one."""
+
+
 @dataclass(eq=False)
 class Frame:
     """A running function (or the module itself)."""
@@ -214,3 +223,5 @@ class Frame:
     globals: set[str] = field(default_factory=set)
     outer: set[str] = field(default_factory=set)
     guards: list[Guard] = field(default_factory=list)
+    sides: dict[tuple[str, bool], Side] = field(default_factory=dict)
+    """By the test as it is written, and how it came out."""

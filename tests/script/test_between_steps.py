@@ -48,6 +48,22 @@ def test_a_generator_in_eval_mode_may_make_samples_for_its_discriminator(report)
     """)
 
 
+@pytest.mark.parametrize(("mode", "evaluated"), [("eval", True), ("train", False)])
+def test_a_look_through_two_networks_evaluates_both_where_both_are_in_eval_mode(report, mode, evaluated):
+    reported = report(f"""
+        for x, y in loader:
+            encoder.train(), decoder.train()
+            code = encoder(x)
+            criterion(decoder(code), y).backward()
+            optimizer.step()
+            encoder.eval()
+            decoder.{mode}()
+            code = encoder(x)
+            print(psnr(decoder(code), y))
+    """)
+    assert (("OOM201", 8) in reported) is evaluated
+
+
 RENDERED = """
     from elsewhere import render
 

@@ -62,3 +62,17 @@ def test_a_device_decided_again_in_the_constructor_is_the_later_one(read):
     assert not read(code).devices.may_be_cuda
     moved = code.rstrip() + ".cuda()"
     assert read(moved).devices.may_be_cuda
+
+
+@pytest.mark.parametrize(
+    ("moved", "may_be"), [("x.device", False), ("other.device", False), ("args.device", True), ("gpu", True)]
+)
+def test_where_another_tensor_is_says_nothing(read, moved, may_be):
+    code = f"""
+        import torch
+        for x, y in loader:
+            mask = torch.ones(4).to({moved})
+            criterion(model(x, mask), y).backward()
+            optimizer.step()
+    """
+    assert read(code).devices.may_be_cuda is may_be

@@ -49,6 +49,7 @@ def round_with(before: str, after: str) -> str:
             """,
             "show(last); last = y",
         ),
+        ("if mode == 'both': last = x", "if mode == 'both': show(last)\nlast = y"),
     ],
 )
 def test_a_name_that_the_round_binds_first_carries_nothing_over(report, before, after):
@@ -60,6 +61,8 @@ def test_a_name_that_the_round_binds_first_carries_nothing_over(report, before, 
     [
         ("show(last)", "last = y"),
         ("if flag: last = x", "show(last); last = y"),
+        ("if asks(): last = x", "if asks(): show(last)\nlast = y"),
+        ("if flag: last = x", "flag = next(flags)\nif flag: show(last)\nlast = y"),
         ("for t in parts: last = t", "show(last); last = y"),
         ("while flag: last = x", "show(last); last = y"),
         ("last += x", "last = y"),

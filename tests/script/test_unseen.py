@@ -320,3 +320,79 @@ def test_a_part_of_unknown_make_is_a_network_where_it_is_wrapped_as_one(report):
             optimizer.step()
     """
     assert report(code) == [("OOM202", 14), ("OOM202", 15)]
+
+
+LOADED = """
+    import torch
+
+    def segment(loader):
+        {unpacked} = torch.hub.load("owner/speech", "detector")
+        find, collect = helpers
+        for audio in loader:
+            times = find(audio, detector)
+            {line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("unpacked", "line", "evaluated"),
+    [
+        ("detector, helpers", "show(collect(times, audio))", False),
+        ("detector, helpers", "show(detector(audio))", True),
+        ("helpers, detector", "show(detector(audio))", True),
+    ],
+)
+def test_what_a_hub_gives_beside_a_network_is_none(report, unpacked, line, evaluated):
+    assert report(LOADED.format(unpacked=unpacked, line=line)) == ([("OOM201", 8)] if evaluated else [])
+
+
+ATTRIBUTES = """
+    from parts import *
+
+    class Agent:
+        def __init__(self, size):
+            self.pi = Gaussian(size)
+            self.value = State_Value_Module(size)
+
+        def act(self, observation):
+            return self.pi(observation).sample()
+
+    class Learner:
+        def __init__(self, agent):
+            self.agent = agent
+            self.l_enc = l2_loss
+            self.optimizer = Adam(self.agent.pi.parameters())
+
+        def learn(self, env, loader):
+            observation = env.reset()
+            for x, y in loader:
+                action = self.agent.act(observation).cpu().numpy()
+                observation, reward, done, _ = env.step(action)
+                out = self.agent.value(x.cuda())
+                loss = self.l_enc(out, y)
+                loss.backward()
+                self.optimizer.step()
+
+    Learner(Agent(8)).learn(env, loader)
+"""
+
+
+def test_attributes_are_what_others_use_them_as_and_what_they_were_made_of(report):
+    assert report(ATTRIBUTES) == [("OOM201", 9), ("OOM202", 22)]
+
+
+@pytest.mark.parametrize(("name", "line"), [("tokenizer_encoder", []), ("text_encoder", [("OOM202", 5)])])
+def test_a_tokenizer_is_no_network(report, name, line):
+    assert (
+        report(f"""
+        model = Net().cuda()
+
+        def epoch(model, loader, {name}):
+            for text, y in loader:
+                tokens = {name}(text)
+                loss = criterion(tokens, y)
+                loss.backward()
+                optimizer.step()
+    """)
+        == line
+    )
