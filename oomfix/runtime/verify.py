@@ -63,10 +63,12 @@ def check(
         sharded: parameters are spread over processes, and have no gradients that could be compared.
 
     Returns:
-        The verdict; an undecided one where not even two rows fit.
+        The verdict; an undecided one where not even two rows fit, or where there are none.
     """
     if simulation.assumption is not None:
         simulation.assumption.note()
+    if not batch.size:
+        return Verdict(None, "it is empty", undecided=True)
     checking = _Check(forward, batch, modules, trust)
     # odd numbers of rows: pairs and groups inside a batch are taken apart, or fail
     most = max(_odd(min(most_rows, _MOST_ROWS)), _FEWEST_ROWS)

@@ -306,3 +306,18 @@ def test_views_of_a_batch_in_a_list_are_cut_along_their_samples(arranged):
 def test_a_list_of_samples_stays_one_though_they_are_as_long_as_something_else():
     sequences, table = [rows(12, 6, seed=n) for n in range(5)], rows(12, 6)
     assert Batch((sequences, labels(5), table), {}).size == 5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_empty_batch_is_run_and_shows_nothing(precision):
+    """fp16 is checked for gradients of gradients at the first call, whatever that brings."""
+    model = network().float()
+    memory = runtime.preset("16gb", micro_batches=3, precision=precision)
+
+    def forward(x, y):
+        return F.cross_entropy(model(x), y, reduction="sum")
+
+    for count in (0, 12, 0):
+        loss = memory.forward_backward(forward, rows(count, 6).float(), labels(count))
+        assert (loss == 0) == (count == 0)
+    assert whole_because(precision=precision) is None
