@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oomfix.profile.batch_size import Trial, find_largest, largest_fitting
+from oomfix.profile.cards import CARDS, find_card
+from oomfix.profile.cards import budget as checked_budget
 from oomfix.profile.process import run_script
 from oomfix.profile.text import batch_size_lines, lines, trial_line
 from oomfix.terminal import write_lines
@@ -29,7 +31,9 @@ _PLACEHOLDER, _FIRST_SIZE = "{}", 8
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, package.train, run as `python -m` runs it.")
 @click.option(
-    "--gpu", metavar="NAME", help="The card to simulate: t4, rtx3090, ...  [default: a100, or that of the --preset]"
+    "--gpu",
+    metavar="NAME",
+    help=f"The card to simulate: {', '.join(CARDS)}.  [default: {_DEFAULT_GPU}, or that of the --preset]",
 )
 @click.option(
     "--steps", default=2, show_default=True, metavar="N", type=click.IntRange(1), help="Optimizer steps to run."
@@ -76,9 +80,6 @@ def profile(
 
     Exit codes: 0 for an estimate, 1 if the script failed or ran out of the --budget, 2 if it cannot be simulated.
     """
-    from oomfix.profile.cards import budget as checked_budget
-    from oomfix.profile.cards import find_card
-
     module = ["--module", script] if as_module else []
     script = _file(script, as_module)
     if script.endswith(".ipynb"):

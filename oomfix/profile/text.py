@@ -24,7 +24,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     card, steps = found["card"], found["steps"]
     if found["error"] and not found["peak_allocated_bytes"]:
         return [f"{found['script']} failed before anything was on the card: the error above is its own"]
-    text = [f"{found['script']} on {card['name']} ({card['capacity_gib']:.2f} GiB), {counted(len(steps), 'step')}"]
+    batches = f", batches of {found['batch_size']}" if found["batch_size"] else ""
+    text = [
+        f"{found['script']} on {card['name']} ({card['capacity_gib']:.2f} GiB), {counted(len(steps), 'step')}{batches}"
+    ]
     if found["out_of_memory"]:
         text.append(f"  out of memory: {found['out_of_memory']}")
     text.append(

@@ -26,6 +26,7 @@ def found():
         "script": "train.py",
         "out_of_memory": None,
         "budget_bytes": None,
+        "batch_size": 65536,
         "error": None,
         "shares": None,
     }
@@ -98,7 +99,8 @@ def test_the_page_needs_no_other_file_and_holds_the_report(found, tmp_path):
     path = tmp_path / "mem.html"
     draw({**found, "script": "<train>.py"}, path)
     page = path.read_text()
-    assert "<svg" in page and "&lt;train&gt;.py" in page and "largest at the peak" in page
+    assert "<svg" in page and "&lt;train&gt;.py on T4 (14.74 GiB), 2 steps, batches of 65536\n" in page
+    assert "largest at the peak" in page
     assert "<script" not in page and "http-equiv" not in page
 
 
