@@ -45,9 +45,9 @@ def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 @click.argument("paths", metavar="[PATH]... [-- ARGS]", nargs=-1)
 @click.option(
     "--preset",
-    required=True,
     metavar="NAME",
-    help="The memory to train in: one that `oomfix presets` lists, or one of [tool.oomfix.presets] in pyproject.toml.",
+    help="The memory to train in: one that `oomfix presets` lists, or one of [tool.oomfix.presets] in pyproject.toml.  "
+    "[required]",
 )
 @click.option("--diff", is_flag=True, help="Print what would change, and write nothing.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if anything would change.")
@@ -83,7 +83,7 @@ def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 def apply(
     ctx: click.Context,
     paths: tuple[str, ...],
-    preset: str,
+    preset: str | None,
     diff: bool,
     check: bool,
     prove: bool,
@@ -105,10 +105,13 @@ def apply(
     difference, 2 when a file could not be read or written, or a run came to no result. Where --prove does not end with
     0, nothing is written.
     """
+    from oomfix.presets import PRESETS
     from oomfix.rewrite import summary
     from oomfix.rewrite.files import Rewriter, write
     from oomfix.rules import all_rules
 
+    if preset is None:
+        raise click.UsageError(f"--preset: none given, expected one of {', '.join(PRESETS)}, or one of your own")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a path or a line of a file may hold what the terminal's encoding has not

@@ -129,3 +129,10 @@ def test_a_defect_in_the_changes_of_one_file_stops_no_other(folder, monkeypatch)
     assert "train.py: left as it is: its changes get in each other's way; please report it" in done.output
     assert (folder / "train.py").read_text() == TRAIN
     assert "memory.step" in (folder / "package" / "engine.py").read_text()
+
+
+def test_without_a_preset_all_are_named(folder):
+    done = RUN.invoke(apply, ["train.py"])
+    assert done.exit_code == 2
+    assert "--preset: none given, expected one of 8gb, 12gb, 16gb" in done.output
+    assert (folder / "train.py").read_text() == TRAIN
