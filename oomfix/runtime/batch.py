@@ -240,6 +240,8 @@ def _uncuttable(node: Any) -> str | None:
     if isinstance(node, torch.Tensor):
         if node.is_nested:
             return "nested tensor"
+        if node.is_meta:
+            return "tensor without data (on the meta device)"
         return None if node.layout == torch.strided else "sparse tensor"
     inner = trees.children(node)
     if inner is None:

@@ -43,7 +43,7 @@ class KeptTensors:
 
 def _contents(tensor: torch.Tensor, largest: int) -> bytearray | None:
     """What `tensor` holds; None where that is more than `largest` bytes, or not in one piece."""
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.nbytes > largest:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.nbytes > largest:
         return None
     if simulation.assumption is not None:
         return None

@@ -189,7 +189,9 @@ class Shares:
         if not self._verdict.nll_losses:
             return Weight(rows, rows)
         if not targets:
-            raise CannotSplit("its cross entropy is in compiled code, where what it divides by cannot be read")
+            raise CannotSplit(
+                "what a cross entropy divides by cannot be read off the loss (it is in compiled code, or no part of it)"
+            )
         if self._verdict.one_part and targets[0]:
             if self._has_targets:
                 reason = "few of the rows that were checked had targets that count"

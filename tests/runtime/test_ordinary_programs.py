@@ -321,3 +321,24 @@ def test_an_empty_batch_is_run_and_shows_nothing(precision):
         loss = memory.forward_backward(forward, rows(count, 6).float(), labels(count))
         assert (loss == 0) == (count == 0)
     assert whole_because(precision=precision) is None
+
+
+@pytest.mark.parametrize("overrides", [{"micro_batches": 3}, {"micro_batches": "auto"}], ids=["split", "whole"])
+@pytest.mark.parametrize("forgotten", ["x", "y", "model"])
+def test_what_was_left_on_the_meta_device_gives_the_error_of_torch(overrides, forgotten):
+    """Not one of our own, from code that the user never wrote."""
+    model, batch = network(), {"x": rows(12, 6), "y": labels(12)}
+    if forgotten == "model":
+        model = model.to("meta")
+    else:
+        batch[forgotten] = batch[forgotten].to("meta")
+
+    def forward(x, y):
+        return F.cross_entropy(model(x), y)
+
+    said = []
+    for run in (forward, lambda **batch: runtime.preset("16gb", **overrides).forward_backward(forward, **batch)):
+        with pytest.raises(RuntimeError) as raised:
+            run(**batch)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
