@@ -66,6 +66,21 @@ class DeprecatedAmp(Rule):
     INVALID = [
         Invalid(
             """
+from config import *
+scaler = T.cuda.amp.GradScaler()
+with T.cuda.amp.autocast():
+    loss = model(x)
+""",
+            (3, 4),
+            """
+from config import *
+scaler = T.amp.GradScaler("cuda")
+with T.amp.autocast("cuda"):
+    loss = model(x)
+""",
+        ),
+        Invalid(
+            """
 import torch
 scaler = torch.cuda.amp.GradScaler(enabled=use_amp)
 with torch.cuda.amp.autocast(use_amp, torch.bfloat16):
@@ -175,6 +190,12 @@ with autocast():
         ),
     ]
     VALID = [
+        """
+import other as T
+from config import *
+scaler = T.cuda.amp.GradScaler()
+data.cuda.amplitude()
+""",
         """
 import torch
 scaler = torch.amp.GradScaler("cuda")

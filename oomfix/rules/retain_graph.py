@@ -18,7 +18,8 @@ class RetainGraph(Rule):
     (bench/results/rules.md).
 
     Quiet when: another backward, or `torch.autograd.grad`, goes through the same forward afterwards; the graph is
-    carried into the next iteration; the flag is not literally `True`; what is differentiated was made out of sight.
+    carried into the next iteration, or a part of it was made once, before the loop; the flag is not literally `True`;
+    what is differentiated was made out of sight.
 
     Fix: drop the argument.
     """
@@ -42,6 +43,22 @@ class RetainGraph(Rule):
     INVALID = [
         Invalid(
             """
+class Model:
+    def add_penalty(self, weights):
+        self.penalty = torch.zeros(1)
+        self.penalty += torch.stack([w.square().sum() for w in weights]).sum()
+
+    def fit(self, loader):
+        for x, y in loader:
+            self.add_penalty(self.net.parameters())
+            loss = criterion(self.net(x), y) + self.penalty
+            loss.backward(retain_graph=True)
+            self.optimizer.step()
+""",
+            (11,),
+        ),
+        Invalid(
+            """
 for x, y in loader:
     loss = criterion(model(x), y)
     optimizer.zero_grad()
@@ -59,6 +76,22 @@ for x, y in loader:
         ),
     ]
     VALID = [
+        """
+class Model:
+    def __init__(self, net, weights):
+        self.net = net
+        self.penalty = torch.zeros(1)
+        self.add_penalty(weights)
+
+    def add_penalty(self, weights):
+        self.penalty += torch.stack([w.square().sum() for w in weights]).sum()
+
+    def fit(self, loader):
+        for x, y in loader:
+            loss = criterion(self.net(x), y) + self.penalty
+            loss.backward(retain_graph=True)
+            self.optimizer.step()
+""",
         """
 for x, y in loader:
     out = model(x)

@@ -135,14 +135,28 @@ class AmpNames:
 
     @cached_property
     def _starred_paths(self) -> dict[str, str]:
-        """Name -> path of what star imports bring in; torch itself can come from any other one."""
+        """Name -> path of what star imports bring in; torch itself can come from any other one, under any name."""
         paths = {"torch": "torch"}
+        for name, loads in self.scopes.unbound.items():
+            if any(self._asks_for_amp(load) for load in loads):
+                paths[name] = "torch"
         for found in self.stars:
             module = found.names[0][1]
             match = _MODULE.fullmatch(module)
             for name in _STARRED[match[2] or ""] if match else ():
                 paths[name] = f"{module}.{name}"
         return paths
+
+    def _asks_for_amp(self, load: ast.Name) -> bool:
+        """`T.cuda.amp`, of a `T` that nothing in sight binds: only torch has that."""
+        device = self.scopes.parent(load)
+        amp = self.scopes.parent(device) if isinstance(device, ast.Attribute) else None
+        return (
+            isinstance(device, ast.Attribute)
+            and device.attr in ("cuda", "cpu")
+            and isinstance(amp, ast.Attribute)
+            and amp.attr == "amp"
+        )
 
     def origins(self, variable: Variable) -> list[str | None]:
         """What each binding of a variable makes it: the path of something imported, or None."""

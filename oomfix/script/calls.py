@@ -16,7 +16,7 @@ from oomfix.script.hints import (
 from oomfix.script.methods import SAME_MODULE, Methods
 from oomfix.script.names import MOVES, path_of
 from oomfix.script.nodes import walk
-from oomfix.script.trace import Clip
+from oomfix.script.trace import Clip, Handed
 from oomfix.script.values import (
     FRESH_TENSOR,
     LOADED,
@@ -268,6 +268,8 @@ class Calls(Methods):
             self.trace.backpropagated |= combine(given).origins
         if name in ("configure_optimizer", "configure_optimizers"):
             return UNKNOWN
+        if name == "run" and isinstance(receiver.ref, Handed):
+            receiver.ref.run(self.state.grad)
         match receiver.kind:
             case Kind.MODULE:
                 return self._module_method(node, receiver, name, path, arguments, keywords)

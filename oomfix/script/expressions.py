@@ -146,6 +146,8 @@ class Expressions(Calls):
             return self.element(base)
         if torch_facts.holds_networks(base):
             return base
+        if isinstance(index.constant, str) and index.constant in (entries := dict(base.entries)):
+            return entries[index.constant]
         if base.kind in (Kind.TENSOR, Kind.UNKNOWN, Kind.CONTAINER) and base.graph:
             return Value(Kind.TENSOR, base.graph, base.origins, divisors=base.divisors, carried_from=base.carried_from)
         return base if base.kind in (Kind.NUMBER, Kind.TENSOR) else UNKNOWN
@@ -168,7 +170,13 @@ class Expressions(Calls):
         if any(value.kind is Kind.CONTEXT for value in values):
             return Value(Kind.SEQUENCE, items=tuple(values))  # `contexts[precision]`: one of them
         content = combine(values)
-        return Value(Kind.CONTAINER, content.graph, content.origins)
+        pairs = [
+            (key.value, value)
+            for key, value in zip(node.keys, values, strict=True)
+            if isinstance(key, ast.Constant) and isinstance(key.value, str)
+        ]
+        entries = tuple(pairs) if content.graph and len(pairs) == len(values) else ()
+        return Value(Kind.CONTAINER, content.graph, content.origins, entries=entries)
 
     def _binary(self, node: ast.BinOp) -> Value:
         left, right = self.evaluate(node.left), self.evaluate(node.right)

@@ -7,7 +7,7 @@ import ast
 from oomfix.script.definitions import Instance
 from oomfix.script.functions import Functions
 from oomfix.script.names import path_of
-from oomfix.script.values import Kind, Value
+from oomfix.script.values import Graph, Kind, Value
 
 _OF_THE_WHOLE = frozenset(
     "requires_grad_ eval train to cuda half cpu parameters named_parameters load_state_dict state_dict "
@@ -61,6 +61,10 @@ class Networks(Functions):
         value = self.evaluate(node.args[0]).constant if node.args else True
         if isinstance(value, bool):
             self.freeze(function.value, not value)
+        if value is True and isinstance(function.value, ast.Call):
+            asked = self.evaluate(function.value)
+            if asked.kind is Kind.TENSOR and not asked.graph:
+                return asked.with_graph(Graph.MAYBE)  # a leaf that a loss may go back to
         return None
 
     def _stays_frozen(self, path: str | None) -> bool:

@@ -41,10 +41,11 @@ def _grows_by_iteration(
 ) -> bool:
     """Each round of the outermost loop that the target outlives makes a graph of its own.
 
-    What is collected within a training iteration (samples, time steps, scales) goes with the iteration.
+    What is collected within a training iteration (samples, time steps, scales) goes with the iteration, unless it is
+    that of a test in between.
     """
     outside = len(keep.site.loops) - len(keep.crossed)
-    if any(run in training_runs for run in keep.site.runs[:outside]):
+    if any(run in training_runs for run in keep.site.runs[:outside]) and not keep.site.within_evaluation:
         return False
     if any(_resets(other, keep.target) for other in keep.crossed[0].body if other is not keep.statement):
         return False

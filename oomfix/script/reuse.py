@@ -45,7 +45,9 @@ class GraphReuse:
             return True
         if any(order > backward.order and origins & backward.origins for order, origins in self._trace.handed_on):
             return True
-        if loop is not None and (carries_over(loop) or self._uses_older_tensors(loop)):
+        if loop is not None and (
+            carries_over(loop) or self._uses_older_tensors(loop) or self._adds_older_attribute(loop)
+        ):
             return True
         sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
         unseen = [other for other in self._trace.backwards if not (other.origins and backward.origins)]
@@ -75,6 +77,43 @@ class GraphReuse:
             if not _encloses(loop, statement) and (scope is None or _encloses(scope, loop))
         }
         return bool(older) and bool(older & read_first(loop))
+
+    def _adds_older_attribute(self, loop: Loop) -> bool:
+        """Whether a round adds what its object has from before the loop: `loss + self.penalty`, summed up once."""
+        nodes = list(walk(loop))
+        added = {
+            path
+            for node in nodes
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)
+            for path in map(path_of, (node.left, node.right))
+            if path is not None and path.startswith("self.")
+        }
+        if not added:
+            return False
+        called = {path_of(node.func) for node in nodes if isinstance(node, ast.Call)}
+        made = {path: makers for path, makers in self._summed_attributes.items() if path in added}
+        return any(
+            not any(
+                _encloses(loop, statement) or f"self.{getattr(scope, 'name', '')}" in called
+                for statement, scope in makers
+            )
+            for makers in made.values()
+        )
+
+    @cached_property
+    def _summed_attributes(self) -> dict[str, list[tuple[ast.stmt, Scope]]]:
+        """The attributes of `self` that something is added to, with all statements that bind them or add to them."""
+        bound: dict[str, list[tuple[ast.stmt, Scope]]] = {}
+        summed = set()
+        for node, scope in self._nodes:
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    path = path_of(target)
+                    if path is not None and path.startswith("self."):
+                        bound.setdefault(path, []).append((node, scope))
+                        if isinstance(node, ast.AugAssign) and not isinstance(node.value, ast.Constant):
+                            summed.add(path)
+        return {path: makers for path, makers in bound.items() if path in summed}
 
     @cached_property
     def _computed(self) -> list[tuple[str, ast.Assign, Scope]]:

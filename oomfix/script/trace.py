@@ -122,6 +122,22 @@ class Forward(Event):
         return self.site.grad is Graph.YES and not self.graphless
 
 
+@dataclass(eq=False)
+class Handed:
+    """An object that was handed a function of the file: `Engine(validate)` calls it wherever the engine runs."""
+
+    forwards: tuple[Forward, ...]
+    """Those of the function that record a graph, as far as is known where the object is made."""
+    runs: set[Graph] = field(default_factory=set)
+    """Whether gradients are recorded, where it runs."""
+
+    def run(self, grad: Graph) -> None:
+        """It runs, with gradients recorded or not: they are not where it never runs with them."""
+        self.runs.add(grad)
+        for forward in self.forwards:
+            forward.graphless = self.runs == {Graph.NO}
+
+
 @dataclass(slots=True, eq=False)
 class Backward(Event):
     """A backward pass: `loss.backward()`, `scaler.scale(loss).backward()`, `accelerator.backward(loss)`."""

@@ -330,13 +330,19 @@ class Training(Networks):
             return None
         return flatten(self.evaluate(node.args[0]))._replace(scaled=True)
 
-    def _call_back(self, node: ast.Call, given: list[Value]) -> None:
-        """A function of the file handed to something out of sight is called by it, which takes what it returns."""
+    def _call_back(self, node: ast.Call, given: list[Value]) -> tuple[Forward, ...]:
+        """A function of the file handed to something out of sight is called by it, which takes what it returns.
+
+        Returns the forwards in it that record a graph.
+        """
+        earlier = len(self.trace.forwards)
         for value in given:
             if value.kind is Kind.FUNCTION:
                 returned = flatten(self._function(node, value, [], {}))
                 for forward in self.trace.forwards_of(returned.origins):
                     forward.escaped = True
+        called = list(self.trace.forwards.values())[earlier:]
+        return tuple(forward for forward in called if forward.records_graph)
 
     def _memory_method(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         if name in ("forward_backward", "evaluate") and arguments and arguments[0].kind is Kind.FUNCTION:

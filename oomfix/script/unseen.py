@@ -17,6 +17,7 @@ from oomfix.script.hints import (
 )
 from oomfix.script.names import path_of, without_moves
 from oomfix.script.nodes import walk
+from oomfix.script.trace import Handed
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
 
 
@@ -33,7 +34,7 @@ class Unseen(Containers):
     ) -> Value:
         """A call of something out of sight: its uses and its name say what it is."""
         given = [*arguments, *keywords.values()]
-        self._call_back(node, given)
+        called_back = self._call_back(node, given)
         if self._is_backward_out_of_sight(path, arguments, keywords):
             return self._backward_out_of_sight(node, arguments)
         if node.args and torch_facts.runs_module((path or "").rsplit(".", 1)[-1]):
@@ -53,7 +54,8 @@ class Unseen(Containers):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
         called_module = path in self.hints.modules and not imported
         if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and not called_module:
-            return self._made(node, last, content)
+            made = self._made(node, last, content)
+            return made._replace(ref=Handed(called_back)) if called_back and made.kind is Kind.UNKNOWN else made
         if path is not None:
             if self._takes_the_name_of(node, path):
                 return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))

@@ -82,10 +82,12 @@ class Value(NamedTuple):
     """
     carried_from: frozenset[int] = NO_ORIGINS
     """Assignments of the previous iteration that this value was carried over from, graph and all."""
+    entries: tuple[tuple[str, Value], ...] = ()
+    """What a dict was written with, key by key: `{"loss": loss, "correct": correct}`, until something changes it."""
 
     def with_graph(self, graph: Graph, origins: frozenset[int] | None = None) -> Value:
         """The same value with another graph state (and origins)."""
-        return self._replace(graph=graph, origins=self.origins if origins is None else origins)
+        return self._replace(graph=graph, origins=self.origins if origins is None else origins, entries=())
 
 
 _NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)

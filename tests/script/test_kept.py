@@ -498,3 +498,73 @@ def test_each_part_of_a_list_of_networks_makes_a_graph(report, forward):
 
 def test_parts_of_a_list_of_something_else_make_none(report):
     assert kept(report(PARTS.format(forward="for shift in self.shifts: x = shift(x)"))) == []
+
+
+COUNTED = """
+    import torch
+
+    def step(model, x, y, optimizer):
+        out = model(x)
+        loss = criterion(out, y)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        {changed}
+        return result, out.argmax(1)
+
+    def epoch(model, loader, optimizer):
+        total = {{"loss": 0.0, "correct": 0}}
+        for x, y in loader:
+            result, guess = step(model, x, y, optimizer)
+            total["loss"] += result["{key}"]
+"""
+WRITTEN = 'result = {"loss": loss, "correct": accuracy(out.argmax(1), y), "size": 8}'
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "kept"),
+    [
+        (WRITTEN, "loss", True),
+        (WRITTEN, "correct", False),
+        (WRITTEN, "size", False),
+        (f"{WRITTEN}; result['size'] = out.mean()", "size", True),
+        ("result = {name: loss for name in names}", "correct", True),
+    ],
+)
+def test_an_entry_of_a_dict_is_what_it_was_written_with(report, changed, key, kept):
+    assert (("OOM101", 16) in report(COUNTED.format(changed=changed, key=key))) is kept
+
+
+@pytest.mark.parametrize(("name", "kept"), [("test", True), ("unroll", False)])
+def test_a_test_in_between_keeps_what_a_part_of_the_loss_does_not(report, name, kept):
+    reported = report(f"""
+        def {name}(x, y):
+            loss = 0
+            for t in range(20):
+                loss += criterion(model(x[:, t]), y[:, t])
+            return loss.data
+
+        for epoch in range(10):
+            x, y = next(batches)
+            criterion(model(x), y).backward()
+            optimizer.step()
+            print({name}(x, y))
+    """)
+    assert (("OOM101", 4) in reported) is kept
+
+
+@pytest.mark.parametrize(("leaf", "kept"), [("net(x).requires_grad_().cuda()", True), ("net(x).cuda()", False)])
+def test_a_leaf_that_is_made_to_require_gradients_starts_a_graph(report, leaf, kept):
+    reported = report(f"""
+        import torch
+        criterion = torch.nn.CrossEntropyLoss()
+        total = 0
+        for x, y in loader:
+            with torch.no_grad():
+                out = {leaf}
+            loss = criterion(out, y)
+            total += loss
+            loss.backward()
+            optimizer.step()
+    """)
+    assert (("OOM101", 8) in reported) is kept

@@ -396,3 +396,54 @@ def test_a_tokenizer_is_no_network(report, name, line):
     """)
         == line
     )
+
+
+HANDED = """
+    import torch
+    from engines import Engine
+
+    class Trainer:
+        def run_model(self, batch):
+            x, y = batch
+            out = self.model(x)
+            out["loss"] = criterion(out["logits"], y)
+            return out
+
+        def train(self):
+            engine = Engine(lambda e, batch: self.step(batch))
+            engine.run(self.loader)
+
+        def step(self, batch):
+            out = self.run_model(batch)
+            out["loss"].backward()
+            self.optimizer.step()
+
+        def validate(self):
+            validator = self.make_validator()
+            self.model.eval()
+            {context}
+                validator.run(self.val_loader)
+            {again}
+
+        def make_validator(self):
+            return Engine(lambda e, batch: self.run_model(batch))
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "again", "recorded"),
+    [
+        ("with torch.no_grad():", "", False),
+        ("if self.val_loader:", "", True),
+        ("with torch.no_grad():", "validator.run(self.test_loader)", True),
+    ],
+)
+def test_an_engine_calls_what_it_was_handed_where_it_runs(read, context, again, recorded):
+    script = read(HANDED.format(context=context, again=again))
+    validating = [
+        forward
+        for forward in script.trace.forwards.values()
+        if "make_validator" in {function.name for function in forward.site.functions}
+    ]
+    assert validating
+    assert any(forward.records_graph for forward in validating) is recorded
