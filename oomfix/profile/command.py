@@ -87,13 +87,11 @@ def profile(
         raise click.UsageError(f"{script} is a notebook, expected a Python file: {save} makes one")
     try:
         find_card(gpu or _DEFAULT_GPU)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--gpu") from None
-    try:
         if budget is not None:
             checked_budget(budget)
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--budget") from None
+        # the message begins with the argument's name, which is the option's
+        raise click.UsageError(f"--{error}") from None
     if plot is not None:
         _check_plot(plot)
     what_if = None if preset is None else _what_if(ctx, script, preset)
@@ -159,7 +157,7 @@ def _check_plot(path: Path) -> None:
 
     if path.suffix not in SUFFIXES:
         message = f"got {path.name!r}, expected a name that ends in {', '.join(SUFFIXES)}"
-        raise click.BadParameter(message, param_hint="--plot")
+        raise click.UsageError(f"--plot: {message}")
     if find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
 
@@ -211,7 +209,7 @@ def _what_if(ctx: click.Context, script: str, preset: str) -> "WhatIf":
     try:
         return rewrite_for(script, preset)
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--preset") from None
+        raise click.UsageError(f"--{error}") from None
     except CannotRewrite as error:
         click.echo(str(error), err=True)
         ctx.exit(2)

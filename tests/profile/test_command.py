@@ -94,7 +94,7 @@ def test_a_plot_of_another_kind_is_refused_before_the_script_runs(command, tmp_p
 def test_a_budget_that_is_none_is_refused_before_the_script_runs(command, size):
     result, _ = command("loader", "--budget", size, "rows=none")
     assert result.exit_code == 2
-    assert f"Invalid value for --budget: budget: got '{size}', expected one of 8gb, 12gb" in result.output
+    assert f"Error: --budget: got '{size}', expected one of 8gb, 12gb" in result.output
     assert "the GiB of a card (above 0.59)" in result.output
 
 
