@@ -30,7 +30,10 @@ _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 24  # parameters whose gradients are compared, spread over the model
 _OTHER_DRAWS = 6  # runs that shuffle a few rows otherwise
 _DEPEND = "samples depend on each other: a few rows give something else in two parts"
-_BENDS = "a number for the whole batch meets a threshold (clamp, abs, relu), and parts may be on either side of it"
+_BENDS = (
+    "a number for the whole batch meets a threshold (clamp, abs, relu), or counts its distinct values, and parts may "
+    "have another"
+)
 _GRADIENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
 
 

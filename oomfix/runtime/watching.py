@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from oomfix.runtime import simulation
 from oomfix.runtime.computed_masks import ComputedMasks
 from oomfix.runtime.probe import Writes
 from oomfix.runtime.rows import first_part
@@ -26,7 +27,8 @@ _BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu",
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__",
              "__le__")  # fmt: skip
 # others that give a mask
-_MASKS = ("eq", "ne", "not_equal", "__eq__", "__ne__", "isfinite")
+_MASKS = ("eq", "ne", "not_equal", "__eq__", "__ne__", "isfinite", "__invert__", "logical_not", "bitwise_not",
+          "__and__", "logical_and", "bitwise_and")  # fmt: skip
 _MOST_ENTRIES = 1024  # of a tensor that is kept to be compared
 # besides those whose names end with an underscore, unless they begin with two
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
@@ -43,6 +45,7 @@ class _Kind(Enum):
     BENDS = auto()
     COMPARES = auto()
     MASKS = auto()
+    DISTINGUISHES = auto()
     READS = auto()
 
 
@@ -56,6 +59,8 @@ def _kind_of(func: Any) -> _Kind:
         return _Kind.BENDS
     if name in _MASKS:
         return _Kind.MASKS
+    if name == "unique":
+        return _Kind.DISTINGUISHES
     if name == "item":
         return _Kind.READS
     if func in (F.cross_entropy, F.nll_loss):
@@ -127,8 +132,8 @@ class Watch(TorchFunctionMode):
     Attributes:
         nll_weights: the divisor of each cross entropy with a mean, in the order of the calls.
         calls: functions that were called.
-        bent: what went into functions that bend, and numbers that were compared, in the order of the calls; empty where
-            it has rows, or is large.
+        bent: what went into functions that bend, numbers that were compared, and how many distinct values there were,
+            in the order of the calls; empty where it has rows, or is large.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
         masks: those that were computed by comparing.
 
@@ -187,6 +192,9 @@ class Watch(TorchFunctionMode):
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
         result = func(*args, **kwargs)
+        if kind is _Kind.DISTINGUISHES and simulation.assumption is None:
+            values = result[0] if isinstance(result, tuple) else result
+            self.bent.append(torch.tensor(values.numel()))
         return self.masks.computed(result) if kind in (_Kind.COMPARES, _Kind.MASKS) else result
 
     def _read(self, number: Any, tensor: torch.Tensor) -> Any:

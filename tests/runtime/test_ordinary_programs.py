@@ -163,6 +163,45 @@ def test_a_mean_over_hard_samples_is_seen_while_all_are_hard(reduce):
     assert verdict_of(lambda a, p, n: reduce(losses(a, p, n)), model, triplets, 5).rule is None
 
 
+def mean_of_class_means(loss, y):
+    return torch.stack([loss[y == label].mean() for label in y.unique()]).mean()
+
+
+def per_class(loss, y):
+    return loss.sum() / len(torch.unique(y, return_counts=True)[0])
+
+
+@pytest.mark.parametrize("reduce", [mean_of_class_means, per_class])
+@pytest.mark.parametrize("most_rows", [3, 5])
+def test_a_mean_over_the_classes_of_a_batch_is_seen_where_each_row_has_its_own(reduce, most_rows):
+    model, batch = network(), (rows(12, 6), torch.arange(12))
+
+    def forward(x, y):
+        return reduce(model(x).pow(2).sum(1), y)
+
+    assert verdict_of(forward, model, batch, most_rows).rule is None
+
+
+def test_classes_that_are_counted_for_each_sample_still_split():
+    model, masks = network(), torch.arange(12)[:, None].remainder(5).clamp(max=3) * torch.arange(6)
+
+    def forward(x, masks):
+        losses = [out.pow(2).sum() / len(mask.unique()) for out, mask in zip(model(x), masks, strict=True)]
+        return torch.stack(losses).mean()
+
+    assert verdict_of(forward, model, (rows(12, 6), masks), 5).rule is not None
+
+
+def test_a_mean_over_targets_that_are_known_is_seen_while_all_are():
+    model = network()
+
+    def forward(x, y):
+        known = ~y.isnan()
+        return F.mse_loss(model(x)[known], y[known])
+
+    assert verdict_of(forward, model, (rows(12, 6), rows(12, 4, seed=3)), 5).rule is None
+
+
 def test_thresholds_that_only_weigh_each_sample_still_split():
     model, x, y = network(), rows(12, 6), labels(12)
 
