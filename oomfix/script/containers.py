@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
+from oomfix.script import torch_facts
 from oomfix.script.hints import looks_like_logging
 from oomfix.script.names import left_by_methods, path_of
-from oomfix.script.torch_facts import holds_networks
 from oomfix.script.training import Training
 from oomfix.script.values import (
     NONE,
@@ -34,7 +34,8 @@ _REPLAY = re.compile(r"buffer|replay", re.IGNORECASE)
 class Containers(Training):
     """Keeps track of what a container holds, and of what is kept in it beyond an iteration."""
 
-    def _element(self, value: Value) -> Value:
+    def element(self, value: Value) -> Value:
+        """What iterating over a value gives."""
         if value.items:
             result = value.items[0]
             for item in value.items[1:]:
@@ -42,7 +43,7 @@ class Containers(Training):
             return result
         if value.graph:
             return Value(Kind.TENSOR, value.graph, value.origins, carried_from=value.carried_from)
-        return value if holds_networks(value) else UNKNOWN
+        return value if torch_facts.holds_networks(value) else UNKNOWN
 
     def _container_method(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
         assert isinstance(node.func, ast.Attribute)
@@ -58,7 +59,7 @@ class Containers(Training):
             self.assign(node.func.value, Value(Kind.CONTAINER), self.statement)
             return NONE
         if receiver.graph:
-            return self._element(receiver) if name in ("pop", "popleft", "get") else flatten(receiver)
+            return self.element(receiver) if name in ("pop", "popleft", "get") else flatten(receiver)
         return UNKNOWN
 
     def _put(self, node: ast.Call, target: ast.expr, receiver: Value, given: list[Value]) -> None:

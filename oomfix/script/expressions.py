@@ -288,17 +288,6 @@ class Expressions(Calls):
             return None
         return bool(value.constant)
 
-    def element(self, value: Value) -> Value:
-        """What iterating over a value gives."""
-        if value.items is not None:
-            result = value.items[0]
-            for item in value.items[1:]:
-                result = join(result, item)
-            return result
-        if value.graph:
-            return Value(Kind.TENSOR, value.graph, value.origins, carried_from=value.carried_from)
-        return value if torch_facts.holds_networks(value) else UNKNOWN
-
 
 _EVALUATORS: dict[type, Callable[[Any, Any], Value]] = {
     ast.Constant: Expressions._constant,

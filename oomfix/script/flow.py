@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from oomfix.script.chains import ends_always_taken
-from oomfix.script.contexts import context_of_call, held_elsewhere, is_literal_loop
+from oomfix.script.contexts import is_literal_loop
 from oomfix.script.core import Path
-from oomfix.script.definitions import Function
+from oomfix.script.entering import Entering
 from oomfix.script.freezing import frozen_by
 from oomfix.script.hints import Hints
 from oomfix.script.names import path_of
@@ -18,7 +18,6 @@ from oomfix.script.nodes import walk
 from oomfix.script.pieces import pieces_of
 from oomfix.script.sides import asked_by, bound_by, recall, remember
 from oomfix.script.state import Binding, Frame, State
-from oomfix.script.statements import Statements
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
     NUMBER,
@@ -36,7 +35,7 @@ _MOST_PHASES = 4
 """A loop over more than these is one over many things alike."""
 
 
-class Flow(Statements):
+class Flow(Entering):
     """Follows blocks of statements, and one method per kind of statement that has a body."""
 
     tree: ast.Module
@@ -172,7 +171,7 @@ class Flow(Statements):
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
         grad, autocast, apex = self.state.grad, self.autocast, self.apex
         for item in node.items:
-            value = self._context_of(item.context_expr, self.evaluate(item.context_expr))
+            value = self.context_of(item.context_expr, self.evaluate(item.context_expr))
             if value.kind is Kind.CONTEXT:
                 self.enter_effects(value.ref)
                 if item.optional_vars is not None:
@@ -188,41 +187,6 @@ class Flow(Statements):
         for end in (self.frame.state, *self.frame.exits[earlier:], *left[earlier_left:]):
             if end is not None:
                 end.grad = grad
-
-    def _context_of(self, node: ast.expr, value: Value) -> Value:
-        """A context manager that is made out of sight, or by a generator of the file."""
-        if value.kind is Kind.FUNCTION and isinstance(node, ast.Call):
-            return value
-        called = node.func if isinstance(node, ast.Call) else node
-        path = path_of(called)
-        if path == "amp.scale_loss" and value.kind is not Kind.CONTEXT and isinstance(node, ast.Call):
-            # apex, imported in another function
-            return context_of_call(f"apex.{path}", [self.evaluate(argument) for argument in node.args], {}) or value
-        if value.kind is Kind.CONTEXT:
-            return value
-        binding = self.lookup(path) if path is not None else None
-        function = binding.value.ref[0] if binding is not None and binding.value.kind is Kind.FUNCTION else None
-        if isinstance(function, Function):
-            effects = self.effects_around(function, lambda part: isinstance(part, ast.Yield))
-            return Value(Kind.CONTEXT, ref=effects) if effects else value
-        if value.kind is Kind.INSTANCE:
-            return self._context_of_object(value)
-        statement = binding.statement if binding is not None else None
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
-            path = path_of(statement.value.func) or path  # `c = autocast_for(config)`
-        # a tensor is no context: what a call out of sight gives for a value with a graph was a guess
-        held = held_elsewhere(path) if value.kind in (Kind.UNKNOWN, Kind.TENSOR) else None
-        return value if held is None else Value(Kind.CONTEXT, ref=held)
-
-    def _context_of_object(self, value: Value) -> Value:
-        """An object of the file: what its `__enter__` is named to enter."""
-        instance = self.instance_of(value)
-        enter = instance.cls.find("__enter__") if instance is not None else None
-        if enter is None:
-            return value
-        calls = [path_of(node.func) for node in enter.nodes if isinstance(node, ast.Call)]
-        effects = frozenset[str]().union(*(held_elsewhere(path) or () for path in calls))
-        return Value(Kind.CONTEXT, ref=effects) if effects else value
 
     def _for(self, node: ast.For | ast.AsyncFor) -> None:
         literals = is_literal_loop(node.iter) or self._phases_told_apart(node)

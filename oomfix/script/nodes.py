@@ -64,6 +64,11 @@ def walk(root: ast.AST) -> Iterator[ast.AST]:
         found += children(node)
 
 
+def encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
+    """Whether one statement of a function stands within another."""
+    return outer is not inner and outer.lineno <= inner.lineno and (inner.end_lineno or 0) <= (outer.end_lineno or 0)
+
+
 def by_function(nodes: Iterable[tuple[ast.AST, Scope]]) -> dict[ast.AST, list[ast.AST]]:
     """For each node, all nodes of the innermost function it is in (of the module level, where it is in none)."""
     groups: dict[Scope, list[ast.AST]] = {}

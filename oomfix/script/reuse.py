@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Scope, walk
+from oomfix.script.nodes import Scope, encloses, walk
 from oomfix.script.rounds import carries_over, feeds_itself, read_first
 from oomfix.script.trace import Backward, Event, Loop, Trace
 
@@ -74,7 +74,7 @@ class GraphReuse:
         older = {
             name
             for name, statement, scope in self._computed
-            if not _encloses(loop, statement) and (scope is None or _encloses(scope, loop))
+            if not encloses(loop, statement) and (scope is None or encloses(scope, loop))
         }
         return bool(older) and bool(older & read_first(loop))
 
@@ -94,7 +94,7 @@ class GraphReuse:
         made = {path: makers for path, makers in self._summed_attributes.items() if path in added}
         return any(
             not any(
-                _encloses(loop, statement) or f"self.{getattr(scope, 'name', '')}" in called
+                encloses(loop, statement) or f"self.{getattr(scope, 'name', '')}" in called
                 for statement, scope in makers
             )
             for makers in made.values()
@@ -137,11 +137,6 @@ class GraphReuse:
         unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
         shared = other.origins & backward.origins or other.unseen & backward.unseen
         return bool(shared) or (unseen and other.node is not backward.node)
-
-
-def _encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
-    """Whether one statement stands in the other."""
-    return outer.lineno <= inner.lineno <= (outer.end_lineno or outer.lineno)
 
 
 def _exclude_each_other(first: Event, second: Event) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import encloses, walk
 from oomfix.script.rounds import feeds_itself
 from oomfix.script.trace import Backward, Event, Guard, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop, Window, waits
@@ -230,13 +230,13 @@ def lost_tails(loop: TrainingLoop, own: list[ast.AST]) -> list[ast.If]:
 
 def _is_the_whole_run(loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
     """`for step in range(100_000): batch = next(stream)`, in no other loop: there are no epochs that could end."""
-    around = any(isinstance(node, Loop) and _encloses(node, loop) for node in own)
+    around = any(isinstance(node, Loop) and encloses(node, loop) for node in own)
     return not around and not _enumerates(loop) and "range" in _names(loop.iter) and _fetches_batches(loop)
 
 
 def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
     counters = set(_names(test))
-    counted = [loop, *(outer for outer in own if _enumerates(outer) and _encloses(outer, loop))]
+    counted = [loop, *(outer for outer in own if _enumerates(outer) and encloses(outer, loop))]
     return any(counters & set(_names(node.target)) for node in counted) or any(
         _starts_with_the_epoch(counter, loop, own) for counter in counters
     )
@@ -256,10 +256,10 @@ def _starts_with_the_epoch(counter: str, loop: ast.For | ast.AsyncFor, own: list
     leaves = any(isinstance(node, ast.If) and _breaks(node) and counter in _names(node.test) for node in walk(loop))
     if not counts or shared or leaves:
         return False
-    around = [node for node in own if isinstance(node, Loop) and _encloses(node, loop)]
+    around = [node for node in own if isinstance(node, Loop) and encloses(node, loop)]
     starts = [node for node in own if isinstance(node, ast.Assign) and _sets_to_number(node, counter)]
     starts = [node for node in starts if node.lineno < loop.lineno]
-    return bool(starts) and any(all(_encloses(outer, start) for outer in around) for start in starts)
+    return bool(starts) and any(all(encloses(outer, start) for outer in around) for start in starts)
 
 
 def _sets_to_number(statement: ast.Assign, name: str) -> bool:
@@ -325,11 +325,6 @@ def _is_multiple(node: ast.expr, values: dict[str, ast.expr]) -> bool:
 
 def _breaks(statement: ast.If) -> bool:
     return any(isinstance(node, ast.Break) for node in walk(statement))
-
-
-def _encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
-    """Whether one statement of a function stands within another."""
-    return outer is not inner and outer.lineno <= inner.lineno and (inner.end_lineno or 0) <= (outer.end_lineno or 0)
 
 
 def is_divided(backward: Backward, window: Window) -> bool:

@@ -1,0 +1,50 @@
+"""Following what a `with` enters: contexts that are held, made out of sight, or by a generator or class of the file."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.script.contexts import context_of_call, held_elsewhere
+from oomfix.script.definitions import Function
+from oomfix.script.names import path_of
+from oomfix.script.statements import Statements
+from oomfix.script.values import Kind, Value
+
+
+class Entering(Statements):
+    """Finds the context that an expression stands for."""
+
+    def context_of(self, node: ast.expr, value: Value) -> Value:
+        """A context manager that is made out of sight, or by a generator of the file."""
+        if value.kind is Kind.FUNCTION and isinstance(node, ast.Call):
+            return value
+        called = node.func if isinstance(node, ast.Call) else node
+        path = path_of(called)
+        if path == "amp.scale_loss" and value.kind is not Kind.CONTEXT and isinstance(node, ast.Call):
+            # apex, imported in another function
+            return context_of_call(f"apex.{path}", [self.evaluate(argument) for argument in node.args], {}) or value
+        if value.kind is Kind.CONTEXT:
+            return value
+        binding = self.lookup(path) if path is not None else None
+        function = binding.value.ref[0] if binding is not None and binding.value.kind is Kind.FUNCTION else None
+        if isinstance(function, Function):
+            effects = self.effects_around(function, lambda part: isinstance(part, ast.Yield))
+            return Value(Kind.CONTEXT, ref=effects) if effects else value
+        if value.kind is Kind.INSTANCE:
+            return self._context_of_object(value)
+        statement = binding.statement if binding is not None else None
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+            path = path_of(statement.value.func) or path  # `c = autocast_for(config)`
+        # a tensor is no context: what a call out of sight gives for a value with a graph was a guess
+        held = held_elsewhere(path) if value.kind in (Kind.UNKNOWN, Kind.TENSOR) else None
+        return value if held is None else Value(Kind.CONTEXT, ref=held)
+
+    def _context_of_object(self, value: Value) -> Value:
+        """An object of the file: what its `__enter__` is named to enter."""
+        instance = self.instance_of(value)
+        enter = instance.cls.find("__enter__") if instance is not None else None
+        if enter is None:
+            return value
+        calls = [path_of(node.func) for node in enter.nodes if isinstance(node, ast.Call)]
+        effects = frozenset[str]().union(*(held_elsewhere(path) or () for path in calls))
+        return Value(Kind.CONTEXT, ref=effects) if effects else value

@@ -1,0 +1,207 @@
+"""Following calls of what is imported: torch's own functions, builtins, and other libraries."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.script import torch_facts
+from oomfix.script.contexts import NULL, context_of_call
+from oomfix.script.methods import Methods
+from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
+from oomfix.script.trace import Clip
+from oomfix.script.values import (
+    FRESH_TENSOR,
+    LOADED,
+    NONE,
+    NUMBER,
+    PLAIN_TENSOR,
+    UNKNOWN,
+    Graph,
+    Kind,
+    Value,
+    combine,
+    flatten,
+)
+
+
+class Externals(Methods):
+    """Knows what a call of something imported gives, by its qualified name."""
+
+    def _context_of_one(
+        self, node: ast.Call, functions: tuple[Value, ...], arguments: list[Value], keywords: dict[str, Value]
+    ) -> Value | None:
+        """What a call of one of several functions puts around its block, where an imported one makes a context."""
+        made = [context_of_call(one.ref, arguments, keywords) for one in functions if one.kind is Kind.EXTERNAL]
+        if not any(made):
+            return None
+        made += [self._function(node, one, arguments, keywords) for one in functions if one.kind is Kind.FUNCTION]
+        contexts = [value for value in made if value is not None and value.kind is Kind.CONTEXT]
+        effects = NULL.ref.union(*(context.ref for context in contexts))
+        known = effects != NULL.ref or len(contexts) == len(functions)
+        return Value(Kind.CONTEXT, ref=effects) if known else None
+
+    def _external(
+        self, node: ast.Call, name: str, path: str | None, arguments: list[Value], keywords: dict[str, Value]
+    ) -> Value:
+        last = name.rsplit(".", 1)[-1]
+        given = [*arguments, *keywords.values()]
+        if (context := context_of_call(name, arguments, keywords)) is not None:
+            if last == "set_grad_enabled":
+                self._set_grad(context)
+            return context
+        if name in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
+            return Value(Kind.TENSOR, Graph.MAYBE)
+        if name == "itertools.repeat" and arguments:
+            return Value(Kind.SEQUENCE, items=(arguments[0],))
+        if name == "deepspeed.initialize":
+            return self._engine(node, keywords.get("model", UNKNOWN))
+        if name == "functools.partial" and arguments and arguments[0].kind is Kind.EXTERNAL:
+            return self._partial(arguments[0], arguments[1:], keywords)
+        if "." not in name and (builtin := self._builtin(node, name, given)) is not None:
+            return builtin
+        if name in ("torch.autograd.grad", "torch.autograd.backward"):
+            return self._functional_backward(node, name, arguments, keywords)
+        if last in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"):
+            self.trace.clips.append(Clip(node, self.site(), self.trace.next_order(), gradients=self.state.gradients))
+            return NUMBER
+        if name == "torch.load":
+            return LOADED
+        if name == "torch.cuda.empty_cache":
+            self.note_call(name, node)
+            return NONE
+        if name.startswith("torchmetrics."):
+            return NUMBER
+        if torch_facts.wraps_module(name):
+            return self._wrapped(name, given)
+        if torch_facts.is_plain(name):
+            if name.startswith("collections."):
+                return Value(Kind.CONTAINER)
+            return flatten(given[0]) if name.startswith("tqdm") and given else NUMBER
+        if torch_facts.runs_module(last) and node.args:
+            return self.run_argument(node, arguments, keywords)
+        kind = torch_facts.kind_of_call(name)
+        if kind is Kind.LOSS and combine(given).graph:
+            return self._through_loss(given)  # `Loss(out, y)`: a function under the name of a class
+        if (
+            kind is Kind.OPTIMIZER
+            and path is not None
+            and name.split(".")[0] != "torch"
+            and not self._has_parameters(node)
+        ):
+            kind = None
+        if kind is not None:
+            made = self.trace.number("made", id(node), self.way)
+            return Value(kind, ref=(name, made), divisors=torch_facts.summed_by(keywords))
+        if name.startswith("torch."):
+            return self.computed(self._torch_function(name, last, given, keywords))
+        if last in ("tqdm", "trange", "track", "prefetch"):
+            return flatten(given[0]) if given else UNKNOWN
+        return self._unknown(node, path, arguments, keywords, imported=True)
+
+    def _engine(self, node: ast.Call, model: Value) -> Value:
+        """DeepSpeed's engine stands for the model; it comes with an optimizer, a loader and a scheduler."""
+        made = Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        return Value(Kind.SEQUENCE, items=(model if model.kind is Kind.MODULE else made, UNKNOWN, UNKNOWN, UNKNOWN))
+
+    def _partial(self, function: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+        """A context whose arguments are given beforehand is that context; any other function stays itself."""
+        context = context_of_call(function.ref, arguments, keywords)
+        return function if context is None else context
+
+    def _has_parameters(self, node: ast.Call) -> bool:
+        return any(
+            isinstance(child, ast.Attribute) and child.attr in ("parameters", "named_parameters", "param_groups")
+            for argument in node.args[:1]
+            for child in walk(argument)
+        ) or bool(node.args and path_of(node.args[0]) and "param" in (path_of(node.args[0]) or "").lower())
+
+    def _set_grad(self, context: Value) -> None:
+        effects: frozenset[str] = context.ref
+        self.state.grad = Graph.MAYBE if len(effects) > 1 else (Graph.NO if "no_grad" in effects else Graph.YES)
+
+    def _wrapped(self, name: str, given: list[Value]) -> Value:
+        """`nn.DataParallel(x)`: what is wrapped like a network is one, unless more than a guess is known of it."""
+        if not given:
+            return UNKNOWN
+        guessed = given[0].kind is Kind.TENSOR and name != "copy.deepcopy"
+        return Value(Kind.MODULE) if guessed or given[0].kind is Kind.UNKNOWN else given[0]
+
+    def _torch_function(self, name: str, last: str, given: list[Value], keywords: dict[str, Value]) -> Value:
+        if last in torch_facts.FRESH:
+            return PLAIN_TENSOR if has_integers(given) else FRESH_TENSOR
+        if last in torch_facts.INTEGER_RESULTS or last in torch_facts.LEAVING_THE_GRAPH or last in torch_facts.COPIES:
+            return PLAIN_TENSOR
+        content = combine(given)
+        if last == "Variable" and given and given[0].is_tensor:
+            return given[0]
+        if content.graph is Graph.NO:
+            known = last in torch_facts.TORCH_GRAPH_FREE or content.kind is not Kind.UNKNOWN
+            return PLAIN_TENSOR if known else UNKNOWN
+        if last in torch_facts.INDEX_REDUCTIONS:
+            return content if _compares(last, given) else self._values_and_indices(content, len(given))
+        if divisors_of(last, given[1:]):
+            return content._replace(divisors=given[0].divisors | divisors_of(last, given[1:]))
+        if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
+            return content if "checkpoint" in name else UNKNOWN
+        several = last in torch_facts.SEVERAL or name.startswith("torch.distributions.")
+        return content._replace(is_tensor=not several, divisors=torch_facts.summed_by(keywords))
+
+    def _values_and_indices(self, content: Value, given: int) -> Value:
+        if given < 2:
+            return content
+        return Value(Kind.SEQUENCE, items=(content._replace(is_tensor=True), PLAIN_TENSOR))
+
+    def _builtin(self, node: ast.Call, name: str, given: list[Value]) -> Value | None:
+        if name in torch_facts.NUMBER_BUILTINS:
+            return NUMBER
+        if name in torch_facts.PASSING_BUILTINS:
+            if name == "map" and given and given[0].kind is Kind.FUNCTION:
+                content = flatten(self._function(node, given[0], [self.element(value) for value in given[1:]], {}))
+                return Value(Kind.CONTAINER, content.graph, content.origins)
+            return self._passed(name, given)
+        if name in torch_facts.REDUCING_BUILTINS:
+            return combine([flatten(value) for value in given])
+        if name == "getattr" and given:
+            external = given[0].kind is Kind.EXTERNAL and len(given) > 1 and isinstance(given[1].constant, str)
+            return Value(Kind.EXTERNAL, ref=f"{given[0].ref}.{given[1].constant}") if external else UNKNOWN
+        if name == "super":
+            owner = self.frame.function.owner if self.frame.function else None
+            return Value(Kind.INSTANCE, ref=None) if owner is None else UNKNOWN
+        return None
+
+    def _passed(self, name: str, given: list[Value]) -> Value:
+        if not given:
+            return Value(Kind.CONTAINER)
+        if name == "zip":
+            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=tuple(self.element(v) for v in given)),))
+        if name == "enumerate":
+            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=(NUMBER, self.element(given[0]))),))
+        if name in ("map", "filter"):
+            content = combine(given[1:])
+            return Value(Kind.CONTAINER, content.graph, content.origins)
+        if name == "next":
+            return self.element(given[0])
+        if given[0].items is not None:
+            return given[0]
+        content = combine(given)
+        return Value(Kind.CONTAINER, content.graph, content.origins, carried_from=content.carried_from)
+
+
+def _compares(name: str, given: list[Value]) -> bool:
+    """Whether `torch.min` or `torch.max` takes the smaller or larger of two tensors, and not along a dimension."""
+    return name in ("min", "max") and len(given) > 1 and given[1].kind is Kind.TENSOR
+
+
+def divisors_of(name: str, given: list[Value]) -> frozenset[str]:
+    """What a function or method of a tensor divides it by: `loss.div(k)`, `loss.mul(1 / k)`."""
+    if name in ("div", "div_", "true_divide", "divide"):
+        return frozenset({name})
+    if name in ("mul", "mul_", "multiply") and given:
+        return given[0].divisors
+    return frozenset()
+
+
+def has_integers(given: list[Value]) -> bool:
+    """Whether one of the arguments is a dtype of integers."""
+    return any(value.kind is Kind.EXTERNAL and value.ref in torch_facts.INTEGER_DTYPES for value in given)

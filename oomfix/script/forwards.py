@@ -1,0 +1,153 @@
+"""Following forwards: the calls of a network, and what the network's own code says about them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+from oomfix.script.contexts import autocast_under
+from oomfix.script.definitions import Function
+from oomfix.script.names import path_of
+from oomfix.script.networks import Networks
+from oomfix.script.trace import Carry, Forward, Loop, Site
+from oomfix.script.values import (
+    NO_ORIGINS,
+    PLAIN_TENSOR,
+    Graph,
+    Kind,
+    Value,
+    combine,
+)
+
+
+class Forwards(Networks):
+    """Records forwards; what a network calls inside is part of the one forward."""
+
+    _carrying: dict[int, tuple[ast.stmt, Loop]]
+
+    def forward(
+        self,
+        node: ast.Call,
+        module: Value,
+        path: str | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        direct: bool = True,
+        method: Function | None = None,
+    ) -> Value:
+        """Record a forward; `method` is the module's own code for it, where that is in the file."""
+        content = combine([*arguments, *keywords.values()])
+        if self.enclosing_forward is not None and path not in ("self", "self.module"):
+            return self._part_of_forward(content, module, path)
+        origin = self.trace.number("forward", id(node), self.way)
+        grad = Graph.NO if method is not None and _records_nothing(method) else self.state.grad
+        self.trace.forwards[origin] = Forward(
+            node=node,
+            site=self._site_of_forward(method),
+            order=self.trace.next_order(),
+            origin=origin,
+            path=path,
+            given=(*node.args, *(keyword.value for keyword in node.keywords)),
+            evaluating=bool(self.state.evaluating.get(self._identity(module, path))),
+            made_for_evaluation=self.left_by_constructor.get(self._identity(module, path), False),
+            carried=content.carried_from,
+            direct=direct,
+            discarded=grad is Graph.YES and self._is_discarded(node),
+        )
+        for number in content.carried_from:
+            self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))
+        if grad is Graph.NO or (not content.graph and self.is_frozen(module, path)):
+            self.trace.forwards[origin].graphless = True
+            return PLAIN_TENSOR
+        whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
+        if method is None:
+            return whole
+        returned = self._inside(node, method, module, arguments, keywords, origin)
+        if self.parts_record == {Graph.NO}:
+            self.trace.forwards[origin].graphless = True
+            return PLAIN_TENSOR
+        return _with_structure(returned, whole)
+
+    def _site_of_forward(self, method: Function | None) -> Site:
+        """Where we are; autocast that the module's own code brings along counts as well."""
+        site = self.site()
+        if method is None or site.autocast is not None:
+            return site
+        autocast = None
+        for effects in method.effects:
+            autocast = autocast_under(effects.ref, autocast)
+        for statement in method.nodes:
+            if isinstance(statement, ast.With) and any(_is_autocast(item.context_expr) for item in statement.items):
+                autocast = autocast or "unknown"
+        return replace(site, autocast=autocast)
+
+    def _is_discarded(self, node: ast.Call) -> bool:
+        statement = self.statement
+        if isinstance(statement, ast.Assign) and statement.value is node:
+            return all(path_of(target) == "_" for target in statement.targets)
+        return isinstance(statement, ast.Expr) and statement.value is node
+
+    def _part_of_forward(self, content: Value, module: Value, path: str | None) -> Value:
+        assert self.enclosing_forward is not None
+        owner = self.frame.function.owner if self.frame.function is not None else None
+        frozen = owner is not None and not owner.has_own_parameters and path is not None and not content.graph
+        frozen = frozen and self.is_frozen(module, path)
+        grad = Graph.NO if frozen else self.state.grad
+        if not (path or "").endswith(("tokenizer", "processor")):
+            self.parts_record.add(grad)
+        if grad is Graph.NO:
+            return PLAIN_TENSOR
+        return Value(Kind.TENSOR, grad, content.origins | {self.enclosing_forward})
+
+    def _inside(
+        self,
+        node: ast.Call,
+        method: Function,
+        module: Value,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+        origin: int,
+    ) -> Value:
+        """Follow a module's own code for what it returns and keeps; its calls are part of the one forward."""
+        outer = self.enclosing_forward, self.enclosing_depth
+        self.enclosing_forward, self.enclosing_depth, self.parts_record = origin, len(self.loops), set()
+        returned = self._follow_function(node, method, module, arguments, keywords)
+        self.enclosing_forward, self.enclosing_depth = outer
+        return returned
+
+    def _own(self, module: Value, name: str) -> Function | None:
+        """A module's own method, where its class is in the file and it does not train by itself."""
+        instance = self.instance_of(module)
+        method = instance.cls.find(name) if instance is not None else None
+        return method if method is not None and self._is_part_of_forward(method) else None
+
+    def _through_loss(self, given: list[Value]) -> Value:
+        content = combine(given)
+        graph = content.graph if self.state.grad is not Graph.NO else Graph.NO
+        return Value(
+            Kind.TENSOR,
+            graph,
+            content.origins if graph else NO_ORIGINS,
+            is_tensor=True,
+            carried_from=content.carried_from,
+        )
+
+
+def _is_autocast(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "autocast"
+
+
+def _records_nothing(method: Function) -> bool:
+    """Whether a decorator turns gradients off around all of it."""
+    return any(effects.ref == frozenset({"no_grad"}) for effects in method.effects)
+
+
+def _with_structure(returned: Value, whole: Value) -> Value:
+    """The result of a forward, item by item where its own code shows that some carry no graph."""
+    if returned.items is not None:
+        return Value(Kind.SEQUENCE, items=tuple(_with_structure(item, whole) for item in returned.items))
+    if returned.kind is Kind.NUMBER or (returned.kind is Kind.TENSOR and returned.graph is Graph.NO):
+        return returned
+    if returned.kind is Kind.UNKNOWN and not returned.graph:
+        return whole.with_graph(min(whole.graph, Graph.MAYBE))
+    return whole._replace(is_tensor=returned.is_tensor or returned.kind is Kind.TENSOR)
