@@ -198,10 +198,12 @@ class _Check:
 
     def by_computed_masks(self, how: Runs, count: int) -> Verdict | None:
         """As `by_masks`, for masks that the forward computes."""
-        alike = self._alike_masks.get(count)
+        compared = partial(compare, self._forward, self._batch, self._modules, self._rows(count))
+        # fewer rows than the verdict was given on: those did not fit again
+        alike = self._alike_masks[count] if count in self._alike_masks else compared(how).alike_masks
         if not alike:
             return None
-        evidence = compare(self._forward, self._batch, self._modules, self._rows(count), replace(how, mask_gaps=alike))
+        evidence = compared(replace(how, mask_gaps=alike))
         return None if evidence.failure else judge(evidence)
 
     def by_gradients(self, how: Runs, count: int) -> Verdict | None:

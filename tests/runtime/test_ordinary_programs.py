@@ -7,6 +7,8 @@ from torch import nn
 from torch.func import functional_call
 
 from oomfix import runtime
+from oomfix.profile.tracker import OutOfMemoryError
+from oomfix.runtime import comparison
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.verify import check
 
@@ -200,6 +202,22 @@ def test_a_mean_over_targets_that_are_known_is_seen_while_all_are():
         return F.mse_loss(model(x)[known], y[known])
 
     assert verdict_of(forward, model, (rows(12, 6), rows(12, 4, seed=3)), 5).rule is None
+
+
+def test_masks_are_looked_at_on_fewer_rows_where_memory_runs_out_in_between(monkeypatch):
+    model, triplets, refused = network(), (rows(12, 6), rows(12, 6, seed=3), rows(12, 6, seed=4)), []
+
+    def compare(forward, batch, modules, rows, how, *others, **named):
+        if how.mask_gaps and not refused:
+            refused.append(len(rows))
+            raise OutOfMemoryError("CUDA out of memory.")
+        return comparison.compare(forward, batch, modules, rows, how, *others, **named)
+
+    monkeypatch.setattr("oomfix.runtime.verify.compare", compare)
+    losses = margins(model)
+    found = verdict_of(lambda a, p, n: of_those_above_zero_by_count(losses(a, p, n)), model, triplets, 5)
+    assert found.rule is None
+    assert refused == [5]
 
 
 def test_thresholds_that_only_weigh_each_sample_still_split():
