@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.batch_names import BatchNames
-from oomfix.rewrite.blocks import next_in_chain
+from oomfix.rewrite.between import Between, is_start
 from oomfix.rewrite.effects import Helpers, changed_paths, overlap, paths_read
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.liveness import (
@@ -63,6 +63,7 @@ class Slicer:
         self._runs_forward = runs_forward
         self._is_trained = is_trained
         self._takes_network = takes_network
+        self._between = Between(runs_forward, takes_network)
         self._batch_names = BatchNames(tree, runs_forward)
         self._liveness: dict[int, Liveness] = {}
         self._own_names = {name for statement in tree.body for name in names_bound(statement)}
@@ -108,6 +109,7 @@ class Slicer:
             return self._lift(*shorter[:2], end, shorter[2])
 
     def _lift(self, site: Site, chosen: list[int], end: int, rescaled: Sequence[ast.stmt] = ()) -> Lift:
+        chosen = _with_guards(site.block, chosen)
         lifted = [site.block[index] for index in chosen]
         loss = site.root.id if isinstance(site.root, ast.Name) else None
         lift = Lift(site, lifted, loss=loss, rescaled=list(rescaled))
@@ -115,9 +117,9 @@ class Slicer:
         for statement in lifted:
             self._check_lifted(statement, lift)
         self._check_changes(lift)
-        self._check_branch(lift)
+        self._between.place_in_branch(lift)
         signature = Signature(self.liveness_of(site.scope), self._batch_names, self._runs_forward)
-        self._place_others(lift, chosen, end)
+        self._between.place(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)
         lift.in_turn = why_in_turn(lift, self._runs_forward)
@@ -188,7 +190,7 @@ class Slicer:
         for index in reversed(chain):
             if index not in chosen and index < (chosen[0] if chosen else 0):
                 statement = site.block[index]
-                if names_bound(statement) & wanted and _is_start(statement):
+                if names_bound(statement) & wanted and is_start(statement):
                     return index
         return None
 
@@ -253,100 +255,6 @@ class Slicer:
         if self._runs_forward(lift.site.root):
             self._check_effect(lift.site.root, lift)
 
-    def _check_branch(self, lift: Lift) -> None:
-        """Whether the `if` around a backward may be asked before the loss is known, and leaves it as it is."""
-        branch = lift.site.branch
-        if branch is None:
-            return
-        bound = {name for statement in lift.lifted for name in names_bound(statement)}
-        test: ast.If | None = branch
-        while test is not None:
-            if bound & names_read(test.test):
-                raise CannotLift(f"the test in line {test.lineno} depends on the loss")
-            test = next_in_chain(test)
-        ahead = branch.body[: branch.body.index(lift.site.statement)]
-        first = next((index for index, one in enumerate(ahead) if self._touches(one, bound)), len(ahead))
-        lift.reading = ahead[first:]
-        for statement in ahead[:first]:
-            # it ran behind the network, and will run ahead of it
-            if not effects.is_zero_grad(statement):
-                self._check_delay(statement)
-                self._check_passing(statement, lift.lifted)
-        for statement in lift.reading:
-            self._check_delay(statement)
-            self._check_passing(statement, lift.lifted, reading_is_fine=True)
-
-    def _touches(self, statement: ast.stmt, bound: set[str]) -> bool:
-        """Whether a statement of a branch needs what the slice makes, or may leave before its backward."""
-        if effects.is_zero_grad(statement):
-            return False
-        others = names_bound(statement) | names_read(statement)
-        return bool(others & bound) or effects.leaves(statement) is not None
-
-    def _place_others(self, lift: Lift, chosen: list[int], end: int) -> None:
-        """Where the statements between the slice's go: those that cannot be passed by stand in the way."""
-        block = lift.site.block
-        running = [index for index in chosen if self._runs_forward(block[index])]
-        running = running or [index for index in chosen if self._takes_network(block[index])]
-        first_forward = next(iter(running), chosen[-1] if chosen else end)
-        for index in range(chosen[0] if chosen else end, end):
-            if index in chosen:
-                continue
-            statement = block[index]
-            if effects.is_zero_grad(statement):
-                lift.before.append(statement)
-            elif index < first_forward and lift.state is not None:
-                raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
-            elif index < first_forward:
-                self._check_passing(statement, [block[other] for other in chosen if other < index])
-                lift.before.append(statement)
-            else:
-                passed = [block[other] for other in chosen if other > index]
-                if _is_start(statement) and any(names_bound(statement) & names_bound(other) for other in passed):
-                    # the slice binds the name anew: what is bound here is for nobody
-                    self._check_passing(statement, [block[other] for other in chosen if other < index])
-                    lift.before.append(statement)
-                    continue
-                if statement in lift.rescaled:
-                    lift.after.append(statement)
-                    continue
-                if _ends_if_not_finite(statement) and names_read(statement) & set().union(*map(names_bound, passed)):
-                    # asked of every part, of the loss as it is there: the loss of the batch is finite where all are
-                    self._check_lifted(statement, lift)
-                    lift.lifted.insert(len(lift.lifted) - len(passed), statement)
-                    continue
-                self._check_delay(statement)
-                branch = lift.site.branch
-                self._check_passing(statement, passed + ([] if branch is None else [branch]))
-                lift.after.append(statement)
-
-    def _check_delay(self, statement: ast.stmt) -> None:
-        line = statement.lineno
-        if (keyword := effects.leaves(statement)) is not None:
-            raise CannotLift(f"`{keyword}` in line {line} stands between forward and backward")
-        if effects.switches_mode(statement):
-            raise CannotLift(f"line {line} switches layers or gradients between forward and backward")
-        if effects.draws_random_numbers(statement):
-            raise CannotLift(f"line {line} draws random numbers between forward and backward")
-        if effects.may_reset_gradients(statement):
-            raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
-        if self._runs_forward(statement):
-            raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
-        for call in effects.calls_in(statement):
-            path = (path_of(call.func) or "").lower()
-            if effects.last_name(call) in ("step", "backward", "grad") and "sched" not in path:
-                raise CannotLift(f"line {line} runs `{path or 'a step'}` between forward and backward")
-
-    def _check_passing(self, statement: ast.stmt, others: list[ast.stmt], reading_is_fine: bool = False) -> None:
-        """Whether a statement means the same on the other side of others; it may come behind what it reads."""
-        bound, read = names_bound(statement), names_read(statement)
-        changed, paths = changed_paths(statement), paths_read(statement)
-        for other in others:
-            if bound & (names_bound(other) | names_read(other)) or (read & names_bound(other) and not reading_is_fine):
-                raise CannotLift(f"line {statement.lineno} depends on its place between the steps to the loss")
-            if overlap(changed, paths_read(other)) or overlap(changed_paths(other), paths):
-                raise CannotLift(f"line {statement.lineno} may change what the loss is computed from")
-
     def liveness_of(self, scope: Scope) -> Liveness:
         """Which names are read later, in a function or the module."""
         if id(scope) not in self._liveness:
@@ -365,6 +273,19 @@ def _bound_afresh(statement: ast.stmt) -> set[str]:
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             found |= names_bound_by_target(node.optional_vars)
     return found
+
+
+def _with_guards(block: list[ast.stmt], chosen: list[int]) -> list[int]:
+    """A slice with the guards in it that end the run where what it has computed so far is not finite.
+
+    They are asked of every part of a batch: all of it is finite where all parts are.
+    """
+    found = list(chosen)
+    for index in range(chosen[0], chosen[-1]) if chosen else ():
+        later = {name for other in chosen if other > index for name in names_bound(block[other])}
+        if index not in chosen and _ends_if_not_finite(block[index]) and names_read(block[index]) & later:
+            found.append(index)
+    return sorted(found)
 
 
 def _ends_if_not_finite(statement: ast.stmt) -> bool:
@@ -401,18 +322,6 @@ def _read_before_bound(name: str, statements: list[ast.stmt]) -> bool:
         if name in definitely_bound([statement]):
             return False
     return False
-
-
-def _is_start(statement: ast.stmt) -> bool:
-    """`loss = 0`, `a, b = [], {}`, `loss = torch.zeros(1, device=device)`."""
-    if not isinstance(statement, ast.Assign):
-        return False
-    calls = list(effects.calls_in(statement.value))
-    made = ("list", "dict", "zeros", "ones", "empty", "full", "tensor", "defaultdict", "OrderedDict")
-    passing = ("to", "cuda", "float", "Variable", "is_available", "len", "size")
-    if not all(effects.last_name(call) in (*made, *passing) for call in calls):
-        return False
-    return any(effects.last_name(call) in made for call in calls) or not names_read(statement.value)
 
 
 def _may_compute(statement: ast.stmt) -> bool:

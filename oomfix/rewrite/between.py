@@ -1,0 +1,142 @@
+"""What stands between the statements of a slice, or ahead of its backward in a branch: where it goes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from oomfix.rewrite import effects
+from oomfix.rewrite.blocks import next_in_chain
+from oomfix.rewrite.effects import changed_paths, overlap, paths_read
+from oomfix.rewrite.lift import CannotLift, Lift
+from oomfix.rewrite.liveness import names_bound, names_read
+from oomfix.script.names import path_of
+
+
+class Between:
+    """Places what is not part of a slice ahead of its function or behind the call.
+
+    Args:
+        runs_forward: whether a statement runs a network.
+        takes_network: whether it hands a network to a function, which may run it.
+    """
+
+    def __init__(self, runs_forward: Callable[[ast.AST], bool], takes_network: Callable[[ast.AST], bool]) -> None:
+        self._runs_forward = runs_forward
+        self._takes_network = takes_network
+
+    def place(self, lift: Lift, chosen: list[int], end: int) -> None:
+        """Where the statements between the slice's go.
+
+        Args:
+            lift: the slice, whose `before` and `after` are filled.
+            chosen: the indices of its statements in the block.
+            end: the index of the backward.
+
+        Raises:
+            CannotLift: one of them can go neither ahead of the slice nor behind it.
+        """
+        block = lift.site.block
+        running = [index for index in chosen if self._runs_forward(block[index])]
+        running = running or [index for index in chosen if self._takes_network(block[index])]
+        first_forward = next(iter(running), chosen[-1] if chosen else end)
+        for index in range(chosen[0] if chosen else end, end):
+            if index in chosen:
+                continue
+            statement = block[index]
+            ahead = [block[other] for other in chosen if other < index]
+            passed = [block[other] for other in chosen if other > index]
+            if effects.is_zero_grad(statement):
+                lift.before.append(statement)
+            elif index < first_forward and lift.state is not None:
+                raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
+            elif index < first_forward or _is_for_nobody(statement, passed):
+                _check_passing(statement, ahead)
+                lift.before.append(statement)
+            elif statement in lift.rescaled:
+                lift.after.append(statement)
+            else:
+                self._check_delay(statement)
+                branch = lift.site.branch
+                _check_passing(statement, passed + ([] if branch is None else [branch]))
+                lift.after.append(statement)
+
+    def place_in_branch(self, lift: Lift) -> None:
+        """Where the statements ahead of a backward in its `if train:` go; the test is asked before the loss is known.
+
+        Raises:
+            CannotLift: one of them, or the test, has to stay where it is.
+        """
+        branch = lift.site.branch
+        if branch is None:
+            return
+        bound = {name for statement in lift.lifted for name in names_bound(statement)}
+        test: ast.If | None = branch
+        while test is not None:
+            if bound & names_read(test.test):
+                raise CannotLift(f"the test in line {test.lineno} depends on the loss")
+            test = next_in_chain(test)
+        ahead = branch.body[: branch.body.index(lift.site.statement)]
+        first = next((index for index, one in enumerate(ahead) if _touches(one, bound)), len(ahead))
+        lift.reading = ahead[first:]
+        for statement in ahead[:first]:
+            # it ran behind the network, and will run ahead of it
+            if not effects.is_zero_grad(statement):
+                self._check_delay(statement)
+                _check_passing(statement, lift.lifted)
+        for statement in lift.reading:
+            self._check_delay(statement)
+            _check_passing(statement, lift.lifted, reading_is_fine=True)
+
+    def _check_delay(self, statement: ast.stmt) -> None:
+        line = statement.lineno
+        if (keyword := effects.leaves(statement)) is not None:
+            raise CannotLift(f"`{keyword}` in line {line} stands between forward and backward")
+        if effects.switches_mode(statement):
+            raise CannotLift(f"line {line} switches layers or gradients between forward and backward")
+        if effects.draws_random_numbers(statement):
+            raise CannotLift(f"line {line} draws random numbers between forward and backward")
+        if effects.may_reset_gradients(statement):
+            raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
+        if self._runs_forward(statement):
+            raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
+        for call in effects.calls_in(statement):
+            path = (path_of(call.func) or "").lower()
+            if effects.last_name(call) in ("step", "backward", "grad") and "sched" not in path:
+                raise CannotLift(f"line {line} runs `{path or 'a step'}` between forward and backward")
+
+
+def _touches(statement: ast.stmt, bound: set[str]) -> bool:
+    """Whether a statement of a branch needs what the slice makes, or may leave before its backward."""
+    if effects.is_zero_grad(statement):
+        return False
+    others = names_bound(statement) | names_read(statement)
+    return bool(others & bound) or effects.leaves(statement) is not None
+
+
+def _check_passing(statement: ast.stmt, others: list[ast.stmt], reading_is_fine: bool = False) -> None:
+    """Whether a statement means the same on the other side of others; it may come behind what it reads."""
+    bound, read = names_bound(statement), names_read(statement)
+    changed, paths = changed_paths(statement), paths_read(statement)
+    for other in others:
+        if bound & (names_bound(other) | names_read(other)) or (read & names_bound(other) and not reading_is_fine):
+            raise CannotLift(f"line {statement.lineno} depends on its place between the steps to the loss")
+        if overlap(changed, paths_read(other)) or overlap(changed_paths(other), paths):
+            raise CannotLift(f"line {statement.lineno} may change what the loss is computed from")
+
+
+def _is_for_nobody(statement: ast.stmt, passed: list[ast.stmt]) -> bool:
+    """Whether a statement starts a name that the slice binds anew: `loss = 0.0` between encoder and decoder."""
+    return is_start(statement) and any(names_bound(statement) & names_bound(other) for other in passed)
+
+
+def is_start(statement: ast.stmt) -> bool:
+    """`loss = 0`, `a, b = [], {}`, `loss = torch.zeros(1, device=device)`."""
+    if not isinstance(statement, ast.Assign):
+        return False
+    calls = list(effects.calls_in(statement.value))
+    made = ("list", "dict", "zeros", "ones", "empty", "full", "tensor", "defaultdict", "OrderedDict")
+    passing = ("to", "cuda", "float", "Variable", "is_available", "len", "size")
+    if not all(effects.last_name(call) in (*made, *passing) for call in calls):
+        return False
+    return any(effects.last_name(call) in made for call in calls) or not names_read(statement.value)
