@@ -1,8 +1,10 @@
 """What `oomfix apply` says of its work: a line for each loop, and the totals."""
 
+from oomfix.presets import PRESETS
 from oomfix.rewrite.apply import LoopOutcome
 from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.local import Fixed
+from oomfix.rewrite.proof import Proof
 from oomfix.rewrite.summary import as_text
 
 LOOPS = (
@@ -50,6 +52,20 @@ def test_lines_are_broken_where_the_terminal_ends():
     lines = as_text([REWRITTEN], written=True, width=40).splitlines()
     assert lines[3:5] == ["train.py:30  in place: the loss reads a", "    list that the loop fills"]
     assert all(len(line) <= 40 for line in lines)
+
+
+def test_a_proof_is_broken_too_and_its_table_keeps_its_columns():
+    found = {"card": {"name": "T4", "capacity_gib": 14.74}, "breakdown": {}, "margin_fraction": 0.04, "steps": []}
+    found |= {"out_of_memory": None, "peak_allocated_bytes": 2**30, "peak_reserved_bytes": 2**31}
+    proof = Proof("train.py", "16gb", PRESETS["16gb"], found, found)
+    lines = as_text([REWRITTEN], proof, written=False, width=80).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "  reserved              2.00 GiB    2.00 GiB" in lines
+    assert lines[lines.index("") :].count("") == 2
+    assert lines[-2:] == [
+        "peak 1.0 GiB -> 1.0 GiB, fits 16 GiB (13.4 GiB of it for tensors, less a margin",
+        "    of 4 %)",
+    ]
 
 
 def test_nothing_to_do_is_said_so():
