@@ -75,6 +75,8 @@ def main(folders: Sequence[str]) -> None:
             row = Row(repo.replace("__", "/", 1), "/".join(inside), loop.line, loop.rewrite, loop.reason or "")
             if loop.function is None:
                 rows.append(row._replace(verdict=known.get(row.key, "")))
+    if not files:
+        sys.exit(f"{', '.join(folders)}: holds no script; the sheet stays")
     _write(rows)
     RESULTS.write_text(_summary(rows, files, problems, seconds))
     print(RESULTS.read_text())
