@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
+from oomfix.script.habit import runs_every_iteration
 
 
 class EmptyCacheInLoop(Rule):
@@ -30,7 +31,7 @@ class EmptyCacheInLoop(Rule):
         habitual = [
             call
             for call in script.calls_to("torch.cuda.empty_cache")
-            if script.is_in_batch_loop(call) and script.runs_every_iteration(call)
+            if script.is_in_batch_loop(call) and runs_every_iteration(call)
         ]
         for call in script.distinct(habitual):
             yield self.finding(

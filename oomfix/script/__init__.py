@@ -9,13 +9,13 @@ event happens), `functions` (calls into the file), `networks` (modes and freezin
 steps), `containers` (what is kept), `unseen` (calls out of sight), `methods` (of networks), `externals` (what is
 imported), `calls` (what is called), `expressions`, `statements`, `entering` (contexts), `flow` (branches and loops) and
 `follow` (the whole file). `values` and `state` are what they pass on, `trace` is what comes out. What rules ask of it
-has a file each: `loops`, `windows`, `evaluation`, `retention`, `carried`, `reuse`, `precision`, `devices`, `gradients`.
+has a file each: `loops`, `windows`, `habit`, `evaluation`, `retention`, `carried`, `reuse`, `precision`, `devices`,
+`gradients`, `removal`.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,30 +23,28 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from oomfix.script.carried import CarriedState, carried_states
 from oomfix.script.devices import Devices
-from oomfix.script.edits import Edit, remove_statement
+from oomfix.script.edits import Edit
 from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, zeroed_by_hand
 from oomfix.script.hints import looks_like_forward
 from oomfix.script.imports import Imports
-from oomfix.script.loops import find_training_loops, is_over_batches, is_over_networks
+from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
+from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.reuse import GraphReuse
 from oomfix.script.torch_facts import OTHER_LIBRARIES
-from oomfix.script.trace import Backward, Event, Forward, Guard, Keep, Loop, ModuleAttribute, Trace
+from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.training_loop import TrainingLoop
-from oomfix.script.windows import is_window_test, lost_tails
+from oomfix.script.windows import lost_tails
 
 if TYPE_CHECKING:
     from oomfix.source import Source
 
 __all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
-
-_DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
-_MEMORY_CHECK = re.compile(r"mem|alloc|reserved|usage", re.IGNORECASE)
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
 
@@ -274,18 +272,7 @@ class Script:
 
     @cached_property
     def _batch_loops(self) -> set[Loop]:
-        inside = [forward for forward in self.trace.forwards.values() if forward.site.loops]
-        outer = {loop for forward in inside for loop in forward.site.loops[:-1]}
-        stages = {forward.site.loops[-1] for forward in inside if is_over_networks(forward)}
-        over_batches = {forward.site.loops[-1] for forward in inside} - outer - stages
-        return over_batches | {training.node for training in self.loops}
-
-    def runs_every_iteration(self, event: Event) -> bool:
-        """Whether nothing but a check for the device, or leaving out a batch, stands between the loop and the event."""
-        return not event.site.handling_exception and all(
-            _leaves_out_a_batch(guard, event) or (guard.value and _asks_for_the_device(guard.test))
-            for guard in event.site.guards
-        )
+        return find_batch_loops(self.trace, self.loops)
 
     def trains_in(self, node: ast.AST) -> bool:
         """Whether a backward runs in a loop or function, or in what it calls in this file."""
@@ -310,66 +297,9 @@ class Script:
         }
 
     def removal_of(self, call: ast.expr) -> tuple[Edit, ...]:
-        """The edit that takes a call out which is a statement of its own; empty for any other.
-
-        With it goes an `if` that does nothing else, and asks for nothing but the device or a flag.
-        """
-        found = self._call_statements.get(call)
-        while found is not None and len(found[1]) == 1 and id(found[1]) in self._conditions:
-            found = self._conditions[id(found[1])]
-        return () if found is None else remove_statement(self.source, *found)
+        """The edit that takes a call out which is a statement of its own; empty for any other."""
+        return self._removal.of(call)
 
     @cached_property
-    def _call_statements(self) -> dict[ast.expr, tuple[ast.stmt, list[ast.stmt]]]:
-        """Calls that are statements of their own, with the statement and its block."""
-        return {
-            statement.value: (statement, block)
-            for block in self._blocks
-            for statement in block
-            if isinstance(statement, ast.Expr)
-        }
-
-    @cached_property
-    def _conditions(self) -> dict[int, tuple[ast.stmt, list[ast.stmt]]]:
-        """The `if` without `else` around a block, where its test may go; with the block that the `if` is in."""
-        return {
-            id(statement.body): (statement, block)
-            for block in self._blocks
-            for statement in block
-            if isinstance(statement, ast.If) and not statement.orelse and _asks_nothing_else(statement.test)
-        }
-
-    @cached_property
-    def _blocks(self) -> list[list[ast.stmt]]:
-        blocks = (getattr(node, name, None) for node in self.imports.nodes for name in ("body", "orelse", "finalbody"))
-        return [block for block in (*blocks, self.source.tree.body) if isinstance(block, list)]
-
-
-def _asks_nothing_else(test: ast.expr) -> bool:
-    """Whether a test calls nothing but `torch.cuda.is_available()` and `torch.device("cpu")`, and binds nothing."""
-    calls = [path_of(node.func) for node in walk(test) if isinstance(node, ast.Call)]
-    return all((path or "").endswith(("is_available", "device")) for path in calls) and not any(
-        isinstance(node, ast.NamedExpr | ast.Await) for node in walk(test)
-    )
-
-
-def _asks_for_the_device(test: ast.expr) -> bool:
-    """`device.type == "cuda"`, which comes out the same in each iteration, as no count and no memory does."""
-    text = ast.unparse(test)
-    return bool(_DEVICE_CHECK.search(text)) and not _MEMORY_CHECK.search(text) and not is_window_test(test)
-
-
-def _leaves_out_a_batch(guard: Guard, event: Event) -> bool:
-    """`if len(x) == 0: continue`, behind which an event stands; every few batches is another matter."""
-    decision = guard.statement
-    if not isinstance(decision, ast.If) or guard.value or event.node.lineno <= (decision.end_lineno or 0):
-        return False
-    return _always_leaves(decision.body) and not is_window_test(guard.test)
-
-
-def _always_leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block never comes through to what stands behind it."""
-    last = body[-1]
-    if isinstance(last, ast.If) and last.orelse:
-        return _always_leaves(last.body) and _always_leaves(last.orelse)
-    return isinstance(last, ast.Continue | ast.Break | ast.Return | ast.Raise)
+    def _removal(self) -> Removal:
+        return Removal(self.source, self.imports.nodes)

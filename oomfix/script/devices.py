@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from oomfix.script.edits import bounds
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import blocks, walk
 
 if TYPE_CHECKING:
     from oomfix.source import Source
@@ -90,7 +90,7 @@ class Devices:
         """The decisions for a device behind which `device = "cpu"` stands, before anything reads it."""
         return [
             decision
-            for block in self._blocks
+            for block in blocks(self._nodes)
             for index, last in enumerate(block)
             if isinstance(last, ast.Assign) and _is_one_of(last.value, _OTHER_DEVICES)
             for path in _targets(last)
@@ -113,13 +113,6 @@ class Devices:
     def _words(self) -> Counter[str]:
         """How often each word stands in the file, other than as a name of torch's."""
         return Counter(re.findall(r"(?<!torch\.)\b\w+\b", self._source.text))
-
-    @property
-    def _blocks(self) -> Iterator[list[ast.stmt]]:
-        for node in self._nodes:
-            for name in ("body", "orelse"):
-                if isinstance(block := getattr(node, name, None), list):
-                    yield block
 
     def _without(self, statements: list[ast.stmt]) -> str:
         """The text of the file without its comments and these statements."""

@@ -65,6 +65,15 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
     return sorted(loops.values(), key=lambda loop: loop.line)
 
 
+def find_batch_loops(trace: Trace, training: list[TrainingLoop]) -> set[Loop]:
+    """The innermost loops around the forwards of a file, and those that train; not those over networks."""
+    inside = [forward for forward in trace.forwards.values() if forward.site.loops]
+    outer = {loop for forward in inside for loop in forward.site.loops[:-1]}
+    stages = {forward.site.loops[-1] for forward in inside if is_over_networks(forward)}
+    over_batches = {forward.site.loops[-1] for forward in inside} - outer - stages
+    return over_batches | {loop.node for loop in training}
+
+
 def _batch_loop(backward: Backward, trace: Trace, parts: set[Loop]) -> Loop:
     """The innermost loop around both the backward and a forward it goes through.
 

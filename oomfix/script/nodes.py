@@ -69,6 +69,14 @@ def encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
     return outer is not inner and outer.lineno <= inner.lineno and (inner.end_lineno or 0) <= (outer.end_lineno or 0)
 
 
+def blocks(nodes: Iterable[ast.AST]) -> Iterator[list[ast.stmt]]:
+    """The blocks of statements right below these nodes."""
+    for node in nodes:
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, name, None), list):
+                yield block
+
+
 def by_function(nodes: Iterable[tuple[ast.AST, Scope]]) -> dict[ast.AST, list[ast.AST]]:
     """For each node, all nodes of the innermost function it is in (of the module level, where it is in none)."""
     groups: dict[Scope, list[ast.AST]] = {}

@@ -1,0 +1,66 @@
+"""Taking a call out of a script: its statement, and the condition that asks for nothing else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from oomfix.script.edits import Edit, remove_statement
+from oomfix.script.names import path_of
+from oomfix.script.nodes import blocks, walk
+
+if TYPE_CHECKING:
+    from oomfix.source import Source
+
+
+class Removal:
+    """Finds the edits that take calls out.
+
+    Args:
+        source: the file.
+        nodes: all nodes of the file.
+    """
+
+    def __init__(self, source: Source, nodes: Sequence[ast.AST]) -> None:
+        self._source = source
+        self._nodes = nodes
+
+    def of(self, call: ast.expr) -> tuple[Edit, ...]:
+        """The edit that takes a call out which is a statement of its own; empty for any other.
+
+        With it goes an `if` that does nothing else, and asks for nothing but the device or a flag.
+        """
+        found = self._statements.get(call)
+        while found is not None and len(found[1]) == 1 and id(found[1]) in self._conditions:
+            found = self._conditions[id(found[1])]
+        return () if found is None else remove_statement(self._source, *found)
+
+    @cached_property
+    def _statements(self) -> dict[ast.expr, tuple[ast.stmt, list[ast.stmt]]]:
+        """Calls that are statements of their own, with the statement and its block."""
+        return {
+            statement.value: (statement, block)
+            for block in blocks(self._nodes)
+            for statement in block
+            if isinstance(statement, ast.Expr)
+        }
+
+    @cached_property
+    def _conditions(self) -> dict[int, tuple[ast.stmt, list[ast.stmt]]]:
+        """The `if` without `else` around a block, where its test may go; with the block that the `if` is in."""
+        return {
+            id(statement.body): (statement, block)
+            for block in blocks(self._nodes)
+            for statement in block
+            if isinstance(statement, ast.If) and not statement.orelse and _asks_nothing_else(statement.test)
+        }
+
+
+def _asks_nothing_else(test: ast.expr) -> bool:
+    """Whether a test calls nothing but `torch.cuda.is_available()` and `torch.device("cpu")`, and binds nothing."""
+    calls = [path_of(node.func) for node in walk(test) if isinstance(node, ast.Call)]
+    return all((path or "").endswith(("is_available", "device")) for path in calls) and not any(
+        isinstance(node, ast.NamedExpr | ast.Await) for node in walk(test)
+    )
