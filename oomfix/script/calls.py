@@ -76,8 +76,7 @@ class Calls(Externals):
                     return self._through_loss([*arguments, *keywords.values()])
                 return self.forward(node, function, path, arguments, keywords, method=self._own(function, "forward"))
             case Kind.LOSS:
-                loss = self._through_loss([*arguments, *keywords.values()])
-                return loss._replace(divisors=function.divisors)
+                return self._of_criterion(node, function, arguments, keywords)
             case Kind.CONTEXT:
                 if arguments and arguments[0].kind is Kind.FUNCTION:
                     arguments[0].ref[0].effects.append(function)

@@ -72,6 +72,8 @@ class Externals(Methods):
             return NONE
         if name.startswith("torchmetrics."):
             return NUMBER
+        if name == "copy.deepcopy" and given and given[0].kind is Kind.MODULE:
+            return self.copied(given[0], self.trace.number("made", id(node), self.way))
         if torch_facts.wraps_module(name):
             return self._wrapped(name, given)
         if torch_facts.is_plain(name):

@@ -121,6 +121,24 @@ class Forwards(Networks):
         method = instance.cls.find(name) if instance is not None else None
         return method if method is not None and self._is_part_of_forward(method) else None
 
+    def _of_criterion(
+        self, node: ast.Call, criterion: Value, arguments: list[Value], keywords: dict[str, Value]
+    ) -> Value:
+        """What a criterion gives: a loss, or several things where its own code shows which of them carry no graph."""
+        loss = self._through_loss([*arguments, *keywords.values()])._replace(divisors=criterion.divisors)
+        method = self._own(criterion, "forward")
+        if method is None or not loss.graph or not _returns_several(method):
+            return loss
+        number = self.trace.number("criterion", id(node), self.way)
+        returned = self._inside(node, method, criterion, arguments, keywords, number)
+        if returned.items is None:
+            return loss
+        items = (
+            item if item.kind is Kind.CONTAINER else _with_structure(item, loss)  # a dict knows what is in it
+            for item in returned.items
+        )
+        return Value(Kind.SEQUENCE, items=tuple(items))
+
     def _through_loss(self, given: list[Value]) -> Value:
         content = combine(given)
         graph = content.graph if self.state.grad is not Graph.NO else Graph.NO
@@ -140,6 +158,12 @@ def _is_autocast(node: ast.expr) -> bool:
 def _records_nothing(method: Function) -> bool:
     """Whether a decorator turns gradients off around all of it."""
     return any(effects.ref == frozenset({"no_grad"}) for effects in method.effects)
+
+
+def _returns_several(method: Function) -> bool:
+    """Whether all that it returns are tuples."""
+    returned = [node.value for node in method.nodes if isinstance(node, ast.Return)]
+    return bool(returned) and all(isinstance(value, ast.Tuple) for value in returned)
 
 
 def _with_structure(returned: Value, whole: Value) -> Value:

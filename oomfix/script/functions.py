@@ -9,11 +9,11 @@ from functools import reduce
 
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
-from oomfix.script.hints import Hints, looks_like_logging, looks_like_loss
+from oomfix.script.hints import Hints, looks_like_forward, looks_like_logging, looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
-from oomfix.script.torch_facts import BOOKKEEPING
+from oomfix.script.torch_facts import BOOKKEEPING, LEAVING_THE_GRAPH
 from oomfix.script.trace import Guard, Trace
 from oomfix.script.values import (
     UNKNOWN,
@@ -155,6 +155,7 @@ class Functions(Core):
 
     def _is_bare(self, function: Function, seen: frozenset[str] = frozenset()) -> bool:
         """A method that runs no submodule, itself or through other methods: bookkeeping, or a loss."""
+        for_effect = {id(child.value) for child in function.nodes if isinstance(child, ast.Expr)}
         for child in function.nodes:
             path = path_of(_without_index(child.func)) if isinstance(child, ast.Call) else None
             if path is None or not path.startswith("self."):
@@ -166,7 +167,7 @@ class Functions(Core):
             if own is not None and path == f"self.{name}":
                 if name not in seen and not self._is_bare(own, seen | {name}):
                     return False
-            elif name not in BOOKKEEPING and path.rsplit(".", 1)[-1] not in BOOKKEEPING:
+            elif not _only_keeps_books(path, id(child) in for_effect):
                 return False
         return True
 
@@ -237,6 +238,15 @@ class Functions(Core):
             instance=self.instance_of(value),
         )
         self.run(frame, constructor, node)
+
+
+def _only_keeps_books(path: str, for_effect: bool) -> bool:
+    """`self.out.detach()` reads a tensor, and `self.head.grow(8)`, as a statement, changes a part and runs none."""
+    _, name, *inner = path.split(".")
+    last = inner[-1] if inner else name
+    if name in BOOKKEEPING or last in BOOKKEEPING:
+        return True
+    return bool(inner) and (last in LEAVING_THE_GRAPH or (for_effect and not looks_like_forward(last)))
 
 
 def _without_index(called: ast.expr) -> ast.expr:

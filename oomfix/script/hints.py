@@ -54,7 +54,7 @@ _VERB = re.compile(
     r"download|fetch|import|find|remove|delete|replace|patch|check|is|has)(_|$)",
     re.IGNORECASE,
 )
-_TOKENIZER_NAME = re.compile(r"tokeni[sz]er", re.IGNORECASE)
+_DATA_NAME = re.compile(r"tokeni[sz]er|(batch|data|label|target)_?extractor$", re.IGNORECASE)
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
 _LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
 _WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
@@ -74,7 +74,7 @@ _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 def looks_like_module(name: str) -> bool:
     """Whether a called name is usually a network, by its last component."""
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]
-    if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _TOKENIZER_NAME.match(last.lstrip("_")):
+    if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _DATA_NAME.match(last.lstrip("_")):
         return False
     return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
 

@@ -65,6 +65,8 @@ class Methods(Unseen):
         if self._always_without_graph(name):
             self.state.grad = Graph.NO
         part = looks_like_module(name) or looks_like_part(name)
+        if part and not arguments and not keywords and self.is_for_effect(node):
+            return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
         result = self.forward(node, receiver, path, arguments, keywords, direct=part)
         self.state.grad = grad
         if part or looks_like_forward(name):

@@ -56,6 +56,15 @@ class Networks(Functions):
         holder = self.holder(path.split(".")[0]) if path is not None else None
         return (holder.function if holder is not None else None, path)
 
+    def copied(self, network: Value, number: int) -> Value:
+        """`teacher = copy.deepcopy(net)`: as frozen as the first is and in its mode, and from here on another one."""
+        if isinstance(network.ref, Instance | str | None):
+            return network
+        for known in (self.state.frozen, self.state.evaluating):
+            if (state := known.get(network.ref)) is not None:
+                known[number] = state
+        return network._replace(ref=number)
+
     def _requires_grad(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         """`net.requires_grad_(False)`."""
         value = self.evaluate(node.args[0]).constant if node.args else True

@@ -24,7 +24,7 @@ def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
     for keep in trace.keeps.values():
         if keep.manner == "add" and _goes_in_again(keep, trace):
             continue
-        if not keep.certain or keep.node in seen:
+        if not keep.certain or keep.node in seen or _fills_a_sequence(keep, trace):
             continue
         grows = (
             _grows_by_iteration(keep, trace, training_runs, backwards_of)
@@ -101,6 +101,14 @@ def _goes_in_again(keep: Keep, trace: Trace) -> bool:
     """`x = x - step * net(x)`: a sample in the making and no total; what to mend is the forward, or the state."""
     given = (argument for forward in trace.forwards_of(keep.origins) for argument in forward.given)
     return any(isinstance(part, ast.expr) and path_of(part) == keep.target for node in given for part in walk(node))
+
+
+def _fills_a_sequence(keep: Keep, trace: Trace) -> bool:
+    """`outputs[t] = output`, of a network that is given its own state at every step: one graph reaches through all."""
+    if not isinstance(keep.node, ast.Subscript) or len(keep.crossed) != 1:
+        return False
+    steps = [forward for forward in trace.forwards_of(keep.origins) if keep.crossed[0] in forward.site.loops]
+    return bool(steps) and all(forward.carried for forward in steps)
 
 
 def _is_a_step(keep: Keep, outside: int, backwards: Iterable[Backward]) -> bool:

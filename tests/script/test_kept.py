@@ -568,3 +568,71 @@ def test_a_leaf_that_is_made_to_require_gradients_starts_a_graph(report, leaf, k
             optimizer.step()
     """)
     assert (("OOM101", 8) in reported) is kept
+
+
+CRITERION = """
+    import torch
+    from torch import nn
+
+    def make():
+        class TwoLoss(nn.Module):
+            def forward(self, out, y):
+                far = (out - y).abs().mean()
+                {result}
+        return TwoLoss()
+
+    criterion = make().cuda()
+    for epoch in range(9):
+        parts = {{}}
+        for x, y in loader:
+            loss, named = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            for name, value in named.items():
+                parts[name] = parts.get(name, 0.0) + value
+"""
+
+
+@pytest.mark.parametrize(
+    ("result", "line"),
+    [
+        ("return far, {'far': far.item()}", None),
+        ("named = {'far': far.item(), 'n': 1}; return far, named", None),
+        ("return far, {'far': far}", 19),
+        ("return far, {'far': far.item(), 'near': -far}", 19),
+        ("return far, far.square()", 19),
+    ],
+)
+def test_what_a_criterion_of_the_file_gives_beside_the_loss_is_read_in_its_code(report, result, line):
+    found = [place for code, place in report(CRITERION.format(result=result)) if code == "OOM101"]
+    assert found == ([] if line is None else [line])
+
+
+STEPS = """
+    import torch
+
+    def validate(encoder, decoder, loader):
+        total = 0.0
+        for batch, target in loader:
+            total += step(encoder, decoder, batch, target)
+        return total
+
+    def step(encoder, decoder, batch, target):
+        encoder.eval(), decoder.eval()
+        code, hidden = encoder(batch)
+        word, outputs = target[0], torch.zeros(9, 4, 100)
+        for t in range(9):
+            out, state = decoder(word, {state}, code)
+            hidden = state
+            outputs[t] = out
+            word = target[t]
+        return criterion(outputs, target).item()
+"""
+
+
+def test_the_steps_of_a_sequence_are_one_graph(report):
+    assert [code for code, _ in report(STEPS.format(state="hidden"))] == ["OOM104", "OOM201", "OOM201"]
+
+
+def test_steps_that_hand_nothing_on_are_graphs_of_their_own(report):
+    assert kept(report(STEPS.format(state="code[t]"))) == [("OOM102", 16)]

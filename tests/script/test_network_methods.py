@@ -1,0 +1,141 @@
+"""Methods of networks that change a part or read a tensor run nothing, and a copy is a network of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+GROWING = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self, backbone):
+            super().__init__()
+            self.backbone, self.head = backbone, Head()
+
+        def forward(self, x):
+            return self.head(self.backbone(x))
+
+        def change(self, x):
+            {change}
+
+    net = Net(backbone).cuda()
+    for task in tasks:
+        net.change(task)
+        for x, y in task:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = criterion(net(x), y)
+            loss.backward()
+            optimizer.step()
+"""
+HELD = """
+    import torch
+
+    class Restorer(BaseModel):
+        def optimize_parameters(self):
+            self.out = self.net(self.x)
+            self.criterion(self.out, self.y).backward()
+            self.optimizer.step()
+
+        def test(self):
+            with torch.no_grad():
+                self.out = self.net(self.x)
+
+        def visuals(self):
+            return {result}
+
+        def validate(self, loader):
+            for batch in loader:
+                self.feed_data(batch)
+                self.test()
+                print(self.visuals())
+"""
+BUILT = """
+    import torch
+
+    for epoch in range(9):
+        model.train()
+        {call}
+        for x, y in loader:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+"""
+EXTRACTED = """
+    import torch
+
+    class Trainer:
+        def __init__(self, model, {name}):
+            self.model, self.{name} = model.cuda(), {name}
+
+        def train(self, loader):
+            for batch in loader:
+                parts = self.{name}(batch)
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = self.loss(self.model(parts), parts)
+                loss.backward()
+                self.optimizer.step()
+"""
+COPIED = """
+    import copy
+    import torch
+    from networks import UNet
+
+    def train(loader):
+        model = UNet().cuda()
+        {before}
+        average = copy.deepcopy(model){done}
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+        for x, y in val_loader:
+            print(average(x).argmax(1))
+"""
+
+
+@pytest.mark.parametrize("change", ["self.head.grow(len(x))", "self.head.grow(len(x)); self.seen = self.seen + 1"])
+def test_a_method_that_only_changes_a_part_is_no_forward(report, change):
+    assert report(GROWING.format(change=change)) == []
+
+
+@pytest.mark.parametrize("change", ["self.out = self.head(x)", "self.head.encode(x)", "return self.head.grow(x)"])
+def test_a_method_that_runs_a_part_is_a_forward(report, change):
+    assert report(GROWING.format(change=change)) == [("OOM201", 17)]
+
+
+@pytest.mark.parametrize("result", ["self.out.detach()[0].cpu()", "{'out': self.out.detach()}", "self.out.numpy()"])
+def test_a_method_that_reads_what_was_computed_is_no_forward(report, result):
+    assert report(HELD.format(result=result)) == []
+
+
+def test_a_method_that_computes_what_it_gives_is_a_forward(report):
+    assert report(HELD.format(result="self.net(self.x)")) == [("OOM201", 20)]
+
+
+def test_a_call_for_its_effect_that_is_given_nothing_is_no_part_of_a_network(report):
+    assert report(BUILT.format(call="model.stop_backbone_bn()")) == []
+    assert report(BUILT.format(call="features = model.backbone(images)")) == [("OOM201", 5)]
+
+
+@pytest.mark.parametrize("name", ["batch_extractor", "label_extractor"])
+def test_what_takes_a_batch_apart_is_no_network(report, name):
+    assert report(EXTRACTED.format(name=name)) == []
+
+
+def test_what_takes_features_out_is_a_network(report):
+    assert report(EXTRACTED.format(name="feature_extractor")) == [("OOM202", 9)]
+
+
+@pytest.mark.parametrize("done", [".eval().requires_grad_(False)", ".requires_grad_(False)"])
+def test_freezing_a_copy_leaves_the_network_trained(report, done):
+    assert report(COPIED.format(before="model.train()", done=done)) == [("OOM202", 10)]
+
+
+def test_a_copy_of_a_frozen_network_is_frozen_too(report):
+    code = COPIED.format(before="model.requires_grad_(False)", done="; model.requires_grad_(True)")
+    assert report(code) == [("OOM202", 10)]
+
+
+def test_a_copy_that_is_not_frozen_records_a_graph(report):
+    assert report(COPIED.format(before="model.train()", done="")) == [("OOM201", 13), ("OOM202", 10)]
