@@ -76,6 +76,8 @@ class Externals(Methods):
             return self.copied(given[0], self.trace.number("made", id(node), self.way))
         if torch_facts.wraps_module(name):
             return self._wrapped(name, given)
+        if name.split(".")[0] in torch_facts.MODEL_PACKAGES:
+            return Value(Kind.LOSS)  # as of a criterion, what it gives carries no graph but that of what goes in
         if torch_facts.is_plain(name):
             if name.startswith("collections."):
                 return Value(Kind.CONTAINER)

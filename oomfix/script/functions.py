@@ -9,11 +9,11 @@ from functools import reduce
 
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
-from oomfix.script.hints import Hints, looks_like_forward, looks_like_logging, looks_like_loss
+from oomfix.script.hints import Hints, looks_like_forward, looks_like_logging, looks_like_loss, looks_like_module
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
-from oomfix.script.torch_facts import BOOKKEEPING, LEAVING_THE_GRAPH
+from oomfix.script.torch_facts import BOOKKEEPING, INTEGER_RESULTS, LEAVING_THE_GRAPH
 from oomfix.script.trace import Guard, Trace
 from oomfix.script.values import (
     UNKNOWN,
@@ -246,7 +246,9 @@ def _only_keeps_books(path: str, for_effect: bool) -> bool:
     last = inner[-1] if inner else name
     if name in BOOKKEEPING or last in BOOKKEEPING:
         return True
-    return bool(inner) and (last in LEAVING_THE_GRAPH or (for_effect and not looks_like_forward(last)))
+    if inner and last in LEAVING_THE_GRAPH | INTEGER_RESULTS:
+        return True
+    return for_effect and not looks_like_forward(last) and not looks_like_module(name)
 
 
 def _without_index(called: ast.expr) -> ast.expr:

@@ -54,7 +54,7 @@ _VERB = re.compile(
     r"download|fetch|import|find|remove|delete|replace|patch|check|is|has)(_|$)",
     re.IGNORECASE,
 )
-_DATA_NAME = re.compile(r"tokeni[sz]er|(batch|data|label|target)_?extractor$", re.IGNORECASE)
+_DATA_NAME = re.compile(r"tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$", re.IGNORECASE)
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
 _LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
 _WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)

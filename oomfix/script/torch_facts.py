@@ -53,6 +53,9 @@ PLAIN_PACKAGES = frozenset(
 )
 """Packages whose functions return nothing that carries an autograd graph."""
 
+MODEL_PACKAGES = frozenset("dlib mediapipe spacy".split())
+"""Packages that make models of their own, which record no autograd graph."""
+
 _LOSS_CLASS = re.compile(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion")
 _OPTIMIZER_CLASS = re.compile(
     r"^(torch\.optim\.(?!lr_scheduler|swa_utils)\w+|.*\b(Adam\w*|AdamW\w*|SGD|RMSprop|Adagrad|Adafactor|Lamb|LAMB|RAdam|Lion|"

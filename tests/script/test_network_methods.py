@@ -139,3 +139,59 @@ def test_a_copy_of_a_frozen_network_is_frozen_too(report):
 
 def test_a_copy_that_is_not_frozen_records_a_graph(report):
     assert report(COPIED.format(before="model.train()", done="")) == [("OOM201", 13), ("OOM202", 10)]
+
+
+@pytest.mark.parametrize("made", ["dlib.get_frontal_face_detector()", "spacy.load('en_core_web_sm')"])
+def test_a_model_of_another_library_records_no_graph(report, made):
+    code = """
+        import dlib
+        import spacy
+        import torch
+
+        net.load_state_dict(torch.load("weights.pt", map_location="cpu"))
+        net.eval()
+        detector = {made}
+        for image in images:
+            print(detector(image), len(image))
+    """
+    assert report(code.format(made=made)) == []
+    assert report(code.format(made="Detector()")) == [("OOM201", 9)]
+
+
+@pytest.mark.parametrize("prepare", ["self.prepare_input(lr=self.x, size=self.x.size(0))", "n = self.x.numel()"])
+def test_a_method_that_only_sets_what_comes_in_is_no_forward(report, prepare):
+    code = """
+        import torch
+
+        class Restorer(BaseModel):
+            def optimize_parameters(self):
+                self.criterion(self.net(self.x), self.y).backward()
+                self.optimizer.step()
+
+            def feed(self, data):
+                self.x = data["lr"].to(self.device)
+                {prepare}
+
+            def validate(self, loader):
+                for batch in loader:
+                    self.feed(batch)
+    """
+    assert report(code.format(prepare=prepare)) == []
+    assert report(code.format(prepare="self.out = self.net(self.x)")) == [("OOM201", 14)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "statement", "quiet"),
+    [("", "assert out.shape == (4, 2)", True), ("", "print(out)", False), ("loader", "assert out.any()", False)],
+)
+def test_functions_that_pytest_finds_are_unit_tests(report, arguments, statement, quiet):
+    code = f"""
+        import torch
+        from networks import Net
+
+        def test_shape({arguments}):
+            net = Net().eval()
+            out = net(torch.randn(4, 8))
+            {statement}
+    """
+    assert report(code) == ([] if quiet else [("OOM201", 6)])
