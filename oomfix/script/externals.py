@@ -78,6 +78,8 @@ class Externals(Methods):
             return self._wrapped(name, given)
         if name.split(".")[0] in torch_facts.MODEL_PACKAGES:
             return Value(Kind.LOSS)  # as of a criterion, what it gives carries no graph but that of what goes in
+        if name.startswith("numpy."):
+            self.trace.read_by_numpy |= combine([flatten(value) for value in given]).origins
         if torch_facts.is_plain(name):
             if name.startswith("collections."):
                 return Value(Kind.CONTAINER)

@@ -16,8 +16,12 @@ _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 
 def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
     """Everything that is kept with its graph beyond an iteration and never backpropagated."""
-    # What is backpropagated on any way is a term of a loss, not a log.
-    seen = {keep.node for number, keep in trace.keeps.items() if number in trace.backpropagated}
+    # What is backpropagated on any way is a term of a loss, not a log; what numpy reads requires no gradients.
+    seen = {
+        keep.node
+        for number, keep in trace.keeps.items()
+        if number in trace.backpropagated or (keep.manner == "store" and number in trace.read_by_numpy)
+    }
     backwards_of: dict[Function | None, list[Backward]] = {}
     for backward in trace.backwards:
         backwards_of.setdefault(backward.site.function, []).append(backward)

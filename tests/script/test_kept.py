@@ -636,3 +636,30 @@ def test_the_steps_of_a_sequence_are_one_graph(report):
 
 def test_steps_that_hand_nothing_on_are_graphs_of_their_own(report):
     assert kept(report(STEPS.format(state="code[t]"))) == [("OOM102", 16)]
+
+
+LISTED = """
+    import numpy as np
+    import torch
+    from losses import TwoLoss
+
+    criterion = TwoLoss()
+    for epoch in range(9):
+        parts = {{"far": [], "near": []}}
+        for x, y in loader:
+            loss, named = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            parts["far"].append(named["far"])
+        print({read})
+"""
+
+
+@pytest.mark.parametrize("read", ["np.mean(parts['far'])", "np.array(parts['far']).std()"])
+def test_what_numpy_is_given_requires_no_gradients(report, read):
+    assert kept(report(LISTED.format(read=read))) == []
+
+
+@pytest.mark.parametrize("read", ["sum(parts['far'])", "torch.stack(parts['far']).mean()", "np.mean(loss.item())"])
+def test_what_others_are_given_may(report, read):
+    assert kept(report(LISTED.format(read=read))) == [("OOM102", 12)]
