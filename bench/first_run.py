@@ -42,8 +42,9 @@ agents, emotion, adversarial examples, style transfer, continual learning, diffu
 classification, questions about images, graphs). 20 of the 71 are of repositories that the draws for sets 9 and 10 had
 left over. Thirteen more hold nothing, and in them nothing was reported. Three of the four wrong findings about OOM201
 are methods of a network that are called for what they do (heads added, batch normalisation stopped) or that give what
-was computed before; the fourth and the miss are one place, two lines that both could be meant. OOM101, OOM102 and
-OOM501 have one certain case in it, OOM103, OOM104, OOM301 to OOM305 and OOM401 have none.""",
+was computed before; the fourth and the miss are one place, two lines that both could be meant. All that was wrong or
+missed was mended after this run. OOM101, OOM102 and OOM501 have one certain case in it, OOM103, OOM104, OOM301 to
+OOM305 and OOM401 have none.""",
     ),
     Round(
         "10b",
