@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import FunctionNode, Scope, definitely_bound, names_bound_by_target
 from oomfix.script.nodes import children
 
 Loop = ast.For | ast.AsyncFor | ast.While
+# `except*` is of Python 3.11
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+_STOPS = ("KeyboardInterrupt", "StopIteration", "SystemExit")
 
 
 class Blocks:
@@ -100,6 +104,30 @@ class Blocks:
             node = parent
         return frozenset(bound)
 
+    def may_be_skipped_by_exceptions(self, node: ast.AST) -> bool:
+        """Whether an exception ahead of a node may be caught, so that the script goes on without having run it.
+
+        A function that is called in such a `try` is left by the exception as well.
+        """
+        scope = self.scope_of(node)
+        if not isinstance(scope, FunctionNode):
+            return self._is_guarded(node)
+        calls = (other for other in self._parents if isinstance(other, ast.Call) and last_name(other) == scope.name)
+        in_callers_loop = self.loop_of(node) is None
+        return self._is_guarded(node, in_callers_loop) or any(map(self._is_guarded, calls))
+
+    def _is_guarded(self, node: ast.AST, in_callers_loop: bool = False) -> bool:
+        """Whether a node is in the body of a `try` in a loop of its scope that goes on after an exception."""
+        child = node
+        for parent in self.ancestors(node):
+            if isinstance(parent, FunctionNode | ast.ClassDef | ast.Lambda):
+                return False
+            if isinstance(parent, _TRIES) and child in parent.body and any(map(_goes_on, parent.handlers)):
+                # one around all of the training is left with the training
+                return in_callers_loop or self.loop_of(parent) is not None
+            child = parent
+        return False
+
     def conditions_of(self, node: ast.AST) -> list[ast.If]:
         """The `if` statements around a node in its scope, innermost first."""
         return [parent for parent, _ in self._branches(node)]
@@ -127,6 +155,15 @@ class Blocks:
             if isinstance(parent, ast.If):
                 yield parent, "else" if child in parent.orelse else "body"
             child = parent
+
+
+def _goes_on(handler: ast.ExceptHandler) -> bool:
+    """Whether the script goes on after a handler, unless that is of the keys that stop a training."""
+    last = handler.body[-1]
+    leaves = isinstance(last, ast.Raise | ast.Break) or (
+        isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and last_name(last.value) in ("exit", "_exit")
+    )
+    return not leaves and not (isinstance(handler.type, ast.Name) and handler.type.id in _STOPS)
 
 
 def next_in_chain(condition: ast.If) -> ast.If | None:

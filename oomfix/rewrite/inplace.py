@@ -117,8 +117,9 @@ class InPlace:
     def _reset_ahead(self, statement: ast.stmt, path: str | None, verdicts: list[Verdict]) -> ast.stmt | None:
         """`optimizer.zero_grad()` ahead of the one backward of the file, in one block with it and the one step.
 
-        It stays where the optimizer or the loop is in another file, which may leave gradients behind or read them; and
-        where another one may come after it, whose parameters have gathered gradients meanwhile (stages of a training).
+        It stays where the optimizer or the loop is in another file, which may leave gradients behind or read them;
+        where another one may come after it, whose parameters have gathered gradients meanwhile (stages of a training);
+        and where an exception may skip the step and the training goes on with the gradients of that batch.
         """
         if not self._one_optimizer or any(isinstance(verdict.loop, StepFunction) for verdict in verdicts):
             return None
@@ -137,6 +138,8 @@ class InPlace:
             return None
         passed = block[block.index(reset) : block.index(statement)]
         if any(leaves(other) or (reads_gradients(other) and not _clips(other)) for other in passed):
+            return None
+        if self._blocks.may_be_skipped_by_exceptions(statement):
             return None
         return reset if len(list(self._script.calls_of_method("zero_grad"))) == 1 else None
 

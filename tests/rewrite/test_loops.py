@@ -1333,3 +1333,49 @@ def test_gradients_are_unscaled_for_clips_of_another_file(clip):
             optimizer.zero_grad()
         """)
     assert f"    memory.unscale_(optimizer)\n    {clip}\n" in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """\
+        for number in range(6):
+            try:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                if number % 2:
+                    raise FloatingPointError("diverged")
+                loss.backward()
+                optimizer.step()
+            except FloatingPointError as error:
+                print(error)
+                continue
+        """,
+        """\
+        def step(number):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            assert number % 2, "diverged"
+            loss.backward()
+            optimizer.step()
+
+        for number in range(6):
+            try:
+                step(number)
+            except (AssertionError, RuntimeError):
+                pass
+        """,
+    ],
+)
+def test_gradients_of_a_batch_that_an_exception_skips_are_reset_ahead_of_the_next(body):
+    text = TOP + "x, y = loader[0]\n" + textwrap.dedent(body)
+    result = rewritten(text)
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+    assert_same_bits(run(text), run(result.text, preset="off"))
+
+
+@pytest.mark.parametrize("handler", ["except ValueError:\n    raise", "except KeyboardInterrupt:\n    pass"])
+def test_exceptions_that_end_the_training_do_not_keep_a_reset(handler):
+    body = "optimizer.zero_grad()\nloss = F.cross_entropy(model(x), y)\nloss.backward()\noptimizer.step()\n"
+    loop = f"try:\n{textwrap.indent(body, '    ')}{handler}\n"
+    assert "zero_grad" not in loop_of("for x, y in loader:\n" + textwrap.indent(loop, "    "))
