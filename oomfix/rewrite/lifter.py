@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from oomfix.rewrite.effects import Helpers, changed_paths, function_called, last_name, overlap
+from oomfix.rewrite.effects import Helpers, changed_paths, function_called, is_zero_grad, last_name, overlap
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import (
@@ -16,6 +16,7 @@ from oomfix.rewrite.liveness import (
     names_bound,
     names_bound_by_target,
     names_read,
+    nodes_of_scope,
 )
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.reading import Reading
@@ -110,6 +111,7 @@ class _Lifter:
             for other in before:
                 self._check_apart(other, site)
             lift = self._lift(site, self._runs_network_around(call))
+            self._check_raises(lift)
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
@@ -120,6 +122,16 @@ class _Lifter:
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
         return edits
+
+    def _check_raises(self, lift: Lift) -> None:
+        """Whether nothing between forward and backward skips the batch, whose gradients would be there by then."""
+        block = lift.site.block
+        if any(is_zero_grad(other) for other in block[: block.index(lift.site.end)]):
+            return
+        for statement in lift.after:
+            raises = [node for node in nodes_of_scope(statement) if isinstance(node, ast.Raise | ast.Assert)]
+            if raises and self._blocks.may_be_skipped_by_exceptions(statement):
+                raise CannotLift(f"line {raises[0].lineno} may skip the batch between forward and backward")
 
     def _runs_network_around(self, call: ast.Call) -> bool:
         """Whether a network is seen to run in a loop around a backward, perhaps in another function."""

@@ -1379,3 +1379,23 @@ def test_exceptions_that_end_the_training_do_not_keep_a_reset(handler):
     body = "optimizer.zero_grad()\nloss = F.cross_entropy(model(x), y)\nloss.backward()\noptimizer.step()\n"
     loop = f"try:\n{textwrap.indent(body, '    ')}{handler}\n"
     assert "zero_grad" not in loop_of("for x, y in loader:\n" + textwrap.indent(loop, "    "))
+
+
+def test_a_batch_that_is_skipped_between_forward_and_backward_leaves_no_gradients():
+    text = TOP + textwrap.dedent("""\
+        x, y = loader[0]
+        for number in range(6):
+            try:
+                loss = F.cross_entropy(model(x), y)
+                if number % 2:
+                    raise ValueError("diverged")
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            except ValueError as error:
+                print(error)
+        """)
+    result = rewritten(text)
+    reason = "line 13 may skip the batch between forward and backward"
+    assert [(loop.rewrite, loop.reason) for loop in result.loops] == [("in-place", reason)]
+    assert_same_bits(run(text), run(result.text, preset="off"))
