@@ -121,10 +121,27 @@ class GraphReuse:
         return [
             (target.id, node, scope)
             for node, scope in self._nodes
-            if isinstance(node, ast.Assign) and _computes(node.value)
+            if isinstance(node, ast.Assign) and (_computes(node.value) or self._combines_leaves(node.value))
             for target in node.targets
             if isinstance(target, ast.Name)
         ]
+
+    def _combines_leaves(self, node: ast.expr) -> bool:
+        """Whether an expression is arithmetic with operators on a tensor that requires gradients: `table * 2`."""
+        return isinstance(node, ast.BinOp) and any(
+            isinstance(part, ast.Name) and part.id in self._leaves for part in walk(node)
+        )
+
+    @cached_property
+    def _leaves(self) -> set[str]:
+        """The names that hold `nn.Parameter(...)` or `torch.randn(..., requires_grad=True)`."""
+        return {
+            target.id
+            for node, _ in self._nodes
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _is_leaf(node.value)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
 
     def _goes_through_again(self, other: Backward, backward: Backward) -> bool:
         """Whether a backward of the same round comes later and may go through the same graph."""
@@ -150,4 +167,15 @@ def _computes(node: ast.expr) -> bool:
     if not isinstance(node, ast.Call):
         return False
     path = path_of(node.func) or ""
-    return path.startswith(("F.", "nn.functional.")) or path.rsplit(".", 1)[-1] in _COMPUTING
+    # `(table * 2).tanh()` has no path
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else path
+    return path.startswith(("F.", "nn.functional.")) or name in _COMPUTING
+
+
+def _is_leaf(call: ast.Call) -> bool:
+    """Whether a call makes a tensor that requires gradients."""
+    path = path_of(call.func) or ""
+    return path.rsplit(".", 1)[-1] == "Parameter" or any(
+        keyword.arg == "requires_grad" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        for keyword in call.keywords
+    )

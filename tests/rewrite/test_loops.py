@@ -1399,3 +1399,20 @@ def test_a_batch_that_is_skipped_between_forward_and_backward_leaves_no_gradient
     reason = "line 13 may skip the batch between forward and backward"
     assert [(loop.rewrite, loop.reason) for loop in result.loops] == [("in-place", reason)]
     assert_same_bits(run(text), run(result.text, preset="off"))
+
+
+@pytest.mark.parametrize("made", ["(base * 2).tanh()", "base * 2"])
+def test_a_graph_made_ahead_of_the_loop_of_a_parameter_is_kept_for_every_round(made):
+    text = TOP + textwrap.dedent(f"""\
+        base = torch.randn(6, 4, requires_grad=True)
+        table = {made}
+        for x, y in loader * 3:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(table + x), y)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            print(loss.item())
+        """)
+    result = rewritten(text)
+    assert [loop.rewrite for loop in result.loops] == ["in-place"]
+    assert_same_bits(run(text), run(result.text, preset="off"))
