@@ -114,11 +114,13 @@ class Reach:
         leaves: the tensors it accumulates gradients into: the variables of its AccumulateGrad nodes.
         oldest: the sequence number of the first node of the graph that was made, leaves apart.
         hides_leaves: there are more, behind a reentrant checkpoint, whose backward is one of its own.
+        size: the number of nodes in the graph: another number shows that another computation was made.
     """
 
     leaves: list[torch.Tensor]
     oldest: int
     hides_leaves: bool = False
+    size: int = 0
 
     def began_before(self, node: int) -> bool:
         """Whether the graph has nodes that were there before the one numbered `node`, see `next_node`."""
@@ -157,7 +159,7 @@ def reach(loss: torch.Tensor) -> Reach:
             variable = getattr(node, "variable", None)
             if isinstance(variable, torch.Tensor):
                 leaves.append(variable)
-    return Reach(leaves, oldest, hides_leaves)
+    return Reach(leaves, oldest, hides_leaves, len(seen))
 
 
 def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -72,6 +72,7 @@ class Iteration:
         self.weighing: Weighing | None = None
         self.in_window = False
         self._parts = 1
+        self._rows = 0  # of the micro-batch that is running
         self.around_forward: Callable[[], AbstractContextManager[None]] | None = None
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
@@ -85,11 +86,13 @@ class Iteration:
         """Keep what the run may change. May run out of memory, and be called again."""
         known = self.known
         explore = known.explores
-        # on a CPU, where memory runs out rarely, only what it was seen to draw from at some call that explored
+        # on a CPU, where memory runs out rarely, only what it was seen to draw from at some call that explored; but a
+        # call that is split may find that it takes another branch, and begin again
+        every = explore or known.split_calls > 0
         self._generators = RandomState(
-            outside_torch=explore or known.draws_outside_torch,
+            outside_torch=every or known.draws_outside_torch,
             own=self._own_generators(),
-            of_cpu=explore or known.keeps_cpu_generator,
+            of_cpu=every or known.keeps_cpu_generator,
         )
         known.state.keep(explore, self.forward)
         self._kept_batch = KeptBatch(self.batch, self._tensors, copies=known.calls == 1 or known.writes_batch)
@@ -274,6 +277,7 @@ class Iteration:
         shares, went_backward = Shares(verdict), False
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
+                self._rows = stop - start
                 with draws.part(start, stop):
                     result, weights = self._forward_rows(start, stop, verdict)
                 weight = shares.of(stop - start, weights)
@@ -357,6 +361,9 @@ class Iteration:
                     "argument)"
                 )
             self._gradients.cover(found.leaves)
+            if self._parts > 1 and not known.knows_way(self._rows, found.size):
+                reason = "it takes a branch that no check has seen yet"
+                raise CannotSplit(reason, Verdict(None, reason, undecided=True))
             if self._parts > 1 and any(has_hook(leaf) for leaf in found.leaves):
                 raise CannotSplit("a parameter has a hook, which would see gradients of parts")
             known.reaches([leaf for leaf in found.leaves if leaf.requires_grad])

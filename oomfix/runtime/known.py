@@ -20,6 +20,7 @@ from oomfix.runtime.sizing import Sizing
 from oomfix.runtime.verdict import Verdict
 
 _TELLING = 3  # samples that show more than rows that are repeated
+_MOST_WAYS = 8  # that a forward may take before its graph is one that changes from batch to batch
 _MOST_KNOWN = 256  # flags that change in every call shall not fill the memory
 
 
@@ -74,6 +75,7 @@ class Known:
         self._check_again_at = 0
         self._rows_seen = 0
         self._left_open = 0
+        self._ways: dict[int, set[int]] = {}
         self._cut_before: dict[Place, bool] = {}
         self._ragged: list[bool] = []
         self._whole_places: frozenset[Place] = frozenset()
@@ -170,6 +172,19 @@ class Known:
         )
         if earlier is None or not blind or not (earlier.held or (verdict.undecided and not earlier.undecided)):
             self.verdict = verdict
+
+    def knows_way(self, rows: int, graph_size: int) -> bool:
+        """Whether a micro-batch of so many samples, with a graph of this size, computes what a check has seen.
+
+        A forward may take another branch at any call (mixing the samples of every second batch). In a call that was
+        checked, the branch is the one that the check saw. A loop over samples has another graph for another number of
+        them, so the first micro-batch of as many is taken for what was checked; and where graphs are ever of another
+        size, as of sequences of their own lengths, that tells nothing.
+        """
+        seen = self._ways.setdefault(rows, set())
+        if self._checked_at == self.calls or not seen:
+            seen.add(graph_size)
+        return graph_size in seen or len(seen) >= _MOST_WAYS
 
     def _look_again_soon(self) -> None:
         # other rows may show more; where they never do, looking costs less and less

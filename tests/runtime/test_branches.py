@@ -1,0 +1,91 @@
+"""A forward that takes another branch than those that were checked runs whole, until a check has seen the branch."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oomfix import runtime
+
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+CALLS = 24
+
+
+def trained(parts: int | None, forwards: Callable[[nn.ModuleDict], Iterator[Forward]]) -> tuple[torch.Tensor, int]:
+    """The weights of the head after some steps in float64, and how many calls ran in `parts` micro-batches."""
+    runtime.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), "head": nn.Linear(8, 4)})
+    model = model.double()
+    memory = runtime.preset("16gb", precision="fp32", **({} if parts is None else {"micro_batches": parts}))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randn(CALLS, 12, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 4, (CALLS, 12), generator=generator)
+    for batch, label, forward in zip(batches, labels, forwards(model), strict=False):
+        memory.forward_backward(forward, batch, label)
+        memory.step(optimizer)
+    (known,) = memory._forwards
+    return model["head"].weight.detach(), known.split_calls
+
+
+def mixup_of_some_batches(model: nn.ModuleDict) -> Iterator[Forward]:
+    """`if coin < 0.5` ahead of the batch decides; the first batches that are checked are not mixed."""
+    coins = torch.rand(CALLS, generator=torch.Generator().manual_seed(3))
+    coins[:4] = 1
+    for coin in coins:
+
+        def forward(samples: torch.Tensor, labels: torch.Tensor, coin: torch.Tensor = coin) -> torch.Tensor:
+            if coin > 0.5:
+                return F.cross_entropy(model["head"](samples), labels)
+            share, order = random.betavariate(1, 1), torch.randperm(len(samples))
+            output = model["head"](share * samples + (1 - share) * samples[order])
+            return share * F.cross_entropy(output, labels) + (1 - share) * F.cross_entropy(output, labels[order])
+
+        yield forward
+
+
+def layers_left_out_at_random(model: nn.ModuleDict) -> Iterator[Forward]:
+    def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in model["layers"]:
+            if random.random() > 0.3:
+                samples = samples + layer(samples).tanh()
+        return F.cross_entropy(model["head"](samples), labels)
+
+    while True:
+        yield forward
+
+
+def sequences_of_any_length(model: nn.ModuleDict) -> Iterator[Forward]:
+    for times in map(torch.empty, range(1, CALLS + 1)):
+
+        def forward(samples: torch.Tensor, labels: torch.Tensor, times: torch.Tensor = times) -> torch.Tensor:
+            for _ in times:
+                samples = model["layers"][0](samples).tanh()
+            return F.cross_entropy(model["head"](samples), labels)
+
+        yield forward
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("forwards", [mixup_of_some_batches, layers_left_out_at_random, sequences_of_any_length])
+def test_branches_train_as_in_whole_batches(forwards, parts):
+    whole, _ = trained(None, forwards)
+    split, split_calls = trained(parts, forwards)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert split_calls >= 4
+
+
+def test_a_graph_that_is_ever_another_is_split_all_the_same():
+    """Sequences of their own lengths: after some lengths the size of the graph tells nothing any more."""
+    _, split_calls = trained(3, sequences_of_any_length)
+    assert split_calls >= CALLS // 3
+
+
+def test_a_branch_that_was_seen_is_told_once(caplog):
+    trained(3, mixup_of_some_batches)
+    assert sum("takes a branch that no check has seen yet" in line for line in caplog.messages) == 1
