@@ -6,6 +6,7 @@ its masks are as large as activations. Nor are `multinomial` and `bernoulli` of 
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +47,12 @@ class Drawing:
     resizes: bool = True
 
 
-class DrawingCalls(TorchFunctionMode):
+class DrawingCalls(TorchFunctionMode, ABC):
     """Context that hands the drawing calls inside of it to `drawn`, but for those that must be left to torch."""
 
+    @abstractmethod
     def drawn(self, drawing: Drawing) -> Any:
         """What the call returns."""
-        raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

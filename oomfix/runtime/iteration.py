@@ -72,7 +72,6 @@ class Iteration:
         self.weighing: Weighing | None = None
         self.in_window = False
         self._parts = 1
-        self._rows = 0  # of the micro-batch that is running
         self.around_forward: Callable[[], AbstractContextManager[None]] | None = None
         self._model_calls: ModelCalls | None = None
         self._gradients = GradientsAside()
@@ -277,7 +276,6 @@ class Iteration:
         shares, went_backward = Shares(verdict), False
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
-                self._rows = stop - start
                 with draws.part(start, stop):
                     result, weights = self._forward_rows(start, stop, verdict)
                 weight = shares.of(stop - start, weights)
@@ -361,7 +359,7 @@ class Iteration:
                     "argument)"
                 )
             self._gradients.cover(found.leaves)
-            if self._parts > 1 and not known.knows_way(self._rows, found.size):
+            if self._parts > 1 and not known.knows_way(found.size):
                 reason = "it takes a branch that no check has seen yet"
                 raise CannotSplit(reason, Verdict(None, reason, undecided=True))
             if self._parts > 1 and any(has_hook(leaf) for leaf in found.leaves):

@@ -75,7 +75,7 @@ class Known:
         self._check_again_at = 0
         self._rows_seen = 0
         self._left_open = 0
-        self._ways: dict[int, set[int]] = {}
+        self._ways: set[int] = set()
         self._cut_before: dict[Place, bool] = {}
         self._ragged: list[bool] = []
         self._whole_places: frozenset[Place] = frozenset()
@@ -173,18 +173,16 @@ class Known:
         if earlier is None or not blind or not (earlier.held or (verdict.undecided and not earlier.undecided)):
             self.verdict = verdict
 
-    def knows_way(self, rows: int, graph_size: int) -> bool:
-        """Whether a micro-batch of so many samples, with a graph of this size, computes what a check has seen.
+    def knows_way(self, graph_size: int) -> bool:
+        """Whether a micro-batch with a graph of this size computes what a check has seen.
 
         A forward may take another branch at any call (mixing the samples of every second batch). In a call that was
-        checked, the branch is the one that the check saw. A loop over samples has another graph for another number of
-        them, so the first micro-batch of as many is taken for what was checked; and where graphs are ever of another
-        size, as of sequences of their own lengths, that tells nothing.
+        checked, the branch is the one that the check saw. Where graphs are ever of another size, as of sequences of
+        their own lengths, that tells nothing.
         """
-        seen = self._ways.setdefault(rows, set())
-        if self._checked_at == self.calls or not seen:
-            seen.add(graph_size)
-        return graph_size in seen or len(seen) >= _MOST_WAYS
+        if self._checked_at == self.calls:
+            self._ways.add(graph_size)
+        return graph_size in self._ways or len(self._ways) >= _MOST_WAYS
 
     def _look_again_soon(self) -> None:
         # other rows may show more; where they never do, looking costs less and less

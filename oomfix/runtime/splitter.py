@@ -63,7 +63,7 @@ class Splitter:
                     break
                 self._put_back(iteration)
                 if outcome is Outcome.WHOLE:
-                    parts = self._whole(known, self._reason(iteration) or said)
+                    parts = self._after_news(iteration, parts, said)
                 elif outcome is Outcome.FINER:
                     failures += 1
                     free_what_is_left(thorough=failures > 2 or iteration.graph_is_spent)
@@ -158,6 +158,17 @@ class Splitter:
         if known.ranks.in_step:
             parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())
         return self._allowed(iteration, parts) if parts > 1 else 1
+
+    def _after_news(self, iteration: Iteration, parts: int, said: str) -> int:
+        """The number of micro-batches to go on with where `parts` showed what no check has seen: this call is checked.
+
+        A call is checked once, so that it ends.
+        """
+        known = iteration.known
+        known.look_again()
+        if parts > 1 and known.ranks.any_of(known.verdict is None):
+            return self._allowed(iteration, parts)
+        return self._whole(known, self._reason(iteration) or said)
 
     def _smaller(self, iteration: Iteration, parts: int, said: str) -> int:
         """The number of micro-batches to go on with after an out-of-memory error in `parts`."""

@@ -45,6 +45,7 @@ class Weighing:
         self._window = window
         self._slot = Slot() if window is None else window.totals.begin(window.position)
         self._before = self._slot.divisor.copy()
+        self._units_before = self._slot.units
 
     def begin_parts(self, verdict: Verdict) -> None:
         """To be called before micro-batches are run.
@@ -147,8 +148,9 @@ class Weighing:
         self._before = Divisor(expected=self._slot.divisor.total)
 
     def put_back(self) -> None:
-        """Forget what the failed run added to the window."""
+        """Forget what the failed run added to the window, or decided for it."""
         self._slot.divisor = self._before.copy()
+        self._slot.units = self._units_before
 
     def withdraw(self) -> None:
         """The call ends in an error, and may be made again: its window has not seen it."""

@@ -1,4 +1,4 @@
-"""A forward that takes another branch than those that were checked runs whole, until a check has seen the branch."""
+"""A call that takes another branch than those that were checked is checked itself, before it goes on in parts."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -14,14 +14,17 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CALLS = 24
 
 
-def trained(parts: int | None, forwards: Callable[[nn.ModuleDict], Iterator[Forward]]) -> tuple[torch.Tensor, int]:
+def trained(
+    parts: int | None, forwards: Callable[[nn.ModuleDict], Iterator[Forward]], split: str = "verified"
+) -> tuple[torch.Tensor, int]:
     """The weights of the head after some steps in float64, and how many calls ran in `parts` micro-batches."""
     runtime.reset()
     torch.manual_seed(0)
     random.seed(0)
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), "head": nn.Linear(8, 4)})
     model = model.double()
-    memory = runtime.preset("16gb", precision="fp32", **({} if parts is None else {"micro_batches": parts}))
+    sizes = {} if parts is None else {"micro_batches": parts}
+    memory = runtime.preset("16gb", precision="fp32", split=split, **sizes)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(CALLS, 12, 8, generator=generator, dtype=torch.float64)
@@ -80,12 +83,42 @@ def test_branches_train_as_in_whole_batches(forwards, parts):
     assert split_calls >= 4
 
 
-def test_a_graph_that_is_ever_another_is_split_all_the_same():
-    """Sequences of their own lengths: after some lengths the size of the graph tells nothing any more."""
-    _, split_calls = trained(3, sequences_of_any_length)
-    assert split_calls >= CALLS // 3
+@pytest.mark.parametrize("forwards", [layers_left_out_at_random, sequences_of_any_length])
+def test_branches_of_independent_samples_never_run_whole(forwards):
+    _, split_calls = trained(3, forwards)
+    assert split_calls == CALLS
 
 
-def test_a_branch_that_was_seen_is_told_once(caplog):
+def test_a_branch_that_couples_samples_is_told_once_with_its_reason(caplog):
     trained(3, mixup_of_some_batches)
-    assert sum("takes a branch that no check has seen yet" in line for line in caplog.messages) == 1
+    assert sum("run whole, because samples depend on each other" in line for line in caplog.messages) == 1
+    assert not any("branch" in line for line in caplog.messages)
+
+
+def test_a_branch_that_couples_samples_is_split_where_that_was_asked_for(caplog):
+    _, split_calls = trained(3, mixup_of_some_batches, split="always")
+    assert split_calls == CALLS
+    assert any("split although samples depend on each other" in line for line in caplog.messages)
+
+
+def test_a_branch_of_a_batch_of_another_size_is_checked_too():
+    """Only the last batch is mixed, and its micro-batches have a number of samples that no check has seen."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=2)
+    for rows in (12, 12, 12, 12, 6):
+        mixed = torch.tensor(rows < 12)
+
+        def forward(samples: torch.Tensor, labels: torch.Tensor, mixed: torch.Tensor = mixed) -> torch.Tensor:
+            if not mixed:
+                return F.cross_entropy(model(samples), labels)
+            output = model((samples + samples.flip(0)) / 2)
+            return (F.cross_entropy(output, labels) + F.cross_entropy(output, labels.flip(0))) / 2
+
+        samples, labels = torch.randn(rows, 8).double(), torch.randint(0, 4, (rows,))
+        model.zero_grad()
+        memory.forward_backward(forward, samples, labels)
+    split = model.weight.grad.clone()
+    model.zero_grad()
+    forward(samples, labels).backward()
+    torch.testing.assert_close(split, model.weight.grad, rtol=1e-12, atol=1e-14)

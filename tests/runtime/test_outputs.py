@@ -180,7 +180,8 @@ def test_a_result_of_another_kind_than_was_checked_comes_back_as_of_the_whole_ba
             _, expected = forward(x)
         assert same(expected, got)
         assert torch.allclose(torch.autograd.grad(forward(x)[0], MODEL.weight)[0], gradient, rtol=1e-12)
-    assert caplog.text.count("run whole") == 1
+    # in parts where the check of that call found how such results are put together, else whole
+    assert caplog.text.count("run whole") <= 1
 
 
 def test_the_entries_of_a_model_output_keep_their_order_beside_a_cache():
