@@ -90,6 +90,37 @@ def shards_split(rank):
     return {"error": error(model, plain(batches(3))), "said": memory.report().forwards[0].whole_because}
 
 
+def shards_in_branches(rank):
+    """In two steps one process mixes its samples, which its micro-batches show to it alone."""
+
+    def train(model, memory):
+        optimizer = sgd(model)
+        for step, (x, y) in enumerate(batches(6)):
+            mixed = torch.tensor(rank == 1 and step in (2, 4))
+
+            def forward(x, y, mixed=mixed):
+                if not mixed:
+                    return F.cross_entropy(model(x), y)
+                output = model((x + x.flip(0)) / 2)
+                return (F.cross_entropy(output, y) + F.cross_entropy(output, y.flip(0))) / 2
+
+            if memory is None:
+                forward(x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                memory.forward_backward(forward, x, y)
+                memory.step(optimizer)
+
+    replicated, model = DistributedDataParallel(network()), sharded()
+    train(replicated, None)
+    memory = memory_of(micro_batches=2)
+    train(model, memory)
+    expected = torch.cat([parameter.detach().reshape(-1) for parameter in replicated.parameters()])
+    (known,) = memory._forwards
+    return {"error": error(model, expected), "split": known.split_calls}
+
+
 def shards_clipped(rank):
     model, memory = sharded(), memory_of(micro_batches=2)
     ours(model, batches(3), memory, clip_norm=0.1)
@@ -326,6 +357,7 @@ LAST = {
 CASES = {
     "shards": shards,
     "shards split": shards_split,
+    "shards in branches": shards_in_branches,
     "shards clipped": shards_clipped,
     "shards in other forms": shards_in_other_forms,
     "shards ragged": shards_ragged,

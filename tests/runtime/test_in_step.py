@@ -33,6 +33,13 @@ def test_a_sharded_model_trains_in_micro_batches_as_a_replicated_one_whole(found
     assert worst(found[f"shards {case}"]) < 1e-12
 
 
+def test_a_branch_that_one_process_takes_is_checked_by_all(found):
+    results = found["shards in branches"]
+    assert worst(results) < 1e-12
+    # the first two steps, and the one whose turn to be checked comes between the mixed ones
+    assert [result["split"] for result in results] == [3, 3]
+
+
 @pytest.mark.parametrize("form", ["two replicas", "one replica", "kept after forward", "compiled"])
 def test_other_forms_of_shards_train_in_micro_batches_as_a_replicated_model_whole(found, form):
     for result in found["shards in other forms"]:
