@@ -59,8 +59,8 @@ class AmpUse:
         root: the name that `node` starts with, and `variable` what it refers to (None behind a star import).
         root_path: what `root` is, `torch.cuda.amp`.
         path: what `node` is, `torch.cuda.amp.autocast`.
-        holder: the use that put it into an attribute of an object (`self.autocast = torch.cuda.amp.autocast`) or into
-            a partial, where `node` reads that attribute or the name of the partial.
+        holder: the use that put it into an attribute of an object (`self.autocast = torch.cuda.amp.autocast`,
+            `cfg.autocast`) or into a partial, where `node` reads that attribute or the name of the partial.
     """
 
     node: ast.expr
@@ -226,14 +226,15 @@ class AmpNames:
             self._follow_held(use)
 
     def _follow_held(self, holder: AmpUse) -> None:
-        """`self.cast = torch.cuda.amp.autocast`, `cast = partial(torch.cuda.amp.autocast)`: calls of what holds it."""
+        """`cfg.cast = torch.cuda.amp.autocast`, `cast = partial(torch.cuda.amp.autocast)`: calls of what holds it."""
         statement = self.assignment_of(holder.whole)
         target = statement.targets[0] if statement is not None else None
+        reads: list[ast.expr] = []
         if isinstance(target, ast.Name) and holder.role is Role.PARTIAL:
             variable = self.scopes.bound_by(target)
-            reads: list[ast.expr] = [] if _any_new(self.origins(variable)) else [*variable.loads]
-        else:
-            reads = self._reads_of(target) if target is not None and _is_own(target) else []
+            reads = [] if _any_new(self.origins(variable)) else [*variable.loads]
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            reads = self._reads_of(target)
         for read in reads:
             node, path = self._whole_path(read, holder.path)
             api = _API.fullmatch(path)
@@ -246,11 +247,9 @@ class AmpNames:
                 )
 
     def _reads_of(self, attribute: ast.Attribute) -> list[ast.expr]:
-        """Where an attribute of `self` is read in its class; nowhere where it may hold the new function, or others."""
-        owner = next((node for node, _ in self.scopes.ancestors(attribute) if isinstance(node, ast.ClassDef)), None)
-        nodes = () if owner is None else walk(owner)
-        own = [node for node in nodes if _is_own(node) and node.attr == attribute.attr]
-        for node in own:
+        """Where an attribute of an object is read; nowhere where it may hold the new function, or others."""
+        same = self._of_the_same_object(attribute)
+        for node in same:
             if not isinstance(node.ctx, ast.Load):
                 statement = self.scopes.parent(node)
                 sides = _sides(statement.value) if isinstance(statement, ast.Assign) else []
@@ -258,7 +257,19 @@ class AmpNames:
                 old = any(path is not None and _REPLACED.match(path) for path in paths)
                 if _any_new(paths) or not (old or (paths and None not in paths)):
                     return []
-        return [node for node in own if isinstance(node.ctx, ast.Load)]
+        return [node for node in same if isinstance(node.ctx, ast.Load)]
+
+    def _of_the_same_object(self, attribute: ast.Attribute) -> list[ast.Attribute]:
+        """Where an attribute of `self` stands in its class, and that of another name that is bound once, anywhere."""
+        if _is_own(attribute):
+            owner = next((node for node, _ in self.scopes.ancestors(attribute) if isinstance(node, ast.ClassDef)), None)
+            nodes = () if owner is None else walk(owner)
+            return [node for node in nodes if _is_own(node) and node.attr == attribute.attr]
+        assert isinstance(attribute.value, ast.Name)
+        variable = self.scopes.variable(attribute.value)
+        loads = self.scopes.unbound.get(attribute.value.id, []) if variable is None else variable.loads
+        parents = [self.scopes.parent(load) for load in loads if variable is None or len(variable.bindings) == 1]
+        return [node for node in parents if isinstance(node, ast.Attribute) and node.attr == attribute.attr]
 
     def _whole_path(self, node: ast.expr, path: str) -> tuple[ast.expr, str]:
         """A read of something imported, with the attributes behind it up to a deprecated function."""

@@ -298,6 +298,20 @@ KEPT = {
         "    def run(self):\n        return self.autocast()\n",
         [1, 6],
     ),
+    "an attribute of an object of the script": (
+        "import torch\nfrom settings import cfg\ncfg.cast = torch.cuda.amp.autocast\n"
+        "def run(x):\n    with cfg.cast():\n        cfg.other()\n",
+        [5],
+    ),
+    "an attribute of what a function is given": (
+        "import torch\ndef run(cfg, amp):\n    cfg.cast = torch.cuda.amp.autocast if amp else nothing\n"
+        "    with cfg.cast(): pass\ndef other(cfg):\n    cfg.cast()\n",
+        [4],
+    ),
+    "an attribute of what a star import brings": (
+        "import torch\nfrom settings import *\ncfg.scaler = torch.cuda.amp.GradScaler\ncfg.scaler()\n",
+        [4],
+    ),
     "one side of a choice": (
         "import torch\nhalf = torch.cuda.amp.autocast if args.amp else suppress\nwith half(): pass\n",
         [3],
@@ -431,6 +445,9 @@ def test_a_choice_by_version_is_a_note_and_kept() -> None:
         "half = torch.amp.autocast if hasattr(torch.amp, 'autocast') else torch.cuda.amp.autocast\nhalf()\n",
         "import torch\nclass A:\n    def __init__(self):\n        self.ctx = torch.cuda.amp.autocast\n"
         "class B:\n    def run(self):\n        self.ctx()\n",
+        "import torch\ncfg.cast = torch.cuda.amp.autocast\ncfg.cast = torch.amp.autocast\ncfg.cast()\n",
+        "import torch\ncfg = A()\ncfg.cast = torch.cuda.amp.autocast\ncfg = B()\ncfg.cast()\n",
+        "import torch\ncfg.cast = torch.cuda.amp.autocast\nother.cast()\ncfg.sub.cast()\n",
     ],
 )
 def test_what_only_looks_like_it_is_silent(code: str) -> None:
