@@ -13,16 +13,16 @@ class EvalWithGrad(Rule):
     """A model runs with gradients on where nothing is backpropagated.
 
     What: a forward in a validation, test or inference pass, in a look at the network every few iterations
-    (`if i % 100 == 0:`), or for an action in an environment (`env.step(action)`), outside `torch.no_grad()` and
-    `torch.inference_mode()`.
+    (`if i % 100 == 0:`), behind all training (the last loop, or a framework's `trainer.fit(model)`), or for an action
+    in an environment (`env.step(action)`), outside `torch.no_grad()` and `torch.inference_mode()`.
 
     Why: autograd saves the activations of every layer for a backward that never comes. `model.eval()` does not change
     that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well: its
     peak over the weights was 9.0 times that under `no_grad` for a network of 8 blocks (bench/results/rules.md).
 
     Quiet when: gradients are off by context, decorator or `set_grad_enabled(False)`, here or in every caller in the
-    file; a backward goes through the forward; a framework (Lightning, Trainer)
-    runs the pass; the file holds unit tests.
+    file; a backward goes through the forward; a framework (Lightning, Trainer) runs the pass; the file holds unit
+    tests.
 
     Fix: `@torch.no_grad()` on the function, or `with torch.no_grad():` around the pass.
     """
@@ -36,6 +36,8 @@ class EvalWithGrad(Rule):
         b"torch.load",
         b"torch.hub.load",
         b"load_state_dict(",
+        (b"Trainer(", b".fit("),
+        (b"Trainer(", b".train("),
         (b"from_pretrained(", b").cuda("),
         (b"from_pretrained(", b"model.cuda("),
         (b"from_pretrained(", b"__main__"),

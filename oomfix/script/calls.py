@@ -16,7 +16,7 @@ from oomfix.script.hints import (
 )
 from oomfix.script.methods import SAME_MODULE
 from oomfix.script.names import MOVES, path_of
-from oomfix.script.trace import Handed
+from oomfix.script.trace import Event, Handed
 from oomfix.script.values import (
     NUMBER,
     PLAIN_TENSOR,
@@ -124,6 +124,10 @@ class Calls(Externals):
                 return NUMBER
             case Kind.MEMORY:
                 return self._memory_method(node, name, arguments, keywords)
+            case Kind.TRAINER if name in ("fit", "train"):
+                self.trace.fits.append(Event(node, self.site(), self.trace.next_order()))
+            case Kind.CLASS if name == "load_from_checkpoint":
+                return self._instantiate(node, receiver.ref, [], {"**": UNKNOWN})
         if receiver.kind is Kind.TENSOR or receiver.graph or divisors_of(name, given):
             result = self._tensor_method(name, receiver, given)
             if name in ("div_", "mul_") and isinstance(node.func, ast.Attribute):
@@ -213,6 +217,8 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "unscale_": Calls._unscale,
     "detach_": Calls._detach_in_place,
     "enter_context": Calls._enter_context,
+    "__enter__": Calls._enter_by_hand,
+    "__exit__": Calls._exit_by_hand,
     "scale": Calls._scale,
     "train": Calls._mode,
     "eval": Calls._mode,

@@ -6,9 +6,9 @@ import ast
 import re
 
 from oomfix.script import torch_facts
+from oomfix.script.contexts_by_hand import ContextsByHand
 from oomfix.script.hints import looks_like_logging
 from oomfix.script.names import left_by_methods, path_of
-from oomfix.script.training import Training
 from oomfix.script.values import (
     NONE,
     NUMBER,
@@ -31,7 +31,7 @@ _REPLAY = re.compile(r"buffer|replay", re.IGNORECASE)
 """Names of what holds numbers for later updates."""
 
 
-class Containers(Training):
+class Containers(ContextsByHand):
     """Keeps track of what a container holds, and of what is kept in it beyond an iteration."""
 
     def element(self, value: Value) -> Value:

@@ -35,6 +35,8 @@ class Core(ABC):
         self.way: tuple[Hashable, ...] = ()
         self.autocast: Autocast | None = None
         self.apex = False
+        self.outside: dict[str | None, tuple[Graph, Autocast | None, bool]] = {}
+        """By the path of a context entered by hand: gradients, autocast and apex as they were before."""
         self.handling_exception = False
         self.rounds: tuple[int, ...] = ()
         self.enclosing_forward: int | None = None
@@ -64,6 +66,10 @@ class Core(ABC):
     @abstractmethod
     def attribute_of(self, base: Value, node: ast.Attribute) -> Value:
         """What an attribute of a value is, as written in `node` (`Expressions`)."""
+
+    @abstractmethod
+    def context_of(self, node: ast.expr, value: Value) -> Value:
+        """The context that an expression stands for, made out of sight or here; `value` as it is (`Entering`)."""
 
     @abstractmethod
     def run(self, frame: Frame, function: Function, call: ast.expr | None) -> Value:

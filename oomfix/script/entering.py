@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from oomfix.script.contexts import context_of_call, held_elsewhere
-from oomfix.script.definitions import Function
+from oomfix.script.definitions import Function, Instance
 from oomfix.script.names import path_of
 from oomfix.script.statements import Statements
 from oomfix.script.values import Kind, Value
@@ -43,8 +43,16 @@ class Entering(Statements):
         """An object of the file: what its `__enter__` is named to enter."""
         instance = self.instance_of(value)
         enter = instance.cls.find("__enter__") if instance is not None else None
-        if enter is None:
+        if instance is None or enter is None:
             return value
         calls = [path_of(node.func) for node in enter.nodes if isinstance(node, ast.Call)]
-        effects = frozenset[str]().union(*(held_elsewhere(path) or () for path in calls))
+        effects = frozenset[str]().union(*(self._effects_of_entering(instance, path) for path in calls))
         return Value(Kind.CONTEXT, ref=effects) if effects else value
+
+    def _effects_of_entering(self, instance: Instance, path: str | None) -> frozenset[str]:
+        """What a call in an object's `__enter__` enters: `self.guard.__enter__()`, or a context by its name."""
+        held = (path or "").removesuffix(".__enter__")
+        binding = self.state.attributes.get((instance.number, held.removeprefix("self.")))
+        if binding is not None and binding.value.kind is Kind.CONTEXT:
+            return binding.value.ref  # type: ignore[no-any-return]
+        return held_elsewhere(held) or frozenset()

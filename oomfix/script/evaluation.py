@@ -34,7 +34,8 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
     """
     if not trace.backwards:
         training_runs = training_runs | {step.site.runs[-1] for step in trace.steps if step.site.runs}
-    trained = [(backward.order, _entry(backward.site)) for backward in trace.backwards if backward.site.loops]
+    ended = [*(backward for backward in trace.backwards if backward.site.loops), *trace.fits]
+    trained = [(event.order, _entry(event.site)) for event in ended]
     in_training_mode = {
         (forward.path, forward.site.runs[-1])
         for forward in trace.forwards.values()

@@ -103,7 +103,8 @@ class Externals(Methods):
             return self.computed(self._torch_function(name, last, given, keywords))
         if last in ("tqdm", "trange", "track", "prefetch"):
             return flatten(given[0]) if given else UNKNOWN
-        return self._unknown(node, path, arguments, keywords, imported=True)
+        unseen = self._unknown(node, path, arguments, keywords, imported=True)
+        return Value(Kind.TRAINER) if torch_facts.is_trainer(name) else unseen
 
     def _engine(self, node: ast.Call, model: Value) -> Value:
         """DeepSpeed's engine stands for the model; it comes with an optimizer, a loader and a scheduler."""

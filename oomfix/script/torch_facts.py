@@ -76,6 +76,9 @@ _WRAPPER = re.compile(
 _ACCELERATOR = re.compile(
     r"^(accelerate\.Accelerator|(lightning\.)?(fabric\.)?Fabric|lightning\.Fabric|lightning_fabric\.Fabric)$"
 )
+_TRAINER = re.compile(
+    r"^((pytorch_lightning|lightning|lightning\.pytorch)\.(trainer\.)?(trainer\.)?Trainer|(transformers|trl)\.\w*Trainer)$"
+)
 _PARAMETERLESS = frozenset(
     "CosineSimilarity PairwiseDistance Softmax Softmax2d Softmin LogSoftmax Sigmoid LogSigmoid Hardsigmoid ReLU ReLU6 "
     "RReLU LeakyReLU ELU CELU SELU GELU GLU SiLU Mish Hardswish Tanh Hardtanh Tanhshrink Softplus Softsign Softshrink "
@@ -149,6 +152,12 @@ def kind_of_call(qualified: str) -> Kind | None:
     if last[:1].isupper() and _LOSS_CLASS.search(last) and not re.match(r"Model|Net", last):
         return Kind.LOSS
     return None
+
+
+@lru_cache(MANY_NAMES)
+def is_trainer(qualified: str) -> bool:
+    """Whether a call makes an object that runs the training loop itself."""
+    return bool(_TRAINER.match(qualified))
 
 
 def holds_networks(value: Value) -> bool:

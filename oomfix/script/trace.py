@@ -219,6 +219,8 @@ class Trace:
     backwards: list[Backward] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     clips: list[Clip] = field(default_factory=list)
+    fits: list[Event] = field(default_factory=list)
+    """Where a framework's trainer runs the training loop, out of sight."""
     calls: dict[str, list[Event]] = field(default_factory=dict)
     """Calls of functions of interest by their qualified name, such as `torch.cuda.empty_cache`."""
     backpropagated: set[int] = field(default_factory=set)
@@ -263,7 +265,8 @@ class Trace:
 
     def next_order(self) -> int:
         """The position of the next event in program order."""
-        return len(self.backwards) + len(self.forwards) + len(self.steps) + len(self.clips) + len(self.keeps)
+        events = (self.backwards, self.forwards, self.steps, self.clips, self.keeps, self.fits)
+        return sum(map(len, events))
 
     def forwards_of(self, origins: frozenset[int]) -> Iterator[Forward]:
         """The forwards among a value's origins."""

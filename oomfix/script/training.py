@@ -198,13 +198,6 @@ class Training(Forwards):
             self._take_graph_off(loop.iter)
         return value.with_graph(Graph.NO, NO_ORIGINS) if value.items is None else PLAIN_TENSOR
 
-    def _enter_context(self, node: ast.Call, function: ast.Attribute) -> Value | None:
-        """`stack.enter_context(torch.no_grad())`: from here on, until the stack's own block ends."""
-        value = self.evaluate(node.args[0]) if node.args else UNKNOWN
-        if value.kind is Kind.CONTEXT:
-            self.enter_effects(value.ref)
-        return value
-
     def _take_graph_off(self, target: ast.expr) -> None:
         binding = self.binding_of(target) if path_of(target) is not None else None
         if binding is not None and flatten(binding.value).graph:

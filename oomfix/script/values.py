@@ -20,6 +20,8 @@ class Kind(Enum):
     SCALER = "scaler"
     ACCELERATOR = "accelerator"
     """An object of a framework that owns autocast and backward (Accelerate, Fabric, DeepSpeed)."""
+    TRAINER = "trainer"
+    """An object of a framework that runs the training loop out of sight (Lightning, transformers)."""
     MEMORY = "memory"
     """The manager of `oomfix.runtime`."""
     SEQUENCE = "sequence"

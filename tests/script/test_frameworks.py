@@ -183,3 +183,69 @@ def test_a_backward_by_hand_counts_in_lightning_and_its_step_is_no_loop_of_the_f
     """)
     assert findings_of(script) == [("OOM102", 9, "warning"), ("OOM102", 13, "warning")]
     assert script.loops == []
+
+
+FITTED = """
+    import torch
+    {imported}
+    from networks import Network
+
+    model = Network()
+    trainer = {trainer}
+    {fit}
+    out = model(batch)
+    print(out.argmax(1))
+"""
+LIGHTNINGS = [
+    ("import pytorch_lightning as pl", "pl.Trainer(max_epochs=3)", "trainer.fit(model, loader)"),
+    ("import lightning as L", "L.Trainer()", "trainer.fit(model, loader)"),
+    ("from lightning.pytorch import Trainer", "Trainer()", "trainer.fit(model, loader)"),
+    ("from transformers import Seq2SeqTrainer", "Seq2SeqTrainer(model=model)", "trainer.train()"),
+    ("from trl import SFTTrainer", "SFTTrainer(model)", "trainer.train(resume_from_checkpoint=True)"),
+]
+
+
+@pytest.mark.parametrize(("imported", "trainer", "fit"), LIGHTNINGS)
+def test_a_forward_behind_a_frameworks_training_evaluates(read, imported, trainer, fit):
+    code = FITTED.format(imported=imported, trainer=trainer, fit=fit)
+    assert findings_of(read(code)) == [("OOM201", 8, "warning")]
+    quiet = code.replace("out = model(batch)", "with torch.no_grad(): out = model(batch)")
+    assert findings_of(read(quiet)) == []
+
+
+@pytest.mark.parametrize(
+    ("imported", "trainer", "fit"),
+    [
+        ("import pytorch_lightning as pl", "pl.Trainer()", "trainer.tune(model)"),
+        ("from sklearn.svm import SVC", "SVC()", "trainer.fit(x, y)"),
+        ("from networks import Trainer", "Trainer()", "trainer.fit(model, loader)"),
+    ],
+)
+def test_a_forward_behind_something_else_may_be_anything(read, imported, trainer, fit):
+    assert findings_of(read(FITTED.format(imported=imported, trainer=trainer, fit=fit))) == []
+
+
+def test_a_forward_that_is_trained_through_behind_a_fit_is_no_evaluation(read):
+    imported, trainer, fit = LIGHTNINGS[0]
+    code = FITTED.format(imported=imported, trainer=trainer, fit=fit)
+    assert findings_of(read(code.replace("print(out.argmax(1))", "criterion(out, y).backward()"))) == []
+    other = code.replace("trainer.fit(model, loader)", "trainer.fit(other, loader)\n    def show(x): return model(x)")
+    assert findings_of(read(other.replace("out = model(batch)", "out = 0"))) == []
+
+
+def test_what_a_class_of_the_file_loads_from_a_checkpoint_is_its_network(read):
+    code = (
+        LIGHTNING.format(step="training_step", statement="pass", returned="loss")
+        + """
+        def forward(self, x):
+            return self.net(x)
+
+    def train(loader, batch):
+        trainer = pl.Trainer()
+        trainer.fit(Classifier(net), loader)
+        best = Classifier.load_from_checkpoint("best.ckpt")
+        accuracy = (best.forward(batch).argmax(1) == 1).float().mean()
+        return accuracy
+    """
+    )
+    assert findings_of(read(code)) == [("OOM201", 29, "warning")]

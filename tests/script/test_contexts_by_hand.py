@@ -1,0 +1,90 @@
+"""Contexts that a call enters, and that another one leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+VALIDATE = """
+    import torch
+
+    def validate(model, loader):
+        model.eval()
+        guard = {made}
+        guard.__enter__()
+        for x in loader:
+            print(model(x))
+        guard.__exit__(None, None, None)
+        for x in loader:
+            print(model(x))
+"""
+TRAIN = """
+    import torch
+
+    model.cuda()
+    guard = torch.autocast("cuda", torch.bfloat16)
+    for x, y in loader:
+        guard.__enter__()
+        loss = criterion(model(x), y)
+        {left}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("made", ["torch.no_grad()", "torch.inference_mode()"])
+def test_gradients_are_off_between_entering_and_leaving_by_hand(report, made):
+    assert report(VALIDATE.format(made=made)) == [("OOM201", 11)]
+
+
+def test_what_is_entered_by_hand_may_be_another_context(report):
+    assert report(VALIDATE.format(made="torch.enable_grad()")) == [("OOM201", 8), ("OOM201", 11)]
+    assert report(VALIDATE.format(made="open('log')")) == [("OOM201", 8), ("OOM201", 11)]
+
+
+def test_autocast_entered_by_hand_covers_the_forward(report):
+    assert report(TRAIN.format(left="guard.__exit__(None, None, None)")) == []
+
+
+def test_a_backward_before_autocast_is_left_is_inside_of_it(report):
+    assert report(TRAIN.format(left="pass")) == [("OOM305", 9)]
+
+
+def test_a_flag_that_decides_whether_gradients_are_off_leaves_it_open(report):
+    code = """
+        import torch
+
+        def validate(model, loader, guard, quiet):
+            model.eval()
+            if quiet:
+                off = torch.no_grad()
+                off.__enter__()
+            for x in loader:
+                print(model(x))
+            if quiet:
+                off.__exit__(None, None, None)
+    """
+    assert report(code) == []
+
+
+def test_a_context_of_the_file_that_enters_another_by_hand_is_that_one(report):
+    code = """
+        import torch
+
+        class Quiet:
+            def __init__(self):
+                self.off = torch.no_grad()
+
+            def __enter__(self):
+                self.off.__enter__()
+
+            def __exit__(self, *raised):
+                self.off.__exit__(*raised)
+
+        def validate(model, loader):
+            model.eval()
+            with Quiet():
+                for x in loader:
+                    print(model(x))
+    """
+    assert report(code) == []
