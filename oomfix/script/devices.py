@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from oomfix.source import Source
 
 _CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
-_DEVICE = re.compile(r"\.to\((?!(dtype=)?torch\.\w+\))|device", re.IGNORECASE)
+_DEVICE = re.compile(r"""\.to\((?!(dtype=)?torch\.\w+\)|["']cpu["'])|device""", re.IGNORECASE)
 _DEVICE_OF_A_TENSOR = re.compile(
     r"(?:\bdevice\s*=|\.to\()\s*"
     r"(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"

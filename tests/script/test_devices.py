@@ -76,3 +76,11 @@ def test_where_another_tensor_is_says_nothing(read, moved, may_be):
             optimizer.step()
     """
     assert read(code).devices.may_be_cuda is may_be
+
+
+@pytest.mark.parametrize(
+    ("moved", "cuda"), [('to("cpu")', False), ("to('cpu')", False), ("to(torch.float32)", False), ("to(place)", True)]
+)
+def test_a_device_that_nothing_is_moved_to_is_no_gpu(read, moved, cuda):
+    loop = f"for x, y in loader:\n    criterion(model(x.{moved}), y).backward()\n    optimizer.step()\n"
+    assert read(f"import torch\n{EITHER}\n{loop}").devices.may_be_cuda is cuda
