@@ -53,6 +53,8 @@ def _grows_by_iteration(
         return False
     if any(_resets(other, keep.target) for other in keep.crossed[0].body if other is not keep.statement):
         return False
+    if _begins_with_an_inner_loop(keep):
+        return False
     if _is_a_step(keep, outside, backwards_of.get(keep.site.function, ())):
         return False
     forwards = list(trace.forwards_of(keep.origins))
@@ -64,6 +66,30 @@ def _grows_by_iteration(
         if not evaluating and not (function is not None and function.evaluates):
             return False
     return any(keep.crossed[0] in forward.site.loops for forward in forwards)
+
+
+def _begins_with_an_inner_loop(keep: Keep) -> bool:
+    """`if i == 0: total = loss`, `else: total += loss`: the first round of a loop within starts the total anew."""
+    loops = [loop for loop in keep.crossed[1:] if isinstance(loop, ast.For | ast.AsyncFor)]
+    counters = {name.id for loop in loops for name in walk(loop.target) if isinstance(name, ast.Name)}
+    return any(
+        isinstance(guard.statement, ast.If)
+        and _compared_with_zero(guard.test) in counters
+        and any(_resets(other, keep.target) for other in _other_side(guard.statement, guard.value))
+        for guard in keep.site.guards
+    )
+
+
+def _other_side(decision: ast.If, value: bool) -> list[ast.stmt]:
+    return decision.orelse if value else decision.body
+
+
+def _compared_with_zero(test: ast.expr) -> str | None:
+    """`i` of `i == 0`, `i != 0` and `i > 0`."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.left, ast.Name):
+        return None
+    right = test.comparators[0]
+    return test.left.id if isinstance(right, ast.Constant) and right.value == 0 else None
 
 
 def _grows_by_call(keep: Keep, backwards_of: Mapping[Function | None, list[Backward]]) -> bool:
