@@ -48,19 +48,32 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
         if isinstance(scope, Guard)
     }
     trained_by = _trained_by_their_function(trace)
+    trained_methods = _methods_trained_through(trace)
     return [
         forward
         for forward in trace.forwards.values()
-        if forward.direct
+        if (forward.direct or _method(forward) in trained_methods)
         and forward.origin not in trace.backpropagated
         and (
-            _is_evaluation(forward, training_runs, trained)
+            (_is_evaluation(forward, training_runs, trained) and not _is_trained_out_of_sight(forward, trace))
             or (_is_between_steps(forward, in_training_mode) and not _feeds_a_network(forward, trace))
             or acts_in_environment(forward, trace)
             or _is_a_sample(forward, training_runs, waited_for)
             or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
         )
     ]
+
+
+def _methods_trained_through(trace: Trace) -> set[Hashable]:
+    """Methods of networks whose result alone is backpropagated somewhere: they leave gradients on."""
+    alone = [origin for backward in trace.backwards if len(backward.origins) == 1 for origin in backward.origins]
+    return {_method(trace.forwards[origin]) for origin in alone if origin in trace.forwards}
+
+
+def _method(forward: Forward) -> Hashable:
+    """What is called, as it is written, and the class that `self` belongs to."""
+    function, path = forward.site.function, forward.path or ast.unparse(forward.node.func)
+    return path, function.owner if function is not None and path.startswith("self.") else None
 
 
 def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tuple[int, Hashable]]) -> bool:
@@ -87,6 +100,14 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tupl
         # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
         return any(order < forward.order and entry == _entry(site) for order, entry in trained)
     return not within_training or _says_evaluation(site.loop)
+
+
+def _is_trained_out_of_sight(forward: Forward, trace: Trace) -> bool:
+    """`model.train()`, and in a loop `model(x)` and `model.update()`, in a file that holds no backward."""
+    site = forward.site
+    if not forward.training or site.loop is None or trace.backwards:
+        return False
+    return not (site.within_evaluation or _says_evaluation(site.loop))
 
 
 def _is_returned_as_array(forward: Forward) -> bool:

@@ -40,6 +40,7 @@ class Forwards(Networks):
         if self.enclosing_forward is not None and path not in ("self", "self.module"):
             return self._part_of_forward(content, module, path)
         origin = self.trace.number("forward", id(node), self.way)
+        evaluating = self.state.evaluating.get(self._identity(module, path))
         grad = Graph.NO if method is not None and _records_nothing(method) else self.state.grad
         self.trace.forwards[origin] = Forward(
             node=node,
@@ -48,7 +49,8 @@ class Forwards(Networks):
             origin=origin,
             path=path,
             given=(*node.args, *(keyword.value for keyword in node.keywords)),
-            evaluating=bool(self.state.evaluating.get(self._identity(module, path))),
+            evaluating=evaluating is True,
+            training=evaluating is False,
             made_for_evaluation=self.left_by_constructor.get(self._identity(module, path), False),
             carried=content.carried_from,
             direct=direct,

@@ -33,9 +33,13 @@ _PART_NAME = re.compile(
     r"bottleneck|features|\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding))_?\d*$"
 )
 _FORWARD_METHOD = re.compile(
-    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits|loss|embeddings?)$",
+    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits?|loss|embeddings?)$",
     re.IGNORECASE,
 )
+_RUNNING_METHOD = re.compile(
+    r"^(encode|decode|embed|encode_image|encode_text|extract_features?|forward_features|logits?)$"
+)
+"""Of the networks of public training code, one in thirty turns gradients off in a method of one of these names."""
 _TRAINING_VERB = re.compile(
     r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
 )
@@ -82,6 +86,11 @@ def looks_like_module(name: str) -> bool:
 def looks_like_forward(method: str) -> bool:
     """Whether a method of a network is usually a part of its forward."""
     return bool(_FORWARD_METHOD.search(method))
+
+
+def runs_network(method: str) -> bool:
+    """Whether a method of a network runs it on what it is given, and leaves gradients as they are."""
+    return bool(_RUNNING_METHOD.match(method))
 
 
 def looks_like_part(name: str) -> bool:

@@ -12,6 +12,7 @@ from oomfix.script.hints import (
     looks_like_loss,
     looks_like_module,
     looks_like_part,
+    runs_network,
 )
 from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.unseen import Unseen
@@ -43,11 +44,12 @@ class Methods(Unseen):
         if name in ("no_sync", "join"):
             return NULL
         content = combine([*arguments, *keywords.values()])
-        if name == "init_hidden" or (name.startswith("get_") and not content.graph):
+        computes = looks_like_forward(name) and not looks_like_loss(name) and bool(arguments or keywords)
+        if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
             return UNKNOWN
         if name in torch_facts.BOOKKEEPING or name.startswith(("set_", "register_", "load_", "save_", "init_")):
             return NUMBER
-        if name.startswith("get_") and not looks_like_loss(name):
+        if name.startswith("get_") and not looks_like_loss(name) and not computes:
             return content.with_graph(Graph.MAYBE)  # `net.get_coefficients(out)` computes on what it is given
         if looks_like_detaching(name):
             return self._detached(node, content)
@@ -67,8 +69,11 @@ class Methods(Unseen):
         part = looks_like_module(name) or looks_like_part(name)
         if part and not arguments and not keywords and self.is_for_effect(node):
             return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
-        result = self.forward(node, receiver, path, arguments, keywords, direct=part)
+        direct = part or (runs_network(name) and bool(arguments or keywords) and not _evaluates_itself(receiver))
+        result = self.forward(node, receiver, path, arguments, keywords, direct=direct)
         self.state.grad = grad
+        if not part and isinstance(self.statement, ast.Assign) and isinstance(self.statement.targets[0], ast.Tuple):
+            return result.with_graph(min(result.graph, Graph.MAYBE))  # `loss, tags, lengths = net.forward_all(x)`
         if part or looks_like_forward(name):
             return result
         return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
@@ -77,3 +82,8 @@ class Methods(Unseen):
         """Whether all methods of this name in the file turn gradients off by a decorator."""
         effects = [function.effects for function in self.functions if function.name == name]
         return bool(effects) and all(any("no_grad" in effect.ref for effect in each) for each in effects)
+
+
+def _evaluates_itself(network: Value) -> bool:
+    """Whether a network is one of a library whose methods turn gradients off."""
+    return isinstance(network.ref, tuple) and str(network.ref[0]).startswith("sentence_transformers.")

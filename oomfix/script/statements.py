@@ -14,6 +14,7 @@ from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import (
     LITERAL,
     UNKNOWN,
+    Graph,
     Kind,
     Value,
     combine,
@@ -184,6 +185,9 @@ class Statements(Expressions):
         kept: frozenset[int] = frozenset()
         entry_of_array = isinstance(node.target, ast.Subscript) and self._is_array(node.target)
         if isinstance(node.op, ast.Add | ast.Sub) and known and not entry_of_array:
+            if old.kind is Kind.CONTAINER and value.kind is Kind.TENSOR:
+                # `tags += net(x)`: a list takes what is in it, of a network that gives lists, since tensors are added
+                value = value.with_graph(min(value.graph, Graph.MAYBE))
             if value.kind in (Kind.SEQUENCE, Kind.CONTAINER):
                 kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, "store", loops)
             else:

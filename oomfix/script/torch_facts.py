@@ -66,6 +66,7 @@ _MODULE_FACTORY = re.compile(
     r"^transformers\.(?!\w*(Tokenizer|Processor|Config|Extractor|Dataset|Collator))\w+\.(from_pretrained|from_config)$|"
     r"^(transformers|pytorch_transformers|pytorch_pretrained_bert|diffusers|peft)\.\w*(Model|For[A-Z]\w+|Net|UNet\w+|VAE|Autoencoder\w*)"
     r"(\.from_pretrained|\.from_config)?$|"
+    r"^sentence_transformers\.\w*(Transformer|Encoder)$|"
     r"^(open_)?clip\.load$|^efficientnet_pytorch\.\w+\.(from_pretrained|from_name)$|^peft\.get_peft_model$"
 )
 _WRAPPER = re.compile(

@@ -101,6 +101,8 @@ class Forward(Event):
     """What is passed to it."""
     evaluating: bool
     """The module was switched to `eval()` before."""
+    training: bool
+    """The module was switched to `train()` before."""
     made_for_evaluation: bool
     """The constructor of an object that never trains switched it to `eval()`."""
     carried: frozenset[int]

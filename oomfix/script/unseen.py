@@ -49,6 +49,8 @@ class Unseen(Containers):
         if content.graph and (self._is_given_what_it_trains(node, given) or self._is_given_terms(path, given)):
             # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
             self.trace.backpropagated |= content.origins
+        if (network := self._in_its_place(node, arguments)) is not None:
+            return network
         last = (path or "").rsplit(".", 1)[-1]
         if last[:1].isupper() and not looks_like_loss(last) and self._is_made_around_network(node, given):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
@@ -78,6 +80,15 @@ class Unseen(Containers):
         if node.args and path is not None and self._is_parameter(path) and self.state.grad is not Graph.NO:
             return Value(Kind.TENSOR, Graph.MAYBE, self.unseen_forward(path))
         return UNKNOWN
+
+    def _in_its_place(self, node: ast.Call, arguments: list[Value]) -> Value | None:
+        """`net = to_gpu(net)`: what takes the place of a network is that network."""
+        path = path_of(node.args[0]) if node.args else None
+        if path is None or self._assigned_to(node) != path:
+            return None
+        if arguments[0].kind is Kind.UNKNOWN and self.hints.is_module(path):
+            return Value(Kind.MODULE, ref=path)
+        return arguments[0] if arguments[0].kind is Kind.MODULE else None
 
     def _is_parameter(self, name: str) -> bool:
         """Whether the function around was handed it: what is handed over and called is most often a network."""

@@ -960,3 +960,31 @@ def test_a_method_that_runs_the_network_through_another_is_no_forward_itself(rep
 def test_a_forward_without_layers_runs_no_network(report):
     code = OWN_METHODS.format(forward="for part in parts: x = part + x", run="self.forward(x)")
     assert report(code) == []
+
+
+TRAINED_OUT_OF_SIGHT = """
+    import torch
+
+    def {name}(model, loader):
+        model.{mode}()
+        for x, y in loader:
+            model(x)
+            {rest}
+"""
+
+
+def test_a_network_in_training_mode_whose_backward_is_nowhere_in_sight_is_trained_elsewhere(report):
+    assert report(TRAINED_OUT_OF_SIGHT.format(name="epoch", mode="train", rest="model.update(0.1)")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "rest", "line"),
+    [
+        ("epoch", "eval", "model.update(0.1)", 6),
+        ("validate", "train", "print(y)", 6),
+        ("epoch", "train", "for vx in val_loader: model(vx)", 7),
+        ("epoch", "train", "pass\n    criterion(model(y), y).backward()", 6),
+    ],
+)
+def test_training_mode_alone_does_not_make_a_pass_a_training(report, name, mode, rest, line):
+    assert ("OOM201", line) in report(TRAINED_OUT_OF_SIGHT.format(name=name, mode=mode, rest=rest))

@@ -663,3 +663,51 @@ def test_what_numpy_is_given_requires_no_gradients(report, read):
 @pytest.mark.parametrize("read", ["sum(parts['far'])", "torch.stack(parts['far']).mean()", "np.mean(loss.item())"])
 def test_what_others_are_given_may(report, read):
     assert kept(report(LISTED.format(read=read))) == [("OOM102", 12)]
+
+
+ANEW_IN_A_LOOP = """
+    import torch
+
+    model = build().cuda().train()
+    for x, y in loader:
+        outputs = model(x)
+        for i, part in enumerate(outputs):
+            if {test}:
+                {first}
+            else:
+                {second}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(first_term.item())
+"""
+ANEW, ADDED = "first_term = loss = criterion(part, y)", "first_term += criterion(part, y); loss = loss + other(part, y)"
+
+
+@pytest.mark.parametrize(
+    ("test", "first", "second"), [("i == 0", ANEW, ADDED), ("i > 0", ADDED, ANEW), ("i != 0", ADDED, ANEW)]
+)
+def test_a_sum_that_the_first_round_of_a_loop_within_starts_anew_is_that_of_an_iteration(report, test, first, second):
+    found = report(ANEW_IN_A_LOOP.format(test=test, first=first, second=second))
+    assert [finding for finding in found if finding[0] == "OOM101"] == []
+
+
+@pytest.mark.parametrize("test", ["i == 1", "flag == 0", "len(part) == 0"])
+def test_a_sum_that_may_go_on_is_a_total(report, test):
+    found = report(ANEW_IN_A_LOOP.format(test=test, first=ANEW, second=ADDED))
+    assert [finding for finding in found if finding[0] == "OOM101"] == [("OOM101", 10)]
+
+
+@pytest.mark.parametrize(("taken", "found"), [("model(x)", []), ("list(model(x))", [7]), ("[model(x)]", [7])])
+def test_a_list_takes_what_a_network_gives_which_may_be_a_list_of_tags(report, taken, found):
+    code = f"""
+        def validate(model, loader):
+            model.eval()
+            tags = []
+            for x in loader:
+                out = model(x)
+                print(out)
+                tags += {taken}
+            return tags
+    """
+    assert [line for code, line in report(code) if code in ("OOM101", "OOM102")] == found

@@ -147,7 +147,9 @@ def test_the_same_method_without_it_does(report):
     assert report(ACTING.format(decorator="# as it is")) == [("OOM104", 34), ("OOM201", 34)]
 
 
-@pytest.mark.parametrize(("decorator", "found"), [("@torch.no_grad()", []), ("# as it is", [("OOM102", 12)])])
+@pytest.mark.parametrize(
+    ("decorator", "found"), [("@torch.no_grad()", []), ("# as it is", [("OOM102", 12), ("OOM201", 12)])]
+)
 def test_so_it_is_for_an_object_that_is_made_elsewhere(report, decorator, found):
     code = f"""
         import torch

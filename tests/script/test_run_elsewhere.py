@@ -185,3 +185,10 @@ def test_what_is_moved_and_asked_by_its_layers_is_a_network(report):
                     self.optimizer.step()
     """
     assert report(code) == [("OOM202", 10)]
+
+
+@pytest.mark.parametrize("placed", ["model = to_gpu(model)", "model = to_gpu(model, 0)"])
+def test_what_takes_the_place_of_a_network_is_that_network(report, placed):
+    """Although the same function gives a loss elsewhere."""
+    code = training("out = model.decoder(x)", "loss = to_gpu(criterion(out, y))", before=placed)
+    assert report(code) == [("OOM202", 9)]

@@ -1,0 +1,127 @@
+"""Methods of networks whose class is in another file: what their names and uses elsewhere say."""
+
+from __future__ import annotations
+
+import pytest
+
+VALIDATE = """
+    import torch
+    {made}
+
+    def validate(model, loader):
+        model.eval()
+        for x, y in loader:
+            {call}
+"""
+TRAINED = """
+    import torch
+
+    class Trainer:
+        def __init__(self, model, head):
+            self.model, self.head = model, head
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+        def train(self, loader):
+            for x, y in loader:
+                {trained}
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+        def validate(self, loader):
+            for x, y in loader:
+                {evaluated}
+"""
+STEP = """
+    import torch
+    from networks import Network
+
+    model = Network().cuda()
+    for x, y in loader:
+        {forward}
+        {loss}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+TOTALS = """
+    import torch
+
+    def validate(model, loader):
+        model.eval()
+        kept = []
+        for x, y in loader:
+            {forward}
+            {keep}
+        return kept
+"""
+
+
+@pytest.mark.parametrize("name", ["encode", "decode", "embed", "encode_image", "extract_features", "forward_features"])
+def test_a_method_named_like_a_run_of_the_network_is_a_forward(report, name):
+    code = VALIDATE.format(made="pass", call=f"print(model.{name}(x).argmax(1))")
+    assert report(code) == [("OOM201", 7)]
+    quiet = VALIDATE.format(made="pass", call=f"with torch.no_grad(): print(model.{name}(x).argmax(1))")
+    assert report(quiet) == []
+
+
+@pytest.mark.parametrize("call", ["model.generate(x)", "model.sample(8)", "model.predict(x)", "model.encode()"])
+def test_a_method_that_may_well_turn_gradients_off_is_not_judged(report, call):
+    assert report(VALIDATE.format(made="pass", call=f"print({call})")) == []
+
+
+def test_sentence_transformers_turns_gradients_off_itself(report):
+    code = """
+        import torch
+        from {package} import SentenceTransformer
+
+        model = SentenceTransformer("small")
+        model.eval()
+        for texts in batches:
+            print(model.encode(texts))
+    """
+    assert report(code.format(package="sentence_transformers")) == []
+    assert report(code.format(package="networks")) == [("OOM201", 7)]
+
+
+def test_a_method_through_which_a_loss_is_trained_records_in_a_validation_as_well(report):
+    code = TRAINED.format(
+        trained="loss = -self.model.score(x, y)", evaluated="print(self.model.score(x, y).item(), self.head.score(x))"
+    )
+    assert report(code) == [("OOM201", 17)]
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        "loss = self.criterion(self.model(x), self.model.targets(y))",
+        "loss = self.model(x).mean(); self.model.targets(y)",
+    ],
+)
+def test_a_method_whose_result_a_loss_is_not_made_of_alone_says_nothing(report, trained):
+    found = report(TRAINED.format(trained=trained, evaluated="print(self.model.targets(y))"))
+    assert [finding for finding in found if finding[0] == "OOM201"] == []
+
+
+@pytest.mark.parametrize(
+    ("forward", "loss"),
+    [
+        ("out = model.get_logits(x)", "loss = criterion(out, y)"),
+        ("out = model.get_features(x, y)", "loss = out.mean()"),
+    ],
+)
+def test_what_a_network_gets_from_what_it_is_given_is_its_forward(report, forward, loss):
+    assert report(STEP.format(forward=forward, loss=loss)) == [("OOM202", 6)]
+
+
+@pytest.mark.parametrize("read", ["model.get_features()", "model.get_parameters(x)", "model.get_config(x)"])
+def test_what_a_network_is_asked_for_is_none(report, read):
+    assert report(STEP.format(forward=f"held = {read}", loss="loss = criterion(y)")) == []
+
+
+@pytest.mark.parametrize("keep", ["kept.append(tags)", "kept.extend(tags)", "kept.extend([tag for tag in tags])"])
+def test_what_a_method_gives_beside_others_may_be_anything(report, keep):
+    several = TOTALS.format(forward="loss, tags = model.forward_all(x, y)", keep=keep)
+    assert [finding for finding in report(several) if finding[0] == "OOM102"] == []
+    one = TOTALS.format(forward="tags = model.forward_all(x, y)", keep=keep)
+    assert [finding for finding in report(one) if finding[0] == "OOM102"] == [("OOM102", 8)]
