@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from oomfix.script.definitions import Function
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
-from oomfix.script.trace import Backward, Keep, ModuleAttribute, Trace
+from oomfix.script.trace import Backward, Guard, Keep, Loop, ModuleAttribute, Trace
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 
@@ -48,12 +48,11 @@ def _grows_by_iteration(
     What is collected within a training iteration (samples, time steps, scales) goes with the iteration, unless it is
     that of a test in between.
     """
-    outside = len(keep.site.loops) - len(keep.crossed)
+    crossed = _outlived(keep)
+    outside = len(keep.site.loops) - len(crossed)
     if any(run in training_runs for run in keep.site.runs[:outside]) and not keep.site.within_evaluation:
         return False
-    if any(_resets(other, keep.target) for other in keep.crossed[0].body if other is not keep.statement):
-        return False
-    if _begins_with_an_inner_loop(keep):
+    if any(_resets(other, keep.target) for other in crossed[0].body if other is not keep.statement):
         return False
     if _is_a_step(keep, outside, backwards_of.get(keep.site.function, ())):
         return False
@@ -65,23 +64,32 @@ def _grows_by_iteration(
         evaluating = any(forward.evaluating for forward in forwards)
         if not evaluating and not (function is not None and function.evaluates):
             return False
-    return any(keep.crossed[0] in forward.site.loops for forward in forwards)
+    return any(crossed[0] in forward.site.loops for forward in forwards)
 
 
-def _begins_with_an_inner_loop(keep: Keep) -> bool:
-    """`if i == 0: total = loss`, `else: total += loss`: the first round of a loop within starts the total anew."""
-    loops = [loop for loop in keep.crossed[1:] if isinstance(loop, ast.For | ast.AsyncFor)]
-    counters = {name.id for loop in loops for name in walk(loop.target) if isinstance(name, ast.Name)}
-    return any(
-        isinstance(guard.statement, ast.If)
-        and _compared_with_zero(guard.test) in counters
-        and any(_resets(other, keep.target) for other in _other_side(guard.statement, guard.value))
-        for guard in keep.site.guards
-    )
+def _outlived(keep: Keep) -> tuple[Loop, ...]:
+    """The loops whose iterations a target outlives; one whose first round starts it anew is the outermost of them.
+
+    `for i, part in enumerate(parts):` with `if i == 0: total = loss`, `else: total += loss` in it.
+    """
+    for guard in keep.site.guards:
+        counter = _compared_with_zero(guard.test) if isinstance(guard.statement, ast.If) else None
+        if counter is not None and any(_resets(other, keep.target) for other in _other_side(guard)):
+            inner = [index for index, loop in enumerate(keep.crossed) if counter in _taken_by(loop)]
+            return keep.crossed[inner[-1] :] if inner else keep.crossed
+    return keep.crossed
 
 
-def _other_side(decision: ast.If, value: bool) -> list[ast.stmt]:
-    return decision.orelse if value else decision.body
+def _other_side(guard: Guard) -> list[ast.stmt]:
+    assert isinstance(guard.statement, ast.If)
+    return guard.statement.orelse if guard.value else guard.statement.body
+
+
+def _taken_by(loop: Loop) -> set[str]:
+    """The names that a loop binds."""
+    if isinstance(loop, ast.While):
+        return set()
+    return {name.id for name in walk(loop.target) if isinstance(name, ast.Name)}
 
 
 def _compared_with_zero(test: ast.expr) -> str | None:

@@ -698,6 +698,21 @@ def test_a_sum_that_may_go_on_is_a_total(report, test):
     assert [finding for finding in found if finding[0] == "OOM101"] == [("OOM101", 10)]
 
 
+def test_what_the_first_batch_of_an_epoch_starts_anew_grows_over_the_epoch(report):
+    found = report("""
+        for epoch in range(9):
+            for i, (x, y) in enumerate(loader):
+                out = model(x)
+                criterion(out, y).backward()
+                optimizer.step()
+                if i == 0:
+                    kept = out
+                else:
+                    kept = torch.cat((kept, out), dim=0)
+    """)
+    assert found == [("OOM102", 9)]
+
+
 @pytest.mark.parametrize(("taken", "found"), [("model(x)", []), ("list(model(x))", [7]), ("[model(x)]", [7])])
 def test_a_list_takes_what_a_network_gives_which_may_be_a_list_of_tags(report, taken, found):
     code = f"""
