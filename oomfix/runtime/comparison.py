@@ -13,6 +13,7 @@ from oomfix.runtime.attributes import Attributes, Containers, namespace
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.computed_masks import MaskOfRows, alike
 from oomfix.runtime.data_places import DataPlaces
+from oomfix.runtime.divisors import counting, divisors, numbers
 from oomfix.runtime.drawing_calls import Shape
 from oomfix.runtime.gradients import GradientsNoted
 from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
@@ -47,6 +48,7 @@ class Runs:
         mask_gaps: numbers of the comparisons whose masks get a gap in the first row, see `computed_masks`.
         graph_of_whole: with gradients on in the run on all rows, so that its calls are those of a run with gradients:
             forwards register hooks where there is a graph.
+        divides: the parts weigh what their losses divide by, which shows in their graphs only, see `divisors`.
     """
 
     graph: bool = False
@@ -56,6 +58,7 @@ class Runs:
     ahead: int = 0
     mask_gaps: frozenset[int] = frozenset()
     graph_of_whole: bool = False
+    divides: bool = False
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Evidence:
         changes_gradients: it runs a backward of its own into gradients, or drops some.
         left: attributes that it changes, does not depend on, and that depend on the samples.
         nll_losses: cross entropies with a mean.
+        divisors: what the parts weigh, where they are to divide, by its place among what their losses divide by.
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
         drew_besides_torch: some of them from Python's or NumPy's generators, which are not watched.
@@ -91,6 +95,7 @@ class Evidence:
     changes_gradients: bool = False
     left: tuple[LeftAttribute, ...] = ()
     nll_losses: int = 0
+    divisors: tuple[int, ...] = ()
     calls: int = 0
     drew: bool = False
     drew_besides_torch: bool = False
@@ -115,6 +120,7 @@ class _Run:
     result: Any
     left: Left
     nll_weights: list[float]
+    divisors: list[float]
     selected_among: list[int]
     bent: list[torch.Tensor]
     masks: list[MaskOfRows | None]
@@ -226,8 +232,7 @@ class _Comparison:
         # operations that the functions called show all of, and that draw nothing, need not be watched in the parts
         light = whole.functions_tell and not found.drew
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
-        found.nll_losses = len(whole.nll_weights)
-        left, divisors = [], []
+        parts: list[_Run] = []
         drawn_shapes = [whole.drawn_shapes]
         after = RandomState(own=self._own, of_cpu=False) if found.drew_besides_torch else None
         found.once_outside = after is not None and self._how.replays
@@ -239,28 +244,37 @@ class _Comparison:
             part = self._run(begin, end, light)
             found.once_outside = found.once_outside and after is not None and not after.moved_besides_torch()
             drawn_shapes.append(part.drawn_shapes)
-            left.append(part.left)
+            parts.append(part)
             found.parts.append(part.result)
-            divisors.append(part.nll_weights)
             # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
             found.bends |= bend_apart(whole.bent, part.bent)
             if begin == 0:
                 found.alike_masks = alike(whole.masks, part.masks)
-        sizes = (cut, count - cut)
+        self._weigh(found, whole, parts)
+        found.draws = sizes_by_rows(drawn_shapes, [count, cut, count - cut])
+        depends = left_by(whole.left, [part.left for part in parts], found.shares)
+        if depends is None or (depends and not self._repeats(whole, generators)):
+            names = [self._name(*key) for key in whole.left]
+            found.wrote = f"it changes {', '.join(names[:2])}"
+        found.left = tuple(attribute for attribute in depends or () if not attribute.has_rows)
+
+    def _weigh(self, found: Evidence, whole: _Run, parts: list[_Run]) -> None:
+        """Note what each part weighs."""
+        count = len(self._rows)
+        sizes = (first_part(count), count - first_part(count))
+        divisors = [part.nll_weights for part in parts]
+        found.nll_losses = len(whole.nll_weights)
         if found.nll_losses and all(
             len(of_part) * count == found.nll_losses * size for of_part, size in zip(divisors, sizes, strict=True)
         ):
             # a loop over the samples: each cross entropy divides by what is in one of them, whatever the batch holds
             found.nll_losses, divisors = 0, [[], []]
+        if self._how.divides:
+            found.divisors = counting(whole.divisors, [part.divisors for part in parts])
+            divisors = [[part.divisors[position] for position in found.divisors] for part in parts]
         found.shares = [Weight(n, of_part[0] if of_part else n) for n, of_part in zip(sizes, divisors, strict=True)]
-        found.draws = sizes_by_rows(drawn_shapes, [count, cut, count - cut])
-        depends = left_by(whole.left, left, found.shares)
-        if depends is None or (depends and not self._repeats(whole, generators)):
-            names = [self._name(*key) for key in whole.left]
-            found.wrote = f"it changes {', '.join(names[:2])}"
-        found.left = tuple(attribute for attribute in depends or () if not attribute.has_rows)
 
     @staticmethod
     def _note_draws(found: Evidence, generators: RandomState) -> None:
@@ -296,10 +310,12 @@ class _Comparison:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):
                 result = self._forward(*args, **kwargs)
-                calls = watch.calls
+                calls, divided_by = watch.calls, self._divisors(result)
                 result = outputs.detached(self._see(result))
             weights, among, masks = watch.nll_weights, watch.selected_among, watch.masks.seen
-            return _Run(result, self._changes(), weights, among, watch.bent, masks, calls, False, [], True)
+            return _Run(
+                result, self._changes(), weights, numbers(divided_by), among, watch.bent, masks, calls, False, [], True
+            )
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
@@ -307,12 +323,19 @@ class _Comparison:
         drawn = DrawnShapes()
         with watch if begin == 0 else nullcontext(), probe, drawn:
             result = self._forward(*args, **kwargs)
-            calls, differentiates = watch.calls, probe.differentiates
+            calls, differentiates, divided_by = watch.calls, probe.differentiates, self._divisors(result)
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
-        weights, among, masks, shapes = probe.nll_weights, probe.selected_among, watch.masks.seen, drawn.drawn_shapes
-        return _Run(result, self._changes(), weights, among, watch.bent, masks, calls, differentiates, shapes, tell)
+        left, weights, among = self._changes(), probe.nll_weights, probe.selected_among
+        masks, shapes = watch.masks.seen, drawn.drawn_shapes
+        return _Run(
+            result, left, weights, numbers(divided_by), among, watch.bent, masks, calls, differentiates, shapes, tell
+        )
+
+    def _divisors(self, result: Any) -> list[torch.Tensor | int]:
+        loss = outputs.loss_in(result) if self._how.divides else None
+        return divisors(loss) if loss is not None and loss.numel() == 1 else []
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

@@ -18,11 +18,11 @@ import torch
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
+from oomfix.runtime.divisors import weights
 from oomfix.runtime.gradients import CHANGES_GRADIENTS, Border, GradientsAside, GradientsNoted, next_node, reach
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known, has_hook
 from oomfix.runtime.left_attributes import LeftBehind
-from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import Unforeseen
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
@@ -277,8 +277,8 @@ class Iteration:
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
                 with draws.part(start, stop):
-                    result, weights = self._forward_rows(start, stop, verdict)
-                weight = shares.of(stop - start, weights)
+                    result, divided_by = self._forward_rows(start, stop, verdict)
+                weight = shares.of(stop - start, divided_by)
                 if self.trains:
                     share, loss = self.weighing.share(weight), self.loss_of(result)
                     # a part whose loss is a constant has nothing to add, unless all are
@@ -312,12 +312,12 @@ class Iteration:
             result = self._call(args, kwargs)
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
-            if not verdict.nll_losses:
+            if not verdict.divides:
                 return result, []
             loss = self.loss_of(result)
             assert self.weighing is not None
-            self.weighing.check_targets(loss, verdict.nll_losses)
-            return result, mean_nll_weights(loss, verdict.nll_losses)
+            self.weighing.check_targets(loss, verdict)
+            return result, weights(loss, verdict)
         if not verdict.nll_losses:
             return self._call(args, kwargs), []
         # without a graph the divisors are read as they are computed

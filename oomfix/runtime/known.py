@@ -170,6 +170,9 @@ class Known:
         blind = verdict.undecided or (
             verdict.nll_losses > 0 and verdict.rule is not None and (verdict.one_part or not verdict.held)
         )
+        # a mean over what masks leave looks like one over samples where they leave as much of each
+        by_rows = verdict.rule is not None and not verdict.divisors
+        blind = blind or (by_rows and earlier is not None and bool(earlier.divisors))
         if earlier is None or not blind or not (earlier.held or (verdict.undecided and not earlier.undecided)):
             self.verdict = verdict
 

@@ -19,7 +19,7 @@ from oomfix.runtime.batch import is_array
 
 @dataclass(frozen=True)
 class Weight:
-    """The share of one micro-batch: its samples, and what its cross entropies divided by."""
+    """The share of one micro-batch: its samples, and what its loss divided by (targets, what a mask left)."""
 
     rows: float
     targets: float
@@ -68,7 +68,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over samples (`by` is "rows") or over the targets of a cross entropy ("targets")."""
+    """A mean over samples (`by` is "rows") or over what the loss divides by, as a cross entropy does ("targets")."""
 
     by: str
 

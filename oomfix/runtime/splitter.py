@@ -245,7 +245,9 @@ class Splitter:
         earlier = known.verdict if known.calls < _CONFIRMS_BEFORE else None
         verdict = known.ranks.check_together(
             iteration.forward,
-            lambda forward: check(forward, batch, known.modules(), most_rows, trust, earlier, sharded),
+            lambda forward: check(
+                forward, batch, known.modules(), most_rows, trust, earlier, sharded, iteration.trains
+            ),
             iteration.call_smallest,
         )
         known.checked(verdict, batch.size)

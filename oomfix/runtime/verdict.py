@@ -19,6 +19,7 @@ class Verdict:
             nothing, a sum ("calls"). In an evaluation without a loss: what some result is a mean of.
         nll_losses: cross entropies with a mean that the forward computes. If `units` is not "targets" although
             there are some, what they divide by must be the same for every sample.
+        divisors: which of the means that the program takes itself count, see `divisors`; `units` is "targets" then.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
         needs_gradients: the forward fails without a graph.
         differentiates: it runs a backward of its own (gradient penalties).
@@ -39,6 +40,7 @@ class Verdict:
     undecided: bool = False
     units: str = "rows"
     nll_losses: int = 0
+    divisors: tuple[int, ...] = ()
     held: bool = False
     needs_gradients: bool = False
     differentiates: bool = False
@@ -49,3 +51,8 @@ class Verdict:
     left: tuple[LeftAttribute, ...] = ()
     one_part: bool = False
     trusted: bool = False
+
+    @property
+    def divides(self) -> bool:
+        """Whether micro-batches have to be asked what their losses divide by."""
+        return self.nll_losses > 0 or bool(self.divisors)

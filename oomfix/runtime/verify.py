@@ -5,7 +5,7 @@ losses, batch-normalised dice, pairwise attention that runs in training only), b
 results of the parts must give the result of the whole, under one of the rules in `outputs`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 24  # parameters whose gradients are compared, spread over the model
 _OTHER_DRAWS = 6  # runs that shuffle a few rows otherwise
 _DEPEND = "samples depend on each other: a few rows give something else in two parts"
+_GRADIENTS_DEPEND = "samples depend on each other: a few rows give another gradient in two parts"
 _BENDS = (
     "a number for the whole batch meets a threshold (clamp, abs, relu), or counts its distinct values, and parts may "
     "have another"
@@ -48,6 +49,7 @@ def check(
     trust: bool = False,
     earlier: Verdict | None = None,
     sharded: bool = False,
+    trains: bool = True,
 ) -> Verdict:
     """Compare `forward` on a few rows of `batch` with `forward` on two unequal parts of them.
 
@@ -64,6 +66,7 @@ def check(
             confirmed on fewer rows, without watching every operation, where that can be done; gradients and masks are
             compared again where the forward has become another computation, by the number of its calls.
         sharded: parameters are spread over processes, and have no gradients that could be compared.
+        trains: a backward follows, so that a loss has a graph.
 
     Returns:
         The verdict; an undecided one where not even two rows fit, or where there are none.
@@ -84,9 +87,19 @@ def check(
     found = _with_rows_that_fit([most, _odd((most + 1) // 2), _FEWEST_ROWS, 2], checking.by_results)
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
-    verdict, how, rows = found
-    if verdict.rule is None or trust or simulation.assumption is not None:
+    verdict, how, _ = found
+    if trust or simulation.assumption is not None:
         return verdict
+    if verdict.rule is not None:
+        verdict = _confirmed_closer(checking, found, few, sharded)
+    if verdict.rule is None and verdict.reason in (_DEPEND, _GRADIENTS_DEPEND) and trains and not sharded:
+        return _with_rows_that_fit(few, partial(checking.by_divisors, how)) or verdict
+    return verdict
+
+
+def _confirmed_closer(checking: "_Check", found: tuple[Verdict, Runs, int], few: list[int], sharded: bool) -> Verdict:
+    """A verdict that allows a split, or the one that refuses it after a closer look at masks and gradients."""
+    verdict, how, rows = found
     how = replace(how, light=not verdict.drew)
     for by_masks in (checking.by_masks, checking.by_computed_masks):
         masked = _with_rows_that_fit([rows, 2], partial(by_masks, how))
@@ -179,7 +192,8 @@ class _Check:
     def confirmed(self, earlier: Verdict, count: int) -> Verdict | None:
         """An earlier verdict, if a few rows confirm all of it."""
         rows = self._rows(count)
-        how = Runs(graph=earlier.needs_gradients, graph_of_whole=True, light=True)
+        divides = bool(earlier.divisors)
+        how = Runs(graph=earlier.needs_gradients or divides, graph_of_whole=True, light=True, divides=divides)
         evidence = compare(self._forward, self._batch, self._modules, rows, how)
         verdict = judge(evidence, rows=count)
         same = replace(earlier, drew=verdict.drew, held=verdict.held, needs_gradients=False, differentiates=False)
@@ -206,15 +220,33 @@ class _Check:
         evidence = compared(replace(how, mask_gaps=alike))
         return None if evidence.failure else judge(evidence)
 
-    def by_gradients(self, how: Runs, count: int) -> Verdict | None:
+    def by_gradients(self, how: Runs, count: int, gaps: Sequence[float | None] = ()) -> Verdict | None:
         """The verdict on the gradients of a few small parameters, which show factors that have no gradient."""
         rows = self._rows(count)
         # a checkpoint in the forward runs again in backward, where no targets can be held out
         how = replace(how, graph=True, holds_out=False)
         # chosen before the runs, in which each look at a parameter is watched
         see = partial(_loss_and_gradients, self._compared(), next_node())
-        evidence = compare(self._forward, self._batch, self._modules, rows, how, see)
+        evidence = compare(self._forward, self._batch, self._modules, rows, how, see, gaps)
         return None if evidence.failure else replace(judge_gradients(evidence), calls=evidence.calls)
+
+    def by_divisors(self, how: Runs, count: int) -> Verdict | None:
+        """The verdict where the parts weigh what their losses divide by, with gaps in masks; None if it is none to use.
+
+        Rows of which a mask leaves as much each show nothing of such a mean.
+        """
+        rows = self._rows(count)
+        compared = partial(compare, self._forward, self._batch, self._modules, rows)
+        how = replace(how, graph=True, light=False, divides=True)
+        gaps = gaps_for_masks(self._batch, rows)
+        how = replace(how, mask_gaps=compared(how, gaps=gaps).alike_masks)
+        evidence = compared(how, gaps=gaps)
+        verdict = judge(evidence, rows=count)
+        if verdict.units != "targets" or verdict.nll_losses or not verdict.divisors:
+            return None
+        gradients = self.by_gradients(how, count, gaps)
+        same = gradients is not None and gradients.rule is not None
+        return replace(verdict, held=True) if same else None
 
     def _compared(self) -> list[torch.Tensor]:
         """The parameters whose gradients are compared: small ones, of no module too, or the smallest."""
@@ -278,6 +310,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         rule,
         units=_units(of_loss),
         nll_losses=evidence.nll_losses,
+        divisors=evidence.divisors,
         held=evidence.held,
         drew=evidence.drew,
         calls=0 if evidence.drew else evidence.calls,
@@ -309,7 +342,7 @@ def judge_gradients(evidence: Evidence) -> Verdict:
     for gradient, error, scale in zip(gradients, errors, scales, strict=True):
         tolerance = _GRADIENT_TOLERANCE[gradient.dtype]
         if error > tolerance * max(scale, tolerance * largest):
-            return Verdict(None, "samples depend on each other: a few rows give another gradient in two parts")
+            return Verdict(None, _GRADIENTS_DEPEND)
     return Verdict(rule)
 
 

@@ -12,8 +12,9 @@ import torch
 
 from oomfix.runtime.accumulation import Divisor, Slot, Window
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.divisors import are_one, weights
 from oomfix.runtime.gradients import GradientsAside
-from oomfix.runtime.normaliser import mean_nll_weights, share_targets
+from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.verdict import Verdict
 
@@ -87,42 +88,42 @@ class Weighing:
         # a forward that takes no argument has its batch from elsewhere: that of the loader
         takes_batch = any(True for _ in self._batch.layout())
         size = self._batch.size if takes_batch else max(self._window.samples, 1)
-        weights = mean_nll_weights(loss, max(verdict.nll_losses, 1))
+        divided_by = weights(loss, verdict)
         if not slot.units:
             # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
-            alone = verdict.undecided and len(weights) == 1 and len(mean_nll_weights(loss, 2)) == 1
+            alone = verdict.undecided and len(divided_by) == 1 and len(mean_nll_weights(loss, 2)) == 1
             slot.units = "targets" if alone else verdict.units
             # compiled code and reentrant checkpoints hide what they divide by
-            if slot.units == "targets" and (not weights or not share_targets(loss, verdict.nll_losses)):
+            if slot.units == "targets" and (not divided_by or not are_one(loss, verdict)):
                 slot.units = "rows"
         if slot.units != "targets":
             return self.share(Weight(size, size))
-        if not weights:
+        if not divided_by:
             raise RuntimeError(
-                f"{self._name}: its loss was a mean over the targets of a cross entropy at the first call of this "
-                "accumulation window, and what it divides by cannot be read now; use the same loss throughout a "
-                "window, and compile the model without its loss"
+                f"{self._name}: its loss was a mean over targets (of a cross entropy, or that a mask leaves) at the "
+                "first call of this accumulation window, and what it divides by cannot be read now; use the same loss "
+                "throughout a window, and compile the model without its loss"
             )
-        if max(weights) != min(weights):
+        if max(divided_by) != min(divided_by):
             raise RuntimeError(
                 f"{self._name}: its cross entropies had the same targets at the first call of this accumulation "
-                f"window, and now divide by {weights}, which cannot be weighed apart any more; use the same targets "
+                f"window, and now divide by {divided_by}, which cannot be weighed apart any more; use the same targets "
                 "throughout a window"
             )
-        return self.share(Weight(size, weights[0]))
+        return self.share(Weight(size, divided_by[0]))
 
-    def check_targets(self, loss: torch.Tensor, nll_losses: int) -> None:
-        """Refuse micro-batches of a window that is averaged over targets, where cross entropies have their own.
+    def check_targets(self, loss: torch.Tensor, verdict: Verdict) -> None:
+        """Refuse micro-batches of a window that is averaged over targets, where means have their own.
 
         Raises:
             CannotSplit: they do.
         """
-        if self._window is None or self._slot.units != "targets" or share_targets(loss, nll_losses):
+        if self._window is None or self._slot.units != "targets" or are_one(loss, verdict):
             return
         if self._slot.calls == 1:
             self._slot.units = "rows"
-        reason = "its cross entropies have targets of their own, which no window can weigh apart"
-        raise CannotSplit(reason, Verdict(None, reason, nll_losses=nll_losses))
+        reason = "the means in its loss have targets of their own, which no window can weigh apart"
+        raise CannotSplit(reason, Verdict(None, reason, nll_losses=verdict.nll_losses))
 
     def correct(self, gradients: GradientsAside) -> None:
         """Give the gradients of a call outside of a window the right size; those of a window wait for its end."""
@@ -183,16 +184,16 @@ class Shares:
         self._has_targets = False
 
     def of(self, rows: int, targets: list[float]) -> Weight:
-        """The weight of a micro-batch of `rows` samples, whose cross entropies divide by `targets`.
+        """The weight of a micro-batch of `rows` samples, whose means divide by `targets`.
 
         Raises:
             CannotSplit: another weight would be right for another loss.
         """
-        if not self._verdict.nll_losses:
+        if not self._verdict.divides:
             return Weight(rows, rows)
         if not targets:
             raise CannotSplit(
-                "what a cross entropy divides by cannot be read off the loss (it is in compiled code, or no part of it)"
+                "what it divides by cannot be read off the loss (it is in compiled code, or no part of it)"
             )
         if self._verdict.one_part and targets[0]:
             if self._has_targets:
@@ -200,7 +201,7 @@ class Shares:
                 raise CannotSplit(reason, Verdict(None, reason, undecided=True))
             self._has_targets = True
         if self._verdict.units != "calls":
-            # all in proportion to the first cross entropy, or to the samples
+            # all in proportion to the first mean, or to the samples
             base = targets[0] if self._verdict.units == "targets" else rows
             if self._first is None and base:
                 self._first = [target / base for target in targets]

@@ -162,7 +162,10 @@ def test_a_mean_over_hard_samples_is_seen_while_all_are_hard(reduce):
     model, triplets = network(), (rows(12, 6), rows(12, 6, seed=3), rows(12, 6, seed=4))
     losses = margins(model)
     assert (losses(*triplets) > 0).all()
-    assert verdict_of(lambda a, p, n: reduce(losses(a, p, n)), model, triplets, 5).rule is None
+    verdict = verdict_of(lambda a, p, n: reduce(losses(a, p, n)), model, triplets, 5)
+    # where what the mean divides by can be read, parts weigh that
+    reads = reduce in (of_those_above_zero_by_count, of_those_above_zero_by_index)
+    assert (verdict.rule is not None, bool(verdict.divisors)) == (reads, reads)
 
 
 def mean_of_class_means(loss, y):
@@ -201,7 +204,7 @@ def test_a_mean_over_targets_that_are_known_is_seen_while_all_are():
         known = ~y.isnan()
         return F.mse_loss(model(x)[known], y[known])
 
-    assert verdict_of(forward, model, (rows(12, 6), rows(12, 4, seed=3)), 5).rule is None
+    assert verdict_of(forward, model, (rows(12, 6), rows(12, 4, seed=3)), 5).units == "targets"
 
 
 def test_masks_are_looked_at_on_fewer_rows_where_memory_runs_out_in_between(monkeypatch):
@@ -216,7 +219,7 @@ def test_masks_are_looked_at_on_fewer_rows_where_memory_runs_out_in_between(monk
     monkeypatch.setattr("oomfix.runtime.verify.compare", compare)
     losses = margins(model)
     found = verdict_of(lambda a, p, n: of_those_above_zero_by_count(losses(a, p, n)), model, triplets, 5)
-    assert found.rule is None
+    assert found.units == "targets"
     assert refused == [5]
 
 

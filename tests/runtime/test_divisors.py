@@ -1,0 +1,157 @@
+"""A mean that a program takes itself over what a mask leaves is split exactly, by what the parts divide by."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oomfix import runtime
+from oomfix.runtime.divisors import counting, divisors, numbers
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+ROWS, TIMES = 12, 6
+
+MEANS: dict[str, Loss] = {
+    "sum by sum": lambda output, target, mask: (((output - target) ** 2).mean(-1) * mask).sum() / mask.sum(),
+    "number by number": lambda output, target, mask: ((output - target).abs().sum(-1) * mask).sum() / mask.sum().item(),
+    "a little added": lambda output, target, mask: (
+        (((output - target) ** 2).sum(-1) * mask).sum() / (mask.sum() + 1e-12)
+    ),
+    "selected": lambda output, target, mask: ((output - target) ** 2).mean(-1)[mask.bool()].mean(),
+    "a loss of torch": lambda output, target, mask: F.smooth_l1_loss(output[mask.bool()], target[mask.bool()]),
+    "accumulated": lambda output, target, mask: (((output - target) ** 2).sum(-1) * mask).sum() / mask.sum() / 4,
+    "two terms": lambda output, target, mask: (
+        (((output - target) ** 2).sum(-1) * mask).sum() / mask.sum()
+        + 0.5 * ((output.abs().sum(-1) * mask).sum() / mask.sum())
+    ),
+}
+COUPLED: dict[str, Loss] = {
+    # another weight would be right for each term
+    "rows and what is left": lambda output, target, mask: (
+        (((output - target) ** 2).sum(-1) * mask).sum() / mask.sum() + (output**2).mean()
+    ),
+    "divided by a norm": lambda output, target, mask: (output - target).pow(2).sum() / target.norm(),
+    "at least one": lambda output, target, mask: (
+        (((output - target) ** 2).mean(-1) * mask).sum() / mask.sum().clamp(min=1)
+    ),
+    "by what it trains": lambda output, target, mask: ((output - target) ** 2).sum() / output.exp().sum(),
+    "pairs": lambda output, target, mask: (
+        ((output @ output.transpose(1, 2)).mean(2) * mask).sum() / mask.sum() * output.mean()
+    ),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+
+
+def batches(count: int, masks: str = "ragged") -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Sequences of other lengths; "full" ones in the first three batches, "empty" ones for two of the three parts."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for number in range(count):
+        x, y = torch.randn(2, ROWS, TIMES, 5, dtype=torch.float64, generator=generator)
+        lengths = torch.randint(1, TIMES + 1, (ROWS, 1), generator=generator)
+        if masks == "full" and number < 3:
+            lengths[:] = TIMES
+        if masks == "empty":
+            lengths[4:] = 0
+        found.append((x, y, (torch.arange(TIMES) < lengths).double()))
+    return found
+
+
+def trained(loss: Loss, data: list[tuple[torch.Tensor, ...]], **overrides: object) -> tuple[torch.Tensor, int]:
+    """The weights after a step for each batch, and how many calls ran in parts."""
+    runtime.reset()
+    model = network()
+    memory = runtime.preset("16gb", precision="fp32", **overrides)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y, mask in data:
+        memory.forward_backward(lambda x, y, mask: loss(model(x), y, mask), x, y, mask)
+        memory.step(optimizer)
+    (known,) = memory._forwards
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]), known.split_calls
+
+
+@pytest.mark.parametrize("masks", ["ragged", "full", "empty"])
+@pytest.mark.parametrize("name", MEANS)
+def test_means_over_what_a_mask_leaves_train_in_parts_as_whole(name, masks):
+    data = batches(10, masks)
+    whole, _ = trained(MEANS[name], data)
+    split, calls = trained(MEANS[name], data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls == (10 if masks == "ragged" else calls)
+
+
+def test_they_are_split_from_the_first_call_on_where_masks_are_full_too():
+    _, calls = trained(MEANS["sum by sum"], batches(10, "full"), micro_batches=3)
+    assert calls == 10
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_other_divisions_run_whole(name):
+    data = batches(10)
+    whole, _ = trained(COUPLED[name], data)
+    split, calls = trained(COUPLED[name], data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls == 0
+
+
+def test_masks_that_are_computed_count_too():
+    """No padding token is what the loss is a mean over, as in training by hand on tokens."""
+
+    def loss(output, target, mask):
+        kept = mask != 0
+        return F.cross_entropy(output.transpose(1, 2), target.argmax(-1), reduction="none")[kept].mean()
+
+    data = batches(10)
+    whole, _ = trained(loss, data)
+    split, calls = trained(loss, data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls == 10
+
+
+def test_metrics_beside_it_are_those_of_the_batch():
+    model, (x, y, mask) = network(), batches(1)[0]
+
+    def forward(x, y, mask):
+        error = ((model(x) - y) ** 2).mean(-1)
+        return (error * mask).sum() / mask.sum(), (error.detach() * mask).sum() / mask.sum(), mask.sum(), error
+
+    runtime.reset()
+    found = runtime.preset("16gb", precision="fp32", micro_batches=5).forward_backward(forward, x, y, mask)
+    for one, other in zip(found, forward(x, y, mask), strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_window_is_the_mean_over_all_that_its_masks_leave(splits):
+    data, model = batches(4), network()
+    loss = MEANS["sum by sum"]
+    x, y, mask = (torch.cat(tensors) for tensors in zip(*data, strict=True))
+    loss(model(x), y, mask).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    runtime.reset()
+    memory = runtime.preset("16gb", precision="fp32", **({"micro_batches": 3} if splits else {}))
+    for x, y, mask in memory.accumulate(data, 4):
+        memory.forward_backward(lambda x, y, mask: loss(model(x), y, mask), x, y, mask)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_divisors_are_read_in_the_order_of_the_terms():
+    x = torch.randn(4, 5, requires_grad=True)
+    mask = torch.tensor([True, False, True, True])
+    loss = (x[mask].sum() / mask.sum() + 2 * x.mean() - F.mse_loss(x, x.detach() + 1)) / 4
+    assert numbers(divisors(loss)) == [4.0, 3.0, 20.0, 20.0]
+    assert divisors(x.sum() / x.exp().sum()) == []
+    assert divisors(x.sum()) == []
+
+
+def test_divisors_count_that_are_those_of_the_parts_together():
+    assert counting([4.0, 3.0, 20.0, 0.7], [[4.0, 1.0, 15.0, 0.4], [4.0, 2.0, 5.0, 0.6]]) == (1, 2)
+    assert counting([3.0], [[1.0, 2.0], [2.0]]) == ()
