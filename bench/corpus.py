@@ -4,8 +4,9 @@
 
 FOLDER holds the scripts of bench/corpus/scripts.tsv as OWNER__NAME/PATH (bench/README.md says how to get them).
 Writes bench/corpus/verdicts.tsv, the verdict on every finding of the current version and what it missed, and
-bench/results/audit-corpus.md. With --rival, torch-preflight runs on the same scripts and is scored by the same
-labels on the rules that both have.
+bench/results/audit-corpus.md. The verdicts on scripts that are not in FOLDER stay those of the run before, and the
+page says on how many. With --rival, torch-preflight runs on the same scripts and is scored by the same labels on the
+rules that both have; without it, what the page says of it stays.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import datetime
 import json
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -231,6 +232,19 @@ def difference_list(verdicts: Mapping[Mark, Verdict], labels: Sequence[Label]) -
     return "\n".join(lines) or "None."
 
 
+def earlier_verdicts(absent: Collection[tuple[str, str]]) -> dict[Mark, Verdict]:
+    """What verdicts.tsv says of scripts, given by repository and path."""
+    rows = [row for row in _rows("verdicts.tsv") if (row["repo"], row["path"]) in absent]
+    return {Mark(row["repo"], row["path"], int(row["line"]), row["code"]): Verdict(row["verdict"]) for row in rows}
+
+
+def earlier_rival_section() -> str:
+    """What the page says of the rival, as it is; nothing where it says nothing."""
+    page = RESULT.read_text(encoding="utf-8") if RESULT.exists() else ""
+    begin, end = page.find("\n## Beside "), page.find("\n## Differences")
+    return page[begin:end] if 0 <= begin < end else ""
+
+
 def write_verdicts(verdicts: Mapping[Mark, Verdict]) -> None:
     """Write bench/corpus/verdicts.tsv."""
     with (SHEET / "verdicts.tsv").open("w", encoding="utf-8", newline="") as file:
@@ -240,18 +254,19 @@ def write_verdicts(verdicts: Mapping[Mark, Verdict]) -> None:
 
 
 def report(
-    texts: Mapping[Listed, bytes], absent: int, verdicts: Mapping[Mark, Verdict], labels: Sequence[Label], rival: str
+    listed: Sequence[Listed], absent: int, verdicts: Mapping[Mark, Verdict], labels: Sequence[Label], rival: str
 ) -> str:
     """The text of bench/results/audit-corpus.md."""
     unsure = sum(verdict is Verdict.DEBATABLE for verdict in verdicts.values())
+    earlier = f" {absent} of them were not there; their verdicts are those of the run before." if absent else ""
     today = datetime.datetime.now(datetime.timezone.utc).date()
     return f"""# The auditor on real training scripts
 
-`python -m bench.corpus FOLDER{" --rival" if rival else ""}`, {today}, oomfix {__version__}, Python
+`python -m bench.corpus FOLDER`, {today}, oomfix {__version__}, Python
 {platform.python_version()}, CPU only, no torch needed or imported.
 
-{len(texts)} scripts of {len({script.repo for script in texts})} public repositories,
-{sum(script.lines for script in texts):,} lines{f" ({absent} scripts of the sheet were not there)" if absent else ""}.
+{len(listed)} scripts of {len({script.repo for script in listed})} public repositories,
+{sum(script.lines for script in listed):,} lines.{earlier}
 The labels are those of bench/corpus/labels.tsv. `LOOP` is a training loop found, `PARSE` a script that is no
 Python 3 and was said to be none. Not scored: {unsure} findings at places that reviewers call debatable.
 
@@ -311,15 +326,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as problem:
         parser.error(str(problem))
     there = {(script.repo, script.path) for script in texts}
-    labels = [label for label in read_labels() if (label.mark.repo, label.mark.path) in there]
+    absent = {(script.repo, script.path) for script in listed} - there
+    all_labels = read_labels()
+    labels = [label for label in all_labels if (label.mark.repo, label.mark.path) in there]
     ours = audit(texts)
     verdicts = judge(ours, ((label.mark, label.is_true) for label in labels))
-    beside = ""
+    verdicts = dict(sorted({**earlier_verdicts(absent), **verdicts}.items()))
+    beside = earlier_rival_section()
     if options.rival:
         rival = Rival(options.rivals or default_folder(), "torch-preflight")
         beside = rival_section(rival, ours, labels, options.folder, texts)
     write_verdicts(verdicts)
-    text = report(texts, len(listed) - len(texts), verdicts, labels, beside)
+    text = report(listed, len(absent), verdicts, all_labels, beside)
     RESULT.write_text(text, encoding="utf-8")
     print(text)
 

@@ -13,10 +13,13 @@ from bench.corpus import (
     Label,
     Places,
     compare,
+    earlier_rival_section,
+    earlier_verdicts,
     listed_scripts,
     read_labels,
     read_texts,
     score_table,
+    write_verdicts,
 )
 from bench.processes import Run, cpu_ratio, ratio
 from bench.scoring import Mark, Score, Verdict, judge, moved, scores, total
@@ -156,6 +159,22 @@ def test_a_script_of_another_length_than_the_sheet_says_is_refused(tmp_path):
 def test_a_folder_without_scripts_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds none of the scripts"):
         read_texts(tmp_path, listed_scripts())
+
+
+def test_verdicts_on_scripts_that_are_not_there_are_those_of_the_run_before(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.corpus.SHEET", tmp_path)
+    verdicts = {Mark("a/b", "x.py", 3, "OOM201"): Verdict.RIGHT, Mark("c/d", "x.py", 4, "LOOP"): Verdict.MISSED}
+    write_verdicts(verdicts)
+
+    assert earlier_verdicts({("c/d", "x.py"), ("e/f", "x.py")}) == {Mark("c/d", "x.py", 4, "LOOP"): Verdict.MISSED}
+
+
+def test_what_the_page_says_of_the_rival_stays_until_it_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.corpus.RESULT", tmp_path / "page.md")
+    assert earlier_rival_section() == ""
+    (tmp_path / "page.md").write_text("# Title\n\n## Beside rival 1.0\n\nA table.\n\n## Differences\n\nNone.\n")
+
+    assert earlier_rival_section() == "\n## Beside rival 1.0\n\nA table.\n"
 
 
 def test_every_label_is_about_a_line_of_a_listed_script():
