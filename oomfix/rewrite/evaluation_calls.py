@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import names_bound_by_target, names_read
-from oomfix.rewrite.model_calls import through_manager
+from oomfix.rewrite.manager_calls import through_manager
 from oomfix.rewrite.module import manager_in
 from oomfix.script import Script
 from oomfix.script.edits import Edit
@@ -39,7 +40,7 @@ def evaluation_call_edits(script: Script) -> list[Edit]:
         if forward.path is not None and all(_only_evaluates(way) for way in ways[id(forward.node)]):
             if _is_of_module(forward) and _is_collected(forward.node, blocks):
                 chosen[forward.node] = None
-    return [edit for call in chosen for edit in through_manager(script, call, f"{manager}.evaluate")]
+    return through_manager(Layout(script.source), chosen, f"{manager}.evaluate")
 
 
 def _is_of_module(forward: Forward) -> bool:

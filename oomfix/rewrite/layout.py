@@ -42,7 +42,8 @@ class Layout:
         self.longest_line = min(max([_LONGEST_LINE, *map(len, source.lines)]), _LONGEST_OF_ALL)
 
     @cached_property
-    def _frozen(self) -> set[int]:
+    def inside_strings(self) -> set[int]:
+        """The numbers of the lines that start inside a multi-line string."""
         return _lines_inside_strings(self.source)
 
     def margin(self, statement: ast.stmt) -> str:
@@ -106,8 +107,8 @@ class Layout:
         result = []
         for number in range(lines.first, lines.last + 1):
             line = self.source.lines[number - 1]
-            if number in self._frozen or not line.strip():
-                result.append(line if number in self._frozen else "")
+            if number in self.inside_strings or not line.strip():
+                result.append(line if number in self.inside_strings else "")
             elif line.startswith(before):
                 result.append(after + line[len(before) :])
             else:
@@ -124,7 +125,6 @@ class Layout:
 
 
 def _lines_inside_strings(source: Source) -> set[int]:
-    """The numbers of the lines that start inside a multi-line string."""
     frozen: set[int] = set()
     for node in walk(source.tree):
         if isinstance(node, ast.Constant | ast.JoinedStr) and (node.end_lineno or 0) > node.lineno:

@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.manager_calls import through_manager
 from oomfix.rewrite.step_functions import training_loops
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script, TrainingLoop
-from oomfix.script.edits import Edit, bounds
+from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
 
 # a method that computes the loss too would compute it in half precision
@@ -38,7 +40,7 @@ def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> l
     for loop, verdict in zip(loops, verdicts, strict=True):
         if verdict.form == "in-place":
             calls.update(dict.fromkeys(_models_called(script, loop, blocks)))
-    return [edit for call in calls for edit in through_manager(script, call, f"{manager}.forward")]
+    return through_manager(Layout(script.source), calls, f"{manager}.forward")
 
 
 def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterator[ast.Call]:
@@ -55,15 +57,3 @@ def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterat
         if inside and id(call) not in precise and path is not None and not _WITH_LOSS.search(path):
             if script.is_forward_of_network(forward) and not script.precision.has_autocast_alternative(forward):
                 yield call
-
-
-def through_manager(script: Script, call: ast.Call, method: str) -> Iterator[Edit]:
-    """`model(x)` as `memory.forward(model, x)`, or another method of the manager."""
-    source = script.source
-    start, end = bounds(source, call.func)
-    opening = source.text.index("(", end)
-    comma = ", " if call.args or call.keywords else ""
-    yield Edit(start, start, f"{method}(")
-    # what stands behind the parenthesis, line breaks included, stays
-    broken = source.text[opening + 1 : opening + 3].lstrip(" \t").startswith(("\n", "\r"))
-    yield Edit(end, opening + 1, comma.rstrip() if broken else comma)

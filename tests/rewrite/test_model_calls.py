@@ -37,7 +37,8 @@ def test_calls_of_models_go_through_the_manager_each_where_it_stands():
     assert text == textwrap.dedent("""\
         for x, y in loader:
             self.fake = memory.forward(net, x)  # [batch, 2]
-            score = memory.forward(critic,
+            score = memory.forward(
+                critic,
                 self.fake.detach(),
             ).mean()
             loss = memory.forward(critic, input=self.fake).mean() + memory.forward(net).sum() + score
