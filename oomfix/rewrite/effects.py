@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of
@@ -44,7 +43,6 @@ _MODE_METHODS = frozenset("train eval requires_grad_ load_state_dict freeze unfr
 _MODE_FUNCTIONS = frozenset(
     "manual_seed seed set_state set_grad_enabled freeze unfreeze set_requires_grad toggle_grad requires_grad".split()
 )
-_MOST_ATTRIBUTES = 48  # the runtime takes objects with many more for data, and does not look for state in them
 _STEPPING = frozenset("step backward".split())
 
 
@@ -224,126 +222,3 @@ def _leaving(node: ast.AST, in_loop: bool) -> str | None:
                 if (found := _leaving(child, in_loop or inner)) is not None:
                     return found
     return None
-
-
-class Effect(NamedTuple):
-    """What calling functions of the file leaves behind.
-
-    Attributes:
-        told: in words.
-        may_be_put_back: it is in attributes of the object whose method is called, and in plain containers there. The
-            runtime finds such state, puts it back where a call starts again, and then runs batches whole.
-    """
-
-    told: str
-    may_be_put_back: bool
-
-
-class _Attributes(NamedTuple):
-    """The attributes that a class assigns to its objects, and those of them that only ever hold plain containers."""
-
-    names: set[str]
-    plain_containers: set[str]
-
-
-class Helpers:
-    """The functions of a file by name, and whether calling one changes anything that outlives the call."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self._functions: dict[str, list[FunctionNode]] = {}
-        self._attributes: dict[int, _Attributes] = {}
-        for node in walk(tree):
-            if isinstance(node, FunctionNode):
-                self._functions.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.ClassDef):
-                values = _attributes_of(node)
-                plain = {name for name, given in values.items() if all(map(_is_plain_container, given))}
-                if len(values) <= _MOST_ATTRIBUTES:
-                    known = _Attributes(set(values), plain)
-                    self._attributes.update((id(method), known) for method in node.body)
-        self._known: dict[int, Effect | None] = {}
-        self._drawing: dict[int, bool] = {}
-
-    def draw_random_numbers(self, node: ast.AST) -> bool:
-        """Whether a node is seen to draw random numbers, itself or in a function of the file."""
-        return draws_random_numbers(node) or any(
-            self._draws(function)
-            for call in calls_in(node)
-            for function in self._functions.get(function_called(call), ())
-        )
-
-    def _draws(self, function: FunctionNode) -> bool:
-        if id(function) not in self._drawing:
-            self._drawing[id(function)] = False
-            self._drawing[id(function)] = any(self.draw_random_numbers(statement) for statement in function.body)
-        return self._drawing[id(function)]
-
-    def lasting_effect(self, node: ast.AST) -> Effect | None:
-        """What a call of the file's own functions leaves behind; None where nothing can be seen."""
-        return _worst(self._effects(node, None))
-
-    def _effects(self, node: ast.AST, caller: str | None) -> Iterator[Effect]:
-        for call in calls_in(node):
-            for function in self._functions.get(function_called(call), ()):
-                effect = self._effect_of(function)
-                if effect is not None:
-                    owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
-                    direct = owner is not None and (owner == caller if caller else owner.isidentifier())
-                    yield effect._replace(may_be_put_back=effect.may_be_put_back and direct)
-
-    def _effect_of(self, function: FunctionNode) -> Effect | None:
-        if id(function) in self._known:
-            return self._known[id(function)]
-        self._known[id(function)] = None
-        given = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)[:1]]
-        own = given[0] if given and given[0] in ("self", "cls") else None
-        known = self._attributes.get(id(function), _Attributes(set(), set()))
-        found = [effect for statement in function.body for effect in _own_effects(statement, function.name, own, known)]
-        found += [effect for statement in function.body for effect in self._effects(statement, own or "")]
-        self._known[id(function)] = _worst(found)
-        return self._known[id(function)]
-
-
-def _worst(effects: Iterable[Effect]) -> Effect | None:
-    return min(effects, key=lambda effect: effect.may_be_put_back, default=None)
-
-
-def _own_effects(statement: ast.stmt, function: str, own: str | None, known: _Attributes) -> Iterator[Effect]:
-    """What a statement of a function changes that outlives its call.
-
-    Args:
-        own: the name of the object that it is a method of.
-        known: its attributes, none where the runtime does not look for state in it.
-    """
-    for node in nodes_of_scope(statement):
-        if isinstance(node, ast.Global | ast.Nonlocal):
-            yield Effect(f"`{function}` writes {', '.join(node.names)} outside of it", False)
-        elif isinstance(node, ast.AugAssign) and "." in (path_of(node.target) or ""):
-            path = path_of(node.target) or ""
-            owner, _, name = path.rpartition(".")
-            yield Effect(f"`{function}` counts in {path}", owner == own and name in known.names)
-    if own is None:
-        return
-    kept = sorted(path for path in changed_paths(statement) if path.startswith(f"{own}."))
-    if kept:
-        names = {path.removeprefix(f"{own}.") for path in kept}
-        yield Effect(f"`{function}` changes {kept[0]}", names <= known.plain_containers)
-
-
-def _attributes_of(owner: ast.ClassDef) -> dict[str, list[ast.expr]]:
-    """What a class assigns to each attribute of its objects."""
-    values: dict[str, list[ast.expr]] = {}
-    for node in walk(owner):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                elements = target.elts if isinstance(target, ast.Tuple) else [target]
-                for element in elements:
-                    if isinstance(element, ast.Attribute) and path_of(element.value) == "self":
-                        values.setdefault(element.attr, []).append(node.value)
-    return values
-
-
-def _is_plain_container(value: ast.expr) -> bool:
-    if isinstance(value, ast.Call):
-        return isinstance(value.func, ast.Name) and value.func.id in ("list", "dict", "set")
-    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp)

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from oomfix.rewrite.effects import Helpers, changed_paths, function_called, is_zero_grad, last_name, overlap
+from oomfix.rewrite.effects import changed_paths, is_zero_grad, last_name, overlap
+from oomfix.rewrite.functions_called import FunctionsCalled
+from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import (
@@ -237,16 +239,12 @@ class _RunsForward:
 
     def __init__(self, tree: ast.Module, forwards: set[int]) -> None:
         self._forwards = forwards
-        self._functions: dict[str, list[FunctionNode]] = {}
-        for node in walk(tree):
-            if isinstance(node, FunctionNode):
-                self._functions.setdefault(node.name, []).append(node)
+        self._functions = FunctionsCalled(tree)
         self._known: dict[int, bool] = {}
 
     def __call__(self, node: ast.AST) -> bool:
         return any(
-            id(child) in self._forwards
-            or any(self._in_function(function) for function in self._functions.get(function_called(child), ()))
+            id(child) in self._forwards or any(map(self._in_function, self._functions.by(child)))
             for child in walk(node)
             if isinstance(child, ast.Call)
         )

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from oomfix.rewrite import effects
 from oomfix.rewrite.batch_names import BatchNames
 from oomfix.rewrite.between import Between, is_start
-from oomfix.rewrite.effects import Helpers, changed_paths, overlap, paths_read
+from oomfix.rewrite.effects import changed_paths, overlap, paths_read
+from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.liveness import (
     Liveness,

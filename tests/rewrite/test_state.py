@@ -97,3 +97,12 @@ def test_state_between_two_losses_keeps_the_loop_in_place():
     rewrite, reason, _ = outcome(SCRIPT[: SCRIPT.index("for x")] + text)
     assert rewrite == "in-place"
     assert reason is not None and reason.endswith("which another loss may go through")
+
+
+def test_a_method_of_a_tensor_is_none_of_the_files_that_takes_other_arguments():
+    text = SCRIPT.replace("model.loss(x)", "model.layer(x).exp().log().mean()").replace(
+        "remember(self, loss", "log(self, loss"
+    )
+    rewrite, _, notes = outcome(text.replace("self.remember", "self.log"))
+    assert rewrite == "micro-batched"
+    assert notes == ()

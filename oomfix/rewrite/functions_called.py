@@ -1,0 +1,56 @@
+"""The functions of a file that a call may mean, by their name and the arguments they take."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.rewrite.effects import function_called
+from oomfix.rewrite.liveness import FunctionNode
+from oomfix.script.nodes import walk
+
+_KEEPING_ARGUMENTS = frozenset({"staticmethod", "classmethod"})
+
+
+class FunctionsCalled:
+    """The functions and methods of a file.
+
+    Args:
+        tree: the module.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._functions: dict[str, list[FunctionNode]] = {}
+        self._methods: set[int] = set()
+        for node in walk(tree):
+            if isinstance(node, FunctionNode):
+                self._functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.ClassDef):
+                self._methods.update(map(id, node.body))
+
+    def by(self, call: ast.Call) -> list[FunctionNode]:
+        """Those that a call may run: `scores.log()` does not mean a `log(self, row)` of the file."""
+        return [function for function in self._functions.get(function_called(call), ()) if self._takes(function, call)]
+
+    def _takes(self, function: FunctionNode, call: ast.Call) -> bool:
+        decorators = (node.id if isinstance(node, ast.Name) else "" for node in function.decorator_list)
+        if any(name not in _KEEPING_ARGUMENTS for name in decorators):
+            return True
+        if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
+            return True
+        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        if id(function) in self._methods and _fits(function.args, names[1:], call):
+            return True
+        return _fits(function.args, names, call)
+
+
+def _fits(arguments: ast.arguments, names: list[str], call: ast.Call) -> bool:
+    """Whether a call gives parameters, these by position or name, what they need and nothing else."""
+    named = {keyword.arg for keyword in call.keywords}
+    only_named = [argument.arg for argument in arguments.kwonlyargs]
+    if arguments.kwarg is None and not named <= {*names, *only_named}:
+        return False
+    if arguments.vararg is None and len(call.args) > len(names):
+        return False
+    needed = names[: max(len(names) - len(arguments.defaults), 0)][len(call.args) :]
+    needed += [name for name, value in zip(only_named, arguments.kw_defaults, strict=True) if value is None]
+    return named.issuperset(needed)

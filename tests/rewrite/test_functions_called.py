@@ -1,0 +1,42 @@
+"""Which functions of a file a call may mean."""
+
+import ast
+
+import pytest
+
+from oomfix.rewrite.functions_called import FunctionsCalled
+
+TREE = ast.parse("""
+class Journal:
+    def log(self, row, *, step=None): pass
+    @staticmethod
+    def scale(x): pass
+    @timed
+    def norm(self, x): pass
+
+def norm_of(x, order=2, *more, **others): pass
+def sample(n, *, size): pass
+""")
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [
+        ("scores.log()", 0),
+        ("torch.log(x)", 1),
+        ("journal.log(x, step=1)", 1),
+        ("Journal.log(journal, x)", 1),
+        ("journal.log(x, y, z)", 0),
+        ("journal.log(x, when=1)", 0),
+        ("journal.log(*rows)", 1),
+        ("journal.log(**rows)", 1),
+        ("self.scale(x)", 1),
+        ("x.norm()", 1),
+        ("norm_of()", 0),
+        ("norm_of(1, 2, 3, four=4)", 1),
+        ("sample(3)", 0),
+        ("sample(n=3, size=2)", 1),
+    ],
+)
+def test_a_call_means_a_function_that_takes_its_arguments(call, number):
+    assert len(FunctionsCalled(TREE).by(ast.parse(call, mode="eval").body)) == number
