@@ -118,7 +118,7 @@ class BatchNames:
 
     def _is_number(self, name: str, site: Site) -> bool:
         """Whether all that the iteration binds to a name are counters and numbers."""
-        if _FLAG.match(name) or (_COUNTER.match(name) and not _is_drawn(name, site)):
+        if _FLAG.match(name) or (_COUNTER.match(name) and not _is_of_samples(name, site)):
             return True
         loop = site.iteration
         if loop is None and _NOT_DATA.search(name):
@@ -129,17 +129,54 @@ class BatchNames:
         return bool(values) and len(values) == len(stores) and all(_is_scalar(value) for value in values)
 
 
-def _is_drawn(name: str, site: Site) -> bool:
-    """Whether a name for counters stands for numbers drawn for the samples: `t = torch.randint(steps, (len(x),))`.
+def _is_of_samples(name: str, site: Site) -> bool:
+    """Whether a name for counters stands for a number for each sample.
 
-    A `t` that comes with other things, `noisy, t = add_noise(x)`, is taken for the times of a diffusion.
+    They are drawn, `t = torch.randint(steps, (len(x),))`, cut out, `idx = order[i:i + 10]`, or come with the batch,
+    `for x, y, idx in loader`. A `t` that comes with other things, `noisy, t = add_noise(x)`, is taken for the times of
+    a diffusion.
     """
     for node in nodes_of_scope_body(site.scope):
         if isinstance(node, ast.Assign) and any(name in names_bound_by_target(target) for target in node.targets):
-            together = name == "t" and isinstance(node.value, ast.Call) and not binds_alone(node, name)
-            if together or (binds_alone(node, name) and effects.draws_random_numbers(node.value)):
+            value = _bound_to(name, node)
+            if value is None and name == "t" and isinstance(node.value, ast.Call):
                 return True
-    return False
+            if value is not None and (effects.draws_random_numbers(value) or _is_cut_out(value)):
+                return True
+    return isinstance(site.iteration, ast.For) and _comes_with_the_batch(name, site.iteration)
+
+
+def _bound_to(name: str, node: ast.Assign) -> ast.expr | None:
+    """What a name alone is bound to: by `idx = v`, or by `idx, y = v, w`."""
+    if binds_alone(node, name):
+        return node.value
+    target = node.targets[0] if len(node.targets) == 1 else None
+    if not (isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)):
+        return None
+    if len(target.elts) != len(node.value.elts):
+        return None
+    pairs = zip(target.elts, node.value.elts, strict=True)
+    return next((value for one, value in pairs if isinstance(one, ast.Name) and one.id == name), None)
+
+
+def _is_cut_out(value: ast.expr) -> bool:
+    """`order[i:i + 10]`, `order[i:i + 10].to(device)`."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        value = value.func.value
+    if not isinstance(value, ast.Subscript):
+        return False
+    first = value.slice.elts[0] if isinstance(value.slice, ast.Tuple) and value.slice.elts else value.slice
+    return isinstance(first, ast.Slice)
+
+
+def _comes_with_the_batch(name: str, loop: ast.For) -> bool:
+    """`for x, y, idx in loader`, `for i, (x, idx) in enumerate(loader)`: the first of a pair may be a count."""
+    target = loop.target
+    if not isinstance(target, ast.Tuple) or (isinstance(loop.iter, ast.Call) and effects.last_name(loop.iter) == "zip"):
+        return False
+    inner = (one for element in target.elts if isinstance(element, ast.Tuple) for one in names_bound_by_target(element))
+    others = {element.id for element in target.elts[1:] if isinstance(element, ast.Name)}
+    return name in others or name in inner
 
 
 def binds_alone(node: ast.Assign, name: str) -> bool:

@@ -49,6 +49,8 @@ class Lifting:
         if behind.startswith("#") and len(f"{call[-1]}  {behind}") > self._layout.longest_line:
             comments, behind = [*comments, text.margin + behind], ""
         behind = f"  {behind}" if behind and not behind.startswith(";") else behind
+        if after and text.begins_a_paragraph(lift.site.statement):
+            after.append("")
         lines = [*definition, "", *comments, *call[:-1], call[-1] + behind, *after]
         return [Edit(text.start, stop, newline.join(lines)), *self._without_deleted(lift)]
 
@@ -216,6 +218,13 @@ class _Text:
         lines = self.chunk(statement)
         blank = lines.first - 1 > self._header and not self._layout.source.lines[lines.first - 2].strip()
         return ([""] if blank else []) + self._layout.moved(lines, self.margin, to)
+
+    def begins_a_paragraph(self, statement: ast.stmt) -> bool:
+        """Whether a blank line stands above a statement, and none below it or below all of its block."""
+        lines, own = self._layout.source.lines, self.chunk(statement)
+        above = lines[own.first - 2] if own.first - 1 > self._header else ":"
+        below = lines[own.last] if own.last < len(lines) else ""
+        return not above.strip() and below.startswith(self.margin) and bool(below.strip())
 
 
 def _other_branches(branch: ast.If) -> list[list[ast.stmt]]:

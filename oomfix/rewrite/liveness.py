@@ -122,6 +122,8 @@ def definitely_bound(statements: Iterable[ast.stmt]) -> set[str]:
                 bound |= _bound_by_if(statement)
             case ast.Try():
                 bound |= _bound_by_try(statement)
+            case ast.Match():
+                bound |= _bound_by_match(statement)
             case ast.FunctionDef() | ast.ClassDef():
                 bound.add(statement.name)
             case ast.Import() | ast.ImportFrom():
@@ -135,6 +137,20 @@ def _bound_by_if(statement: ast.If) -> set[str]:
     if statement.orelse and _never_ends(statement.orelse):
         return definitely_bound(statement.body)
     return definitely_bound(statement.body) & definitely_bound(statement.orelse)
+
+
+def _bound_by_match(statement: ast.Match) -> set[str]:
+    if not _has_a_case_for_all(statement):
+        return set()
+    ended = [case for case in statement.cases if not _never_ends(case.body)]
+    ways = [names_bound(case.pattern) | definitely_bound(case.body) for case in ended]
+    return set.intersection(*ways) if ways else set()
+
+
+def _has_a_case_for_all(statement: ast.Match) -> bool:
+    """Whether the last case is `case _:`, or a name."""
+    last = statement.cases[-1]
+    return last.guard is None and isinstance(last.pattern, ast.MatchAs) and last.pattern.pattern is None
 
 
 def _bound_by_try(statement: ast.Try) -> set[str]:
@@ -230,7 +246,8 @@ class Liveness:
                 return (live - {node.name}) | names_read(node)
             case ast.Match():
                 inner = [self._block(case.body, live) | names_read(case.guard) for case in node.cases]
-                return live.union(names_read(node.subject), *inner)
+                passed = set() if _has_a_case_for_all(node) else live
+                return passed.union(names_read(node.subject), *inner)
         return live | names_read(node)
 
     def _for(self, node: ast.For | ast.AsyncFor, live: set[str]) -> set[str]:

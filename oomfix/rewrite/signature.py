@@ -249,8 +249,9 @@ def _in_order(statements: list[ast.stmt]) -> list[str]:
 def _reading_order(lift: Lift) -> list[str]:
     places: dict[str, tuple[int, int]] = {}
     for part in (*lift.lifted, lift.site.root):
+        changed = {id(node.target) for node in walk(part) if isinstance(node, ast.AugAssign)}
         for node in walk(part):
-            if isinstance(node, ast.Name):
+            if isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Load) or id(node) in changed):
                 places.setdefault(node.id, (node.lineno, node.col_offset))
                 places[node.id] = min(places[node.id], (node.lineno, node.col_offset))
     return sorted(places, key=places.__getitem__)

@@ -273,6 +273,41 @@ def test_times_drawn_for_the_samples_are_an_input_though_they_are_called_as_coun
     assert "def forward(x, t, y):" in text
 
 
+@pytest.mark.parametrize(
+    ("header", "made", "inputs"),
+    [
+        ("for i in range(0, 12, 6):", "idx, y = order[i:i + 6], labels[i:i + 6]", "idx, y"),
+        ("for i in range(0, 12, 6):", "y, idx = labels[i:i + 6], order[i:i + 6].long()", "idx, y"),
+        ("for y, idx in [(labels[:6], order[:6]), (labels[6:], order[6:])]:", "", "idx, y"),
+        ("for n, (idx, y) in enumerate([(order[:6], labels[:6]), (order[6:], labels[6:])]):", "", "idx, y"),
+    ],
+)
+def test_rows_that_are_called_as_a_counter_are_an_input(header, made, inputs):
+    text = assert_trains_the_same(f"""\
+        table, order, labels = torch.randn(20, 4), torch.randperm(20)[:12], torch.tensor([0, 1, 1, 0, 1, 0] * 2)
+        {header}
+            {made}
+            loss = F.cross_entropy(model(table[idx]), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert f"def forward({inputs}):" in text
+
+
+def test_a_count_beside_the_batch_is_no_input():
+    text = assert_trains_the_same("""\
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y) / (i + 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert "def forward(x, y):" in text
+
+
 def test_data_of_the_function_around_a_closure_is_an_input():
     text = assert_trains_the_same("""\
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -435,3 +470,50 @@ def test_a_start_that_is_read_before_the_slice_binds_it_anew_keeps_its_place():
             optimizer.step()
         """)
     assert [form for form, _ in loops] == ["in-place"]
+
+
+def test_a_loss_that_every_case_of_a_match_makes_is_read_later():
+    text = assert_trains_the_same("""\
+        for kind, (x, y) in zip(["sum", "mean", "sum"], loader * 3):
+            match kind:
+                case "sum":
+                    loss = F.cross_entropy(model(x), y, reduction="sum")
+                case "mean":
+                    loss = F.cross_entropy(model(x), y)
+                case _:
+                    raise ValueError(kind)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert "loss = memory.forward_backward(forward, kind, x, y)" in text
+
+
+def test_inputs_stand_in_the_order_in_which_they_are_read():
+    text = assert_trains_the_same("""\
+        y = torch.zeros(6, 2)
+        for x, _ in loader:
+            optimizer.zero_grad()
+            out, y = model(x), y.detach() * 0.5 + x[:, :2]
+            loss = (out - y).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert "def forward(x, y):" in text
+
+
+def test_what_moved_behind_the_call_is_parted_from_the_step_as_the_backward_was():
+    text = assert_trains_the_same("""\
+        for x, y in loader:
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            correct = (out.argmax(1) == y).sum()
+
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item(), correct.item())
+        """)
+    assert "    correct = (out.argmax(1) == y).sum()\n\n    memory.step(optimizer)\n" in text
