@@ -204,7 +204,7 @@ class InPlace:
             if not before:
                 first = scope.lineno if not isinstance(scope, ast.Module) else 0
             for reader in self._first_readers(scope, first, step.node):
-                start = self._source.line_starts[reader.lineno - 1]
+                start = self._layout.above_comments(reader)
                 margin = self._layout.margin(reader)
                 text = f"{margin}{self._name}.unscale_({self._source.segment(optimizer)}){self._layout.newline}"
                 yield Edit(start, start, text)

@@ -88,6 +88,9 @@ def header_edits(
         start = _behind_head(layout)
         return [Edit(start, start, f"{statement}{newline}{newline}{made}{newline}{newline}")]
     end = layout.span(Lines(last.end_lineno, last.end_lineno))[1]
+    below = "".join(layout.source.lines[last.end_lineno : last.end_lineno + 1]).strip()
+    # with an ellipsis begins the next cell of a notebook
+    made += newline if below and not below.startswith("...") else ""
     line = _sorted_line(layout, last)
     if line > last.end_lineno:
         return [Edit(end, end, f"{newline}{statement}{newline}{newline}{made}")]

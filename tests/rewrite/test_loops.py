@@ -288,7 +288,7 @@ def test_an_unread_scaler_goes_where_a_function_begins_with_it_too():
 def test_the_runtime_is_imported_among_what_is_installed(imports, expected):
     body = "for x, y in loader:\n    loss = model(x, y)\n    loss.backward()\n    optimizer.step()\n"
     text = rewritten(f"import os\n\n{imports}\n{body}").text
-    assert text.startswith(f'import os\n\n{expected}\n\nmemory = runtime.preset("16gb")\n')
+    assert text.startswith(f'import os\n\n{expected}\n\nmemory = runtime.preset("16gb")\n\nfor x')
 
 
 def test_a_backward_inside_of_autocast_moves_out_and_the_loop_is_split():
@@ -1416,3 +1416,18 @@ def test_a_graph_made_ahead_of_the_loop_of_a_parameter_is_kept_for_every_round(m
     result = rewritten(text)
     assert [loop.rewrite for loop in result.loops] == ["in-place"]
     assert_same_bits(run(text), run(result.text, preset="off"))
+
+
+def test_what_is_said_of_a_clip_stays_with_it():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            # no gradient grows
+            # beyond one
+            for p in model.parameters():
+                nn.utils.clip_grad_value_(p, 1.0)
+            optimizer.step()
+        """)
+    assert "    memory.unscale_(optimizer)\n    # no gradient grows\n    # beyond one\n    for p in" in text
