@@ -92,8 +92,9 @@ class WindowFolder:
             raise CannotFold("a flag decides which of several steps closes it")
         shape = shape_of(verdict.loop.node, window.decision, self._blocks)
         self._check_body(verdict, window.decision)
-        if not undivided:
-            self._check_schedulers()
+        schedules = [] if shape.closes_on_last else list(self._schedules(verdict, window.decision))
+        if schedules and self._makes_one_cycle:
+            raise CannotFold("OneCycleLR counts its steps, and refuses more than it was made for")
         edits = list(self._header(shape, window.decision))
         closed = f"{self._manager}.window_closed"
         edits += exchange_edits(verdict.loop.node, shape, self._blocks, self._source, closed)
@@ -105,7 +106,13 @@ class WindowFolder:
         size = self._source.segment(shape.size)
         mended = [("OOM301", event.node.lineno) for event in undivided]
         mended += [("OOM302", window.decision.lineno)] if loses_tail else []
-        return Folded(list(dict.fromkeys(edits)), mended, list(_notes(size, bool(undivided), loses_tail)))
+        notes = list(_notes(size, bool(undivided), loses_tail, self._is_reset_each_epoch(verdict.loop.node)))
+        notes += [
+            f"`{ast.unparse(call.func)}` in line {call.lineno} runs with that step too, once more per epoch: "
+            "a schedule that counts whole windows alone ends sooner"
+            for call in schedules
+        ]
+        return Folded(list(dict.fromkeys(edits)), mended, notes)
 
     def _undivided(self, verdict: Verdict, window: Window) -> list[Backward]:
         if self._script.divides_gradients(verdict.loop) or not self._wants("OOM301"):
@@ -214,10 +221,22 @@ class WindowFolder:
             if id(node) not in behind and not self._blocks.conditions_of(node):
                 raise CannotFold(f"line {node.lineno} resets gradients within it")
 
-    def _check_schedulers(self) -> None:
-        """One more step per epoch is one too many for a schedule that counts them."""
-        if self._makes_one_cycle:
-            raise CannotFold("OneCycleLR counts its steps, and refuses more than it was made for")
+    def _is_reset_each_epoch(self, loop: ast.For) -> bool:
+        """Whether gradients are reset beside the loop whenever it starts, so that those of a tail are lost."""
+        epochs = self._blocks.loop_of(loop)
+        scope = self._blocks.scope_of(loop)
+        resets = (node for node in self._script.calls_of_method("zero_grad") if not _is_under(node, loop, self._blocks))
+        beside = any(self._blocks.loop_of(n) is epochs and self._blocks.scope_of(n) is scope for n in resets)
+        return beside or (epochs is None and isinstance(scope, ast.Module))
+
+    def _schedules(self, verdict: Verdict, decision: ast.If) -> Iterator[ast.Call]:
+        """The schedules that are stepped where a window closes, and not where the tail of an epoch is stepped."""
+        optimizers = {id(step.node) for step in (*verdict.loop.steps, *verdict.steps)}
+        behind = {ast.unparse(call.func) for tail in self._tails(verdict) for call in effects.calls_in(tail)}
+        for statement in self._stepping(decision, verdict.loop.node):
+            for call in effects.calls_in(statement):
+                if last_name(call) == "step" and id(call) not in optimizers and ast.unparse(call.func) not in behind:
+                    yield call
 
     @cached_property
     def _makes_one_cycle(self) -> bool:
@@ -233,14 +252,23 @@ class WindowFolder:
 
     def _tail_behind(self, verdict: Verdict) -> Iterator[Edit]:
         """Take out what steps the last window by hand behind the loop."""
-        loop = verdict.loop.node
-        for step in verdict.loop.later_steps:
-            tail = next((p for p in self._blocks.ancestors(step.node) if isinstance(p, ast.If)), None)
-            if tail is None or tail.orelse or self._blocks.block_of(tail) is not self._blocks.block_of(loop):
-                raise CannotFold(f"line {step.node.lineno} steps behind the loop")
+        for tail in self._tails(verdict):
             if not all(_belongs_to_step(statement) for statement in tail.body):
                 raise CannotFold(f"line {tail.lineno} does more behind the loop than to step")
             yield from remove_statement(self._source, tail, self._blocks.block_of(tail))
+
+    def _tails(self, verdict: Verdict) -> Iterator[ast.If]:
+        """What steps the last window by hand behind the loop.
+
+        Raises:
+            CannotFold: it is stepped there on other terms.
+        """
+        for step in verdict.loop.later_steps:
+            tail = next((p for p in self._blocks.ancestors(step.node) if isinstance(p, ast.If)), None)
+            beside = self._blocks.block_of(verdict.loop.node)
+            if tail is None or tail.orelse or self._blocks.block_of(tail) is not beside:
+                raise CannotFold(f"line {step.node.lineno} steps behind the loop")
+            yield tail
 
 
 def _belongs_to_step(statement: ast.stmt) -> bool:
@@ -250,11 +278,16 @@ def _belongs_to_step(statement: ast.stmt) -> bool:
     return name in ("step", "update", "zero_grad", "unscale_") or name.startswith("clip_grad")
 
 
-def _notes(size: str, undivided: bool, loses_tail: bool) -> Iterator[str]:
+def _is_under(node: ast.AST, loop: ast.AST, blocks: Blocks) -> bool:
+    return any(parent is loop for parent in blocks.ancestors(node))
+
+
+def _notes(size: str, undivided: bool, loses_tail: bool, reset_each_epoch: bool) -> Iterator[str]:
     if undivided:
         yield (
             f"the loss was not divided by `{size}`, and is now: gradients are `{size}` times smaller, and a learning "
             "rate that was tuned to them has to grow (by the same factor for plain SGD)"
         )
     if loses_tail:
-        yield "the last window of an epoch, where shorter, was lost and is now stepped with the weight of its samples"
+        was = "was lost" if reset_each_epoch else "went into the first step of the next epoch, if there was one,"
+        yield f"the last window of an epoch, where shorter, {was} and is now stepped with the weight of its samples"

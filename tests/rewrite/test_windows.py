@@ -169,6 +169,9 @@ def test_a_window_with_nothing_to_mend_stays_as_it_is_written(body):
     assert "accumulate" not in text and "% k == 0" in text and notes == ()
 
 
+SCHEDULED = window("{loss}.backward()").replace("zero_grad()", "zero_grad()\n        schedule.step()")
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -191,7 +194,11 @@ def test_a_window_with_nothing_to_mend_stays_as_it_is_written(body):
         ),
         (window("(loss / k).backward()", "(model(x).mean() / k).backward()"), "several losses share it"),
         (
-            "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 9)\n" + window("(loss / k).backward()"),
+            "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 9)\n" + SCHEDULED.format(loss="(loss / k)"),
+            "OneCycleLR counts its steps",
+        ),
+        (
+            "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 9)\n" + SCHEDULED.format(loss="loss"),
             "OneCycleLR counts its steps",
         ),
         (window("loss.backward()", loss="loss = F.cross_entropy(model(x), y, reduction='sum')"), "may be a sum"),
@@ -238,3 +245,40 @@ def test_a_comment_about_the_division_goes_with_it():
 def test_a_division_between_blank_lines_that_is_read_later_is_moved():
     text, _ = loop_of(window("", "if k > 1:", "    loss = loss / k", "", "print(loss.item())", "", "loss.backward()"))
     assert text.index("forward_backward") < text.index("if k > 1:") < text.index("print(loss.item())")
+
+
+COSINE = "schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)\n"
+SCHEDULE_STEPS = "a schedule that counts whole windows alone ends sooner"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (SCHEDULED.format(loss="(loss / k)"), True),
+        # it is stepped for each batch, as before
+        (window("(loss / k).backward()") + "    schedule.step()\n", False),
+        # each epoch had as many steps before
+        (SCHEDULED.format(loss="loss").replace("== 0:", "== 0 or i + 1 == len(loader):"), False),
+        (
+            SCHEDULED.format(loss="loss") + "if (i + 1) % k != 0:\n    optimizer.step()\n    schedule.step()\n",
+            False,
+        ),
+    ],
+)
+def test_a_schedule_that_is_stepped_with_the_tail_is_told(body, told):
+    text, notes = loop_of(COSINE + body)
+    assert "accumulate" in text
+    assert [note.startswith("`schedule.step` in line 16 runs with that step too") for note in notes].count(True) == told
+    assert any(note.endswith(SCHEDULE_STEPS) for note in notes) is told
+
+
+@pytest.mark.parametrize(
+    ("before", "was"),
+    [
+        ("", "went into the first step of the next epoch, if there was one, and is now"),
+        ("    optimizer.zero_grad()\n", "was lost and is now"),
+    ],
+)
+def test_what_became_of_a_tail_depends_on_where_gradients_are_reset(before, was):
+    body = "for epoch in range(2):\n" + before + textwrap.indent(window("(loss / k).backward()"), "    ")
+    assert f"the last window of an epoch, where shorter, {was} stepped" in rewritten(TOP + body).loops[0].notes[0]
