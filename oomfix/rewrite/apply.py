@@ -12,7 +12,7 @@ from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.local import Fixed, findings_of, fix_locally
+from oomfix.rewrite.local import Fixed, findings_in, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.module import Overrides
 from oomfix.rewrite.reading import Reading
@@ -29,8 +29,8 @@ _MENDED = {
     "OOM303": "gradients are unscaled before they are clipped",
     "OOM304": "losses in fp16 are scaled",
 }
-_BY_THE_MANAGER = ("OOM303", "OOM304")
-"""What a loop does no longer wrongly once the manager scales its losses and makes its steps."""
+_NOT_COUNTED_HERE = ("OOM202", "OOM203", "OOM301", "OOM302", "OOM305")
+"""What is counted where it is mended, and what the preset decides only when the script runs."""
 
 
 class Options(NamedTuple):
@@ -83,18 +83,29 @@ class LoopOutcome(NamedTuple):
     function: str | None = None
 
 
+class Unfixed(NamedTuple):
+    """What is left to be fixed by hand: its line, as in the file before (in a notebook, the cell), and what it is."""
+
+    line: int
+    code: str
+    message: str
+    cell: int | None = None
+
+
 class Applied(NamedTuple):
     """A file after `apply`.
 
     Attributes:
         text: the new text, newlines as in the file.
         loops: by line.
-        fixed: the local fixes made.
+        fixed: what was fixed.
+        unfixed: what neither a local fix nor the runtime could mend.
     """
 
     text: str
     loops: tuple[LoopOutcome, ...]
     fixed: tuple[Fixed, ...]
+    unfixed: tuple[Unfixed, ...]
 
 
 def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied:
@@ -103,40 +114,53 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     Raises:
         RecursionError: the source is nested absurdly.
     """
+    script = Script.read(source, options.target_torch)
     current = source
     ended: tuple[Fixed, ...] = ()
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
-        current, loops, ended = rewrite_loops(Script.read(source, options.target_torch), options)
+        current, loops, ended = rewrite_loops(script, options)
         unused = unused_amp_imports(source.tree, current.tree, Layout(current))
         current = _changed(current, apply_edits(current.text, unused))
-        ended += _mended_by_the_manager(source, current, rules, options)
     last = fix_locally(current, rules, options.wants_finding, options.target_torch)
     text = last.text
+    found = last.found
+    if current is not source:
+        found = findings_in(script, rules)
+        wanted = [one for one in found if options.wants_finding(one) and one.code not in _NOT_COUNTED_HERE]
+        ended += tuple(_gone(wanted, source, last.found, current))
+    changed = _changed(current, text)
+    wanted = [one for one in found if options.wants_finding(one) and one.fix is None]
+    unfixed = tuple(
+        Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, last.left, changed)
+    )
     if any(loop.rewrite != "none" for loop in loops):
-        script = Script.read(_changed(current, text), options.target_torch)
-        text = apply_edits(text, evaluation_call_edits(script))
-    return Applied(text, loops, ended + last.fixed)
+        text = apply_edits(text, evaluation_call_edits(Script.read(changed, options.target_torch)))
+    return Applied(text, loops, ended + last.fixed, unfixed)
 
 
-def _mended_by_the_manager(before: Source, after: Source, rules: Sequence[Rule], options: Options) -> tuple[Fixed, ...]:
+def _gone(found: Sequence[Finding], before: Source, left: Sequence[Finding], after: Source) -> Iterator[Fixed]:
     """What the audit found in a script and no longer finds once its loops are rewritten."""
-    asked = [rule for rule in rules if rule.code in _BY_THE_MANAGER and options.wants(rule.code)]
-    found = [] if after is before else findings_of(before, asked, options.target_torch)
-    if not found:
-        return ()
-    left = Counter(_words(after, finding) for finding in findings_of(after, asked, options.target_torch))
-    fixed = []
+    still = {id(finding) for finding in _still_there(found, before, left, after)}
+    fewer = Counter(finding.code for finding in found)
+    fewer.subtract(finding.code for finding in left)
     for finding in found:
-        if left[_words(before, finding)]:
-            left[_words(before, finding)] -= 1
-        else:
-            fixed.append(Fixed(finding.code, finding.line, _MENDED[finding.code]))
-    return tuple(fixed)
+        # one whose line was written anew may still be there
+        if id(finding) not in still and fewer[finding.code] > 0:
+            fewer[finding.code] -= 1
+            yield Fixed(finding.code, finding.line, _MENDED.get(finding.code, finding.message))
 
 
-def _words(source: Source, finding: Finding) -> tuple[str, str]:
-    return finding.code, source.lines[finding.line - 1].strip()
+def _still_there(found: Sequence[Finding], before: Source, left: Sequence[Finding], after: Source) -> list[Finding]:
+    """Those findings that a changed script still has, by the words of their lines."""
+    words = Counter((finding.code, after.lines[finding.line - 1].strip()) for finding in left)
+    still = []
+    for finding in found:
+        here = (finding.code, before.lines[finding.line - 1].strip())
+        if words[here] > 0:
+            words[here] -= 1
+            still.append(finding)
+    return still
 
 
 def _changed(source: Source, text: str) -> Source:

@@ -143,10 +143,11 @@ def apply(
         if diff:
             click.echo(summary.diffs(outcomes, colour=sys.stdout.isatty()), nl=False)
         width = columns(sys.stderr if diff else sys.stdout)
-        click.echo(summary.as_text(outcomes, proof, trial, written=writes, width=width), nl=False, err=diff)
+        said = summary.as_text(outcomes, proof, trial, written=writes, loops=options.runtime, width=width)
+        click.echo(said, nl=False, err=diff)
         for outcome in outcomes:
-            for said in outcome.errors:
-                click.echo(said if said.startswith(outcome.path) else f"{outcome.path}: {said}", err=True)
+            for problem in outcome.errors:
+                click.echo(problem if problem.startswith(outcome.path) else f"{outcome.path}: {problem}", err=True)
     if refused:
         click.echo("nothing is written; without --prove, it would be", err=True)
     wanted = [ran for asked, ran in ((prove, proof), (check_equivalence, trial)) if asked]

@@ -10,7 +10,7 @@ from oomfix.config import Configuration, Flags
 from oomfix.discovery import Discovery, Found
 from oomfix.own_presets import Chosen, choose
 from oomfix.parsing import ForeignLanguage, Unreadable
-from oomfix.rewrite.apply import Applied, LoopOutcome, Options, apply_to
+from oomfix.rewrite.apply import Applied, LoopOutcome, Options, Unfixed, apply_to
 from oomfix.rewrite.cells import NotebookText, in_cells
 from oomfix.rewrite.edits import EditsOverlap
 from oomfix.rewrite.local import Fixed
@@ -41,7 +41,8 @@ class FileOutcome(NamedTuple):
         data: what the file held when it was read.
         content: what it is to hold; None where nothing changed.
         loops: its training loops, and functions that are the iteration of one.
-        fixed: the local fixes made.
+        fixed: what was fixed.
+        unfixed: what is left to be fixed by hand.
         errors: why it, or a cell of it, was left as it was, one plain line each.
         notes: what else the user should know of it, one plain line each.
     """
@@ -52,6 +53,7 @@ class FileOutcome(NamedTuple):
     content: bytes | None = None
     loops: tuple[LoopOutcome, ...] = ()
     fixed: tuple[Fixed, ...] = ()
+    unfixed: tuple[Unfixed, ...] = ()
     errors: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -191,7 +193,8 @@ def _notebook(path: str, data: bytes, rules: Sequence[Rule], options: Options) -
     applied = apply_to(notebook.source, rules, options)
     outcome = _outcome(path, applied)
     loops = [in_cells(loop, notebook) for loop in applied.loops]
-    outcome = outcome._replace(loops=tuple(loops), errors=notebook.problems)
+    unfixed = tuple(_in_cell(one, notebook) for one in applied.unfixed)
+    outcome = outcome._replace(loops=tuple(loops), unfixed=unfixed, errors=notebook.problems)
     if not (changed := notebook.changes(applied.text)):
         return outcome
     content = replace_sources(data, {change.number: change.after for change in changed})
@@ -200,7 +203,12 @@ def _notebook(path: str, data: bytes, rules: Sequence[Rule], options: Options) -
 
 
 def _outcome(path: str, applied: Applied) -> FileOutcome:
-    return FileOutcome(path, loops=applied.loops, fixed=applied.fixed)
+    return FileOutcome(path, loops=applied.loops, fixed=applied.fixed, unfixed=applied.unfixed)
+
+
+def _in_cell(unfixed: Unfixed, notebook: NotebookText) -> Unfixed:
+    cell, line = notebook.locate(unfixed.line)
+    return unfixed._replace(cell=cell, line=line)
 
 
 def _trains(path: str) -> bool:

@@ -29,10 +29,19 @@ class Fixed(NamedTuple):
 
 
 class LocalFixes(NamedTuple):
-    """The text after its local fixes, and what they were."""
+    """A text after its local fixes.
+
+    Attributes:
+        text: the text.
+        fixed: what was fixed.
+        found: all findings of the text before.
+        left: all findings of the text after.
+    """
 
     text: str
     fixed: tuple[Fixed, ...]
+    found: list[Finding]
+    left: list[Finding]
 
 
 def fix_locally(
@@ -55,10 +64,11 @@ def fix_locally(
     fixed: list[Fixed] = []
     refused: set[tuple[str, str]] = set()
     current = source
+    left = found = findings_of(source, rules, target_torch)
     for _ in range(_MOST_PASSES):
         findings = [
             finding
-            for finding in findings_of(current, rules, target_torch)
+            for finding in left
             if finding.edits and wants(finding) and (finding.code, _line(current, finding)) not in refused
         ]
         findings = _of_first_stage(findings)
@@ -74,7 +84,8 @@ def fix_locally(
             continue
         fixed += [Fixed(finding.code, finding.line, finding.message) for finding in made]
         current = Source(source.path, text, tree, encoding=source.encoding, bom=source.bom)
-    return LocalFixes(current.text, tuple(fixed))
+        left = findings_of(current, rules, target_torch)
+    return LocalFixes(current.text, tuple(fixed), found, left)
 
 
 def _of_first_stage(findings: list[Finding]) -> list[Finding]:
@@ -86,8 +97,13 @@ def _of_first_stage(findings: list[Finding]) -> list[Finding]:
 
 def findings_of(source: Source, rules: Sequence[Rule], target_torch: tuple[int, int] | None = None) -> list[Finding]:
     """What the rules find in a source and no `# oomfix: ignore` comment silences, by line and column."""
+    return findings_in(Script.read(source, target_torch), rules)
+
+
+def findings_in(script: Script, rules: Sequence[Rule]) -> list[Finding]:
+    """What the rules find in a script that was read already."""
+    source = script.source
     data = source.text.encode("utf-8", "surrogatepass")
-    script = Script.read(source, target_torch)
     silencers = [comment for comment in comments(source) if not comment.problem]
     statements = Statements(source.tree) if silencers else None
     findings: list[Finding] = []

@@ -35,6 +35,7 @@ def as_text(
     trial: Trial | None = None,
     *,
     written: bool,
+    loops: bool = True,
     width: int | None = None,
 ) -> str:
     """A line for each loop and for each kind of local fix, the totals, and what runs of the scripts found.
@@ -43,12 +44,13 @@ def as_text(
         outcomes: what became of the files.
         proof, trial: what runs found.
         written: whether the files were written.
+        loops: whether loops were looked at, and not local fixes alone.
         width: the columns of a terminal, where lines are broken; None: nowhere.
     """
     lines = [line for outcome in outcomes for line in _lines(outcome)]
     if lines:
         lines.append("")
-    lines.append(_totals(outcomes, written))
+    lines.append(_totals(outcomes, written, loops))
     if written and any(loop.rewrite != "none" for outcome in outcomes if outcome.changed for loop in outcome.loops):
         lines.append("OOMFIX_PRESET=off in the environment trains as before, in whole batches")
     if proof is not None:
@@ -58,7 +60,7 @@ def as_text(
     return "".join(f"{part}\n" for line in lines for part in broken(line, width))
 
 
-def _totals(outcomes: Sequence[FileOutcome], written: bool) -> str:
+def _totals(outcomes: Sequence[FileOutcome], written: bool, looked_at: bool) -> str:
     loops = Counter(loop.rewrite for outcome in outcomes for loop in outcome.loops)
     elsewhere = sum(loop.function is not None for outcome in outcomes for loop in outcome.loops)
     changed = sum(outcome.changed for outcome in outcomes)
@@ -67,9 +69,8 @@ def _totals(outcomes: Sequence[FileOutcome], written: bool) -> str:
     forms += f"; {elsewhere} in other files" if elsewhere else ""
     found = f"{counted(sum(loops.values()), 'training loop')} ({forms})" if loops else "no training loop"
     if not changed:
-        return f"nothing to rewrite: {found}"
+        return f"nothing to rewrite: {found}" if looked_at else "no local fix to make; training loops stay as they are"
     verb = "rewritten" if written else "would be rewritten"
-    # `--only` and `--no-runtime` look at no loops
     done = [*([found] if loops else []), *([counted(fixes, "local fix", "local fixes")] if fixes else [])]
     return ": ".join(filter(None, (f"{counted(changed, 'file')} {verb}", ", ".join(done))))
 
@@ -152,6 +153,9 @@ def _lines(outcome: FileOutcome) -> Iterator[str]:
             yield f"{path}:{cell}{loop.line}  {note}"
     for code, count in sorted(Counter(fix.code for fix in outcome.fixed).items()):
         yield f"{path}  {code} fixed" + (f" {count} times" if count > 1 else "")
+    for left in outcome.unfixed:
+        cell = "" if left.cell is None else f"cell {left.cell}:"
+        yield f"{path}:{cell}{left.line}  {left.code} not fixed: {left.message}"
     for note in outcome.notes:
         yield f"{path}  {note}"
 

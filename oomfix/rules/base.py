@@ -20,7 +20,9 @@ Need = bytes | tuple[bytes, ...]
 TRAINS = (b".backward(", b"forward_backward(", b"scaler(")
 """What a file that trains holds: a backward, the runtime's call, or a scaler object that does both."""
 
-__all__ = ["TRAINS", "Edit", "Finding", "Invalid", "Need", "Rule", "Severity", "holds"]
+NOT_ONE_TENSOR = "not seen to be one tensor"
+
+__all__ = ["NOT_ONE_TENSOR", "TRAINS", "Edit", "Finding", "Invalid", "Need", "Rule", "Severity", "holds"]
 
 
 def holds(data: bytes, need: Need) -> bool:
@@ -111,14 +113,15 @@ class Rule(ABC):
         message: str,
         *,
         edits: tuple[Edit, ...] = (),
+        by_hand: str | None = None,
         severity: Severity | None = None,
     ) -> Finding:
-        """A finding of this rule at a place of the script."""
+        """A finding of this rule at a place of the script; `by_hand` is why it has no edits there."""
         return Finding(
             code=self.code,
             name=self.name,
             severity=severity or self.severity,
-            message=message,
+            message=message if edits or by_hand is None else f"{message} (by hand: {by_hand})",
             line=place.line,
             column=place.column,
             end_line=place.end_line,

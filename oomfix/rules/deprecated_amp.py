@@ -58,9 +58,10 @@ class DeprecatedAmp(Rule):
             old_target = script.target_torch is not None and script.target_torch < (2, 4)
             yield self.finding(
                 script.place(node),
-                _message(item) + ("" if rewrite.reason is None else f" (by hand: {rewrite.reason})"),
+                _message(item),
                 severity=Severity.NOTE if old_target or names.is_version_fallback(node) else None,
                 edits=rewrite.edits,
+                by_hand=rewrite.reason,
             )
 
     INVALID = [

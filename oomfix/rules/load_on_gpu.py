@@ -45,6 +45,7 @@ class LoadOnGpu(Rule):
                 script.place(call),
                 "`torch.load` without `map_location` loads the checkpoint onto the GPU it was saved from",
                 edits=add_keyword(script.source, call, 'map_location="cpu"') if script.only_loads_state(call) else (),
+                by_hand="it is not seen to go into `load_state_dict`",
             )
 
     INVALID = [
@@ -87,6 +88,23 @@ model.load_state_dict(load("best.pt"))
             """
 from torch import nn, load
 model.load_state_dict(load("best.pt", map_location="cpu"))
+""",
+        ),
+        Invalid(
+            """
+import torch
+
+def resume(path):
+    checkpoint = torch.load(path)
+    print("resumed")
+""",
+            (5,),
+            """
+import torch
+
+def resume(path):
+    checkpoint = torch.load(path, map_location="cpu")
+    print("resumed")
 """,
         ),
         Invalid(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
+from oomfix.rules.base import NOT_ONE_TENSOR, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.edits import call_method
 
@@ -47,7 +47,8 @@ class LossAccumulation(Rule):
                 script.place(keep.statement or keep.node),
                 f"adding `{value}` to `{keep.target}` {growth}",
                 severity=Severity.WARNING if script.trace.frees(keep) else Severity.ERROR,
-                edits=call_method(script.source, keep.value, "detach") if keep.detachable else (),
+                edits=call_method(script.source, keep.detachable, "detach") if keep.detachable else (),
+                by_hand=NOT_ONE_TENSOR,
             )
 
     INVALID = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
+from oomfix.rules.base import NOT_ONE_TENSOR, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.edits import call_method
 
@@ -42,14 +42,14 @@ class TensorRetention(Rule):
                 if script.trace.frees(keep)
                 else "with every iteration's graph and activations"
             )
-            meter = keep.manner == "meter"
             yield self.finding(
                 script.place(keep.node),
                 f"`{script.source.segment(keep.node)}` keeps the tensor {growth}"
-                if meter
+                if keep.manner == "meter"
                 else f"`{value}` is kept in `{keep.target}` {growth}",
                 severity=Severity.WARNING if script.trace.frees(keep) else Severity.ERROR,
-                edits=call_method(script.source, keep.value, "detach") if keep.detachable and not meter else (),
+                edits=call_method(script.source, keep.detachable, "detach") if keep.detachable else (),
+                by_hand=NOT_ONE_TENSOR,
             )
 
         for kept in script.attention_maps_kept():
@@ -58,6 +58,7 @@ class TensorRetention(Rule):
                 f"`{script.source.segment(kept.node)}` keeps the attention map and its graph until the next forward",
                 severity=Severity.WARNING,
                 edits=() if script.reads_attribute(kept.name) else call_method(script.source, kept.value, "detach"),
+                by_hand=f"`{kept.name}` is read, and may be part of a loss",
             )
 
     INVALID = [
@@ -103,6 +104,42 @@ for x, y in loader:
     meter.update(loss, len(x))
 """,
             (16,),
+            """
+class Meter:
+    def __init__(self):
+        self.sum = 0
+        self.count = 0
+
+    def update(self, value, n=1):
+        self.sum += value * n
+        self.count += n
+
+meter = Meter()
+for x, y in loader:
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    meter.update(loss.detach(), len(x))
+""",
+        ),
+        Invalid(
+            """
+class Meter:
+    def __init__(self):
+        self.sum = 0
+
+    def update(self, loss, outputs):
+        self.sum += loss * outputs.std()
+
+meter = Meter()
+for x, y in loader:
+    outputs = model(x)
+    loss = criterion(outputs, y)
+    loss.backward()
+    optimizer.step()
+    meter.update(loss, outputs)
+""",
+            (15,),
         ),
         Invalid(
             """

@@ -242,9 +242,22 @@ class Script:
         return zeroed_by_hand(self.imports.nodes)
 
     def only_loads_state(self, call: ast.Call) -> bool:
-        """Whether what a call gives goes into `load_state_dict`, which copies it to where the parameters are."""
+        """Whether what a call gives goes into `load_state_dict`, which copies it to where the parameters are.
+
+        A local name that nothing reads will do, too.
+        """
         inside, paths = self._loaded_states
-        return call in inside or self._only_targets.get(call) in paths
+        target = self._only_targets.get(call)
+        return call in inside or target in paths or (target is not None and self._is_unread_local(target, call))
+
+    def _is_unread_local(self, name: str, value: ast.expr) -> bool:
+        """Whether a value is bound to a name of a function that nothing of the file reads."""
+        around = self._by_function[value]
+        if not name.isidentifier() or around is self._by_function[self.source.tree]:
+            return False
+        read = (node.id for node in self.imports.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+        shared = (node.names for node in around if isinstance(node, ast.Global | ast.Nonlocal))
+        return name not in read and not any(name in names for names in shared)
 
     @cached_property
     def _loaded_states(self) -> tuple[set[ast.AST], set[str]]:

@@ -279,14 +279,21 @@ class Core(ABC):
         value: Value,
         manner: str,
         loops: tuple[Loop, ...],
-        detachable: bool | None = None,
+        alone: bool | None = None,
     ) -> frozenset[int]:
-        """Record that a value is kept by something made under `loops`; returns the origin that stands for it."""
+        """Record that a value is kept by something made under `loops`; returns the origin that stands for it.
+
+        `alone` says that nothing else with a graph goes in with it.
+        """
         content = flatten(value)
         crossed = self.loops[len(loops) :] if self.loops[: len(loops)] == loops else ()
         if not content.graph or not (crossed or self._outlives_this_call(target)) or len(loops) >= self.enclosing_depth:
             return NO_ORIGINS
-        node, manner = self._seen_from_the_loop(node, manner, content)
+        detachable = value_node if value.is_tensor and alone is not False else None
+        meter = self._meter_around(content)
+        if meter is not None:
+            assert meter.call is not None
+            node, manner, detachable = meter.call, "meter", _handed_over(meter, content)
         number = self.trace.number("keep", id(node), self.way)
         self.trace.keeps[number] = Keep(
             node=node,
@@ -295,7 +302,7 @@ class Core(ABC):
             value=value_node,
             manner=manner,  # type: ignore[arg-type]
             certain=content.graph is Graph.YES,
-            detachable=value.is_tensor if detachable is None else detachable and value.is_tensor,
+            detachable=detachable,
             crossed=crossed,
             origins=content.origins,
             statement=self.statement,
@@ -308,14 +315,23 @@ class Core(ABC):
             return False
         return (self.frame.instance.number, target.removeprefix("self.")) in self.state.attributes
 
-    def _seen_from_the_loop(self, node: ast.expr, manner: str, content: Value) -> tuple[ast.expr, str]:
+    def _meter_around(self, content: Value) -> Frame | None:
         """A meter keeps the tensor inside its own method: what counts is the call that hands it over."""
-        frame = self.frame
+        found, frame = None, self.frame
         made_in = {
             function for forward in self.trace.forwards_of(content.origins) for function in forward.site.functions
         }
         while frame.instance is not None and frame.caller is not None and frame.call is not None:
             if frame.caller.instance is frame.instance or frame.instance.cls.is_module or frame.function in made_in:
                 break
-            node, manner, frame = frame.call, "meter", frame.caller
-        return node, manner
+            found, frame = frame, frame.caller
+        return found
+
+
+def _handed_over(meter: Frame, content: Value) -> ast.expr | None:
+    """The argument of a call by which a tensor comes to a meter; None where it is not seen to be one tensor alone."""
+    carrying = [(node, value) for node, value in meter.given if flatten(value).graph]
+    if len(carrying) != 1:
+        return None
+    node, value = carrying[0]
+    return node if value.is_tensor and content.origins <= value.origins else None

@@ -273,11 +273,28 @@ def _is_inside(forward: Forward, node: ast.AST) -> bool:
 
 def _may_train_out_of_sight(script: Script, node: ast.AST) -> bool:
     """`finetune(model, loader)`, `trainer.fit(model)`: a call out of sight that is named like training."""
+    calls = (child for child in walk(node) if isinstance(child, ast.Call) and child not in script.trace.followed)
     return any(
-        isinstance(child, ast.Call) and looks_like_training((path_of(child.func) or "").rsplit(".", 1)[-1])
-        for child in walk(node)
-        if not (isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute) and not child.args)
+        looks_like_training((path_of(call.func) or "").rsplit(".", 1)[-1])
+        for call in calls
+        if not (isinstance(call.func, ast.Attribute) and (not call.args or _counts(call)))
     )
+
+
+def _counts(call: ast.Call) -> bool:
+    """`losses.update(loss.item(), x.size(0))`, `bar.update(1)`: a meter, and no agent, is given a number."""
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr == "update" and any(map(_is_a_number, call.args))
+
+
+def _is_a_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return (path_of(node.func) or "").rsplit(".", 1)[-1] in ("item", "size", "len", "time")
+    if isinstance(node, ast.BinOp):
+        return _is_a_number(node.left) or _is_a_number(node.right)
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+    return isinstance(node, ast.Constant)
 
 
 def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:

@@ -80,17 +80,21 @@ class Functions(Core):
         arguments: list[Value],
         keywords: dict[str, Value],
     ) -> Value:
+        given = [*zip(node.args, arguments, strict=False)]
+        given += [(keyword.value, keywords[keyword.arg]) for keyword in node.keywords if keyword.arg in keywords]
         if receiver is not None:
             arguments = [receiver, *arguments]
         if self._too_deep(function):
             return UNKNOWN
         function.calls += 1
+        self.trace.followed.add(node)
         frame = Frame(
             function=function,
             state=self.state.entering(self._arguments(function, arguments, keywords)),
             closure=function.closure,
             caller=self.frame,
             call=node,
+            given=tuple(given),
             instance=self.instance_of(receiver) if receiver is not None else None,
         )
         self._keep_age(frame, function, node, 0 if receiver is None else 1)

@@ -216,6 +216,8 @@ class Frame:
     closure: Frame | None = None
     caller: Frame | None = None
     call: ast.Call | None = None
+    given: tuple[tuple[ast.expr, Value], ...] = ()
+    """The arguments as they are written in the call, and what they are."""
     instance: Instance | None = None
     returns: list[Value] = field(default_factory=list)
     yields: list[Value] = field(default_factory=list)

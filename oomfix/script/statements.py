@@ -127,7 +127,7 @@ class Statements(Expressions):
             holders = (Kind.SEQUENCE, Kind.CONTAINER)
             stored = term_value.kind in holders or value.kind in holders or any(map(_concatenated, _parts(written)))
             manner = "store" if stored else "add"
-            kept = self.keep(target, path, term, term_value, manner, loops, detachable=alone)
+            kept = self.keep(target, path, term, term_value, manner, loops, alone)
         grown = flatten(value)
         grown = grown.with_graph(grown.graph, grown.origins | kept)
         if isinstance(target, ast.Subscript) and path_of(target) is None:

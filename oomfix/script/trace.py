@@ -184,8 +184,8 @@ class Keep:
     value: ast.expr
     manner: Literal["add", "store", "meter"]
     certain: bool
-    detachable: bool
-    """`.detach()` on the value would do: it is one tensor."""
+    detachable: ast.expr | None
+    """What `.detach()` would do on: the value where it is one tensor, or what the call of a meter hands over."""
     crossed: tuple[Loop, ...]
     """The loops whose iterations the target outlives; none where it outlives the call of a method."""
     origins: frozenset[int]
@@ -223,6 +223,8 @@ class Trace:
     clips: list[Clip] = field(default_factory=list)
     fits: list[Event] = field(default_factory=list)
     """Where a framework's trainer runs the training loop, out of sight."""
+    followed: set[ast.Call] = field(default_factory=set)
+    """Calls of functions of the file."""
     calls: dict[str, list[Event]] = field(default_factory=dict)
     """Calls of functions of interest by their qualified name, such as `torch.cuda.empty_cache`."""
     backpropagated: set[int] = field(default_factory=set)

@@ -136,3 +136,9 @@ def test_without_a_preset_all_are_named(folder):
     assert done.exit_code == 2
     assert "--preset: none given, expected one of 8gb, 12gb, 16gb" in done.output
     assert (folder / "train.py").read_text() == TRAIN
+
+
+def test_local_fixes_alone_deny_no_training_loop(folder):
+    (folder / "train.py").write_text(TRAIN.replace("+= loss", "+= loss.item()").replace('"a.pt"', '"a.pt", "cpu"'))
+    done = RUN.invoke(apply, ["--preset", "16gb", "--no-runtime", "--check", "train.py"])
+    assert (done.exit_code, done.output) == (0, "no local fix to make; training loops stay as they are\n")

@@ -81,3 +81,36 @@ def test_float16_that_a_decorator_keeps_is_not_called_mended():
     assert "memory.backward" in applied.text or "memory.forward_backward" in applied.text
     assert "OOM304" not in {fix.code for fix in applied.fixed}
     assert "OOM304" in {finding.code for finding in findings_of(source_of(applied.text), all_rules())}
+
+
+LEAKS = """
+import torch
+from torch import nn
+model = nn.Linear(4, 2).cuda()
+total, old = 0, torch.load("old.pt")
+for x, y in loader:
+    optimizer.zero_grad(set_to_none=True)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    total += loss
+"""
+
+
+def test_what_a_split_loop_no_longer_does_is_named_once():
+    applied = apply_to(source_of(LEAKS), all_rules(), Options("16gb"))
+    assert [loop.rewrite for loop in applied.loops] == ["micro-batched"]
+    # which precision it trains in, the preset decides when it runs
+    assert sorted((fix.code, fix.line) for fix in applied.fixed) == [("OOM101", 11), ("OOM103", 9)]
+    by_hand = LEAKS.replace("    loss.backward", "    if loss > 9: break\n    loss.backward")
+    in_place = apply_to(source_of(by_hand), all_rules(), Options("16gb"))
+    assert [loop.rewrite for loop in in_place.loops] == ["in-place"]
+    assert sorted(fix.code for fix in in_place.fixed) == ["OOM101", "OOM103"]
+
+
+def test_what_is_left_to_be_done_by_hand_is_named_with_its_line_and_the_reason():
+    applied = apply_to(source_of(LEAKS), all_rules(), Options("16gb"))
+    assert [(left.line, left.code) for left in applied.unfixed] == [(5, "OOM205")]
+    assert applied.unfixed[0].message.endswith("(by hand: it is not seen to go into `load_state_dict`)")
+    ignoring = apply_to(source_of(LEAKS), all_rules(), Options("16gb", ignore=("OOM205",)))
+    assert ignoring.unfixed == ()

@@ -191,7 +191,7 @@ def test_a_fix_that_would_reach_over_cells_is_refused_in_words(monkeypatch, tmp_
 
     def indents_all(source, rules, options):
         text = "with torch.no_grad():\n" + "".join(f"    {line}" for line in lines(source.text))
-        return files.Applied(text, (), ())
+        return files.Applied(text, (), (), ())
 
     monkeypatch.setattr(files, "apply_to", indents_all)
     done = apply_to(path)
@@ -218,7 +218,7 @@ def test_a_rewrite_that_loses_a_magic_is_refused(monkeypatch, tmp_path):
     before = path.read_bytes()
 
     def without_magics(source, rules, options):
-        return files.Applied("".join(line for line in lines(source.text) if " magic " not in line), (), ())
+        return files.Applied("".join(line for line in lines(source.text) if " magic " not in line), (), (), ())
 
     monkeypatch.setattr(files, "apply_to", without_magics)
     done = apply_to(path)
@@ -285,3 +285,17 @@ def test_lines_of_other_cells_are_named_with_their_cell_and_what_holds_for_all_l
     done = apply_to(path, "--check", "--format", "json")
     (loop,) = json.loads(done.stdout)["loops"]
     assert loop["reason"] == "the backward in line 9 keeps its graph for another one, or starts from a gradient"
+
+
+def test_what_is_left_to_be_done_by_hand_is_named_with_its_cell(tmp_path):
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": with_sources(lines, {3: f'{MODEL}old = torch.load("old.pt")'})}))
+    assert f"{path}:cell 4:5  OOM205 not fixed: " in apply_to(path).output
+
+
+def test_a_cell_of_imports_ends_with_the_manager(tmp_path):
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": with_sources(lines, {1: IMPORTS.rstrip()})}))
+    apply_to(path)
+    cell = "".join(json.loads(path.read_text())["cells"][1]["source"])
+    assert cell.endswith('\n\nmemory = runtime.preset("16gb")')

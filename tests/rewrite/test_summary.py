@@ -1,7 +1,7 @@
 """What `oomfix apply` says of its work: a line for each loop, and the totals."""
 
 from oomfix.presets import PRESETS
-from oomfix.rewrite.apply import LoopOutcome
+from oomfix.rewrite.apply import LoopOutcome, Unfixed
 from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.local import Fixed
 from oomfix.rewrite.proof import Proof
@@ -18,6 +18,7 @@ REWRITTEN = FileOutcome(
     content=b"b\n",
     loops=LOOPS,
     fixed=(Fixed("OOM201", 1, ""), Fixed("OOM101", 2, ""), Fixed("OOM101", 3, "")),
+    unfixed=(Unfixed(7, "OOM205", "it loads onto the GPU"), Unfixed(4, "OOM104", "detach it", cell=2)),
     notes=("old content kept in train.py.orig",),
 )
 
@@ -30,6 +31,8 @@ def test_each_loop_says_its_form_and_why_not_more_and_what_changes():
         "train.py:cell 2:3  left alone: LBFGS evaluates its closure several times",
         "train.py  OOM101 fixed 2 times",
         "train.py  OOM201 fixed",
+        "train.py:7  OOM205 not fixed: it loads onto the GPU",
+        "train.py:cell 2:4  OOM104 not fixed: detach it",
         "train.py  old content kept in train.py.orig",
         "",
         "1 file rewritten: 3 training loops (1 micro-batched, 1 in place, 1 left alone), 3 local fixes",
@@ -72,3 +75,8 @@ def test_nothing_to_do_is_said_so():
     assert as_text([FileOutcome("util.py")], written=True) == "nothing to rewrite: no training loop\n"
     done = FileOutcome("train.py", loops=(LoopOutcome(3, 9, "none", "it already trains through oomfix.runtime"),))
     assert as_text([done], written=True).splitlines()[-1] == "nothing to rewrite: 1 training loop (1 left alone)"
+
+
+def test_loops_that_were_not_looked_at_are_not_denied():
+    said = as_text([FileOutcome("train.py")], written=False, loops=False)
+    assert said == "no local fix to make; training loops stay as they are\n"

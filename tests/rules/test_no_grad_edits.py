@@ -173,3 +173,35 @@ def test_no_edit_cuts_the_graph_that_another_forward_leaves():
             return value
     """
     assert "        with torch.no_grad():\n            for t in range(100):" in fix(outer)[1]
+
+
+METERED = """
+    import torch
+
+    {meter}
+    def validate(model, loader, criterion, losses):
+        model.eval()
+        meter = {made}
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            {counted}
+        return meter
+"""
+METER = "class Meter:\n        def update(self, value):\n            self.value = value.item()\n"
+
+
+@pytest.mark.parametrize(
+    ("meter", "made", "counted", "certain"),
+    [
+        ("", "Meter()", "meter.update(loss.item(), x.size(0))", True),
+        ("", "Meter()", "meter.update(accuracy(x), len(x))", True),
+        ("", "Meter()", "meter.update(time.time() - start)", True),
+        (METER, "Meter()", "meter.update(loss.detach())", True),
+        ("", "Agent()", "meter.update(x)", False),
+        ("", "Agent()", "meter.learn(loss.item())", False),
+    ],
+)
+def test_a_meter_trains_nothing(meter, made, counted, certain):
+    found, fixed = fix(METERED.format(meter=meter, made=made, counted=counted))
+    assert found == 1
+    assert ("@torch.no_grad()\ndef validate" in fixed) is certain
