@@ -87,6 +87,11 @@ class Function:
         )
 
     @property
+    def is_whole_pass(self) -> bool:
+        """Whether it says that it evaluates, and goes over the batches itself."""
+        return self.evaluates and any(isinstance(node, ast.For | ast.AsyncFor) for node in self.nodes)
+
+    @property
     def is_static(self) -> bool:
         """Whether a method takes no `self`."""
         return any(

@@ -202,8 +202,9 @@ class Follower(Flow):
                 arguments[extra.arg] = Binding(UNKNOWN, (), None)
         assert frame.state is not None
         frame.state.names = Names(own=arguments)
-        # What is handed out runs under contexts that nobody sees.
-        frame.state.grad = Graph.MAYBE if function.is_handed_out or function.is_hook else Graph.YES
+        # What is handed out, or called for each batch, runs under contexts that nobody sees.
+        handed_out = function.is_handed_out and not function.is_whole_pass
+        frame.state.grad = Graph.MAYBE if handed_out or function.is_hook else Graph.YES
         frame.state.evaluating = Layer()
         return frame
 

@@ -550,6 +550,25 @@ def test_a_function_that_is_handed_out_runs_under_what_nobody_sees(report):
     assert report(code) == []
 
 
+def test_a_whole_pass_that_is_handed_out_is_one_wherever_it_runs(report):
+    code = """
+        import torch
+
+        def make_evaluation(loader, kind):
+            if kind == "total":
+                def evaluate(model):
+                    with torch.no_grad():
+                        for x in loader:
+                            print(model(x).argmax(1))
+            else:
+                def evaluate(model):
+                    for x in loader:
+                        print(model(x).argmax(1))
+            return evaluate
+    """
+    assert report(code) == [("OOM201", 12)]
+
+
 def test_a_class_from_elsewhere_is_made_and_not_run(report):
     code = """
         import tinygrad
