@@ -57,6 +57,7 @@ class Functions(Core):
         if receiver is not None and not function.is_static:
             if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
                 runs_network = not self._is_bare(function) and not self._is_in_constructor_of(receiver)
+                runs_network = runs_network and not _asks_one_network(function)
                 runs_network = runs_network and not (self.is_for_effect(node) and looks_like_logging(function.name))
                 if self.enclosing_forward is None and runs_network:
                     return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
@@ -242,6 +243,15 @@ class Functions(Core):
             instance=self.instance_of(value),
         )
         self.run(frame, constructor, node)
+
+
+def _asks_one_network(function: Function) -> bool:
+    """`def act(self, state): return self.policy(state).argmax()`: the forward is that of the one network it calls."""
+    called = [path_of(node.func) for node in function.nodes if isinstance(node, ast.Call)]
+    owner = function.owner
+    parts = [path for path in called if path is not None and path.count(".") == 1 and path.startswith("self.")]
+    parts = [path for path in parts if owner is None or owner.find(path.removeprefix("self.")) is None]
+    return function.evaluates and len(parts) == 1
 
 
 def _only_keeps_books(path: str, for_effect: bool) -> bool:

@@ -195,3 +195,42 @@ def test_functions_that_pytest_finds_are_unit_tests(report, arguments, statement
             {statement}
     """
     assert report(code) == ([] if quiet else [("OOM201", 6)])
+
+
+ASKED = """
+    import torch
+    from torch import nn
+    from networks import Policy, Value
+
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.policy, self.value = Policy(), Value()
+
+        def {name}(self, state):
+            {body}
+
+    agent = Agent()
+    agent.load_state_dict(torch.load("agent.pt", map_location="cpu"))
+    agent.eval()
+    for state in states:
+        print(agent.{name}(state))
+"""
+
+
+@pytest.mark.parametrize("name", ["act", "predict", "test"])
+@pytest.mark.parametrize("before", ["", "self.policy.eval(); "])
+def test_a_method_that_asks_one_network_has_the_forward_where_it_calls_it(report, name, before):
+    body = f"{before}return self.policy(state).argmax().item()"
+    assert report(ASKED.format(name=name, body=body)) == [("OOM201", 11)]
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("act", "return self.value(self.policy(state)).argmax().item()"),
+        ("features", "return self.policy(state)"),
+    ],
+)
+def test_a_method_that_runs_several_parts_is_the_forward_of_the_whole(report, name, body):
+    assert report(ASKED.format(name=name, body=body)) == [("OOM201", 17)]
