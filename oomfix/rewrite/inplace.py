@@ -203,7 +203,9 @@ class InPlace:
                 continue
             if not before:
                 first = scope.lineno if not isinstance(scope, ast.Module) else 0
-            for reader in self._first_readers(scope, first, step.node):
+            # clips of several optimizers may all stand ahead of the first step
+            readers = [self._first_readers(scope, line, step.node) for line in (first, max(last, default=first))]
+            for reader in readers[0] or readers[1]:
                 start = self._layout.above_comments(reader)
                 margin = self._layout.margin(reader)
                 text = f"{margin}{self._name}.unscale_({self._source.segment(optimizer)}){self._layout.newline}"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.manager_calls import through_manager
@@ -19,11 +20,15 @@ from oomfix.script.names import path_of
 # a method that computes the loss too would compute it in half precision
 _WITH_LOSS = re.compile(r"\.\w*(loss|step|elbo|nll|objective|log_prob)\w*$", re.IGNORECASE)
 
+_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
+_NO_GRADIENTS = re.compile(r"clip|requires|zero|(no|enable)_grad$", re.IGNORECASE)
+
 
 def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> list[Edit]:
     """The edits that run the models of loops in place through the manager, where nothing else decides precision.
 
-    Gradients that are differentiated again (gradient penalties) underflow in fp16: such a file keeps fp32.
+    Gradients that are differentiated again (gradient penalties), and those that the script takes itself, of losses
+    that the manager does not scale, underflow in fp16: such a file keeps fp32.
 
     Args:
         script: the file after everything else was done to its loops.
@@ -36,11 +41,21 @@ def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> l
     if not script.devices.may_be_cuda or decided or len(loops) != len(verdicts):
         return []
     blocks = Blocks(script.source.tree)
+    if any(isinstance(node, ast.Call) and _takes_gradients(node, blocks) for node in script.imports.nodes):
+        return []
     calls: dict[ast.Call, None] = {}
     for loop, verdict in zip(loops, verdicts, strict=True):
         if verdict.form == "in-place":
             calls.update(dict.fromkeys(_models_called(script, loop, blocks)))
     return through_manager(Layout(script.source), calls, f"{manager}.forward")
+
+
+def _takes_gradients(call: ast.Call, blocks: Blocks) -> bool:
+    """Whether a call's value are gradients: `torch.autograd.grad(loss, x)`, `flat_gradients(loss, model)`."""
+    if not call.args or isinstance(next(blocks.ancestors(call)), ast.Expr):
+        return False
+    name = last_name(call)
+    return bool(_GRADIENTS.search(name)) and not _NO_GRADIENTS.search(name)
 
 
 def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterator[ast.Call]:

@@ -57,7 +57,7 @@ class ScaleWatch:
                         return f"a hook made in line {node.lineno} would see scaled gradients"
                 if isinstance(node, ast.stmt) and self._reads_between(node, verdict):
                     return f"line {node.lineno} clips or reads gradients between two backwards of one step"
-                if self._reads_one(node) and not self._of_parameters(node):
+                if self._reads_one(node) and (not self._of_parameters(node) or self._is_handed_over(node)):
                     assert isinstance(node, ast.expr)
                     return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
         return None
@@ -152,18 +152,22 @@ class ScaleWatch:
         )
         return bool(later) and earlier and not steps_between and not apart
 
+    def _is_handed_over(self, node: ast.AST) -> bool:
+        """Whether a gradient becomes that of another tensor, perhaps of one that another optimizer holds."""
+        statement = self._blocks.statement_of(node)
+        if not isinstance(statement, ast.Assign):
+            return False
+        targets = [one for one in statement.targets if isinstance(one, ast.Attribute) and one.attr in ("grad", "_grad")]
+        return any(_base_of(one) != _base_of(node) for one in targets)
+
     def _of_parameters(self, node: ast.AST) -> bool:
         """Whether a gradient is read of each of a model's parameters, in a loop or comprehension."""
-        base = node
-        while isinstance(base, ast.Attribute | ast.Subscript):
-            base = base.value
-        if not isinstance(base, ast.Name):
-            return False
+        name = _base_of(node)
         for parent in self._blocks.ancestors(node):
             generators = getattr(parent, "generators", [parent] if isinstance(parent, ast.For) else [])
             for generator in generators:
                 names = {name.id for name in walk(generator.target) if isinstance(name, ast.Name)}
-                if base.id in names and "param" in ast.unparse(generator.iter).lower():
+                if name in names and "param" in ast.unparse(generator.iter).lower():
                     return True
         return False
 
@@ -180,6 +184,13 @@ def bodies(verdict: Verdict, blocks: Blocks) -> Iterator[ast.AST]:
             yield scope
 
 
+def _base_of(node: ast.AST) -> str | None:
+    """The name that attributes and items are taken from."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
 def _clips_or_reads(statement: ast.stmt) -> bool:
     unscales = any(last_name(call) == "unscale_" for call in effects.calls_in(statement))
     return unscales or (reads_gradients(statement) and not effects.is_zero_grad(statement))
@@ -194,7 +205,7 @@ def reads_gradients(node: ast.AST) -> bool:
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
             if child.attr in _WITHOUT_NUMBERS:
                 described.add(id(child.value))
-            elif child.attr == "grad" and id(child) not in described:
+            elif child.attr == "grad" and id(child) not in described and "autograd" not in (path_of(child) or ""):
                 return True
     return False
 

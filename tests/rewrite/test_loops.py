@@ -1431,3 +1431,58 @@ def test_what_is_said_of_a_clip_stays_with_it():
             optimizer.step()
         """)
     assert "    memory.unscale_(optimizer)\n    # no gradient grows\n    # beyond one\n    for p in" in text
+
+
+def test_gradients_clipped_ahead_of_the_steps_of_two_optimizers_are_unscaled_for_both():
+    text, _ = apply("""\
+        critic = nn.Linear(4, 2)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for x, y in loader:
+            loss, other = F.cross_entropy(model(x), y), F.cross_entropy(critic(x), y)
+            optimizer.zero_grad()
+            second.zero_grad()
+            loss.backward()
+            other.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1)
+            nn.utils.clip_grad_norm_(critic.parameters(), 1)
+            optimizer.step()
+            second.step()
+        """)
+    both = "    memory.unscale_(optimizer)\n    memory.unscale_(second)\n    nn.utils.clip_grad_norm_(model"
+    assert both in text and text.count("unscale_") == 2
+
+
+def test_gradients_clipped_ahead_of_each_step_are_unscaled_where_they_are_clipped():
+    text, _ = apply("""\
+        critic = nn.Linear(4, 2)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for x, y in loader:
+            optimizer.zero_grad()
+            second.zero_grad()
+            loss = F.cross_entropy(model(x), y) + F.cross_entropy(critic(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1)
+            optimizer.step()
+            nn.utils.clip_grad_norm_(critic.parameters(), 1)
+            second.step()
+        """)
+    assert "    memory.unscale_(second)\n    nn.utils.clip_grad_norm_(critic" in text and text.count("unscale_") == 2
+
+
+def test_gradients_handed_to_the_parameters_of_another_model_are_not_scaled():
+    """The optimizer does not hold what the backward has scaled, and cannot unscale it."""
+    result = rewritten(
+        TOP
+        + textwrap.dedent("""\
+        local = nn.Linear(4, 2)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(local(x), y)
+            loss.backward()
+            for param, local_param in zip(model.parameters(), local.parameters()):
+                param{} = local_param.grad
+            optimizer.step()
+        """).format("._grad")
+    )
+    assert 'precision="no-fp16"' in result.text
+    assert "unscale_" not in result.text

@@ -104,3 +104,26 @@ def test_a_method_that_computes_the_loss_too_keeps_its_call():
         """)
     assert "self.fake = memory.forward(net.encode, x)\n" in text
     assert "loss = net.forward_loss(x, y) + self.fake.sum()\n" in text
+
+
+@pytest.mark.parametrize(
+    ("taken", "wrapped"),
+    [
+        ("g = torch.autograd.grad(loss, net.weight)", False),
+        ("g = flat_grads(net(x).sum(), net).detach()", False),
+        ("set_requires_grad(net, False)", True),
+        ("norm = clip_grad(net.parameters())", True),
+    ],
+)
+def test_models_whose_gradients_the_script_takes_itself_keep_their_precision(taken, wrapped):
+    """The manager scales the losses of backwards that it runs, and no others: in fp16 those gradients underflow."""
+    text = loop_of(f"""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            self.fake = net(x)
+            loss = self.fake.mean()
+            loss.backward(retain_graph=True)
+            {taken}
+            optimizer.step()
+        """)
+    assert ("memory.forward(net, x)" in text) == wrapped
