@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from oomfix.source import Source
 
 _CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
-_DEVICE = re.compile(r"""\.to\((?!(dtype=)?torch\.\w+\)|["']cpu["'])|device""", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"""\.to\((?!(dtype=)?(torch\.\w+|[\w.]+\.dtype)\)|["']cpu["'])|device""",
+    re.IGNORECASE,
+)
 _DEVICE_OF_A_TENSOR = re.compile(
     r"(?:\bdevice\s*=|\.to\()\s*"
     r"(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
@@ -29,6 +32,8 @@ _IDLE_CALL = re.compile(
     r"\btorch\.cuda\.(is_available|empty_cache|manual_seed\w*|synchronize|device_count|\w*memory\w*|reset_\w+|get_\w+)\b"
 )
 """Calls that ask CUDA something, or do nothing for a script that puts nothing on a GPU."""
+_SEED = re.compile(r"\btorch\.cuda\.(is_available|manual_seed\w*)\b")
+"""What a script asks and sets for a GPU, whether or not it puts anything there."""
 _DEVICE_NAME = re.compile(r"^(?!\w*cpu)\w*device\w*$", re.IGNORECASE)
 _OTHER_DEVICES = frozenset({"cpu", "mps"})
 _VISIBLE = "os.environ['CUDA_VISIBLE_DEVICES']"
@@ -58,8 +63,8 @@ class Devices:
         """
         if self._hides_gpus:
             return False
-        idle = [*self._overruled, *self._unused]
-        text = _DEVICE_OF_A_TENSOR.sub("", self._without(idle))
+        idle = [*self._overruled, *self._unused, *self._said]
+        text = _SEED.sub("", _DEVICE_OF_A_TENSOR.sub("", self._without(idle)))
         if self._overruled or self._runs_elsewhere:
             return bool(_CUDA.search(_IDLE_CALL.sub("", text)))
         return bool(_CUDA.search(text) or _DEVICE.search(text))
@@ -98,9 +103,23 @@ class Devices:
         ]
 
     @cached_property
-    def _unused(self) -> list[ast.stmt]:
-        """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
+    def _said(self) -> list[ast.expr]:
+        """Docstrings, and other texts that stand alone."""
         return [
+            node.value for node in self._nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ]
+
+    @cached_property
+    def _unused(self) -> list[ast.stmt | ast.alias]:
+        """`self.device = torch.device("cuda")` or `import USE_CUDA`, and nothing of that name anywhere else."""
+        imported = [
+            alias
+            for node in self._nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if self._words[alias.asname or alias.name] == 1
+        ]
+        return imported + [
             node
             for node in self._nodes
             if isinstance(node, ast.Assign)
@@ -114,10 +133,10 @@ class Devices:
         """How often each word stands in the file, other than as a name of torch's."""
         return Counter(re.findall(r"(?<!torch\.)\b\w+\b", self._source.text))
 
-    def _without(self, statements: list[ast.stmt]) -> str:
-        """The text of the file without its comments and these statements."""
+    def _without(self, nodes: list[ast.stmt | ast.expr | ast.alias]) -> str:
+        """The text of the file without its comments and these nodes."""
         text = self._source.text
-        for start, end in (bounds(self._source, statement) for statement in statements):
+        for start, end in (bounds(self._source, node) for node in nodes):
             text = text[:start] + " " * (end - start) + text[end:]
         return "\n".join(map(_without_comment, text.splitlines()))
 

@@ -84,3 +84,24 @@ def test_where_another_tensor_is_says_nothing(read, moved, may_be):
 def test_a_device_that_nothing_is_moved_to_is_no_gpu(read, moved, cuda):
     loop = f"for x, y in loader:\n    criterion(model(x.{moved}), y).backward()\n    optimizer.step()\n"
     assert read(f"import torch\n{EITHER}\n{loop}").devices.may_be_cuda is cuda
+
+
+SEEDED = "if torch.cuda.is_available():\n    torch.cuda.manual_seed_all(0)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cuda"),
+    [
+        ((SEEDED,), False),
+        ((SEEDED, "model.cuda()"), True),
+        (('"""Not for the GPU."""',), False),
+        (('print("on the GPU")',), True),
+        (("from config import SIZE, USE_CUDA", "print(SIZE)"), False),
+        (("from config import SIZE, USE_CUDA", "if USE_CUDA: print(SIZE)"), True),
+        (("target = y.to(out.dtype)",), False),
+        (("target = y.to(out)",), True),
+    ],
+)
+def test_what_puts_nothing_on_a_gpu_says_nothing_of_one(read, lines, cuda):
+    loop = "for x, y in loader:\n    criterion(model(x), y).backward()\n    optimizer.step()\n"
+    assert read("\n".join(["import torch", *lines, loop])).devices.may_be_cuda is cuda
