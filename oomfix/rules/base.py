@@ -20,9 +20,15 @@ Need = bytes | tuple[bytes, ...]
 TRAINS = (b".backward(", b"forward_backward(", b"scaler(")
 """What a file that trains holds: a backward, the runtime's call, or a scaler object that does both."""
 
+EVALUATES: tuple[Need, ...] = (
+    b".eval(",
+    *((b"torch", word) for word in (b"def eval", b"def _eval", b"def valid", b"def val(", b"def test(", b"def infer")),
+)
+"""What a file that evaluates holds: the mode, or a function of a usual name."""
+
 NOT_ONE_TENSOR = "not seen to be one tensor"
 
-__all__ = ["NOT_ONE_TENSOR", "TRAINS", "Edit", "Finding", "Invalid", "Need", "Rule", "Severity", "holds"]
+__all__ = ["EVALUATES", "NOT_ONE_TENSOR", "TRAINS", "Edit", "Finding", "Invalid", "Need", "Rule", "Severity", "holds"]
 
 
 def holds(data: bytes, need: Need) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
+from oomfix.rules.base import EVALUATES, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.evaluation import no_grad_edits
 
@@ -32,7 +32,7 @@ class EvalWithGrad(Rule):
     severity = Severity.WARNING
     needs = (
         *TRAINS,
-        b".eval(",
+        *EVALUATES,
         b"torch.load",
         b"torch.hub.load",
         b"load_state_dict(",

@@ -36,7 +36,7 @@ from oomfix.script.precision import Precision
 from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.reuse import GraphReuse
-from oomfix.script.torch_facts import OTHER_LIBRARIES
+from oomfix.script.torch_facts import BACKWARD_HOOKS, OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import lost_tails
@@ -117,7 +117,13 @@ class Script:
     @cached_property
     def loops(self) -> list[TrainingLoop]:
         """Every training loop, by line."""
-        return find_training_loops(self.trace)
+        return [] if self._only_looks_at_gradients else find_training_loops(self.trace)
+
+    @property
+    def _only_looks_at_gradients(self) -> bool:
+        """Whether its backwards are for hooks that read gradients (Grad-CAM), and nothing is optimized."""
+        hooked = any(any(self.calls_of_method(name)) for name in BACKWARD_HOOKS)
+        return hooked and not self.trace.steps and "optim" not in self.source.text
 
     @cached_property
     def _training_runs(self) -> set[int]:

@@ -128,6 +128,8 @@ class Calls(Externals):
                 self.trace.fits.append(Event(node, self.site(), self.trace.next_order()))
             case Kind.CLASS if name == "load_from_checkpoint":
                 return self._instantiate(node, receiver.ref, [], {"**": UNKNOWN})
+        if name == "get" and receiver.graph and len(given) > 1:
+            return receiver.with_graph(Graph.MAYBE)  # `parts.get("kl", 0.0)` of a loss in parts: perhaps numbers
         if receiver.kind is Kind.TENSOR or receiver.graph or divisors_of(name, given):
             result = self._tensor_method(name, receiver, given)
             if name in ("div_", "mul_") and isinstance(node.func, ast.Attribute):

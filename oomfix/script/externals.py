@@ -76,7 +76,7 @@ class Externals(Methods):
             return self.copied(given[0], self.trace.number("made", id(node), self.way))
         if torch_facts.wraps_module(name):
             return self._wrapped(name, given)
-        if name.split(".")[0] in torch_facts.MODEL_PACKAGES:
+        if name.split(".")[0] in torch_facts.MODEL_PACKAGES or name == "transformers.pipeline":
             return Value(Kind.LOSS)  # as of a criterion, what it gives carries no graph but that of what goes in
         if name.startswith("numpy."):
             self.trace.read_by_numpy |= combine([flatten(value) for value in given]).origins
@@ -97,14 +97,32 @@ class Externals(Methods):
         ):
             kind = None
         if kind is not None:
-            made = self.trace.number("made", id(node), self.way)
-            return Value(kind, ref=(name, made), divisors=torch_facts.summed_by(keywords))
+            made = Value(
+                kind,
+                ref=(name, self.trace.number("made", id(node), self.way)),
+                divisors=torch_facts.summed_by(keywords),
+            )
+            if name == "torch.nn.Sequential" and self._are_frozen_parts(node.args):
+                self.state.frozen[made.ref] = True
+            return made
         if name.startswith("torch."):
             return self.computed(self._torch_function(name, last, given, keywords))
         if last in ("tqdm", "trange", "track", "prefetch"):
             return flatten(given[0]) if given else UNKNOWN
         unseen = self._unknown(node, path, arguments, keywords, imported=True)
         return Value(Kind.TRAINER) if torch_facts.is_trainer(name) else unseen
+
+    def _are_frozen_parts(self, parts: list[ast.expr]) -> bool:
+        """`*list(net.children())[:-1]` of a frozen network."""
+        asked = [
+            child.func.value
+            for part in parts
+            for child in walk(part)
+            if isinstance(child, ast.Call)
+            and isinstance(child.func, ast.Attribute)
+            and child.func.attr in ("children", "modules")
+        ]
+        return len(parts) == 1 and any(self.is_frozen(self.evaluate(net), path_of(net)) for net in asked)
 
     def _engine(self, node: ast.Call, model: Value) -> Value:
         """DeepSpeed's engine stands for the model; it comes with an optimizer, a loader and a scheduler."""

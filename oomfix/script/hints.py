@@ -151,6 +151,7 @@ class Hints:
     called: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
+    """What is moved to a device, or whose gradients are zeroed: a network, where it is called."""
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
     names: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
@@ -160,6 +161,8 @@ class Hints:
     attributes_of_parts: set[str] = field(default_factory=set)
     """Names of attributes of attributes: `train` in `self.model.train()`."""
     statements: int = 0
+    thaws: bool = False
+    """Somewhere `requires_grad` is set to something else than False."""
     made_by: dict[str, set[str]] = field(default_factory=dict)
     """The paths that the calls of one class or function are assigned to, moved to a device or not."""
     told_apart: dict[tuple[Scope, str], set[str]] = field(default_factory=dict)
@@ -222,6 +225,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 assignments.extend((scope, target, node.value) for target in node.targets)
                 paths = {path for path in map(path_of, node.targets) if path is not None}
                 hints.assigned |= paths
+                hints.thaws = hints.thaws or _thaws(node)
                 if isinstance(node.value, ast.Name) and node.value.id.islower():
                     attributes = {path for path in paths if path.startswith("self.")}
                     if looks_like_module(node.value.id):
@@ -240,6 +244,12 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
         if made & hints.modules and len(made) > 1:
             hints.modules |= made & hints.called
     return hints
+
+
+def _thaws(statement: ast.Assign) -> bool:
+    """`parameter.requires_grad = True`, or what a flag says."""
+    set_here = any(isinstance(target, ast.Attribute) and target.attr == "requires_grad" for target in statement.targets)
+    return set_here and not (isinstance(statement.value, ast.Constant) and statement.value.value is False)
 
 
 def _used_elsewhere(hints: Hints) -> set[str]:
@@ -274,7 +284,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
     elif receiver is not None and method in _MODULE_METHODS:
         hints.modules.add(receiver)
-    elif receiver is not None and method in MOVES:
+    elif receiver is not None and (method in MOVES or method == "zero_grad"):
         hints.moved.add(receiver)
 
 

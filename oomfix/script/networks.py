@@ -11,9 +11,12 @@ from oomfix.script.values import Graph, Kind, Value
 
 _OF_THE_WHOLE = frozenset(
     "requires_grad_ eval train to cuda half cpu parameters named_parameters load_state_dict state_dict "
-    "add_module".split()
+    "add_module apply zero_grad register_forward_hook register_backward_hook register_full_backward_hook".split()
 )
 """Methods that replace and thaw no part of a network; what is added is added where it is made."""
+
+_PARTS = frozenset({"modules", "children"})
+"""Methods that give all parts of a network, for whatever is done to them."""
 
 
 class Networks(Functions):
@@ -79,8 +82,9 @@ class Networks(Functions):
     def _stays_frozen(self, path: str | None) -> bool:
         """No part of the network is replaced or trained again: nothing under its path is assigned or asked for."""
         prefix = f"{path}."
+        harmless = _OF_THE_WHOLE if self.hints.thaws else _OF_THE_WHOLE | _PARTS
         return not any(
-            other.startswith(prefix) and other[len(prefix) :].split(".")[0] not in _OF_THE_WHOLE
+            other.startswith(prefix) and other[len(prefix) :].split(".")[0] not in harmless
             for other in self.hints.called
         ) and not any(target.startswith(prefix) for target in self.hints.assigned)
 

@@ -118,6 +118,8 @@ TORCH_GRAPH_FREE = frozenset(
     "DoubleTensor zeros_like ones_like get_rng_state set_rng_state no_grad normal".split()
 )
 
+BACKWARD_HOOKS = ("register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
+"""Methods of modules that hand their gradients to a function."""
 OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine".split())
 """Libraries that are written like torch."""
 SUMMED = 'reduction="sum"'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from oomfix.script import torch_facts
 from oomfix.script.containers import Containers
@@ -19,6 +20,8 @@ from oomfix.script.names import path_of, without_moves
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Handed
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
+
+_TRANSFORMS = re.compile(r"(^|_)transforms?\b", re.IGNORECASE)
 
 
 class Unseen(Containers):
@@ -61,7 +64,8 @@ class Unseen(Containers):
         if path is not None:
             if self._takes_the_name_of(node, path):
                 return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
-            if self.hints.is_module(path) or (not imported and looks_like_module(path)):
+            named = not imported and looks_like_module(path) and not self._is_a_transform(path)
+            if self.hints.is_module(path) or named:
                 if self._made_to_be_module(node) or self._assigned_to(node) in self.hints.owners_of_parts:
                     return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
                 if not self.hints.is_loss(path):
@@ -80,6 +84,12 @@ class Unseen(Containers):
         if node.args and path is not None and self._is_parameter(path) and self.state.grad is not Graph.NO:
             return Value(Kind.TENSOR, Graph.MAYBE, self.unseen_forward(path))
         return UNKNOWN
+
+    def _is_a_transform(self, path: str) -> bool:
+        """`transformer = data_transforms["val"]`: what makes samples of images."""
+        binding = self.lookup(path)
+        statement = binding.statement if binding is not None else None
+        return isinstance(statement, ast.Assign) and bool(_TRANSFORMS.search(ast.unparse(statement.value)))
 
     def _in_its_place(self, node: ast.Call, arguments: list[Value]) -> Value | None:
         """`net = to_gpu(net)`: what takes the place of a network is that network."""

@@ -1,8 +1,10 @@
 """The prefilter lets through exactly the files that hold what some rule needs."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oomfix.audit import Auditor
 from oomfix.prefilter import Prefilter
 from oomfix.rules import all_rules
 from oomfix.rules.base import holds
@@ -27,3 +29,9 @@ def test_groups_need_all_their_words(data: bytes):
 def test_every_need_passes_by_itself():
     for need in NEEDS:
         assert Prefilter(NEEDS).passes(need if isinstance(need, bytes) else b"".join(need))
+
+
+@pytest.mark.parametrize("function", ["evaluate", "_evaluate", "validate", "val", "test", "inference"])
+def test_a_file_that_only_evaluates_is_read(function):
+    code = f"import torch\ndef {function}(model, loader):\n    for x in loader:\n        print(model(x).argmax(1))\n"
+    assert [finding.code for finding in Auditor(all_rules()).audit("metrics.py", code.encode()).findings] == ["OOM201"]

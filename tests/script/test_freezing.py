@@ -108,3 +108,47 @@ def test_a_network_frozen_under_another_name_before_its_head_was_replaced_record
     assert report(code.format("pass")) == []
     assert report(code.format("net.classifier = nn.Linear(8, 10)")) == [("OOM201", 20)]
     assert report(code.format("net.classifier[6] = nn.Linear(8, 10)")) == [("OOM201", 20)]
+
+
+PARTS = """
+    import torch
+    from torch.nn import Sequential
+
+    model = torch.load("resnet.pth", map_location="cpu").cuda()
+    {freeze}
+    {before}
+    model = Sequential(*list(model.{parts}())[:-1])
+    model.eval()
+    for image in images:
+        print(model(image))
+"""
+FROZEN = "for parameter in model.parameters(): parameter.requires_grad = False"
+
+
+@pytest.mark.parametrize("parts", ["children", "modules"])
+def test_parts_of_a_frozen_network_are_frozen(report, parts):
+    assert report(PARTS.format(freeze=FROZEN, before="pass", parts=parts)) == []
+    assert report(PARTS.format(freeze="pass", before="pass", parts=parts)) == [("OOM201", 10)]
+
+
+def test_parts_that_may_be_trained_again_are_not(report):
+    thawed = "for part in list(model.children())[6:]:\n        for p in part.parameters(): p.requires_grad = True"
+    assert report(PARTS.format(freeze=FROZEN, before=thawed, parts="children")) == [("OOM201", 11)]
+
+
+@pytest.mark.parametrize(
+    "asked", ["model.apply(init)", "model.register_backward_hook(model.hook)", "model.zero_grad()"]
+)
+def test_a_network_stays_frozen_whatever_hooks_it_has(report, asked):
+    code = f"""
+        import torch
+
+        {asked}
+        def evaluate(loader):
+            for parameter in model.parameters():
+                parameter.requires_grad = False
+            model.eval()
+            for x in loader:
+                print(model(x))
+    """
+    assert report(code) == []

@@ -305,3 +305,24 @@ def test_a_function_that_another_one_makes_and_hands_out_is_entered(read):
             return step
     """)
     assert [loop.line for loop in script.loops] == [7]
+
+
+@pytest.mark.parametrize(
+    ("hook", "rest", "lines"),
+    [
+        ("layer.register_full_backward_hook(look)", "pass", []),
+        ("layer.register_forward_hook(look)", "pass", [4]),
+        ("layer.register_full_backward_hook(look)", "optimizer.step()", [4]),
+        ("layer.register_full_backward_hook(look)", "optimize(model)", [4]),
+    ],
+)
+def test_a_backward_for_hooks_that_read_gradients_trains_nothing(read, hook, rest, lines):
+    code = f"""
+        model = build().cuda()
+        {hook}
+        model.eval()
+        for image in images:
+            model(image).max().backward()
+            {rest}
+    """
+    assert [loop.line for loop in read(code).loops] == lines

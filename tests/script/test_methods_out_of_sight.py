@@ -125,3 +125,68 @@ def test_what_a_method_gives_beside_others_may_be_anything(report, keep):
     assert [finding for finding in report(several) if finding[0] == "OOM102"] == []
     one = TOTALS.format(forward="tags = model.forward_all(x, y)", keep=keep)
     assert [finding for finding in report(one) if finding[0] == "OOM102"] == [("OOM102", 8)]
+
+
+def test_a_pipeline_of_transformers_turns_gradients_off_itself(report):
+    code = """
+        import torch
+        from transformers import pipeline
+
+        def evaluate(detector, images):
+            for image in images:
+                print(detector(image))
+
+        evaluate({made}, images)
+    """
+    assert report(code.format(made='pipeline("object-detection")')) == []
+    assert report(code.format(made='build("object-detection")')) == [("OOM201", 6)]
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ('data_transforms["val"]', []),
+        ("transforms.Compose(parts)", []),
+        ("get_transforms()", []),
+        ('networks["val"]', [("OOM201", 8)]),
+    ],
+)
+def test_a_transform_of_images_is_no_transformer(report, made, found):
+    code = f"""
+        import torch
+        model = build()
+        model.eval()
+        inputs = []
+        transformer = {made}
+        for image in images:
+            print(transformer(image))
+    """
+    assert report(code) == [(code, line - 1) for code, line in found]
+
+
+@pytest.mark.parametrize(("read_as", "found"), [('parts["kl"]', [6]), ('parts.get("kl", 0.0)', [])])
+def test_a_part_of_a_loss_that_may_be_a_number_is_not_judged(report, read_as, found):
+    code = f"""
+        total = 0
+        for x, y in loader:
+            parts = criterion(model(x), y)
+            parts["sum"].backward()
+            optimizer.step()
+            total += {read_as}
+    """
+    assert [line for code, line in report(code) if code == "OOM101"] == found
+
+
+def test_a_network_whose_gradients_are_zeroed_is_one_under_any_name(report):
+    code = """
+        class Saliency:
+            def __init__(self, m):
+                self.m = m
+
+            def __call__(self, x):
+                {zero}
+                out = self.m(x)
+                (out * (out > 0.5)).sum().backward(retain_graph=True)
+    """
+    assert report(code.format(zero="self.m.zero_grad()")) == [("OOM103", 8)]
+    assert report(code.format(zero="pass")) == []
