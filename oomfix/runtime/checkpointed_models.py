@@ -60,6 +60,8 @@ class CheckpointedModels:
         Returns:
             Whether some model of the call is checkpointed after that.
         """
+        if not self._changes:
+            return False
         known = iteration.known
         if self._judged.get(known, 0) != self._changes:
             self._judged[known] = self._changes

@@ -43,6 +43,7 @@ class Outcome(IntEnum):
 
 _log = logging.getLogger("oomfix")
 _FINE = 2**40  # parts of one that numbers are compared in
+_NOBODY = nullcontext()  # to wait for
 _WAIT_S = 60.0  # for processes that may be waiting themselves, for what this one cannot give any more
 
 
@@ -65,7 +66,7 @@ class Ranks:
         Raises:
             RuntimeError: the models have features that work inside of their own backward only.
         """
-        return nullcontext()
+        return _NOBODY
 
     def same_parts(self, parts: int, most: int) -> int:
         """The number of micro-batches for all: the largest asked for, at most as many as all can make."""

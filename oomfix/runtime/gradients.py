@@ -1,6 +1,6 @@
 """Gradients of a call, apart from those that were there before it, so that a failed call leaves no trace."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,21 +18,21 @@ class GradientsAside:
     it; `merge` adds both in the end, `put_back` forgets the call's.
 
     Attributes:
-        held: the leaves that held a gradient before the call, with it.
+        held: the gradients that leaves held before the call, by the id of the leaf.
     """
 
     def __init__(self) -> None:
-        self._earlier: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._covered: dict[int, torch.Tensor] = {}
+        self.held: dict[int, torch.Tensor] = {}
 
     @property
-    def leaves(self) -> Iterator[torch.Tensor]:
+    def leaves(self) -> Iterable[torch.Tensor]:
         """Every leaf covered so far."""
-        return (leaf for leaf, _ in self._earlier.values())
+        return self._covered.values()
 
     def earlier(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """The gradient that `leaf` held before the call."""
-        return self._earlier[id(leaf)][1]
+        return self.held.get(id(leaf))
 
     def cover(self, leaves: Iterable[torch.Tensor], touched: bool = False) -> None:
         """Take the gradients of `leaves` off.
@@ -41,36 +41,36 @@ class GradientsAside:
             leaves: tensors that backward accumulates into; those covered already are left alone.
             touched: a backward has run since, so what they hold now belongs to this call, and stays there.
         """
-        covered = self._earlier
-        for leaf in leaves:
-            if id(leaf) in covered:
-                continue
-            earlier = None if touched else leaf.grad
-            covered[id(leaf)] = (leaf, earlier)
-            if earlier is not None:
+        new = [leaf for leaf in leaves if id(leaf) not in self._covered]
+        self._covered.update(zip(map(id, new), new, strict=True))
+        if touched:
+            return
+        for leaf in new:
+            if leaf.grad is not None:
+                self.held[id(leaf)] = leaf.grad
                 leaf.grad = None
-                self.held.append((leaf, earlier))
 
     def drop(self) -> None:
         """Forget what this call has accumulated so far."""
-        for leaf, _ in self._earlier.values():
+        for leaf in self.leaves:
             leaf.grad = None
 
     def put_back(self) -> None:
         """Leave the gradients as they were before the call."""
-        for leaf, earlier in self._earlier.values():
-            leaf.grad = earlier
+        for leaf in self.leaves:
+            leaf.grad = self.earlier(leaf)
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this call."""
         if factor == 1.0:
             return
-        _scale([leaf.grad for leaf, _ in self._earlier.values() if leaf.grad is not None], factor)
+        _scale([leaf.grad for leaf in self.leaves if leaf.grad is not None], factor)
 
     def merge(self) -> None:
         """Add the earlier gradients to those of this call."""
         totals, additions = [], []
-        for leaf, earlier in self.held:
+        for key, earlier in self.held.items():
+            leaf = self._covered[key]
             if leaf.grad is not None:
                 totals.append(earlier)
                 additions.append(leaf.grad)

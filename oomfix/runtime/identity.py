@@ -49,7 +49,7 @@ def identity(
 def flags_inside(modules: Iterable[nn.Module]) -> list[Any]:
     """The flags of modules of the program's own: torch's have none that change what they compute."""
     own = (module for module in modules if not is_of_torch(type(module)))
-    return [entry for module in own for entry in vars(module).values() if _kind_of(type(entry)) is _Kind.FLAG]
+    return [entry for module in own for entry in vars(module).values() if _kinds[type(entry)] is _Kind.FLAG]
 
 
 class _Kind(Enum):
@@ -66,19 +66,22 @@ class _Kind(Enum):
     OBJECT = auto()
 
 
-_kinds: dict[type, _Kind] = {}
 _TELL_AS_ATTRIBUTES = (_Kind.NUMBER, _Kind.FLAG, _Kind.FUNCTION, _Kind.SETTINGS)
 # types of attributes that tell nothing, which most of the twenty of a module are
 _silent: set[type] = set()
 
 
-def _kind_of(type_: type) -> _Kind:
-    kind = _kinds.get(type_)
-    if kind is None:
-        kind = _kinds[type_] = _judge_type(type_)
+class _Kinds(dict[type, _Kind]):
+    """The kind of each type, judged when it is first asked for."""
+
+    def __missing__(self, type_: type) -> _Kind:
+        kind = self[type_] = _judge_type(type_)
         if kind not in _TELL_AS_ATTRIBUTES:
             _silent.add(type_)
-    return kind
+        return kind
+
+
+_kinds = _Kinds()
 
 
 def _judge_type(type_: type) -> _Kind:
@@ -120,7 +123,7 @@ class _Look:
 
     def at(self, name: Any, value: Any, depth: int) -> None:
         """Add what tells `value` from others under the same name."""
-        kind = _kind_of(type(value))
+        kind = _kinds[type(value)]
         if kind is _Kind.NOTHING:
             return
         if kind is _Kind.FLAG:
@@ -131,7 +134,7 @@ class _Look:
             # a criterion may be made anew in each iteration
             is_model = value._parameters or value._modules
             self.key.append((name, id(value) if is_model else type(value)))
-            self._settings(value, code_of(value), depth, self._code)
+            self._settings(value, code_of(type(value).forward), depth, self._code)
         elif kind is _Kind.WRAPPER:
             # its own flags say where it is between two exchanges
             self.key.append((name, id(value)))
@@ -167,7 +170,7 @@ class _Look:
         for name, entry in getattr(value, "__dict__", {}).items():
             if type(entry) in _silent:
                 continue
-            kind = _kind_of(type(entry))
+            kind = _kinds[type(entry)]
             if kind is _Kind.FLAG:
                 self.key.append((name, entry))
             elif kind is _Kind.FUNCTION:

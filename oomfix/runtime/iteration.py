@@ -67,6 +67,8 @@ class Iteration:
             self._border = Border(with_graph)
             self.batch = self._border.inside(batch)
             self._tensors = self.batch.tensors()
+        given = (*self.batch.args, *self.batch.kwargs.values())
+        self._others = [value for value in given if type(value) is not torch.Tensor]
         self.trains = trains
         self.room: OptimizerRoom | None = None
         self.weighing: Weighing | None = None
@@ -94,7 +96,7 @@ class Iteration:
             of_cpu=every or known.keeps_cpu_generator,
         )
         known.state.keep(explore, self.forward)
-        self._kept_batch = KeptBatch(self.batch, self._tensors, copies=known.calls == 1 or known.writes_batch)
+        self._kept_batch = KeptBatch(self._others, self._tensors, copies=known.calls == 1 or known.writes_batch)
         if self.trains:
             self._gradients.cover(known.may_get_gradients())
             if self._gradients.held:
@@ -109,9 +111,7 @@ class Iteration:
         return [*self.known.modules(), *state_of(self.forward)]
 
     def _own_generators(self) -> list[Any]:
-        arguments = (*self.batch.args, *self.batch.kwargs.values())
-        given = [value for value in arguments if type(value) is not torch.Tensor and is_generator(value)]
-        return [*self.known.generators, *given]
+        return [*self.known.generators, *filter(is_generator, self._others)]
 
     def device_type(self) -> str:
         """Where it runs."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from oomfix.runtime.batch import Batch
 from oomfix.runtime.kept_tensors import KeptTensors
 
 
@@ -15,14 +14,13 @@ class KeptBatch:
     """What a batch holds before a run.
 
     Args:
-        batch: the batch.
+        containers: those among its arguments; other values are left out.
         tensors: every tensor in it.
         copies: keep the contents of its tensors too, not only whether they change.
     """
 
-    def __init__(self, batch: Batch, tensors: Iterable[torch.Tensor], copies: bool) -> None:
-        arguments = [*batch.args, *batch.kwargs.values()]
-        self._containers = [(node, _content(node)) for node in arguments if isinstance(node, list | dict)]
+    def __init__(self, containers: Iterable[Any], tensors: Iterable[torch.Tensor], copies: bool) -> None:
+        self._containers = [(node, _content(node)) for node in containers if isinstance(node, list | dict)]
         self._tensors = KeptTensors(tensors, largest=sys.maxsize if copies else 0)
 
     def written(self) -> bool:

@@ -33,6 +33,8 @@ class KeptStatistics:
 
     def keep(self) -> None:
         """Remember what they hold. May run out of memory, and be called again."""
+        if not self._holders:
+            return
         values = list(itertools.chain.from_iterable(map(dict.values, self._holders)))
         if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
             self._groups = []

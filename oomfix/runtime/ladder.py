@@ -89,9 +89,10 @@ class Ladder:
 
     def finish(self, iteration: Iteration, parts: int, reason: str | None) -> None:
         """After a call that went well in `parts` parts, which `reason` kept from being more: say what it took."""
-        climber = self._climbers.get(iteration.known)
-        if climber is not None and (parts > 1 or climber.taken):
-            climber.finish(iteration, parts, reason)
+        if parts > 1 or iteration.around_forward is not None:
+            climber = self._climbers.get(iteration.known)
+            if climber is not None:
+                climber.finish(iteration, parts, reason)
 
     def told(self, known: Known) -> str:
         """What a forward has taken, to follow "out of memory"; "" where it is nothing."""

@@ -95,10 +95,11 @@ class LossScaler(torch.amp.GradScaler):
         Returns:
             What its `step` returned; None where it was left out.
         """
-        if self._steps:
+        enabled = self.is_enabled()
+        if enabled:
             self.settle(optimizer)
         self._unscaled_by_user.discard(optimizer)
-        if not self.is_enabled() or not has_gradients(optimizer):
+        if not enabled or not has_gradients(optimizer):
             result = optimizer.step(*args, **kwargs)
             for scheduler in schedulers:
                 scheduler.step()

@@ -391,10 +391,9 @@ class MemoryManager:
 
     def _notice_step(self, optimizer: Any) -> None:
         """Let forwards know that the state of `optimizer` is there; an overflow may have kept it from stepping."""
-        if not self.scaler.is_enabled() or getattr(innermost(optimizer), "state", None):
-            for known in self._forwards:
-                if not known.steps_seen:
-                    known.stepped(optimizer)
+        for known in self._forwards:
+            if not known.steps_seen and (not self.scaler.is_enabled() or getattr(innermost(optimizer), "state", None)):
+                known.stepped(optimizer)
 
     def _tidy_cache(self) -> None:
         every = self.preset.empty_cache_every

@@ -42,7 +42,7 @@ def clip_and_step(
         preset_norm: the preset's, which counts only where the caller does not clip.
         schedulers: stepped after the optimizer, or just before its next step where that is when it is known.
     """
-    if clip_norm is None and not scaler.unscaled_by_user(optimizer):
+    if clip_norm is None and preset_norm is not None and not scaler.unscaled_by_user(optimizer):
         clip_norm = preset_norm
     if clip_norm is not None:
         scaler.unscale_(optimizer)

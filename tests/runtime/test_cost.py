@@ -52,8 +52,8 @@ def layers(count, kind=nn.Identity):
     return nn.Sequential(nn.Linear(4, 4), *(kind() for _ in range(count)), nn.Linear(4, 3))
 
 
-def test_a_call_and_a_step_take_at_most_95_functions():
-    assert cost(layers(0)) <= 95  # a cold function is about a microsecond
+def test_a_call_and_a_step_take_at_most_88_functions():
+    assert cost(layers(0)) <= 88  # a cold function takes two to three microseconds
 
 
 @pytest.mark.parametrize("kind", [nn.ReLU, lambda: nn.BatchNorm1d(4), lambda: nn.Linear(4, 4), nn.Dropout])
