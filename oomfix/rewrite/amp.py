@@ -88,8 +88,10 @@ class Amp:
             if replacement is not None:
                 edits.append(Edit(*bounds(self._script.source, call), f"{name}.autocast({replacement})"))
         scalers = {path for path in map(self._scaler_of_step, steps) if path is not None}
-        for call in self._calls_on(scalers, "update"):
-            edits += self._without(call, layout)
+        # who compares the scale of before a step with that behind it asks whether the step was made
+        if not any(self._calls_on(scalers, "get_scale")):
+            for call in self._calls_on(scalers, "update"):
+                edits += self._without(call, layout)
         for call in self._calls_on(scalers, "unscale_"):
             if call.args:
                 optimizer = self._script.source.segment(call.args[0])

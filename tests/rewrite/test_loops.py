@@ -233,6 +233,13 @@ def test_amp_is_folded_and_its_flag_and_checkpoint_lines_stay():
     assert "torch.cuda.amp" not in text
 
 
+def test_the_update_of_a_scale_that_tells_of_skipped_steps_stays():
+    steps = "    scaler.step(optimizer)\n    scaler.update()\n"
+    asked = f"    scale = scaler.get_scale()\n{steps}    skipped = scale > scaler.get_scale()\n"
+    text, _ = apply(AMP.replace(steps, asked))
+    assert asked.replace("scaler.step", "memory.step") in text
+
+
 def in_a_function(comment: str = "", end: str = "return model") -> str:
     loop = textwrap.indent(AMP[AMP.index("for ") : AMP.index("torch.save")], "    ")
     head = f"from torch.cuda.amp import GradScaler, autocast\ndef train(args):\n    print(args){comment}\n"
