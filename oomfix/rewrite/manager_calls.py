@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator
 
 from oomfix.rewrite.layout import Layout
@@ -21,6 +22,10 @@ def through_manager(layout: Layout, calls: Collection[ast.Call], method: str) ->
     inside = {id(node) for call in calls for node in walk(call) if node is not call}
     written = (_Call(layout, call, method) for call in calls)
     return [edit for one in written for edit in one.edits(alone=id(one.call) not in inside)]
+
+
+_TAKEN = re.compile(r"\s*(return |[^=()]+ = )?")
+_METHODS = re.compile(r"(\.\w+(\([^()]*\))?|\[[^\[\]]*\])*\s*(#.*)?")
 
 
 class _Call:
@@ -72,13 +77,19 @@ class _Call:
 
     def _on_one_line(self) -> Iterator[Edit]:
         line = self._text_of(self.call.lineno)
-        if len(line) + self._longer <= self._layout.longest_line:
+        if len(line) + self._longer <= self._layout.longest_line or not self._is_all_of(line):
             yield Edit(self._behind, self._behind, f"{self._model}, ")
             return
         margin, newline = _margin(line), self._layout.newline
         yield Edit(self._behind, self._behind, f"{newline}{margin}{self._layout.unit}{self._model}, ")
         end = bounds(self._source, self.call)[1] - 1
         yield Edit(end, end, f"{newline}{margin}")
+
+    def _is_all_of(self, line: str) -> bool:
+        """Whether a line holds little more than the call: `out = model(x).squeeze(1)`."""
+        first = self._source.line_starts[self.call.lineno - 1]
+        start, end = (offset - first for offset in bounds(self._source, self.call))
+        return bool(_TAKEN.fullmatch(line[:start]) and _METHODS.fullmatch(line[end:]))
 
     def _aligned(self) -> Iterator[Edit]:
         """Arguments that begin behind the parenthesis; lines that stand below them still do."""

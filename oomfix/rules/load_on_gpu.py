@@ -93,6 +93,19 @@ model.load_state_dict(load("best.pt", map_location="cpu"))
         Invalid(
             """
 import torch
+weights = torch.load("best.pt").get("state_dict")
+model.load_state_dict(weights)
+""",
+            (3,),
+            """
+import torch
+weights = torch.load("best.pt", map_location="cpu").get("state_dict")
+model.load_state_dict(weights)
+""",
+        ),
+        Invalid(
+            """
+import torch
 
 def resume(path):
     checkpoint = torch.load(path)

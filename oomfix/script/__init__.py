@@ -275,11 +275,12 @@ class Script:
 
     @cached_property
     def _only_targets(self) -> dict[ast.expr, str | None]:
-        """The name or attribute that each value is assigned to, where it is assigned to one."""
+        """The name or attribute that each value, or an entry of it, is assigned to, where it is assigned to one."""
         return {
-            node.value: path_of(node.targets[0])
+            value: path_of(node.targets[0])
             for node in self.imports.nodes
             if isinstance(node, ast.Assign) and len(node.targets) == 1
+            for value in _with_holders(node.value)
         }
 
     def is_forward_of_network(self, forward: Forward) -> bool:
@@ -325,3 +326,12 @@ class Script:
     @cached_property
     def _removal(self) -> Removal:
         return Removal(self.source, self.imports.nodes)
+
+
+def _with_holders(value: ast.expr) -> Iterator[ast.expr]:
+    """A value, and what it is an entry of: `state["model"]`, `state.get("model")`."""
+    yield value
+    if isinstance(value, ast.Subscript):
+        yield from _with_holders(value.value)
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "get":
+        yield from _with_holders(value.func.value)

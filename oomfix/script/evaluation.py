@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
-from oomfix.script.hints import looks_like_loss, looks_like_training
+from oomfix.script.hints import looks_like_logging, looks_like_loss, looks_like_training
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.rounds import read_first
@@ -284,7 +284,9 @@ def _may_train_out_of_sight(script: Script, node: ast.AST) -> bool:
 def _counts(call: ast.Call) -> bool:
     """`losses.update(loss.item(), x.size(0))`, `bar.update(1)`: a meter, and no agent, is given a number."""
     assert isinstance(call.func, ast.Attribute)
-    return call.func.attr == "update" and any(map(_is_a_number, call.args))
+    name = call.func.attr
+    is_meter = name == "update" or (name.startswith("update_") and looks_like_logging(name))
+    return is_meter and any(map(_is_a_number, call.args))
 
 
 def _is_a_number(node: ast.expr) -> bool:

@@ -10,11 +10,13 @@ from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.manager_calls import through_manager
 from oomfix.source import Source
 
+NETS = ("net", "self.networks.one")
+
 
 def written(before: str) -> str:
     """A statement after its outermost call of `net`, and those inside of it, went to the manager."""
     source = Source.from_bytes("train.py", textwrap.dedent(before).encode())
-    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and "net" in ast.unparse(node.func)]
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in NETS]
     text = apply_edits(source.text, through_manager(Layout(source), calls, "memory.evaluate"))
     ast.parse(text)
     return text
@@ -57,6 +59,9 @@ def test_the_arguments_stand_below_each_other_as_before(before, after):
 def test_a_call_that_gets_too_long_is_broken_behind_its_parenthesis():
     names = "first_of_all_inputs, second_of_all_inputs, third=third_of_all_inputs"
     assert written(f"out = net({names})\n") == f"out = memory.evaluate(\n    net, {names}\n)\n"
+    assert written(f"a, b = net({names}).squeeze(1)[0]  # logits\n").splitlines()[2] == ").squeeze(1)[0]  # logits"
+    for kept in (f"out = 0.5 * (net({names}) - 1)\n", f"out = net({names}) + net(first_of_all_inputs)\n"):
+        assert written(kept) == kept.replace("net(", "memory.evaluate(net, ")
     aligned = f"out = net(first_of_all_inputs, second_of_all_inputs, fourth,\n          {'x' * 67})\n"
     assert written(aligned) == (
         f"out = memory.evaluate(\n    net, first_of_all_inputs, second_of_all_inputs, fourth,\n    {'x' * 67})\n"

@@ -197,7 +197,9 @@ METER = "class Meter:\n        def update(self, value):\n            self.value 
         ("", "Meter()", "meter.update(accuracy(x), len(x))", True),
         ("", "Meter()", "meter.update(time.time() - start)", True),
         (METER, "Meter()", "meter.update(loss.detach())", True),
+        ("", "Meters()", "meter.update_meter('loss', loss.item(), n=len(x))", True),
         ("", "Agent()", "meter.update(x)", False),
+        ("", "Agent()", "meter.update_policy(loss.item())", False),
         ("", "Agent()", "meter.learn(loss.item())", False),
     ],
 )
