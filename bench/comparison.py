@@ -37,8 +37,9 @@ from oomfix import presets, runtime
 from oomfix.presets import Preset
 from oomfix.profile.cards import find_card
 from oomfix.profile.checks import answer_checks
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.simulated_gpu import SimulatedGPU
-from oomfix.profile.tracker import OutOfMemoryError, SimulatedCard
+from oomfix.profile.tracker import SimulatedCard
 
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import comparison
-from oomfix.profile.tracker import OutOfMemoryError
+from oomfix.profile.compat import OutOfMemoryError
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "bench" / "results" / "comparison-cpu.md").read_text(encoding="utf-8")

@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from oomfix.profile.compat import grouped_heads
+
 aten = torch.ops.aten
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _MOST_FLASH_HEAD = 256
@@ -39,7 +41,7 @@ def attention_for(capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
         if kernel == SDPBackend.EFFICIENT_ATTENTION.value:
             return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
         result: torch.Tensor = aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped_heads(enable_gqa)
         )[0]
         return result
 

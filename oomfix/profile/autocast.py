@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from oomfix.profile import compat
+
 aten = torch.ops.aten
 _KEY = "AutocastCPU"
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -42,18 +44,13 @@ def install(library: torch.library.Library) -> None:
         warnings.simplefilter("ignore")
         for names, rule in ((_IN_FP32, _fp32), (_RESULT_IN_FP32, _fp32_result), (_IN_SIXTEEN_BIT, _sixteen_bit)):
             for name in names:
-                if (operation := _operation(name)) is not None:
-                    library.impl(name, rule(operation), _KEY, allow_override=True)  # type: ignore[no-untyped-call]
+                if (operation := compat.operation(name)) is not None:
+                    kernel = rule(operation) if compat.has_autocast_of_cuda(name) else torch.library.fallthrough_kernel
+                    compat.replace_kernel(library, name, kernel, _KEY)
         for name in _UNTOUCHED:
-            if _operation(name) is not None:
-                library.impl(name, torch.library.fallthrough_kernel, _KEY, allow_override=True)  # type: ignore[no-untyped-call]
-        library.impl("binary_cross_entropy", _refused, _KEY, allow_override=True)  # type: ignore[no-untyped-call]
-
-
-def _operation(name: str) -> Any:
-    """The operation called "name" or "name.overload"; None where this torch has none."""
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet, None), overload or "default", None)
+            if compat.operation(name) is not None:
+                compat.replace_kernel(library, name, torch.library.fallthrough_kernel, _KEY)
+        compat.replace_kernel(library, "binary_cross_entropy", _refused, _KEY)
 
 
 def _fp32(operation: Any) -> Callable[..., Any]:
@@ -71,7 +68,7 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sixteen_bit(operation: Any) -> Callable[..., Any]:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(torch.get_autocast_dtype("cpu")) if tensor.dtype is torch.float32 else tensor
+        return tensor.to(compat.autocast_dtype("cpu")) if tensor.dtype is torch.float32 else tensor
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):

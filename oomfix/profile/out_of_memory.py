@@ -1,9 +1,4 @@
-"""The error that a simulated card raises where a real one would, in torch's words."""
-
-import torch
-
-# torch 2.5 moved the exception; older versions only know the second name
-OutOfMemoryError: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+"""The words of the error that a simulated card raises where a real one would: those of torch."""
 
 
 def refusal(

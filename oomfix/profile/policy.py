@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.optim import optimizer as optimizers
 
-from oomfix.profile import autocast, recurrent
+from oomfix.profile import autocast, compat, recurrent
 from oomfix.profile.attention import attention_for, choice_for
 from oomfix.profile.patches import Patches
 
@@ -32,6 +32,7 @@ def cuda_policy(capability: tuple[int, int], recurrent_seen: Callable[[], object
             autocast.install(library)
             recurrent.install(library, recurrent_seen)
             _install_kernels(library, capability)
+            compat.step_without_data(library)
             # fake tensors remember what an operation returned, on another card it may be
             FakeTensorMode.cache_clear()
             _autocast_for_cuda(patches)
@@ -44,13 +45,13 @@ def cuda_policy(capability: tuple[int, int], recurrent_seen: Callable[[], object
 
 
 def _install_kernels(library: torch.library.Library, capability: tuple[int, int]) -> None:
-    kernels = {
+    kernels: dict[str, Callable[..., Any]] = {
         "dropout": _dropout,
         "scaled_dot_product_attention": attention_for(capability),
         "_fused_sdp_choice": choice_for(capability),
     }
     for name, kernel in kernels.items():
-        library.impl(name, kernel, "CompositeImplicitAutograd", allow_override=True)  # type: ignore[no-untyped-call]
+        compat.replace_kernel(library, name, kernel, "CompositeImplicitAutograd")
 
 
 def _dropout(inputs: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -69,7 +70,7 @@ def _step(scaler: object, optimizer: torch.optim.Optimizer, state: object, *args
 
 def _autocast_for_cuda(patches: Patches) -> None:
     init = autocast_mode.autocast.__init__
-    is_enabled, get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    is_enabled, get_dtype = compat.autocast_enabled, compat.autocast_dtype
 
     def init_on_cpu(
         self: Any,
@@ -93,9 +94,10 @@ def _autocast_for_cuda(patches: Patches) -> None:
     patches.set(
         torch,
         is_autocast_enabled=lambda device_type=None: is_enabled(on_cpu(device_type)),
-        get_autocast_dtype=cuda_dtype,
         get_autocast_gpu_dtype=lambda: cuda_dtype("cuda"),
     )
+    if hasattr(torch, "get_autocast_dtype"):
+        patches.set(torch, get_autocast_dtype=cuda_dtype)
 
 
 def _multi_tensor_optimizers(patches: Patches) -> None:

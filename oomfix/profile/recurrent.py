@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oomfix.profile import overheads
+from oomfix.profile import compat, overheads
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
@@ -20,8 +20,8 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 def install(library: torch.library.Library, seen: Callable[[], object]) -> None:
     """Replace the recurrent operations until `library` is destroyed; `seen` is called whenever one runs."""
     for name, gates in _GATES.items():
-        library.impl(f"{name}.input", _padded(gates, seen), "CompositeImplicitAutograd", allow_override=True)  # type: ignore[no-untyped-call]
-        library.impl(f"{name}.data", _packed(gates, seen), "CompositeImplicitAutograd", allow_override=True)  # type: ignore[no-untyped-call]
+        compat.replace_kernel(library, f"{name}.input", _padded(gates, seen), "CompositeImplicitAutograd")
+        compat.replace_kernel(library, f"{name}.data", _packed(gates, seen), "CompositeImplicitAutograd")
 
 
 def _padded(gates: int, seen: Callable[[], object]) -> Callable[..., Any]:
@@ -70,9 +70,9 @@ def _run(
     bidirectional: bool,
 ) -> tuple[torch.Tensor, ...]:
     states = (hidden,) if isinstance(hidden, torch.Tensor) else tuple(hidden)
-    if torch.is_autocast_enabled("cpu"):
+    if compat.autocast_enabled("cpu"):
         # cuDNN gets one flat buffer of the weights in 16 bits
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = compat.autocast_dtype("cpu")
         inputs, states = inputs.to(dtype), tuple(state.to(dtype) for state in states)
         weights = [weight.to(dtype) for weight in weights]
     directions = 2 if bidirectional else 1

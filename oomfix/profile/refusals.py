@@ -7,6 +7,8 @@ from collections.abc import Iterator
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOST = re.compile(r"host='([^']+)'|https?://([^/\s'\"]+)")
 
+# what torch built for CUDA says where no driver is
+_NO_DRIVER = re.compile(r"Found no NVIDIA driver|CUDA driver version is insufficient|No CUDA GPUs are available")
 # "dummy base class": what a torch built without CUDA has in place of CUDA's classes
 _NOT_IN_THIS_TORCH = re.compile(r"dummy base class (\w+)|module 'torch\._C' has no attribute '_cuda_(\w+)'")
 
@@ -42,6 +44,8 @@ def refuse_what_cannot_be(error: Exception) -> None:
         raise CannotSimulate(
             f"it uses {match.group(1) or match.group(2)} of torch.cuda, which only a real card has"
         ) from None
+    if _NO_DRIVER.search(str(error)):
+        raise CannotSimulate("it asks the driver of the card, which only a real one has") from None
     if "NestedIntNode" in str(error):
         raise CannotSimulate("it uses nested tensors, whose shapes are data that a simulated card has not") from None
     if isinstance(error, FileNotFoundError) and error.filename:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from oomfix.profile.boundary import CUDA, CardTrace
+from oomfix.profile.compat import Structure
 from oomfix.profile.identities import PLAIN, Identities
 from oomfix.profile.patches import Patches
 from oomfix.profile.trace import Storage
@@ -100,7 +101,7 @@ class Repeats:
         if None in attributes:
             return None
         of_module = self._identities.of(module)
-        return of_module, modes, structure, tuple(told), tuple(attributes), self._trace.allocator.layout()
+        return of_module, modes, Structure(structure), tuple(told), tuple(attributes), self._trace.allocator.layout()
 
     def _put_in_place(self, left: "Sequence[_Left]") -> list[int] | None:
         """The numbers of storages like those that were left, where they were; None where there is no room."""

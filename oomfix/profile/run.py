@@ -27,10 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from oomfix.profile.cards import budget, find_card
 from oomfix.profile.checkpoints import Checkpoints
 from oomfix.profile.checks import answer_checks
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.host import lighten_host
 from oomfix.profile.loaders import Loaders
 from oomfix.profile.optimizers import Optimizers
-from oomfix.profile.out_of_memory import OutOfMemoryError
 from oomfix.profile.overlay import overlay
 from oomfix.profile.process import CANNOT_SIMULATE
 from oomfix.profile.processes import Processes

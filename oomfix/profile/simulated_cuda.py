@@ -146,6 +146,8 @@ def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> 
         Event=_Stream, Stream=_Stream, device=_Stream, device_of=_Stream,
         current_stream=lambda device=None: _Stream(), default_stream=lambda device=None: _Stream(),
         stream=lambda *stream: nullcontext(), set_stream=nothing,
+        # as in a torch that is built without CUDA, where making one is an error with its name
+        CUDAGraph=torch._utils._dummy_type("CUDAGraph"),
     )  # fmt: skip
     patches.set(torch, Generator=_Generator, device=_DeviceType("device", (), {}))
     for name, dtype in _LEGACY_TYPES.items():

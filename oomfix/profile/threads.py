@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomfix.profile.boundary import CardTrace
-from oomfix.profile.out_of_memory import OutOfMemoryError
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.patches import Patches
 from oomfix.profile.progress import EnoughSteps
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oomfix.profile.allocator import Block, CachingAllocator, rounded, segment_bytes
-from oomfix.profile.out_of_memory import OutOfMemoryError, refusal
+from oomfix.profile.compat import OutOfMemoryError
+from oomfix.profile.out_of_memory import refusal
 from oomfix.profile.patches import Patches
 from oomfix.profile.user_code import user_line
 

@@ -12,7 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomfix.profile.out_of_memory import OutOfMemoryError, refusal
+from oomfix.profile.compat import OutOfMemoryError
+from oomfix.profile.out_of_memory import refusal
 
 
 class SimulatedCard(TorchDispatchMode):  # type: ignore[no-untyped-call]

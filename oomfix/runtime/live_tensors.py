@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomfix.runtime import trees
+from oomfix.runtime import simulation, trees
 from oomfix.runtime.origins import is_users, live_origins
 
 _MIB = 2**20
@@ -203,10 +203,13 @@ class _Census:
         return device.type != "meta" and self._device_type in (None, device.type)
 
     def _count(self, tensor: torch.Tensor, name: str, role: str) -> None:
-        if tensor.layout is not torch.strided or not self._is_on_device(tensor.device):
+        # the layout of a nested one cannot be asked in torch 2.3 while origins are recorded; its compiler keeps one
+        if tensor.is_nested or tensor.layout is not torch.strided or not self._is_on_device(tensor.device):
             return
         storage = tensor.untyped_storage()
-        if storage._cdata in self._seen:
+        # what a compiler has left is a shape alone; tensors of a simulated card stand for memory
+        is_memory = storage.device.type != "meta" or simulation.assumption is not None
+        if storage._cdata in self._seen or not is_memory:
             return
         self._seen.add(storage._cdata)
         _, origin = self._origins.get(storage._cdata, (None, None))

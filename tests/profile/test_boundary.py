@@ -8,6 +8,7 @@ import torch
 from oomfix.profile import boundary
 from oomfix.profile.refusals import CannotSimulate
 from oomfix.profile.run import run as simulate
+from tests.torch_versions import needs_torch
 
 MIB = 2**20
 HEAD = """
@@ -188,9 +189,11 @@ def test_what_scripts_ask_of_the_card_is_answered(simulated):
     ("source", "reason"),
     [
         ("torch.cuda.CUDAGraph()\n", "it uses CUDAGraph of torch.cuda"),
-        (
+        ("raise RuntimeError('Found no NVIDIA driver on your system.')\n", "it asks the driver of the card"),
+        pytest.param(
             "x = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(5, 8)], layout=torch.jagged).to(device)\n",
             "it uses nested tensors",
+            marks=needs_torch("2.6", "nested tensors that can be moved to a card"),
         ),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from oomfix.profile.process import run_script
+from tests.torch_versions import needs_counts_of_holders
 
 SCRIPT = """
     import sys
@@ -76,6 +77,7 @@ KEPT = """
 """
 
 
+@needs_counts_of_holders
 def test_tensors_that_modules_keep_leave_a_card_that_is_too_small_for_them(tmp_path):
     """Twelve of 64 MiB, where the context leaves 0.6 of 1.2 GiB; checkpointing leaves them where they are."""
     script = tmp_path / "train.py"

@@ -3,10 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
 from oomfix.profile.cards import find_card
 from oomfix.profile.simulated_gpu import SimulatedGPU
+
+UPSAMPLED = torch.float16 if torch.__version__ < "2.4" else torch.float32
 
 
 @pytest.fixture
@@ -72,14 +75,17 @@ def test_attention_takes_the_kernel_of_the_card(gpu, dtype, head_size, masked, k
         (lambda x: F.batch_norm(x @ x, None, None, training=True), torch.float16),
         (lambda x: F.avg_pool3d((x @ x).view(1, 1, 2, 4, 8), 2), torch.float16),
         (lambda x: torch.cat([x @ x, x]), torch.float32),
+        (lambda x: F.interpolate((x @ x)[None, None], scale_factor=2), UPSAMPLED),
     ],
 )
 def test_autocast_follows_cuda_s_lists(simulated, run, dtype):
     x = on(8, 8, requires_grad=True)
     with torch.autocast("cuda", dtype=torch.float16):
-        assert torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.float16
+        assert torch.is_autocast_enabled() and torch.get_autocast_gpu_dtype() is torch.float16
+        if hasattr(torch, "get_autocast_dtype"):  # torch 2.4
+            assert torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.float16
         assert run(x).dtype is dtype
-    assert not torch.is_autocast_enabled("cuda")
+    assert not torch.is_autocast_enabled()
 
 
 def test_fp16_log_softmax_makes_no_fp32_copy_of_its_input(simulated):
@@ -282,3 +288,21 @@ def test_conversions_that_autograd_makes_stay_on_the_card(simulated):
     simulated.trace.claim((weight.grad,), "gradients")
     assert weight.grad.is_cuda
     assert [s.nbytes for s in simulated.trace.storages if s.category == "gradients"] == [4 * 2**20]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        *((kind, "fused") for kind in ("Adam", "AdamW", "SGD")),
+        *((kind, "foreach") for kind in ("Adam", "AdamW", "SGD", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adamax")),
+    ],
+)
+def test_the_step_of_an_optimizer_makes_no_tensor_on_the_host(simulated, monkeypatch, kind, form):
+    """torch runs what it has no shapes for on zeros of the same size, as large as all parameters."""
+    weight = nn.Parameter(on(8, 8))
+    weight.grad = on(8, 8)
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1, **{form: True})
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_tensor, "run_fallback_kernel", lambda *args: pytest.fail(f"{args[1]} ran on the host"))
+        for _ in range(2):
+            optimizer.step()

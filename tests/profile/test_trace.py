@@ -9,8 +9,8 @@ from torch import nn
 from oomfix.profile import MemoryTrace, text
 from oomfix.profile.allocator import CachingAllocator
 from oomfix.profile.cards import find_card
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.ledger import Ledger
-from oomfix.profile.out_of_memory import OutOfMemoryError
 from oomfix.profile.overheads import TRANSFORMER
 from oomfix.profile.report import replay, report
 from oomfix.profile.tracker import SimulatedCard

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.out_of_memory import OutOfMemoryError
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.tracker import SimulatedCard
+from tests.torch_versions import needs_fused_on_cpu
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -56,7 +57,9 @@ def assert_same(first, second):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[needs_fused_on_cpu] * ("fused" in name)) for name in OPTIMIZERS]
+)
 def test_training_is_bitwise_that_with_step(name, micro_batches):
     reference = Tied()
     model = copy.deepcopy(reference)

@@ -5,9 +5,11 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from oomfix import runtime
-from oomfix.profile.out_of_memory import OutOfMemoryError
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime import live_tensors, origins
 
@@ -93,6 +95,19 @@ def test_what_autograd_keeps_is_listed_by_line():
     kept = [held for held in runtime.oom_report().largest if held.role == "kept for backward"]
     assert any(held.name.startswith("made by exp at ") and "test_live_tensors.py:" in held.name for held in kept)
     assert loss.grad_fn is not None
+
+
+def test_what_a_compiler_has_left_is_no_memory():
+    """Its tensors are shapes, some with sizes that are symbols, and stay for as long as what it compiled."""
+    before = sum(runtime.oom_report().by_role.values())
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    symbols = mode.from_tensor(torch.ones(6, 3), static_shapes=False, symbolic_context=sizes)
+    with mode:
+        numbers = torch.empty(2**20)
+    assert sum(runtime.oom_report().by_role.values()) == before
+    assert "MiB in tensors" in str(runtime.oom_report())
+    del symbols, numbers
 
 
 def test_the_frames_of_the_error_name_what_they_hold():

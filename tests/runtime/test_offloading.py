@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from oomfix import runtime
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.estimation import estimate
-from oomfix.profile.out_of_memory import OutOfMemoryError
 from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime import offloading
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call
 
 from oomfix import runtime
-from oomfix.profile.tracker import OutOfMemoryError
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.runtime import comparison
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.verify import check

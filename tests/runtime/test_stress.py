@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.out_of_memory import OutOfMemoryError
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.tracker import SimulatedCard
 
 stress = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oomfix.profile.out_of_memory import OutOfMemoryError
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.tracker import SimulatedCard
 
 FLOAT = 4

@@ -1,0 +1,26 @@
+"""What older versions of torch, or of what tests run on it, do not have: marks for tests, with the reason they say."""
+
+import importlib.metadata
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+
+def needs_torch(version: str, what: str) -> pytest.MarkDecorator:
+    """Skip before `version` of torch, the first that was run and has `what`."""
+    return pytest.mark.skipif(torch.__version__ < version, reason=f"needs torch {version}: {what}")
+
+
+def needs_transformers(version: str, what: str) -> pytest.MarkDecorator:
+    """As `needs_torch`, for transformers."""
+    installed = TorchVersion(importlib.metadata.version("transformers"))
+    return pytest.mark.skipif(installed < version, reason=f"needs transformers {version}: {what}")
+
+
+needs_fused_on_cpu = needs_torch("2.4", "fused optimizers on the CPU")
+needs_fully_shard = needs_torch("2.6", "torch.distributed.fsdp.fully_shard")
+needs_masks_in_fp64 = needs_transformers("5", "masks of CLIP in fp64")
+needs_counts_of_holders = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "_use_count"), reason="this torch does not say how many hold a tensor"
+)
