@@ -51,7 +51,7 @@ class ChunkedLosses(TorchFunctionMode):
         plain = weight is None and size_average is None and reduce is None
         if not plain or not _is_large(input) or not _are_class_numbers(target, input):
             return None
-        if not torch.is_grad_enabled() or compat.may_be_inside_checkpoint():
+        if not torch.is_grad_enabled() or compat.is_inside_checkpoint():
             return None
         loss = chunked_cross_entropy(
             input, target, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing

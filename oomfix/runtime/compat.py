@@ -3,10 +3,16 @@
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend
+
+_CHECKPOINT = torch.utils.checkpoint
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+_MODULE_FILE = torch.nn.modules.module.__file__
 
 # torch 2.5 moved the exception; older versions only know the second name
 OutOfMemoryError: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
@@ -71,19 +77,44 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def may_be_inside_checkpoint() -> bool:
+def is_inside_checkpoint() -> bool:
     """Whether what runs now may be run again in backward by torch.utils.checkpoint (without reentrance).
 
-    Versions of torch that do not say (before 2.5) are taken for yes.
+    Where the innermost hook on saved tensors is another's, or torch does not say whose it is (2.6 and before), a
+    checkpoint is known by the functions that are running.
     """
-    return not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") or checkpoint_hook_is_on_top()
-
-
-def checkpoint_hook_is_on_top() -> bool:
-    """Whether the innermost hook on saved tensors is that of a checkpoint; False before torch 2.5."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    if hooks is not None and hooks[0].__module__ == _CHECKPOINT.__name__:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_checkpointing(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_checkpointing(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file != _MODULE_FILE or frame.f_code.co_name != "_call_impl":
+        return file == _CHECKPOINT.__file__
+    # the composable form is no function around the module, but two hooks on it
+    hooks = frame.f_locals["self"]._forward_pre_hooks.values()
+    return any(getattr(hook, "__module__", None) == _COMPOSABLE for hook in hooks)
+
+
+def fuses_on(kind: type[torch.optim.Optimizer], device: torch.device) -> bool:
+    """Whether an optimizer of torch.optim has a fused form on `device`."""
+    probe = torch.zeros(1, device=device, requires_grad=True)
+    try:
+        # the constructor knows best: the devices that a version supports are listed nowhere else in public
+        kind([probe], lr=1.0, fused=True)  # type: ignore[call-arg]
+    except RuntimeError:
+        return False
+    # except that torch 2.3 lets SGD ask for what the CPU does not have
+    operation = f"aten::_fused_{kind.__name__.lower()}_"
+    return device.type != "cpu" or torch._C._dispatch_has_kernel_for_dispatch_key(operation, "CPU")
 
 
 def is_inside_transform() -> bool:

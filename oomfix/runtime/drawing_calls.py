@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -90,18 +89,18 @@ def _is_left_to_torch() -> bool:
     A compiler records it; `vmap` draws for many at once; and a checkpointed block draws again in backward, from the
     state that the generator had, as do functions that compute again by themselves.
     """
-    if torch.compiler.is_compiling() or compat.is_inside_transform() or compat.checkpoint_hook_is_on_top():
+    if torch.compiler.is_compiling() or compat.is_inside_transform() or compat.is_inside_checkpoint():
         return True
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename in _RUN_AGAIN:
+        if frame.f_code.co_filename == _RUN_AGAIN:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
-# where torch.utils.checkpoint, and forward and backward of torch.autograd.Function, call what they are given
-_RUN_AGAIN = {torch.utils.checkpoint.__file__, torch.autograd.function.__file__}
+# where forward and backward of torch.autograd.Function are called
+_RUN_AGAIN = torch.autograd.function.__file__
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Generator)
 
 

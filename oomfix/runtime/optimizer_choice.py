@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import torch
 
+from oomfix.runtime import compat
+
 Step = Literal["fused", "for-loop", "as it was"]
 
 _EIGHT_BIT = (
@@ -94,17 +96,7 @@ def _can_fuse(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     if not all(parameter.is_floating_point() for parameter in group["params"]):
         return False
     devices = {parameter.device for parameter in group["params"]}
-    return all(_fuses_on(type(optimizer), device) for device in devices)
-
-
-def _fuses_on(kind: Any, device: torch.device) -> bool:
-    probe = torch.zeros(1, device=device, requires_grad=True)
-    try:
-        # the constructor knows best: the devices that a version supports are listed nowhere else in public
-        kind([probe], lr=1.0, fused=True)
-    except RuntimeError:
-        return False
-    return True
+    return all(compat.fuses_on(type(optimizer), device) for device in devices)
 
 
 def _move_step_counts(optimizer: torch.optim.Optimizer) -> None:
