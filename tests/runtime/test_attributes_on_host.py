@@ -11,6 +11,7 @@ from torch import nn
 from oomfix.runtime import offloading
 from oomfix.runtime.attributes_on_host import attributes_on_host
 from oomfix.runtime.kept_state import KeptState
+from tests.torch_versions import needs_counts_of_holders
 
 
 class Attention(nn.Module):
@@ -55,6 +56,7 @@ def waiting(model):
     return [getattr(vars(block)["map"], "_oomfix_device", None) for block in model.blocks]
 
 
+@needs_counts_of_holders
 def test_gradients_through_what_is_read_back_are_bitwise_those_without(x):
     model = Model().double()
     twin = copy.deepcopy(model)
@@ -67,6 +69,7 @@ def test_gradients_through_what_is_read_back_are_bitwise_those_without(x):
         assert torch.equal(parameter.grad, other.grad)
 
 
+@needs_counts_of_holders
 def test_the_map_leaves_the_card_when_its_module_is_done(x):
     model, alive = Model().double(), []
     blocks = model.blocks
@@ -83,6 +86,7 @@ def test_the_map_leaves_the_card_when_its_module_is_done(x):
     assert [hasattr(value, "_oomfix_device") for value in alive] == [True, True]
 
 
+@needs_counts_of_holders
 def test_an_attribute_is_read_on_its_device_with_its_values_also_later(x):
     model = Model().double()
     with torch.no_grad(), attributes_on_host(model.modules(), min_bytes=0):
@@ -99,6 +103,7 @@ def test_an_attribute_is_read_on_its_device_with_its_values_also_later(x):
         _ = model.blocks[0].no_such
 
 
+@needs_counts_of_holders
 def test_what_a_reader_writes_in_place_is_kept(x):
     block = Attention().double()
     with torch.no_grad(), attributes_on_host([block], min_bytes=0):
@@ -200,6 +205,7 @@ def test_a_class_that_has_plans_for_the_name_is_left_alone(x):
     assert isinstance(vars(Watched)["features"], property)
 
 
+@needs_counts_of_holders
 def test_what_waits_is_not_copied_to_be_put_back(x):
     """A forward that is new to the runtime keeps the state of its modules, but not what nobody can write."""
     block = Attention().double()

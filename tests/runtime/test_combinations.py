@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from oomfix import runtime
 from oomfix.runtime import chunked_losses, offloading, rungs
+from tests.torch_versions import needs_fused_on_cpu, needs_torch
 
 CHECKPOINTING, OFFLOADING, SPLITTING, AMP, COMPILE = "checkpointing", "offloading", "splitting", "amp", "compile"
 LINEAR_LOSS, IN_BACKWARD, LEAN_STEP = "linear loss", "step in backward", "lean step"
@@ -79,7 +80,17 @@ def step(techniques, model, tokens, labels):
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations(TECHNIQUES, 2)), ids=" and ".join)
+def pairs(techniques):
+    """Every two of them, with what they need."""
+    marks = {
+        COMPILE: needs_torch("2.6", "a compiler that takes the masks of transformers"),
+        LEAN_STEP: needs_fused_on_cpu,
+    }
+    for pair in itertools.combinations(techniques, 2):
+        yield pytest.param(pair, marks=[marks[name] for name in pair if name in marks], id=" and ".join(pair))
+
+
+@pytest.mark.parametrize("pair", pairs(TECHNIQUES))
 def test_a_step_is_that_of_the_plain_loop(language_model, moved, pair):
     model, tokens, labels = language_model
     if AMP in pair:
@@ -111,7 +122,7 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations(POLICIES, 2)), ids=" and ".join)
+@pytest.mark.parametrize("pair", pairs(POLICIES))
 def test_policies_of_a_preset_leave_gradients_as_they_are(language_model, moved, monkeypatch, relative_error, pair):
     monkeypatch.setattr(rungs.Offloading, "take", lambda self, iteration: True)
     monkeypatch.setattr(rungs, "offload_activations", lambda: runtime.offload_activations(0))

@@ -11,6 +11,7 @@ from transformers import CLIPConfig, CLIPModel
 
 from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
+from tests.torch_versions import needs_masks_in_fp64
 
 
 class TwoTowers(nn.Module):
@@ -176,6 +177,7 @@ def test_the_manager_runs_it_whole_and_the_chunks_keep_it_small(relative_error):
     assert memory.report().whole_because
 
 
+@needs_masks_in_fp64
 def test_clip_from_transformers():
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CLIPConfig(

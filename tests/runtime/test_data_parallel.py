@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oomfix import runtime
 from tests.runtime import torchrun
 from tests.runtime.data_parallel import Trouble
+from tests.torch_versions import needs_fully_shard
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -169,7 +170,9 @@ def test_what_works_inside_of_the_backward_of_ddp_is_refused_by_name(found):
         assert "static_graph=True" in static
 
 
-@pytest.mark.parametrize("arguments", [(), ("--shard",)], ids=["replicas", "shards"])
+@pytest.mark.parametrize(
+    "arguments", [(), pytest.param(("--shard",), marks=needs_fully_shard)], ids=["replicas", "shards"]
+)
 def test_the_example_trains_two_processes_alike(arguments):
     status, printed, said = torchrun.run("examples/distributed.py", *arguments)
     assert status == 0, said[-4000:]

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
+from oomfix.runtime.compat import OutOfMemoryError
 
 X, Y = torch.randn(16, 5, 4).double(), torch.randn(16, 5, 4).double()
 
@@ -130,7 +131,7 @@ def test_a_hidden_state_in_a_variable_is_put_back_when_a_call_starts_again():
             output = net(x) + hidden
             hidden = output.detach().mean((0, 1))
             if next(failures, False):
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise OutOfMemoryError("CUDA out of memory")
             return output.pow(2).mean()
 
         runtime.preset("16gb", checkpointing="off", split="never").forward_backward(forward, X)

@@ -35,7 +35,7 @@ def test_a_model_runs_in_half_and_returns_single():
     out, others = memory.forward(model, X, scale=2)
     assert model.seen == [torch.bfloat16]
     assert out.dtype == others["twice"].dtype == torch.float32
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_cpu_enabled()
     memory.backward(nn.functional.binary_cross_entropy(out.sigmoid(), torch.ones(8, 4)))
     assert model.inner.weight.grad.dtype == torch.float32
 

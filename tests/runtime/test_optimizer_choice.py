@@ -12,6 +12,7 @@ from oomfix import runtime
 from oomfix.profile.cards import find_card
 from oomfix.profile.simulated_gpu import SimulatedGPU
 from oomfix.profile.tracker import SimulatedCard
+from tests.torch_versions import needs_fused_on_cpu
 
 
 def network():
@@ -61,6 +62,7 @@ def test_the_loop_is_the_same_training(kind):
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
+@needs_fused_on_cpu
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
 def test_fused_is_chosen_where_there_is_one_and_needs_no_temporaries(kind):
     model = network()

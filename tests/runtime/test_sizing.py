@@ -11,6 +11,7 @@ from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.sizing import OptimizerRoom, Sizing, fixed_parts, least_parts, limit_memory
+from tests.torch_versions import needs_fused_on_cpu
 
 
 def settle(sizing, size, most_rows, calls):
@@ -111,7 +112,9 @@ def test_the_room_is_two_numbers_per_parameter_and_is_given_back():
         assert card.current_bytes == 0
 
 
-@pytest.mark.parametrize("form", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "form", [{"foreach": True}, {"foreach": False}, pytest.param({"fused": True}, marks=needs_fused_on_cpu)], ids=str
+)
 def test_the_room_is_held_until_the_first_step_only(form, monkeypatch):
     """Fused forms leave no trace in the versions of parameters."""
     model, held, calls = nn.Linear(6, 4), set(), []

@@ -12,6 +12,7 @@ from torch import nn
 
 from oomfix import presets, runtime
 from oomfix.runtime import step_memory
+from tests.torch_versions import needs_fused_on_cpu
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 4, (8,), generator=torch.Generator().manual_seed(2))
@@ -89,6 +90,7 @@ def test_a_preset_that_says_off_leaves_every_optimizer_alone(model, monkeypatch,
     assert form(optimizer) == [(None, False)]
 
 
+@needs_fused_on_cpu
 def test_on_means_from_the_first_step_and_is_reported(model):
     memory, optimizer = runtime.preset("16gb", lean_step="on"), adamw(model)
     step(memory, model, optimizer)
