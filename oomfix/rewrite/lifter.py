@@ -21,6 +21,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
 )
 from oomfix.rewrite.module import Names
+from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.slices import PREPARATION, Slicer
 from oomfix.rewrite.verdict import Verdict
@@ -62,7 +63,7 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
             verdict.joined_line = reason.line if isinstance(reason, JoinedStatements) else None
         else:
             verdict.form, verdict.reason, verdict.joined_line = "micro-batched", None, None
-            verdict.state = lifter.state
+            verdict.state, verdict.objects = lifter.state, lifter.objects
     return edits
 
 
@@ -77,6 +78,7 @@ class _Lifter:
 
     Attributes:
         state: what the slices that were lifted last leave behind in objects, or hand on from row to row.
+        objects: what is said of their batches, where those may be objects that are not cut.
     """
 
     def __init__(self, reading: Reading, manager: str) -> None:
@@ -93,6 +95,7 @@ class _Lifter:
         self._function = Names(source.tree).free("forward", "forward_batch")
         self._lifting = Lifting(reading.layout, manager)
         self.state: str | None = None
+        self.objects: str | None = None
 
     def _only_resets(self, forward: Forward) -> bool:
         """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""
@@ -121,6 +124,7 @@ class _Lifter:
         if self.state is not None and len(lifts) > 1:
             raise CannotLift(f"{self.state}, which another loss may go through")
         self.state = self.state or next((lift.in_turn for lift in lifts if lift.in_turn is not None), None)
+        self.objects = why_perhaps_whole(lifts) if self.state is None else None
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
         return edits

@@ -254,6 +254,8 @@ class LoopRewriter:
                 verdict.notes.append(said)
             if verdict.form == "micro-batched" and verdict.state is not None:
                 verdict.notes.append(f"{verdict.state}: batches run whole, and again in less memory where it runs out")
+            if verdict.form == "micro-batched" and verdict.objects is not None:
+                verdict.notes.append(verdict.objects)
             if verdict.reason is not None and not (verdict.form == "in-place" and verdict.liftable):
                 verdict.reason = self._begun.with_lines_before(verdict.reason)
 

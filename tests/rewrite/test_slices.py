@@ -517,3 +517,21 @@ def test_what_moved_behind_the_call_is_parted_from_the_step_as_the_backward_was(
             print(loss.item(), correct.item())
         """)
     assert "    correct = (out.argmax(1) == y).sum()\n\n    memory.step(optimizer)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("network", "told"),
+    [
+        ("model(batch.x.float())", "`batch` may be an object, which is cut where it is a mapping, a named tuple or a "),
+        ("model(batch.to(device).x)", None),
+        ("model(batch.data)", None),
+        ('model(batch["x"])', None),
+        ("model(x) + model(batch.x)", None),
+    ],
+)
+def test_a_batch_that_may_be_an_object_of_a_kind_that_is_not_cut_is_named(network, told):
+    body = f"for batch in batches:\n    x = batch.x\n    loss = F.cross_entropy({network}, batch.y)\n"
+    body += "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+    (loop,) = rewritten(TOP + body).loops
+    assert loop.rewrite == "micro-batched"
+    assert [note.startswith(told or "") for note in loop.notes] == [True] * bool(told)
