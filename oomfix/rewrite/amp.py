@@ -122,10 +122,10 @@ class Amp:
         """The names of the functions of the file."""
         return {node.name for node in self._script.imports.nodes if isinstance(node, FunctionNode)}
 
-    def unscaled_lines(self, steps: list[Step]) -> list[int]:
-        """The lines in which the script unscales by itself."""
+    def unscaled(self, steps: list[Step]) -> list[ast.Call]:
+        """The calls by which the script unscales by itself."""
         scalers = {path for path in map(self._scaler_of_step, steps) if path is not None}
-        return [call.lineno for call in self._calls_on(scalers, "unscale_")]
+        return list(self._calls_on(scalers, "unscale_"))
 
     def _scaler_of_step(self, step: Step) -> str | None:
         function = step.node.func

@@ -187,7 +187,7 @@ class InPlace:
         Args:
             backwards: those of all loops; a loop of another function may be stepped behind one of them.
         """
-        known = self._amp.unscaled_lines(verdict.steps)
+        known = self._amp.unscaled(verdict.steps)
         for step in verdict.steps:
             assert isinstance(step.node.func, ast.Attribute)
             optimizer = step.node.args[0] if step.scaled and step.node.args else step.node.func.value
@@ -197,9 +197,12 @@ class InPlace:
             lines = sorted(node.lineno for node in before)
             # the last one, and those that run in its place in another branch
             last = [n.lineno for n in before if n is before[-1] or self._blocks.exclude_each_other(n, before[-1])]
-            others = [other.node.lineno for other in verdict.steps if other.node.lineno < step.node.lineno]
-            first = max([*sorted(last)[:1], *(line for line in others if not lines or line > lines[0])], default=0)
-            if scope is None or any(first < line <= step.node.lineno for line in known):
+            apart = self._blocks.exclude_each_other
+            others = [other.node for other in verdict.steps if not apart(other.node, step.node)]
+            passed = [other.lineno for other in others if other.lineno < step.node.lineno]
+            first = max([*sorted(last)[:1], *(line for line in passed if not lines or line > lines[0])], default=0)
+            mine = (call.lineno for call in known if not apart(call, step.node))
+            if scope is None or any(first < line <= step.node.lineno for line in mine):
                 continue
             if not before:
                 first = scope.lineno if not isinstance(scope, ast.Module) else 0

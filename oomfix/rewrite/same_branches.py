@@ -1,6 +1,7 @@
 """An `if` whose branches have become the same is one of them: `if amp: ... else: ...` once precision is handed over.
 
-Where only their backwards are alike, these run ahead of the `if`, so that the loss they go through can be lifted.
+Where only their backwards are alike, these run ahead of the `if`, so that the loss they go through can be lifted. What
+unscales gradients under a flag that decided no more than that does so without it: the manager knows what it has scaled.
 """
 
 from __future__ import annotations
@@ -37,14 +38,26 @@ def merge_branches(reading: Reading, manager: str) -> Merged:
     backwards = [call for call in calls if _method(call, manager) == "backward"]
     edits: list[Edit] = []
     gone: set[int] = set()
+    flags: set[str] = set()
     for branch in dict.fromkeys(branch for call in calls for branch in blocks.conditions_of(call)[:1]):
         merged = _merged(branch, layout, blocks)
         found = [merged] if merged is not None else _hoisted(branch, layout, blocks, manager)
         if found:
             edits += found
+            flags.add(ast.dump(branch.test))
             other = {id(node) for statement in branch.orelse for node in walk(statement)}
             gone |= {number for number, call in enumerate(backwards) if id(call) in other}
+    for node in walk(reading.source.tree) if flags else ():
+        if isinstance(node, ast.If) and ast.dump(node.test) in flags and _only_unscales(node, manager):
+            edits += [edit for edit in [_body_of(node, layout, blocks)] if edit is not None]
     return Merged(edits, gone)
+
+
+def _only_unscales(branch: ast.If, manager: str) -> bool:
+    if branch.orelse or len(branch.body) != 1 or not isinstance(branch.body[0], ast.Expr):
+        return False
+    call = branch.body[0].value
+    return isinstance(call, ast.Call) and path_of(call.func) == f"{manager}.unscale_"
 
 
 def _method(call: ast.Call, manager: str) -> str | None:
@@ -55,10 +68,15 @@ def _method(call: ast.Call, manager: str) -> str | None:
 
 
 def _merged(branch: ast.If, layout: Layout, blocks: Blocks) -> Edit | None:
+    if [ast.dump(one) for one in branch.body] != [ast.dump(other) for other in branch.orelse]:
+        return None
+    return _body_of(branch, layout, blocks)
+
+
+def _body_of(branch: ast.If, layout: Layout, blocks: Blocks) -> Edit | None:
+    """The first branch in the place of its `if`; None where that cannot be written."""
     own = layout.own_lines(branch)
     if own is None or not _may_go(branch, blocks):
-        return None
-    if [ast.dump(one) for one in branch.body] != [ast.dump(other) for other in branch.orelse]:
         return None
     chunks = [layout.chunk(statement, branch.body, branch.lineno) for statement in branch.body]
     if any(chunk is None for chunk in chunks) or branch.body[0].lineno == branch.lineno:

@@ -1493,3 +1493,56 @@ def test_gradients_handed_to_the_parameters_of_another_model_are_not_scaled():
     )
     assert 'precision="no-fp16"' in result.text
     assert "unscale_" not in result.text
+
+
+FLAGGED = """\
+amp = False
+scaler = torch.amp.GradScaler("cuda", enabled=amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", enabled=amp):
+        loss = F.cross_entropy(model(x), y)
+"""
+
+
+def test_a_flag_that_decides_no_precision_any_more_goes_from_around_the_unscaling_too():
+    text, _ = apply(
+        FLAGGED
+        + textwrap.dedent("""\
+        #
+            if amp:
+                scaler.scale(loss).backward()
+            else:
+                loss.backward()
+            if amp:
+                scaler.unscale_(optimizer)  # for the clip
+            nn.utils.clip_grad_norm_(model.parameters(), 1)
+            if amp:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        """)
+    )
+    assert "    memory.unscale_(optimizer)  # for the clip\n    nn.utils.clip" in text
+    assert "if amp" not in text and text.count("unscale_") == 1
+
+
+def test_gradients_clipped_in_both_branches_of_a_flag_are_unscaled_in_both():
+    text, _ = apply(
+        FLAGGED
+        + textwrap.dedent("""\
+        #
+            if amp:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1)
+                optimizer.step()
+        """)
+    )
+    assert "if amp" not in text and text.count("    memory.unscale_(optimizer)\n    nn.utils.clip") == 1
