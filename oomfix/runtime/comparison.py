@@ -49,6 +49,7 @@ class Runs:
         graph_of_whole: with gradients on in the run on all rows, so that its calls are those of a run with gradients:
             forwards register hooks where there is a graph.
         divides: the parts weigh what their losses divide by, which shows in their graphs only, see `divisors`.
+        empties: gaps take every row of the first part, not half of its first row.
     """
 
     graph: bool = False
@@ -59,6 +60,7 @@ class Runs:
     mask_gaps: frozenset[int] = frozenset()
     graph_of_whole: bool = False
     divides: bool = False
+    empties: bool = False
 
 
 @dataclass
@@ -158,7 +160,7 @@ def compare(
 
     Args:
         see: what to keep of each result, called before the run ends.
-        gaps: to be made in the first row, see `rows.gaps_for_masks`.
+        gaps: to be made in the first row, or the first part, see `rows.make_gaps`.
 
     Raises:
         RuntimeError: the device ran out of memory.
@@ -302,7 +304,8 @@ class _Comparison:
     def _run(self, begin: int, end: int, light: bool) -> _Run:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
         if self._gaps and begin == 0:
-            make_gaps(trees.tensors((args, kwargs)), self._gaps)
+            emptied = first_part(len(self._rows)) if self._how.empties else 0
+            make_gaps(trees.tensors((args, kwargs)), self._gaps, emptied)
         held_out = self._held_out if self._how.holds_out and begin == 0 else None
         mask_gaps = self._how.mask_gaps if begin == 0 else ()
         watch = Watch(end - begin, held_out, self._writes, self._outside, mask_gaps)
@@ -333,9 +336,9 @@ class _Comparison:
             result, left, weights, numbers(divided_by), among, watch.bent, masks, calls, differentiates, shapes, tell
         )
 
-    def _divisors(self, result: Any) -> list[torch.Tensor | int]:
+    def _divisors(self, result: Any) -> list[Any]:
         loss = outputs.loss_in(result) if self._how.divides else None
-        return divisors(loss) if loss is not None and loss.numel() == 1 else []
+        return [divisor.amount for divisor in divisors(loss)] if loss is not None and loss.numel() == 1 else []
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

@@ -4,11 +4,12 @@ The mean over what a mask leaves of a batch is the mean over its micro-batches, 
 it: what it divides by. Autograd keeps that in the graph of the loss, so it is read there, as the divisors of cross
 entropies are (`normaliser`), and costs no second computation. Which of the divisors count is found out by a check:
 those that for all rows are what they are for two parts of them together. A constant, as the number of batches whose
-gradients are accumulated, is none of them.
+gradients are accumulated, is none of them, and has to be the same in every part.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +30,61 @@ _MEAN_LOSSES = (
 )
 # what the terms of a loss are put together with; behind anything else stand tensors with more than one number
 _TERMS = ("AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0", "ToCopyBackward0", "CloneBackward0")
+NEXT_TO_NOTHING = 1e-6  # added to a divisor lest it is 0
 
 
-def divisors(loss: torch.Tensor) -> list[torch.Tensor | int]:
+@dataclass(frozen=True)
+class Divisor:
+    """What one mean divides by.
+
+    Attributes:
+        amount: as autograd keeps it.
+        of: the operation that takes the mean, and the one whose result it is taken of.
+    """
+
+    amount: Any
+    of: tuple[str, str]
+
+    @property
+    def is_division(self) -> bool:
+        """Whether the program divides a sum itself, by a number that may be anything."""
+        return self.of[0] in _DIVISIONS
+
+
+@dataclass(frozen=True)
+class Means:
+    """The means in one loss, as far as they are told apart by a check.
+
+    Attributes:
+        counted: what those divide by that count.
+        others: what the others divide by.
+        of: which operations they are.
+        divided: what those in `counted` divide by that are divisions.
+        loss: the loss itself.
+    """
+
+    counted: list[float]
+    others: list[float]
+    of: tuple[tuple[str, str], ...]
+    divided: list[float]
+    loss: float
+
+    def is_like(self, other: "Means") -> bool:
+        """Whether these are the same means, of other rows."""
+        return self.of == other.of and all(map(math.isclose, self.others, other.others))
+
+    def hide_something(self) -> bool:
+        """Whether something is divided by nothing, which leaves it infinite, or lost in what is no number."""
+        return 0 in self.divided and not math.isnan(self.loss)
+
+    def may_count_nothing(self) -> bool:
+        """Whether a divisor may stand in for 0, as in `max(count, 1)`, which the weights of parts must not hold."""
+        more = [number for number in self.divided if abs(number) > NEXT_TO_NOTHING]
+        is_lost = 0 in self.divided and len(self.of) > 1
+        return 1 in more or is_lost or bool(more and self.loss == 0)
+
+
+def divisors(loss: torch.Tensor) -> list[Divisor]:
     """What each mean in `loss` divides by, as autograd keeps it, in the order of its terms; it may have none.
 
     Means inside of a model are not looked for. A divisor that depends on parameters is left out: the gradient flows
@@ -40,7 +93,7 @@ def divisors(loss: torch.Tensor) -> list[torch.Tensor | int]:
     Args:
         loss: a scalar with its graph.
     """
-    found: list[Any] = []
+    found: list[Divisor] = []
     ahead: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     while ahead:
@@ -48,18 +101,22 @@ def divisors(loss: torch.Tensor) -> list[torch.Tensor | int]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        amount: Any = None
         name = node.name()
         if name in _DIVISIONS:
             (numerator, _), *others = node.next_functions
             if not any(other is not None for other, _ in others) and _is_number(node._saved_other):
-                found.append(node._saved_other)
+                amount = node._saved_other
             ahead.append(numerator)
         elif name in _MEANS:
-            found.append(node._saved_self_sym_numel)
+            amount = node._saved_self_sym_numel
         elif name in _MEAN_LOSSES and node._saved_reduction == _MEAN:
-            found.append(node._saved_self.numel())
+            amount = node._saved_self.numel()
         elif name in _TERMS:
             ahead += [term for term, _ in reversed(node.next_functions)]
+        if amount is not None:
+            behind = node.next_functions[0][0]
+            found.append(Divisor(amount, (name, "" if behind is None else behind.name())))
     return found
 
 
@@ -67,11 +124,17 @@ def _is_number(divisor: Any) -> bool:
     return not isinstance(divisor, torch.Tensor) or divisor.numel() == 1
 
 
-def numbers(found: Sequence[torch.Tensor | int]) -> list[float]:
-    """The numbers in what `divisors` returned. Reading them waits for the device, once."""
-    tensors = [divisor.reshape(()).double() for divisor in found if isinstance(divisor, torch.Tensor)]
-    read = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(read) if isinstance(divisor, torch.Tensor) else float(divisor) for divisor in found]
+def numbers(found: Sequence[torch.Tensor | float]) -> list[float]:
+    """The numbers in `found`. Reading tensors waits for the device, once."""
+    # a plain number that a tensor was divided by is kept as a tensor on the CPU
+    on_device = {n: x for n, x in enumerate(found) if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
+    stacked = [tensor.detach().reshape(()).double() for tensor in on_device.values()]
+    read = dict(zip(on_device, torch.stack(stacked).tolist() if stacked else (), strict=True))
+    return [read[n] if n in read else _read(number) for n, number in enumerate(found)]
+
+
+def _read(number: torch.Tensor | float) -> float:
+    return float(number.item() if isinstance(number, torch.Tensor) else number)
 
 
 def counting(whole: Sequence[float], parts: Sequence[Sequence[float]]) -> tuple[int, ...]:
@@ -85,6 +148,26 @@ def counting(whole: Sequence[float], parts: Sequence[Sequence[float]]) -> tuple[
     return tuple(position for position, (total, *of_parts) in pairs if math.isclose(total, sum(of_parts), rel_tol=1e-5))
 
 
+def means(loss: torch.Tensor, positions: Sequence[int]) -> Means | None:
+    """The means in `loss`; None where it hides them.
+
+    Args:
+        loss: a scalar with its graph.
+        positions: of those that count among `divisors`.
+    """
+    found = divisors(loss)
+    if len(found) <= max(positions):
+        return None
+    *read, value = numbers([*(divisor.amount for divisor in found), loss])
+    return Means(
+        [read[position] for position in positions],
+        [number for position, number in enumerate(read) if position not in positions],
+        tuple(divisor.of for divisor in found),
+        [read[position] for position in positions if found[position].is_division],
+        value,
+    )
+
+
 def weights(loss: torch.Tensor, verdict: Verdict) -> list[float]:
     """What the means that count in `loss` divide by, of cross entropies or taken by hand; none where it hides them.
 
@@ -94,8 +177,8 @@ def weights(loss: torch.Tensor, verdict: Verdict) -> list[float]:
     """
     if not verdict.divisors:
         return mean_nll_weights(loss, max(verdict.nll_losses, 1))
-    found = divisors(loss)
-    return numbers([found[position] for position in verdict.divisors]) if len(found) > max(verdict.divisors) else []
+    found = means(loss, verdict.divisors)
+    return [] if found is None else found.counted
 
 
 def are_one(loss: torch.Tensor, verdict: Verdict) -> bool:

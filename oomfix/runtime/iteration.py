@@ -18,7 +18,6 @@ import torch
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
-from oomfix.runtime.divisors import weights
 from oomfix.runtime.gradients import CHANGES_GRADIENTS, Border, GradientsAside, GradientsNoted, next_node, reach
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known, has_hook
@@ -277,7 +276,7 @@ class Iteration:
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
                 with draws.part(start, stop):
-                    result, divided_by = self._forward_rows(start, stop, verdict)
+                    result, divided_by = self._forward_rows(start, stop, verdict, shares)
                 weight = shares.of(stop - start, divided_by)
                 if self.trains:
                     share, loss = self.weighing.share(weight), self.loss_of(result)
@@ -305,7 +304,7 @@ class Iteration:
         most_bytes = max(_BATCHES_OF_DRAWS * sum(tensor.nbytes for tensor in self._tensors), _FEW_BYTES)
         return WholeDraws(() if compiled else verdict.draws, self.batch.size, most_bytes, outside)
 
-    def _forward_rows(self, start: int, stop: int, verdict: Verdict) -> tuple[Any, list[float]]:
+    def _forward_rows(self, start: int, stop: int, verdict: Verdict, shares: Shares) -> tuple[Any, list[float]]:
         args, kwargs = self.batch.rows(start, stop)
         if self.trains:
             noted = GradientsNoted(self.known.telling_leaves())
@@ -317,7 +316,7 @@ class Iteration:
             loss = self.loss_of(result)
             assert self.weighing is not None
             self.weighing.check_targets(loss, verdict)
-            return result, weights(loss, verdict)
+            return result, shares.divided_by(loss)
         if not verdict.nll_losses:
             return self._call(args, kwargs), []
         # without a graph the divisors are read as they are computed

@@ -98,10 +98,27 @@ def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
     return 1 if seen.dtype == torch.bool and not bool(seen.any()) else None
 
 
-def make_gaps(copies: Iterable[torch.Tensor], gaps: Iterable[float | None]) -> None:
-    """Write the gaps into half of the first row of each copy of some rows, or into half of its entries."""
+def zeros_for_all_that_counts(batch: Batch) -> list[float | None]:
+    """For each tensor of `batch` 0, if it may say what counts: flags, labels, lengths, masks and weights."""
+    return [0 if _may_count(tensor, batch.size) else None for tensor in batch.tensors()]
+
+
+def _may_count(tensor: torch.Tensor, size: int) -> bool:
+    if not _has_rows(tensor, size):
+        return False
+    return (
+        not tensor.is_floating_point() or _is_mask(tensor, size) or (tensor.dim() <= 2 and not bool(tensor.amin() < 0))
+    )
+
+
+def make_gaps(copies: Iterable[torch.Tensor], gaps: Iterable[float | None], whole_rows: int = 0) -> None:
+    """Write the gaps into the first `whole_rows` of each copy of some rows, or into half of the first row."""
     for copy, gap in zip(copies, gaps, strict=True):
-        if gap is not None:
+        if gap is None:
+            continue
+        if whole_rows:
+            copy[:whole_rows] = gap
+        else:
             row = copy[0]
             entries = (row != gap).nonzero()
             row[tuple(entries[: max(len(entries) // 2, 1)].T)] = gap

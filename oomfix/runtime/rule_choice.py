@@ -7,6 +7,7 @@ a tensor. Only where the user asked for a split whatever the check says is a rul
 (`likely`).
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from oomfix.runtime.outputs import Array, Concatenate, Extend, First, Inside, Me
 # Relative error that two orders of the same sum may show; on a GPU matrix products may run in TF32.
 _RELATIVE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _RELATIVE_TF32 = 1e-3
+_LARGEST = sys.float_info.max  # infinity is close to nothing else
 
 
 def choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight]) -> Rule | None:
@@ -151,7 +153,7 @@ def close(a: Any, b: Any) -> bool:
     if a.numel() == b.numel() == 1 and a.dim() == b.dim():
         one, other = a.item(), b.item()
         # as below: relative to the second, and to the largest entry, which is the first
-        near = one == other or abs(one - other) <= relative * (abs(one) + abs(other))
+        near = one == other or abs(one - other) <= min(relative * (abs(one) + abs(other)), _LARGEST)
         return bool(near or (one != one and other != other))
     finite = a[a.isfinite()]
     # entries near zero are as exact as the largest one, not as themselves

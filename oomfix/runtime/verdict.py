@@ -20,6 +20,7 @@ class Verdict:
         nll_losses: cross entropies with a mean that the forward computes. If `units` is not "targets" although
             there are some, what they divide by must be the same for every sample.
         divisors: which of the means that the program takes itself count, see `divisors`; `units` is "targets" then.
+        from_nothing: of rows that have nothing that counts, these were seen to be 0.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
         needs_gradients: the forward fails without a graph.
         differentiates: it runs a backward of its own (gradient penalties).
@@ -41,6 +42,7 @@ class Verdict:
     units: str = "rows"
     nll_losses: int = 0
     divisors: tuple[int, ...] = ()
+    from_nothing: bool = False
     held: bool = False
     needs_gradients: bool = False
     differentiates: bool = False

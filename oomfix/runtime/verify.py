@@ -16,11 +16,12 @@ from torch import nn
 from oomfix.runtime import outputs, rule_choice, simulation
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence, Runs, compare
+from oomfix.runtime.divisors import NEXT_TO_NOTHING
 from oomfix.runtime.gradients import CHANGES_GRADIENTS, next_node, reach
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.outputs import Mean, Rule, Sum, Zero
 from oomfix.runtime.referenced import leaves_in
-from oomfix.runtime.rows import choose_rows, gaps_for_masks
+from oomfix.runtime.rows import choose_rows, gaps_for_masks, zeros_for_all_that_counts
 from oomfix.runtime.verdict import Verdict
 
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
@@ -196,7 +197,8 @@ class _Check:
         how = Runs(graph=earlier.needs_gradients or divides, graph_of_whole=True, light=True, divides=divides)
         evidence = compare(self._forward, self._batch, self._modules, rows, how)
         verdict = judge(evidence, rows=count)
-        same = replace(earlier, drew=verdict.drew, held=verdict.held, needs_gradients=False, differentiates=False)
+        same = replace(earlier, drew=verdict.drew, held=verdict.held)
+        same = replace(same, needs_gradients=False, differentiates=False, from_nothing=False)
         if not earlier.calls:
             same = replace(same, calls=verdict.calls)
         return earlier if verdict == same else None
@@ -245,8 +247,12 @@ class _Check:
         if verdict.units != "targets" or verdict.nll_losses or not verdict.divisors:
             return None
         gradients = self.by_gradients(how, count, gaps)
-        same = gradients is not None and gradients.rule is not None
-        return replace(verdict, held=True) if same else None
+        if gradients is None or gradients.rule is None:
+            return None
+        zeros = zeros_for_all_that_counts(self._batch)
+        emptied = compared(replace(how, mask_gaps=frozenset(), empties=True), gaps=zeros)
+        from_nothing = _from_nothing(verdict, emptied, count)
+        return None if from_nothing is None else replace(verdict, held=True, from_nothing=from_nothing)
 
     def _compared(self) -> list[torch.Tensor]:
         """The parameters whose gradients are compared: small ones, of no module too, or the smallest."""
@@ -344,6 +350,22 @@ def judge_gradients(evidence: Evidence) -> Verdict:
         if error > tolerance * max(scale, tolerance * largest):
             return Verdict(None, _GRADIENTS_DEPEND)
     return Verdict(rule)
+
+
+def _from_nothing(verdict: Verdict, emptied: Evidence, rows: int) -> bool | None:
+    """Whether what the loss divides by was 0 for a part in which nothing counts; None if `verdict` does not hold then.
+
+    A program may divide by something else instead (`max(count, 1)`), and terms of a loss that has such a divisor may
+    count nevertheless.
+    """
+    if emptied.failure:
+        return False
+    if emptied.divisors != verdict.divisors:
+        return None
+    if emptied.shares[0].targets > NEXT_TO_NOTHING:
+        return False
+    seen = judge(emptied, rows=rows)
+    return seen.units == "targets" if seen.rule is not None else False if seen.undecided else None
 
 
 def _joined(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from oomfix.runtime.accumulation import Divisor, Slot, Window
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.divisors import are_one, weights
+from oomfix.runtime.divisors import Means, are_one, means, weights
 from oomfix.runtime.gradients import GradientsAside
 from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import Weight
@@ -181,7 +181,29 @@ class Shares:
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
         self._first: list[float] | None = None
+        self._first_means: Means | None = None
         self._has_targets = False
+
+    def divided_by(self, loss: torch.Tensor) -> list[float]:
+        """What the means in the loss of a micro-batch divide by; none where it hides them.
+
+        Raises:
+            CannotSplit: it shows less, or something else, than a check saw.
+        """
+        if not self._verdict.divisors:
+            return weights(loss, self._verdict)
+        found = means(loss, self._verdict.divisors)
+        if found is None:
+            return []
+        self._first_means = self._first_means or found
+        reason = ""
+        if not found.is_like(self._first_means):
+            reason = "the means in its loss are others in a part of it"
+        elif found.hide_something() or (not self._verdict.from_nothing and found.may_count_nothing()):
+            reason = "a part of it has nothing that its loss is a mean of, or little enough to be taken for nothing"
+        if reason:
+            raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+        return found.counted
 
     def of(self, rows: int, targets: list[float]) -> Weight:
         """The weight of a micro-batch of `rows` samples, whose means divide by `targets`.
@@ -205,6 +227,8 @@ class Shares:
             base = targets[0] if self._verdict.units == "targets" else rows
             if self._first is None and base:
                 self._first = [target / base for target in targets]
-            if any(abs(t - first * base) > 1e-6 * base for t, first in zip(targets, self._first or (), strict=False)):
+            # nothing is in proportion to nothing, whatever comes after it
+            first = self._first or [0.0] * len(targets)
+            if any(abs(t - of_first * base) > 1e-6 * abs(base) for t, of_first in zip(targets, first, strict=False)):
                 raise CannotSplit("the parts of its loss are means over different numbers of targets")
         return Weight(rows, targets[0])

@@ -36,6 +36,20 @@ COUPLED: dict[str, Loss] = {
     "at least one": lambda output, target, mask: (
         (((output - target) ** 2).mean(-1) * mask).sum() / mask.sum().clamp(min=1)
     ),
+    "at least one by hand": lambda output, target, mask: (
+        (((output - target) ** 2).mean(-1) * mask).sum() / max(int(mask.sum()), 1)
+    ),
+    "or one": lambda output, target, mask: (
+        (((output - target) ** 2).mean(-1) * mask).sum() / (4 * (mask.sum().item() or 1))
+    ),
+    # a part that leaves nothing has terms nevertheless, as the background has in a detector's loss
+    "terms of what is not left": lambda output, target, mask: (output - target).abs().sum() / mask.sum(),
+    "another mean where none is left": lambda output, target, mask: (
+        ((output - target) ** 2).mean(-1)[mask.bool()].mean() if mask.any() else (output - target).abs().mean()
+    ),
+    "the longest": lambda output, target, mask: (
+        (((output - target) ** 2).sum(-1) * mask).sum() / mask.sum() / mask.sum(1).max()
+    ),
     "by what it trains": lambda output, target, mask: ((output - target) ** 2).sum() / output.exp().sum(),
     "pairs": lambda output, target, mask: (
         ((output @ output.transpose(1, 2)).mean(2) * mask).sum() / mask.sum() * output.mean()
@@ -49,7 +63,10 @@ def network() -> nn.Sequential:
 
 
 def batches(count: int, masks: str = "ragged") -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Sequences of other lengths; "full" ones in the first three batches, "empty" ones for two of the three parts."""
+    """Sequences of other lengths.
+
+    They are "full" in the first three batches; "empty" for two of three parts, or so from the third batch on ("later").
+    """
     generator = torch.Generator().manual_seed(1)
     found = []
     for number in range(count):
@@ -57,7 +74,7 @@ def batches(count: int, masks: str = "ragged") -> list[tuple[torch.Tensor, torch
         lengths = torch.randint(1, TIMES + 1, (ROWS, 1), generator=generator)
         if masks == "full" and number < 3:
             lengths[:] = TIMES
-        if masks == "empty":
+        if masks == "empty" or (masks == "later" and number > 1):
             lengths[4:] = 0
         found.append((x, y, (torch.arange(TIMES) < lengths).double()))
     return found
@@ -76,14 +93,14 @@ def trained(loss: Loss, data: list[tuple[torch.Tensor, ...]], **overrides: objec
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]), known.split_calls
 
 
-@pytest.mark.parametrize("masks", ["ragged", "full", "empty"])
+@pytest.mark.parametrize("masks", ["ragged", "full", "empty", "later"])
 @pytest.mark.parametrize("name", MEANS)
 def test_means_over_what_a_mask_leaves_train_in_parts_as_whole(name, masks):
     data = batches(10, masks)
     whole, _ = trained(MEANS[name], data)
     split, calls = trained(MEANS[name], data, micro_batches=3)
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
-    assert calls == (10 if masks == "ragged" else calls)
+    assert calls == 10
 
 
 def test_they_are_split_from_the_first_call_on_where_masks_are_full_too():
@@ -91,9 +108,10 @@ def test_they_are_split_from_the_first_call_on_where_masks_are_full_too():
     assert calls == 10
 
 
+@pytest.mark.parametrize("masks", ["ragged", "full", "later"])
 @pytest.mark.parametrize("name", COUPLED)
-def test_other_divisions_run_whole(name):
-    data = batches(10)
+def test_other_divisions_run_whole(name, masks):
+    data = batches(10, masks)
     whole, _ = trained(COUPLED[name], data)
     split, calls = trained(COUPLED[name], data, micro_batches=3)
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
@@ -112,6 +130,45 @@ def test_masks_that_are_computed_count_too():
     split, calls = trained(loss, data, micro_batches=3)
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
     assert calls == 10
+
+
+def marked(loss: Loss) -> Loss:
+    """`loss` where masks mark what is left out: a check cannot leave nothing in a part by zeros."""
+    return lambda output, target, mask: loss(output, target, (mask == 0).double())
+
+
+@pytest.mark.parametrize(
+    "name", ["at least one by hand", "terms of what is not left", "another mean where none is left"]
+)
+def test_a_part_that_may_have_nothing_is_not_weighed(name):
+    """What stands in for 0 shows in the parts only: a loss of 0, a divisor of 1, other operations than in the rest."""
+    data = [(x, y, 1 - mask) for x, y, mask in batches(10, "later")]
+    whole, _ = trained(marked(COUPLED[name]), data)
+    split, calls = trained(marked(COUPLED[name]), data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls == 2
+
+
+def test_means_over_masks_of_their_own_are_not_weighed_alike():
+    """One leaves nothing of the first part, from the third batch on."""
+
+    def forward(model, x, y, mask, other):
+        error, size = (model(x) - y).pow(2).sum(-1), model(x).abs().sum(-1)
+        return (error * mask).sum() / mask.sum() + (size * other).sum() / other.sum()
+
+    found = []
+    for sizes in ({}, {"micro_batches": 3}):
+        runtime.reset()
+        memory, model = runtime.preset("16gb", precision="fp32", **sizes), network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number, (x, y, mask) in enumerate(batches(4)):
+            mask, other = torch.ones_like(mask), torch.ones_like(mask)
+            if number > 1:
+                mask[:4] = 0
+            memory.forward_backward(forward, model, x, y, mask, other)
+            memory.step(optimizer)
+        found.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
 
 
 def test_metrics_beside_it_are_those_of_the_batch():
@@ -147,9 +204,17 @@ def test_divisors_are_read_in_the_order_of_the_terms():
     x = torch.randn(4, 5, requires_grad=True)
     mask = torch.tensor([True, False, True, True])
     loss = (x[mask].sum() / mask.sum() + 2 * x.mean() - F.mse_loss(x, x.detach() + 1)) / 4
-    assert numbers(divisors(loss)) == [4.0, 3.0, 20.0, 20.0]
+    assert numbers([divisor.amount for divisor in divisors(loss)]) == [4.0, 3.0, 20.0, 20.0]
     assert divisors(x.sum() / x.exp().sum()) == []
     assert divisors(x.sum()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_divisors_on_a_card_are_read_together_with_plain_numbers():
+    x = torch.randn(4, device="cuda", requires_grad=True)
+    loss = x.sum() / torch.tensor(3.0, device="cuda") / 4
+    assert numbers([divisor.amount for divisor in divisors(loss)]) == [4.0, 3.0]
 
 
 def test_divisors_count_that_are_those_of_the_parts_together():

@@ -11,6 +11,7 @@ from torch import nn
 from oomfix import runtime
 from oomfix.profile.tracker import SimulatedCard
 from oomfix.runtime.outputs import Concatenate, First, Weight
+from oomfix.runtime.rule_choice import close
 
 X = torch.randn(13, 6, generator=torch.Generator().manual_seed(1)).double()
 MODEL = nn.Linear(6, 4).double()
@@ -204,3 +205,10 @@ def test_the_entries_of_a_model_output_keep_their_order_beside_a_cache():
     assert torch.allclose(result[0], whole[0], rtol=1e-12)
     assert torch.allclose(result.to_tuple()[1], whole.logits, rtol=1e-12)
     assert torch.allclose(result.past_key_values.keys, whole.past_key_values.keys, rtol=1e-12)
+
+
+def test_infinity_is_close_to_no_number():
+    """A loss of a part that divides by 0 explains nothing of that of all rows."""
+    one, infinite = torch.tensor(1.0), torch.tensor(float("inf"))
+    assert not close(one, infinite) and not close(infinite, one)
+    assert close(infinite, infinite) and not close(infinite, -infinite)
