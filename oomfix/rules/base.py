@@ -20,11 +20,19 @@ Need = bytes | tuple[bytes, ...]
 TRAINS = (b".backward(", b"forward_backward(", b"scaler(")
 """What a file that trains holds: a backward, the runtime's call, or a scaler object that does both."""
 
-EVALUATES: tuple[Need, ...] = (
-    b".eval(",
-    *((b"torch", word) for word in (b"def eval", b"def _eval", b"def valid", b"def val(", b"def test(", b"def infer")),
+_EVALUATING = (
+    b"def validat",
+    b"def valid(",
+    b"def val(",
+    b"def _evaluate(",
+    b"def evaluate(model",
+    b"def evaluate(net",
 )
-"""What a file that evaluates holds: the mode, or a function of a usual name."""
+EVALUATES: tuple[Need, ...] = (b".eval(", *((b"torch", word) for word in _EVALUATING))
+"""What a file that evaluates holds: the mode, or a function of a usual name.
+
+`def test(` in a file that neither trains nor switches modes is most often a look at the shapes of a network.
+"""
 
 NOT_ONE_TENSOR = "not seen to be one tensor"
 

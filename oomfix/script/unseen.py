@@ -64,7 +64,7 @@ class Unseen(Containers):
         if path is not None:
             if self._takes_the_name_of(node, path):
                 return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
-            named = not imported and looks_like_module(path) and not self._is_a_transform(path)
+            named = bool(given) and not imported and looks_like_module(path) and not self._is_a_transform(path)
             if self.hints.is_module(path) or named:
                 if self._made_to_be_module(node) or self._assigned_to(node) in self.hints.owners_of_parts:
                     return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))

@@ -447,3 +447,15 @@ def test_an_engine_calls_what_it_was_handed_where_it_runs(read, context, again, 
     ]
     assert validating
     assert any(forward.records_graph for forward in validating) is recorded
+
+
+@pytest.mark.parametrize(("given", "found"), [("", []), ("x", [("OOM201", 4)])])
+def test_what_is_only_named_like_a_network_and_given_nothing_makes_one(report, given, found):
+    code = f"""
+        def evaluate(model_fun, loader):
+            results = []
+            for x in loader:
+                results.append(model_fun({given}).argmax(1))
+            loss.backward()
+    """
+    assert [finding for finding in report(code) if finding[0] == "OOM201"] == found
