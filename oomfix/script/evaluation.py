@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
-from oomfix.script.hints import looks_like_logging, looks_like_loss, looks_like_training
+from oomfix.script.hints import (
+    looks_like_differentiating,
+    looks_like_logging,
+    looks_like_loss,
+    looks_like_training,
+)
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.rounds import read_first
@@ -251,7 +256,7 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     if isinstance(function.node, ast.Lambda) or function.node in script.nodes_trained_through:
         return ()
     node = function.node
-    if isinstance(node, ast.AsyncFunctionDef) or _may_train_out_of_sight(script, node):
+    if isinstance(node, ast.AsyncFunctionDef) or _may_need_gradients_out_of_sight(script, node):
         return _wrapped_loop(script, forward)
     # Right above `def`: other decorators (property, classmethod, a web route) take the function as it then is.
     start = script.source.offset(node.lineno, node.col_offset)
@@ -271,9 +276,11 @@ def _is_inside(forward: Forward, node: ast.AST) -> bool:
     return node in forward.site.loops or any(function.node is node for function in forward.site.functions)
 
 
-def _may_train_out_of_sight(script: Script, node: ast.AST) -> bool:
-    """`finetune(model, loader)`, `trainer.fit(model)`: a call out of sight that is named like training."""
-    calls = (child for child in walk(node) if isinstance(child, ast.Call) and child not in script.trace.followed)
+def _may_need_gradients_out_of_sight(script: Script, node: ast.AST) -> bool:
+    """`finetune(model, loader)`, `adversary.perturb(x, y)`: calls out of sight that are named as if they need them."""
+    calls = [child for child in walk(node) if isinstance(child, ast.Call) and child not in script.trace.followed]
+    if any(call.args and looks_like_differentiating(path_of(call.func) or "") for call in calls):
+        return True
     return any(
         looks_like_training((path_of(call.func) or "").rsplit(".", 1)[-1])
         for call in calls
@@ -312,7 +319,7 @@ def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
             or _leaves_a_graph(script, loop)
         ):
             continue
-        if not _may_train_out_of_sight(script, loop):
+        if not _may_need_gradients_out_of_sight(script, loop):
             return wrap(script.source, [loop], "with torch.no_grad():")
     return ()
 

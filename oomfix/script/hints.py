@@ -43,6 +43,10 @@ _RUNNING_METHOD = re.compile(
 _TRAINING_VERB = re.compile(
     r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
 )
+_DIFFERENTIATING = re.compile(
+    r"attack|perturb|adversar|deepfool|saliency|grad_?cam|(^|[._])(atk|pgd|fgsm|bim|cw)(_|$)|\.(attribute|explain)$",
+    re.IGNORECASE,
+)
 _DETACHING = re.compile(r"detach|repackage|stop_?grad|truncate_?graph", re.IGNORECASE)
 _LOGGING = re.compile(
     r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
@@ -107,6 +111,11 @@ def looks_like_detaching(name: str) -> bool:
 def looks_like_training(name: str) -> bool:
     """Whether a function out of sight is named like one that backpropagates what it is given."""
     return bool(_TRAINING_VERB.search(name))
+
+
+def looks_like_differentiating(path: str) -> bool:
+    """Whether a call out of sight is named like one that asks for gradients of inputs: attacks, saliency maps."""
+    return bool(_DIFFERENTIATING.search(path))
 
 
 def looks_like_logging(path: str) -> bool:

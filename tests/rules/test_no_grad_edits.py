@@ -207,3 +207,32 @@ def test_a_meter_trains_nothing(meter, made, counted, certain):
     found, fixed = fix(METERED.format(meter=meter, made=made, counted=counted))
     assert found == 1
     assert ("@torch.no_grad()\ndef validate" in fixed) is certain
+
+
+ATTACKED = """
+    import torch
+
+    def robust_accuracy(model, loader, attacks):
+        model.eval()
+        adversary = attacks.LinfPGDAttack(model, eps=0.1)
+        correct = 0
+        for x, y in loader:
+            {made}
+            correct += (model(x).argmax(1) == y).sum().item()
+        return correct
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "certain"),
+    [
+        ("x = adversary.perturb(x, y)", False),
+        ("x = pgd_attack(model, x, y)", False),
+        ("x = x + ig.attribute(x)", False),
+        ("x = x + noise(x)", True),
+    ],
+)
+def test_an_attack_needs_gradients(made, certain):
+    found, fixed = fix(ATTACKED.format(made=made))
+    assert found == 1
+    assert ("no_grad" in fixed) is certain
