@@ -21,17 +21,24 @@ class FunctionsCalled:
     def __init__(self, tree: ast.Module) -> None:
         self._functions: dict[str, list[FunctionNode]] = {}
         self._methods: set[int] = set()
+        self._bound_anew: set[str] = set()
         for node in walk(tree):
             if isinstance(node, FunctionNode):
                 self._functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.ClassDef):
                 self._methods.update(map(id, node.body))
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._bound_anew.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                self._bound_anew.add(node.attr)
 
     def by(self, call: ast.Call) -> list[FunctionNode]:
         """Those that a call may run: `scores.log()` does not mean a `log(self, row)` of the file."""
         return [function for function in self._functions.get(function_called(call), ()) if self._takes(function, call)]
 
     def _takes(self, function: FunctionNode, call: ast.Call) -> bool:
+        if function.name in self._bound_anew:  # `step = partial(step, model)`
+            return True
         decorators = (node.id if isinstance(node, ast.Name) else "" for node in function.decorator_list)
         if any(name not in _KEEPING_ARGUMENTS for name in decorators):
             return True

@@ -16,6 +16,8 @@ class Journal:
 
 def norm_of(x, order=2, *more, **others): pass
 def sample(n, *, size): pass
+def step(model, x): pass
+step = partial(step, model)
 """)
 
 
@@ -36,6 +38,7 @@ def sample(n, *, size): pass
         ("norm_of(1, 2, 3, four=4)", 1),
         ("sample(3)", 0),
         ("sample(n=3, size=2)", 1),
+        ("step(x)", 1),
     ],
 )
 def test_a_call_means_a_function_that_takes_its_arguments(call, number):
