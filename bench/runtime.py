@@ -1,11 +1,12 @@
 """What `oomfix.runtime` costs and saves, beside a plain loop and one with AMP and accumulation written by hand.
 
-    python -m bench.runtime [--device cuda] [--rounds 40]
+    python -m bench.runtime [--device cuda] [--rounds 80]
 
 Writes bench/results/runtime-<device>.md. All contenders train the same model from the same seed on the same batches
 in one process. A contender is timed against a loop written by hand with the same precision and the same number of
 micro-batches: in rounds, in which both make ten steps, one after the other as in training, in changing order. The
-ratio is the median of the ratios within rounds, so that a busy machine slows both sides. On the CPU a step's time is
+ratio is the median of the ratios within rounds, so that a busy machine slows both sides; after a quarter of the rounds
+both begin anew, since where a model lies in memory changes its time by a percent or two. On the CPU a step's time is
 the processor time of the process and memory is counted by `SimulatedCard`; on a GPU time comes from CUDA events and
 memory from `torch.cuda.max_memory_allocated`, the allocator is set for everybody as the presets set it, and the limit
 that a preset puts on the process is taken back after it.
@@ -30,6 +31,7 @@ from oomfix.profile.tracker import SimulatedCard
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 STEPS = 10  # of a round
+PAIRS = 4  # of models, which share the rounds
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[Batch], torch.Tensor]
@@ -223,8 +225,12 @@ def contenders(workload: Workload) -> list[Contender]:
 
 def compare(contender: Contender, workload: Workload, rounds: int) -> str:
     """A row of the table: peak, step time, its ratio to the loop by hand, loss."""
-    batches = workload.batches((rounds + 1) * STEPS)
-    times = step_milliseconds({"by hand": contender.reference(), "it": contender.build()}, batches, workload.device)
+    batches = workload.batches((max(rounds // PAIRS, 1) + 1) * STEPS)
+    times: dict[str, list[float]] = {"by hand": [], "it": []}
+    for _ in range(PAIRS):
+        pair = {"by hand": contender.reference(), "it": contender.build()}
+        for name, found in step_milliseconds(pair, batches, workload.device).items():
+            times[name] += found
     peak, loss = peak_and_loss(contender.build, batches[:30], workload.device)
     if workload.device == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -278,7 +284,7 @@ def shrinking_cards(workload: Workload, steps: int = 30) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=40, help="timed rounds of ten steps per contender")
+    parser.add_argument("--rounds", type=int, default=80, help="timed rounds of ten steps per contender")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workload = CUDA if arguments.device == "cuda" else CPU
