@@ -85,8 +85,11 @@ class Amp:
         edits: list[Edit] = []
         for call in self._autocasts:
             replacement = self._replacement(call)
-            if replacement is not None:
+            if replacement is not None and self._is_of_cuda(call):
                 edits.append(Edit(*bounds(self._script.source, call), f"{name}.autocast({replacement})"))
+            elif replacement is not None:
+                # its arguments stay on the lines they are on
+                edits.append(Edit(*bounds(self._script.source, call.func), f"{name}.autocast"))
         scalers = {path for path in map(self._scaler_of_step, steps) if path is not None}
         # who compares the scale of before a step with that behind it asks whether the step was made
         if not any(self._calls_on(scalers, "get_scale")):
@@ -142,6 +145,9 @@ class Amp:
             return ()
         return (without(layout, statement, self._blocks.block_of(statement)),)
 
+    def _is_of_cuda(self, call: ast.Call) -> bool:
+        return bool(self._script.imports.qualified(call.func) & set(_OF_CUDA))
+
     def _replacement(self, call: ast.Call) -> str | None:
         """The arguments for the manager's autocast; None where it has no such option, or is a decorator."""
         if any(
@@ -149,7 +155,7 @@ class Amp:
             for parent in list(self._blocks.ancestors(call))[:1]
         ):
             return None
-        of_cuda = bool(self._script.imports.qualified(call.func) & set(_OF_CUDA))
+        of_cuda = self._is_of_cuda(call)
         slots = _SLOTS["cuda" if of_cuda else "device"]
         if len(call.args) > len(slots) or any(isinstance(argument, ast.Starred) for argument in call.args):
             return None

@@ -1546,3 +1546,19 @@ def test_gradients_clipped_in_both_branches_of_a_flag_are_unscaled_in_both():
         """)
     )
     assert "if amp" not in text and text.count("    memory.unscale_(optimizer)\n    nn.utils.clip") == 1
+
+
+def test_arguments_of_autocast_stay_on_their_lines():
+    text, _ = apply("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast(
+                device_type="cuda",
+                dtype=torch.bfloat16,  # no scaler
+            ):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    kept = ["with memory.autocast(", '    device_type="cuda",', "    dtype=torch.bfloat16,  # no scaler", "):"]
+    assert "".join(f"        {line}\n" for line in kept) in text
