@@ -154,11 +154,12 @@ def reach(loss: torch.Tensor) -> Reach:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            stack.append(node)
-            oldest = min(oldest, node._sequence_nr())
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, torch.Tensor):
-                leaves.append(variable)
+            number = node._sequence_nr()
+            if number == _LEAF:
+                leaves.append(node.variable)  # type: ignore[attr-defined]
+            else:
+                stack.append(node)
+                oldest = min(oldest, number)
     return Reach(leaves, oldest, hides_leaves, len(seen))
 
 

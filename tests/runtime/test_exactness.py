@@ -387,6 +387,28 @@ def test_nested_tensors_run_whole():
     assert sizes == [4]
 
 
+class Doubled(torch.autograd.Function):
+    """Keeps its input under the name that torch has for the leaf of a gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = x
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+@pytest.mark.filterwarnings("error:The .grad attribute")
+def test_what_a_function_keeps_for_its_backward_is_taken_for_no_leaf(relative_error):
+    model = network()
+    reference, x = copy.deepcopy(model), torch.randn(8, 6).double()
+    Doubled.apply(reference(x)).pow(2).mean().backward()
+    runtime.preset("16gb", micro_batches=2).forward_backward(lambda x: Doubled.apply(model(x)).pow(2).mean(), x)
+    assert relative_error(model, reference) < EXACT
+
+
 def test_micro_batches_differ_by_one_sample_at_most():
     assert [stop - start for start, stop in balanced(11, 4)] == [3, 3, 3, 2]
     assert [len(part) for part in torch.tensor_split(torch.arange(11), 4)] == [3, 3, 3, 2]
