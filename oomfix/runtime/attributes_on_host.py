@@ -38,7 +38,8 @@ def attributes_on_host(modules: Iterable[nn.Module], min_bytes: int = 2**20) -> 
     Yields:
         What counts the bytes that were moved.
 
-    Code that looks into `vars(module)` finds the copy on the host.
+    Code that looks into `vars(module)` finds the copy on the host. A torch that does not say how many hold a tensor
+    (2.3 does not, 2.6 does) moves none.
     """
     moving = AttributesOnHost(modules, min_bytes)
     hook = register_module_forward_hook(moving.after_forward)
