@@ -88,15 +88,15 @@ class Expressions(Calls):
 
     def attribute_of(self, base: Value, node: ast.Attribute) -> Value:
         """What an attribute of a value is, as written in `node`."""
+        instance = self.instance_of(base)
+        own = None if instance is None else self.state.attributes.get((instance.number, node.attr))
+        if own is not None:  # a list that a class calls `data` is no tensor without its graph
+            return own.value
         if node.attr in torch_facts.PLAIN_ATTRIBUTES and base.kind is not Kind.EXTERNAL:
             return NUMBER if node.attr != "data" else Value(Kind.TENSOR)
         if base.kind is Kind.EXTERNAL:
             return Value(Kind.EXTERNAL, ref=f"{base.ref}.{node.attr}")
-        instance = self.instance_of(base)
         if instance is not None:
-            binding = self.state.attributes.get((instance.number, node.attr))
-            if binding is not None:
-                return binding.value
             method = instance.cls.find(node.attr)
             if method is not None:
                 return Value(Kind.FUNCTION, ref=(method, base))

@@ -167,3 +167,40 @@ def test_a_state_that_leaves_what_does_not_act_may_be_trained_through(evaluation
     """
     assert evaluations(code) == []
     assert evaluations(code.replace("def read(", "def act(")) == [6]
+
+
+@pytest.mark.parametrize("name", ["data", "kept"])
+def test_what_a_policy_keeps_to_be_trained_on_is_trained_through(evaluations, name):
+    """A list of a class that is called `data` is no tensor without its graph."""
+    code = f"""
+        import torch
+        from torch import nn
+
+        class Policy(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.{name} = []
+                self.layer = nn.Linear(4, 2)
+
+            def forward(self, x):
+                return self.layer(x).softmax(0)
+
+            def keep(self, entry):
+                self.{name}.append(entry)
+
+            def learn(self):
+                for reward, likely in self.{name}[::-1]:
+                    (-torch.log(likely) * reward).backward()
+                self.{name} = []
+
+        policy = Policy()
+        for episode in range(100):
+            observation, over = env.reset(), False
+            while not over:
+                likely = policy(observation)
+                action = likely.multinomial(1)
+                observation, reward, over = env.step(action.item())
+                policy.keep((reward, likely[action]))
+            policy.learn()
+    """
+    assert evaluations(code) == []
