@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from oomfix.runtime.arguments import shown
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.verdict import Verdict
 
 _log = logging.getLogger("oomfix")
 _T = TypeVar("_T")
@@ -60,11 +61,13 @@ class Slot:
 
     Attributes:
         units: what the loss is a mean of, decided at its first call: "rows", "targets" or, for a sum, "calls".
+        decided_by: what a check had found then.
         divisor: what it is divided by.
         calls: batches that had it.
     """
 
     units: str = ""
+    decided_by: Verdict | None = None
     divisor: Divisor = field(default_factory=Divisor)
     calls: int = 0
 

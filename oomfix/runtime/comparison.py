@@ -77,6 +77,7 @@ class Evidence:
         left: attributes that it changes, does not depend on, and that depend on the samples.
         nll_losses: cross entropies with a mean.
         divisors: what the parts weigh, where they are to divide, by its place among what their losses divide by.
+        means: what the losses divide by, counted, where their graphs show as many on all rows and on both parts.
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
         drew_besides_torch: some of them from Python's or NumPy's generators, which are not watched.
@@ -98,6 +99,7 @@ class Evidence:
     left: tuple[LeftAttribute, ...] = ()
     nll_losses: int = 0
     divisors: tuple[int, ...] = ()
+    means: int = 0
     calls: int = 0
     drew: bool = False
     drew_besides_torch: bool = False
@@ -122,7 +124,7 @@ class _Run:
     result: Any
     left: Left
     nll_weights: list[float]
-    divisors: list[float]
+    divisors: list[Any]
     selected_among: list[int]
     bent: list[torch.Tensor]
     masks: list[MaskOfRows | None]
@@ -273,9 +275,12 @@ class _Comparison:
         ):
             # a loop over the samples: each cross entropy divides by what is in one of them, whatever the batch holds
             found.nll_losses, divisors = 0, [[], []]
+        if all(len(part.divisors) == len(whole.divisors) for part in parts):
+            found.means = len(whole.divisors)
         if self._how.divides:
-            found.divisors = counting(whole.divisors, [part.divisors for part in parts])
-            divisors = [[part.divisors[position] for position in found.divisors] for part in parts]
+            read = [numbers(part.divisors) for part in parts]
+            found.divisors = counting(numbers(whole.divisors), read)
+            divisors = [[of_part[position] for position in found.divisors] for of_part in read]
         found.shares = [Weight(n, of_part[0] if of_part else n) for n, of_part in zip(sizes, divisors, strict=True)]
 
     @staticmethod
@@ -316,9 +321,7 @@ class _Comparison:
                 calls, divided_by = watch.calls, self._divisors(result)
                 result = outputs.detached(self._see(result))
             weights, among, masks = watch.nll_weights, watch.selected_among, watch.masks.seen
-            return _Run(
-                result, self._changes(), weights, numbers(divided_by), among, watch.bent, masks, calls, False, [], True
-            )
+            return _Run(result, self._changes(), weights, divided_by, among, watch.bent, masks, calls, False, [], True)
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
@@ -332,12 +335,10 @@ class _Comparison:
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
         left, weights, among = self._changes(), probe.nll_weights, probe.selected_among
         masks, shapes = watch.masks.seen, drawn.drawn_shapes
-        return _Run(
-            result, left, weights, numbers(divided_by), among, watch.bent, masks, calls, differentiates, shapes, tell
-        )
+        return _Run(result, left, weights, divided_by, among, watch.bent, masks, calls, differentiates, shapes, tell)
 
     def _divisors(self, result: Any) -> list[Any]:
-        loss = outputs.loss_in(result) if self._how.divides else None
+        loss = outputs.loss_in(result)
         return [divisor.amount for divisor in divisors(loss)] if loss is not None and loss.numel() == 1 else []
 
     def _changes(self) -> Left:

@@ -272,7 +272,7 @@ class Iteration:
         collector = verdict.rule.collector(size)
         draws = self._whole_draws(verdict)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
-        shares, went_backward = Shares(verdict), False
+        shares, went_backward, weighs = Shares(verdict), False, not self.in_window
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for start, stop in balanced(size, parts):
                 with draws.part(start, stop):
@@ -280,6 +280,7 @@ class Iteration:
                 weight = shares.of(stop - start, divided_by)
                 if self.trains:
                     share, loss = self.weighing.share(weight), self.loss_of(result)
+                    weighs = weighs or bool(share)
                     # a part whose loss is a constant has nothing to add, unless all are
                     if share and loss.requires_grad:
                         self._backward(loss, share, scaler)
@@ -291,7 +292,8 @@ class Iteration:
                 left.add(weight)
                 del result
                 statistics.after_first()
-        if self.trains and not went_backward:
+        # a batch of which nothing counts has nothing to add to its window
+        if self.trains and weighs and not went_backward:
             raise CannotSplit("no micro-batch has a loss with a graph")
         left.put_together()
         return collector.result()
@@ -311,12 +313,11 @@ class Iteration:
             result = self._call(args, kwargs)
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
-            if not verdict.divides:
-                return result, []
             loss = self.loss_of(result)
-            assert self.weighing is not None
-            self.weighing.check_targets(loss, verdict)
-            return result, shares.divided_by(loss)
+            if verdict.divides:
+                assert self.weighing is not None
+                self.weighing.check_targets(loss, verdict)
+            return result, shares.divided_by(loss, stop - start)
         if not verdict.nll_losses:
             return self._call(args, kwargs), []
         # without a graph the divisors are read as they are computed

@@ -21,6 +21,7 @@ class Verdict:
             there are some, what they divide by must be the same for every sample.
         divisors: which of the means that the program takes itself count, see `divisors`; `units` is "targets" then.
         from_nothing: of rows that have nothing that counts, these were seen to be 0.
+        means: how many its loss has besides that the program takes itself; 0 also where a loop over samples takes them.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
         needs_gradients: the forward fails without a graph.
         differentiates: it runs a backward of its own (gradient penalties).
@@ -43,6 +44,7 @@ class Verdict:
     nll_losses: int = 0
     divisors: tuple[int, ...] = ()
     from_nothing: bool = False
+    means: int = 0
     held: bool = False
     needs_gradients: bool = False
     differentiates: bool = False

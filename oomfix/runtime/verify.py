@@ -110,7 +110,9 @@ def _confirmed_closer(checking: "_Check", found: tuple[Verdict, Runs, int], few:
     gradients = None if sharded else _with_rows_that_fit(few, partial(checking.by_gradients, how))
     if gradients is not None and gradients.rule is None and not gradients.undecided:
         return gradients
-    return verdict if verdict.drew else replace(verdict, calls=0 if gradients is None else gradients.calls)
+    if gradients is None:
+        return replace(verdict, calls=0)
+    return replace(verdict, means=gradients.means, calls=0 if verdict.drew else gradients.calls)
 
 
 def _odd(count: int) -> int:
@@ -198,7 +200,7 @@ class _Check:
         evidence = compare(self._forward, self._batch, self._modules, rows, how)
         verdict = judge(evidence, rows=count)
         same = replace(earlier, drew=verdict.drew, held=verdict.held)
-        same = replace(same, needs_gradients=False, differentiates=False, from_nothing=False)
+        same = replace(same, needs_gradients=False, differentiates=False, from_nothing=False, means=0)
         if not earlier.calls:
             same = replace(same, calls=verdict.calls)
         return earlier if verdict == same else None
@@ -230,7 +232,8 @@ class _Check:
         # chosen before the runs, in which each look at a parameter is watched
         see = partial(_loss_and_gradients, self._compared(), next_node())
         evidence = compare(self._forward, self._batch, self._modules, rows, how, see, gaps)
-        return None if evidence.failure else replace(judge_gradients(evidence), calls=evidence.calls)
+        verdict = judge_gradients(evidence)
+        return None if evidence.failure else replace(verdict, means=evidence.means, calls=evidence.calls)
 
     def by_divisors(self, how: Runs, count: int) -> Verdict | None:
         """The verdict where the parts weigh what their losses divide by, with gaps in masks; None if it is none to use.

@@ -8,11 +8,14 @@ weighs nothing gets the share 0, because its mean is NaN. A call that fails with
 again.
 """
 
+import math
+from dataclasses import replace
+
 import torch
 
 from oomfix.runtime.accumulation import Divisor, Slot, Window
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.divisors import Means, are_one, means, weights
+from oomfix.runtime.divisors import Means, are_one, divisors, means, numbers, weights
 from oomfix.runtime.gradients import GradientsAside
 from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import Weight
@@ -54,7 +57,8 @@ class Weighing:
         Raises:
             CannotSplit: the window decided to average in another way than the forward's check says.
         """
-        self._slot.units = self._slot.units or verdict.units
+        if not self._slot.units:
+            self._slot.units, self._slot.decided_by = verdict.units, verdict
         if self._slot.units != verdict.units:
             raise CannotSplit("its window is averaged in another way, which was decided at its first batch", verdict)
 
@@ -88,8 +92,11 @@ class Weighing:
         # a forward that takes no argument has its batch from elsewhere: that of the loader
         takes_batch = any(True for _ in self._batch.layout())
         size = self._batch.size if takes_batch else max(self._window.samples, 1)
+        if slot.units and not verdict.divides:
+            verdict = slot.decided_by or verdict  # a call that failed in parts may have left nothing known
         divided_by = weights(loss, verdict)
         if not slot.units:
+            slot.decided_by = verdict
             # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
             alone = verdict.undecided and len(divided_by) == 1 and len(mean_nll_weights(loss, 2)) == 1
             slot.units = "targets" if alone else verdict.units
@@ -182,28 +189,52 @@ class Shares:
         self._verdict = verdict
         self._first: list[float] | None = None
         self._first_means: Means | None = None
+        self._first_divisors: tuple[float, list[float]] | None = None
         self._has_targets = False
 
-    def divided_by(self, loss: torch.Tensor) -> list[float]:
-        """What the means in the loss of a micro-batch divide by; none where it hides them.
+    def divided_by(self, loss: torch.Tensor, rows: int) -> list[float]:
+        """What the means that count in the loss of a micro-batch divide by; none where it hides them, or has none.
 
         Raises:
             CannotSplit: it shows less, or something else, than a check saw.
         """
-        if not self._verdict.divisors:
-            return weights(loss, self._verdict)
+        verdict = self._verdict
+        if verdict.divisors:
+            return self._divided_by_hand(loss)
+        targets = weights(loss, verdict) if verdict.nll_losses else []
+        if verdict.means:
+            of_targets = targets[0] if targets else 0
+            self._expect_in_proportion(loss, {"rows": rows, "targets": of_targets, "calls": 1}[verdict.units])
+        return targets
+
+    def _open(self, reason: str) -> CannotSplit:
+        """The batch runs whole, unless a check of it shows more; its window still has to know what to divide by."""
+        return CannotSplit(reason, replace(self._verdict, rule=None, reason=reason, undecided=True))
+
+    def _divided_by_hand(self, loss: torch.Tensor) -> list[float]:
         found = means(loss, self._verdict.divisors)
         if found is None:
             return []
         self._first_means = self._first_means or found
-        reason = ""
         if not found.is_like(self._first_means):
-            reason = "the means in its loss are others in a part of it"
-        elif found.hide_something() or (not self._verdict.from_nothing and found.may_count_nothing()):
-            reason = "a part of it has nothing that its loss is a mean of, or little enough to be taken for nothing"
-        if reason:
-            raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+            raise self._open("the means in its loss are others in a part of it")
+        if found.hide_something() or (not self._verdict.from_nothing and found.may_count_nothing()):
+            raise self._open(
+                "a part of it has nothing that its loss is a mean of, or little enough to be taken for nothing"
+            )
         return found.counted
+
+    def _expect_in_proportion(self, loss: torch.Tensor, weight: float) -> None:
+        """Refuse means that in some part divide by more or less than in proportion to its weight, or a constant."""
+        found = divisors(loss)
+        if not weight or len(found) != self._verdict.means:
+            return  # it is left out, or they are hidden in compiled code, or it takes another branch
+        read = numbers([divisor.amount for divisor in found])
+        self._first_divisors = self._first_divisors or (weight, read)
+        first, of_first = self._first_divisors
+        for amount, expected in zip(read, of_first, strict=True):
+            if not math.isclose(amount, expected) and not math.isclose(amount * first, expected * weight):
+                raise self._open("the means in its loss divide by more in one part of it than in another")
 
     def of(self, rows: int, targets: list[float]) -> Weight:
         """The weight of a micro-batch of `rows` samples, whose means divide by `targets`.
@@ -219,8 +250,7 @@ class Shares:
             )
         if self._verdict.one_part and targets[0]:
             if self._has_targets:
-                reason = "few of the rows that were checked had targets that count"
-                raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+                raise self._open("few of the rows that were checked had targets that count")
             self._has_targets = True
         if self._verdict.units != "calls":
             # all in proportion to the first mean, or to the samples

@@ -149,6 +149,46 @@ def test_a_part_that_may_have_nothing_is_not_weighed(name):
     assert calls == 2
 
 
+LATE: dict[str, Loss] = {
+    "indices of what is left": lambda output, target, labels: (
+        ((output - target) ** 2).mean(-1)[labels.nonzero(as_tuple=True)].mean()
+    ),
+    "how many of them": lambda output, target, labels: (
+        (((output - target) ** 2).mean(-1) * labels.bool()).sum() / len(labels.nonzero())
+    ),
+    "the longest": lambda output, target, labels: (
+        (((output - target) ** 2).mean(-1) * labels.bool()).sum(1).mean() / labels.bool().sum(1).max()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_a_loss_divides_by_is_in_proportion_to_the_rows_at_every_call(name):
+    """All samples have labels at the calls that are checked, and none of these masks is one that could have gaps."""
+    data = []
+    for number, (x, y, mask) in enumerate(batches(4)):
+        labels = 1 + torch.arange(ROWS * TIMES).view(ROWS, TIMES) % 7 % 3
+        data.append((x, y, labels if number < 2 else labels * mask.long()))
+    whole, _ = trained(LATE[name], data)
+    split, calls = trained(LATE[name], data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls >= 2
+
+
+def test_a_loop_over_samples_of_other_lengths_is_split():
+    """Each of its means divides by the length of a sample, whatever micro-batch that is in."""
+
+    def loss(output, target, mask):
+        pairs = zip(output, target, mask.bool(), strict=True)
+        return sum(F.mse_loss(one[left], other[left]) for one, other, left in pairs) / len(output)
+
+    data = batches(4)
+    whole, _ = trained(loss, data)
+    split, calls = trained(loss, data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls == 4
+
+
 def test_means_over_masks_of_their_own_are_not_weighed_alike():
     """One leaves nothing of the first part, from the third batch on."""
 
@@ -198,6 +238,24 @@ def test_a_window_is_the_mean_over_all_that_its_masks_leave(splits):
         memory.forward_backward(lambda x, y, mask: loss(model(x), y, mask), x, y, mask)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("loss", [MEANS["sum by sum"], marked(MEANS["sum by sum"])])
+def test_a_window_takes_a_batch_of_which_next_to_nothing_is_left(loss, left):
+    """No part of the third batch, or one with a divisor of 1, which may stand for 0, has something to add."""
+    data, marks = batches(4), loss is not MEANS["sum by sum"]
+    data[2][2][:] = 0
+    data[2][2].view(-1)[:left] = 1
+    data = [(x, y, 1 - mask if marks else mask) for x, y, mask in data]
+    found = []
+    for sizes in ({}, {"micro_batches": 3}):
+        runtime.reset()
+        memory, model = runtime.preset("16gb", precision="fp32", **sizes), network()
+        for x, y, mask in memory.accumulate(data, 4):
+            memory.forward_backward(lambda x, y, mask, model=model: loss(model(x), y, mask), x, y, mask)
+        found.append(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
 
 
 def test_divisors_are_read_in_the_order_of_the_terms():
