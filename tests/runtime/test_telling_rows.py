@@ -191,3 +191,27 @@ def test_a_mean_over_what_a_mask_leaves_is_seen_where_it_leaves_as_much_of_each_
 
     assert verdict_of(over_what_is_left, model, (x, left), 5).units == "targets"
     assert verdict_of(over_samples, model, (x, left), 5).rule is not None
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3] * 3, [3] * 6 + [0] * 6])
+def test_sequences_that_must_lie_by_length_are_looked_at_in_the_order_of_the_batch(labels):
+    """`pack_padded_sequence` asks for the longest first, as the batch has them."""
+    torch.manual_seed(0)
+    recurrent, head = nn.LSTM(6, 8, batch_first=True).double(), nn.Linear(8, 4).double()
+    lengths, targets = torch.tensor([9, 9, 8, 7, 7, 6, 5, 4, 4, 3, 2, 1]), torch.tensor(labels)
+
+    def forward(x, lengths, targets):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return F.cross_entropy(head(recurrent(packed)[1][0][-1]), targets)
+
+    x = torch.randn(12, 9, 6, generator=torch.Generator().manual_seed(1)).double()
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=3)
+    for _ in range(4):
+        recurrent.zero_grad()
+        memory.forward_backward(forward, x, lengths, targets)
+    split = recurrent.weight_ih_l0.grad.clone()
+    recurrent.zero_grad()
+    forward(x, lengths, targets).backward()
+    torch.testing.assert_close(split, recurrent.weight_ih_l0.grad, rtol=1e-12, atol=1e-14)
+    (known,) = memory._forwards
+    assert known.split_calls == 4
