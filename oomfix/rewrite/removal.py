@@ -41,7 +41,9 @@ def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
         first -= 1
     followed = block.index(statement) + 1 < len(block)
     above = lines[first - 2].strip() if first >= 2 else ""
-    if followed and last < len(lines) and not lines[last].strip() and (not above or above.endswith(":")):
+    below = lines[last + 1].lstrip() if last + 1 < len(lines) else ""
+    told = above.startswith("#") and not below.startswith("#")
+    if followed and last < len(lines) and not lines[last].strip() and (not above or above.endswith(":") or told):
         last += 1
     start, end = layout.span(own._replace(first=first, last=last))
     return Edit(start, min(end + len(layout.newline), len(layout.source.text)), "")

@@ -1562,3 +1562,17 @@ def test_arguments_of_autocast_stay_on_their_lines():
         """)
     kept = ["with memory.autocast(", '    device_type="cuda",', "    dtype=torch.bfloat16,  # no scaler", "):"]
     assert "".join(f"        {line}\n" for line in kept) in text
+
+
+def test_a_comment_above_a_reset_that_goes_stays_with_what_follows():
+    body = """\
+        for x, y in loader:
+            # loss
+            optimizer.zero_grad()
+
+            {}loss = F.cross_entropy(model(x), y)
+            loss.backward(retain_graph=flag)
+            optimizer.step()
+        """
+    assert "    # loss\n    loss = F.cross" in loop_of(body.format(""))
+    assert "    # loss\n\n    # of classes\n    loss = F.cross" in loop_of(body.format("# of classes\n            "))
