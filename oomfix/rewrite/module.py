@@ -51,7 +51,9 @@ class Names:
 
 def manager_in(script: Script) -> str | None:
     """The name of the manager that a module has already made at its top, or None."""
-    for statement in script.source.tree.body:
+    body = script.source.tree.body
+    optional = (inner for statement in body if isinstance(statement, ast.Try) for inner in statement.body)
+    for statement in (*body, *optional):
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call) and len(statement.targets) == 1:
             if "oomfix.runtime.preset" in script.imports.qualified(statement.value.func):
                 return path_of(statement.targets[0])
@@ -83,6 +85,10 @@ def header_edits(
     statement = f"from oomfix import runtime{alias}"
     made = f"{manager} = {imported}.preset({quote}{preset}{quote}{options})"
     newline = layout.newline
+    optional = _optional_import(layout, first_use)
+    if optional is not None and optional.end_lineno is not None:
+        end, margin = layout.span(Lines(optional.end_lineno, optional.end_lineno))[1], layout.margin(optional)
+        return [Edit(end, end, f"{newline}{margin}{statement}{newline}{newline}{margin}{made}")]
     last = _last_import(layout.source.tree.body, first_use)
     if last is None or last.end_lineno is None:
         start = _behind_head(layout)
@@ -129,6 +135,18 @@ def _runs_of_imports(layout: Layout, last: ast.stmt) -> list[list[ast.stmt]]:
 def _imports_torch(run: list[ast.stmt]) -> bool:
     roots = {alias.name.split(".")[0] for node in run if isinstance(node, ast.Import) for alias in node.names}
     return "torch" in roots | {(node.module or "").split(".")[0] for node in run if isinstance(node, ast.ImportFrom)}
+
+
+def _optional_import(layout: Layout, first_use: int) -> ast.stmt | None:
+    """The last import beside that of torch in the `try` of a module that goes on without torch; None for others."""
+    body = layout.source.tree.body
+    if any(_imports_torch([statement]) for statement in body):
+        return None
+    for statement in body:
+        if isinstance(statement, ast.Try) and _imports_torch(statement.body) and statement.lineno < first_use:
+            last = [node for node in statement.body if isinstance(node, ast.Import | ast.ImportFrom)][-1]
+            return last if layout.own_lines(last) is not None else None
+    return None
 
 
 def _last_import(body: list[ast.stmt], first_use: int) -> ast.stmt | None:

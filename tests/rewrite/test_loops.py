@@ -1576,3 +1576,33 @@ def test_a_comment_above_a_reset_that_goes_stays_with_what_follows():
         """
     assert "    # loss\n    loss = F.cross" in loop_of(body.format(""))
     assert "    # loss\n\n    # of classes\n    loss = F.cross" in loop_of(body.format("# of classes\n            "))
+
+
+def test_a_module_that_does_without_torch_does_so_after_apply():
+    """The runtime imports torch: its import stands where torch's own may fail."""
+    optional = textwrap.dedent("""\
+        import math
+
+        try:
+            import torch
+            from torch import nn
+        except ImportError:  # pragma: no cover
+            torch = None
+        import os
+
+
+        def train(model, loader):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+        """)
+    result = rewritten(optional)
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+    assert result.text.startswith(
+        "import math\n\ntry:\n    import torch\n    from torch import nn\n    from oomfix import runtime\n\n"
+        '    memory = runtime.preset("16gb")\nexcept ImportError:  # pragma: no cover\n    torch = None\nimport os\n'
+    )
+    assert rewritten(result.text).text == result.text
