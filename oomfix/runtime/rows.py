@@ -98,9 +98,19 @@ def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
     return 1 if seen.dtype == torch.bool and not bool(seen.any()) else None
 
 
-def zeros_for_all_that_counts(batch: Batch) -> list[float | None]:
-    """For each tensor of `batch` 0, if it may say what counts: flags, labels, lengths, masks and weights."""
-    return [0 if _may_count(tensor, batch.size) else None for tensor in batch.tensors()]
+def leaving_nothing(batch: Batch) -> Iterator[list[float | None]]:
+    """For each tensor of `batch` what to write into rows so that nothing of them counts, or None; in two ways.
+
+    Flags, labels, lengths, masks and weights are 0 of what does not count. Or masks are 1, where they mark what is left
+    out.
+    """
+    tensors = batch.tensors()
+    yield [0 if _may_count(tensor, batch.size) else None for tensor in tensors]
+    # an index of 1 may be out of range where none is
+    yield [
+        1 if _has_rows(tensor, batch.size) and _is_mask(tensor, batch.size) and bool(tensor.any()) else None
+        for tensor in tensors
+    ]
 
 
 def _may_count(tensor: torch.Tensor, size: int) -> bool:

@@ -21,7 +21,7 @@ from oomfix.runtime.gradients import CHANGES_GRADIENTS, next_node, reach
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.outputs import Mean, Rule, Sum, Zero
 from oomfix.runtime.referenced import leaves_in
-from oomfix.runtime.rows import choose_rows, gaps_for_masks, zeros_for_all_that_counts
+from oomfix.runtime.rows import choose_rows, gaps_for_masks, leaving_nothing
 from oomfix.runtime.verdict import Verdict
 
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
@@ -260,10 +260,15 @@ class _Check:
         gradients = self.by_gradients(how, count, gaps)
         if gradients is None or gradients.rule is None:
             return None
-        zeros = zeros_for_all_that_counts(self._batch)
-        emptied = compared(replace(how, mask_gaps=frozenset(), empties=True), gaps=zeros)
-        from_nothing = _from_nothing(verdict, emptied, count)
-        return None if from_nothing is None else replace(verdict, held=True, from_nothing=from_nothing)
+        from_nothing: bool | None = False
+        how = replace(how, mask_gaps=frozenset(), empties=True)
+        for nothing in leaving_nothing(self._batch):
+            from_nothing = _from_nothing(verdict, compared(how, gaps=nothing), count)
+            if from_nothing is None:
+                return None
+            if from_nothing:
+                break
+        return replace(verdict, held=True, from_nothing=bool(from_nothing))
 
     def _compared(self) -> list[torch.Tensor]:
         """The parameters whose gradients are compared: small ones, of no module too, or the smallest."""

@@ -42,6 +42,9 @@ COUPLED: dict[str, Loss] = {
     "or one": lambda output, target, mask: (
         (((output - target) ** 2).mean(-1) * mask).sum() / (4 * (mask.sum().item() or 1))
     ),
+    "all terms, by at least four": lambda output, target, mask: (
+        (output - target).abs().sum() / (4 * max(int(mask.sum()), 1))
+    ),
     # a part that leaves nothing has terms nevertheless, as the background has in a detector's loss
     "terms of what is not left": lambda output, target, mask: (output - target).abs().sum() / mask.sum(),
     "another mean where none is left": lambda output, target, mask: (
@@ -133,18 +136,31 @@ def test_masks_that_are_computed_count_too():
 
 
 def marked(loss: Loss) -> Loss:
-    """`loss` where masks mark what is left out: a check cannot leave nothing in a part by zeros."""
+    """`loss` where masks mark what is left out, and ones leave nothing."""
     return lambda output, target, mask: loss(output, target, (mask == 0).double())
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_other_divisions_run_whole_where_masks_mark_what_is_left_out(name):
+    data = [(x, y, 1 - mask) for x, y, mask in batches(10, "later")]
+    whole, _ = trained(marked(COUPLED[name]), data)
+    split, calls = trained(marked(COUPLED[name]), data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls == 0
 
 
 @pytest.mark.parametrize(
     "name", ["at least one by hand", "terms of what is not left", "another mean where none is left"]
 )
 def test_a_part_that_may_have_nothing_is_not_weighed(name):
-    """What stands in for 0 shows in the parts only: a loss of 0, a divisor of 1, other operations than in the rest."""
-    data = [(x, y, 1 - mask) for x, y, mask in batches(10, "later")]
-    whole, _ = trained(marked(COUPLED[name]), data)
-    split, calls = trained(marked(COUPLED[name]), data, micro_batches=3)
+    """Where no check can leave nothing, the parts show it: a loss of 0, a divisor of 1, other means than the rest."""
+
+    def loss(output, target, codes):
+        return COUPLED[name](output, target, (codes != 2).double())
+
+    data = [(x, y, 2 - mask.long()) for x, y, mask in batches(10, "later")]
+    whole, _ = trained(loss, data)
+    split, calls = trained(loss, data, micro_batches=3)
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
     assert calls == 2
 
