@@ -1,15 +1,17 @@
 """Every difference between torch versions (2.3 and on) that the runtime meets, in one place."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend
 
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 _CHECKPOINT = torch.utils.checkpoint
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _MODULE_FILE = torch.nn.modules.module.__file__
@@ -37,6 +39,14 @@ def _uncompiled() -> Iterator[None]:
         yield
     finally:
         frames.set_eval_frame = set_eval_frame
+
+
+def left_by_compiler(function: Callable[[_In], _Out]) -> Callable[[_In], _Out]:
+    """`function`, that torch's compiler neither takes for itself nor into what calls it."""
+    # as in `force_eager`: without the import there is no compiler
+    if "torch._dynamo" not in sys.modules:
+        return function
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

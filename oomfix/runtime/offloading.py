@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from oomfix.runtime.compat import left_by_compiler
+
 _MIB = 2**20
 _COPIES_IN_FLIGHT = 2
 
@@ -45,7 +47,8 @@ def offload_activations(min_bytes: int = _MIB) -> Iterator["HostMemory"]:
         raise ValueError(f"min_bytes: got {min_bytes!r}, expected a number of bytes, at least 0")
     host = HostMemory(min_bytes)
     try:
-        with saved_tensors_hooks(host.pack, _unpack):
+        # torch 2.6 fails when it compiles them, later ones only waste time
+        with saved_tensors_hooks(left_by_compiler(host.pack), left_by_compiler(_unpack)):
             yield host
     finally:
         host.finish_copies()

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from oomfix import runtime
 from oomfix.runtime import chunked_losses, offloading, rungs
-from tests.torch_versions import needs_fused_on_cpu, needs_torch
+from tests.torch_versions import needs_compiled_transformers, needs_fused_on_cpu
 
 CHECKPOINTING, OFFLOADING, SPLITTING, AMP, COMPILE = "checkpointing", "offloading", "splitting", "amp", "compile"
 LINEAR_LOSS, IN_BACKWARD, LEAN_STEP = "linear loss", "step in backward", "lean step"
@@ -83,7 +83,7 @@ def step(techniques, model, tokens, labels):
 def pairs(techniques):
     """Every two of them, with what they need."""
     marks = {
-        COMPILE: needs_torch("2.6", "a compiler that takes the masks of transformers"),
+        COMPILE: needs_compiled_transformers,
         LEAN_STEP: needs_fused_on_cpu,
     }
     for pair in itertools.combinations(techniques, 2):

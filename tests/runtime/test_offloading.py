@@ -234,6 +234,38 @@ def test_the_card_holds_less(monkeypatch):
     assert estimated(True) < 0.35 * estimated(False)
 
 
+def test_the_compiler_leaves_the_hooks_alone(moved):
+    """A forward that it cannot take in one piece runs the rest as it is written, with what that calls."""
+
+    class Broken(Encoder):
+        def forward(self, x):
+            try:
+                torch._dynamo.graph_break()
+                return super().forward(x).sin()
+            finally:
+                pass
+
+    model, x = Broken(depth=1).eval(), torch.randn(4, 8, 32)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled():
+        torch.compiler.reset()
+        graphs.clear()
+        found = gradients(model, lambda: torch.compile(model, backend=backend)(x).sum())
+        return found, len(graphs)
+
+    expected, number = compiled()
+    with runtime.offload_activations(min_bytes=0):
+        found, with_hooks = compiled()
+    assert_bitwise(expected, found)
+    assert moved
+    assert with_hooks == number > 0
+
+
 def test_a_negative_size_is_refused():
     with pytest.raises(ValueError, match="min_bytes: got -1"), runtime.offload_activations(min_bytes=-1):
         pass
