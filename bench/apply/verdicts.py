@@ -4,7 +4,8 @@
 
 FOLDER holds scripts as OWNER__NAME/PATH (bench/README.md says how to get them). Nothing is written there. Writes
 bench/apply/verdicts.tsv and bench/results/apply-corpus.md. The last column of the sheet is a reader's: `right` or
-`wrong`, empty where nobody has read the loop; it is kept as long as what is said of the loop stays the same.
+`wrong`, empty where nobody has read the loop; it is kept as long as what is said of the loop stays the same. Loops of
+scripts that are not there keep their lines.
 
 Checked for every file by the way: the result compiles, a second run changes nothing, and the audit of the result
 reports none of the fixed findings again.
@@ -54,8 +55,10 @@ class Row(NamedTuple):
 
 def main(folders: Sequence[str]) -> None:
     """Rewrite every script in memory, and write the sheet and the summary."""
-    known = _known()
+    earlier = _earlier()
+    known = {row.key: row.verdict for row in earlier}
     rows: list[Row] = []
+    there: set[tuple[str, str]] = set()
     problems: list[str] = []
     files = 0
     seconds: list[float] = []
@@ -71,14 +74,17 @@ def main(folders: Sequence[str]) -> None:
         seconds.append(time.process_time() - start)
         problems += [f"{relative}: {problem}" for problem in _problems(source, applied)]
         repo, *inside = relative.parts
+        there.add((repo.replace("__", "/", 1), "/".join(inside)))
         for loop in applied.loops:
             row = Row(repo.replace("__", "/", 1), "/".join(inside), loop.line, loop.rewrite, loop.reason or "")
             if loop.function is None:
                 rows.append(row._replace(verdict=known.get(row.key, "")))
     if not files:
         sys.exit(f"{', '.join(folders)}: holds no script; the sheet stays")
+    absent = [row for row in earlier if (row.repo, row.path) not in there]
+    rows = sorted([*absent, *rows], key=lambda row: (row.repo, row.path, row.line))
     _write(rows)
-    RESULTS.write_text(_summary(rows, files, problems, seconds))
+    RESULTS.write_text(_summary(rows, len(absent), files, problems, seconds))
     print(RESULTS.read_text())
 
 
@@ -89,12 +95,13 @@ def _scripts(folders: Sequence[str]) -> Iterator[tuple[Path, Path]]:
         yield from ((Path(folder), path) for path in sorted(found) if path.suffix == ".py")
 
 
-def _known() -> dict[tuple[str, ...], str]:
+def _earlier() -> list[Row]:
+    """The lines of the sheet as it is."""
     if not SHEET.exists():
-        return {}
+        return []
     with SHEET.open(newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t")
-        return {tuple(row[column] for column in COLUMNS[:-1]): row["verdict"] for row in rows}
+        rows = [[row[column] for column in COLUMNS] for row in csv.DictReader(file, delimiter="\t")]
+    return [Row(repo, path, int(line), rewrite, reason, verdict) for repo, path, line, rewrite, reason, verdict in rows]
 
 
 def _problems(source: Source, applied: Applied) -> Iterator[str]:
@@ -131,7 +138,7 @@ def _write(rows: Sequence[Row]) -> None:
         writer.writerows(rows)
 
 
-def _summary(rows: Sequence[Row], files: int, problems: Sequence[str], seconds: Sequence[float]) -> str:
+def _summary(rows: Sequence[Row], absent: int, files: int, problems: Sequence[str], seconds: Sequence[float]) -> str:
     forms = Counter(row.rewrite for row in rows)
     free = [row for row in rows if not FRAMEWORK.search(row.reason)]
     training = [row for row in free if not NOTHING_TRAINED.match(row.reason)]
@@ -144,7 +151,9 @@ def _summary(rows: Sequence[Row], files: int, problems: Sequence[str], seconds: 
         f"Made by `python -m bench.apply.verdicts` on {datetime.date.today()}, Python {sys.version.split()[0]}; no "
         "torch is used. The loops, one by one: bench/apply/verdicts.tsv.",
         "",
-        f"{files} scripts, {len(rows)} training loops: {forms['micro-batched']} micro-batched, {forms['in-place']} in "
+        f"{files} scripts read in this run"
+        + (f", which hold all but {absent} of these loops; those are as in an earlier run" if absent else "")
+        + f". {len(rows)} training loops: {forms['micro-batched']} micro-batched, {forms['in-place']} in "
         f"place, {forms['none']} left alone. Outside of frameworks, apex and other libraries: {rewritten} of "
         f"{len(free)} rewritten ({100 * rewritten / max(len(free), 1):.1f} %); without the "
         f"{len(free) - len(training)} that train nothing (saliency maps, gradient norms): "
