@@ -1,4 +1,4 @@
-"""Run by test_in_step.py with torchrun: cases where processes wait for each other inside of the forward."""
+"""Run with torchrun, by name: cases where processes wait for each other inside of the forward."""
 
 import json
 import logging
@@ -356,7 +356,7 @@ LAST = {
     "replicas of shards apart": lambda rank: apart(rank, on_a_mesh(2, 1), "backward"),
 }
 
-CASES = {
+OF_SHARDS = {
     "shards": shards,
     "shards split": shards_split,
     "shards in branches": shards_in_branches,
@@ -368,15 +368,17 @@ CASES = {
     "shards overflow": shards_overflow,
     "shards evaluated": shards_evaluated,
     "shards fail together": shards_fail_together,
+    "out of memory in forward of all": lambda rank: shards_out_of_memory(rank, "forward", True),
+    "out of memory in backward of all": lambda rank: shards_out_of_memory(rank, "backward", True),
+    "out of memory in forward of one": lambda rank: shards_out_of_memory(rank, "forward", False),
+    "out of memory in backward of one": lambda rank: shards_out_of_memory(rank, "backward", False),
+}
+CASES = {
     "norms split": norms_split,
     "norms out of memory": norms_out_of_memory,
     "gathered loss": gathered_loss,
     "unforeseen": unforeseen,
     "refused": refused,
-    "out of memory in forward of all": lambda rank: shards_out_of_memory(rank, "forward", True),
-    "out of memory in backward of all": lambda rank: shards_out_of_memory(rank, "backward", True),
-    "out of memory in forward of one": lambda rank: shards_out_of_memory(rank, "forward", False),
-    "out of memory in backward of one": lambda rank: shards_out_of_memory(rank, "backward", False),
 }
 
 
@@ -384,7 +386,7 @@ if __name__ == "__main__":
     logging.getLogger("oomfix").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     dist.init_process_group("gloo")
-    for name in sys.argv[1:] or CASES:
-        found = {**CASES, **LAST}[name](dist.get_rank())
+    for name in sys.argv[1:]:
+        found = {**OF_SHARDS, **CASES, **LAST}[name](dist.get_rank())
         print(json.dumps({"case": name, "rank": dist.get_rank(), **found}), flush=True)
     dist.destroy_process_group()
