@@ -21,7 +21,9 @@ TRAINS = (b".backward(", b"forward_backward(", b"scaler(")
 """What a file that trains holds: a backward, the runtime's call, or a scaler object that does both."""
 
 _EVALUATING = (
-    b"def validat",
+    b"def validate(",
+    b"def validation(",
+    b"def validation_",
     b"def valid(",
     b"def val(",
     b"def _evaluate(",

@@ -36,7 +36,7 @@ class EvalWithGrad(Rule):
         b"torch.load",
         b"torch.hub.load",
         b"load_state_dict(",
-        (b"model(", b".numpy()"),
+        (b"= model(", b"cpu().numpy()"),
         (b"Trainer(", b".fit("),
         (b"Trainer(", b".train("),
         (b"from_pretrained(", b").cuda("),
