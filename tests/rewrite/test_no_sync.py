@@ -1,5 +1,6 @@
 """Windows of a DistributedDataParallel model: when gradients are exchanged follows the window of the manager."""
 
+import gc
 import textwrap
 from collections.abc import Iterator
 
@@ -60,6 +61,8 @@ def one_process() -> Iterator[None]:
     """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
+    # a model that is collected later ends the group itself, and waits for threads of it that wait for Python
+    gc.collect()
     dist.destroy_process_group()
 
 
