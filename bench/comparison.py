@@ -38,8 +38,8 @@ from oomfix.presets import Preset
 from oomfix.profile.cards import find_card
 from oomfix.profile.checks import answer_checks
 from oomfix.profile.compat import OutOfMemoryError
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.profile.simulated_gpu import SimulatedGPU
-from oomfix.profile.tracker import SimulatedCard
 
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from oomfix.profile.allocator import CachingAllocator
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 
 RESULT = Path(__file__).parent / "results" / "rules.md"
 MIB = 2**20

@@ -26,7 +26,7 @@ from torch import nn
 
 from bench.heading import heading
 from oomfix import presets, runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20

@@ -13,7 +13,7 @@ from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.ledger import Ledger
 from oomfix.profile.overheads import TRANSFORMER
 from oomfix.profile.report import replay, report
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 
 MIB = 2**20
 

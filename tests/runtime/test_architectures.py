@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime import offloading
 from tests.torch_versions import needs_masks_in_fp64
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.compat import OutOfMemoryError
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from tests.torch_versions import needs_fused_on_cpu
 
 OPTIMIZERS = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 
 
 def limited(largest, tried):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.checkpointing import (
     disable_checkpointing,
     enable_checkpointing,

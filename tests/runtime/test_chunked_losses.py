@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime import chunked_losses, cross_entropy
 from oomfix.runtime.chunked_losses import ChunkedLosses
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import CLIPConfig, CLIPModel
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from tests.torch_versions import needs_masks_in_fp64
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 
 KINDS = [
     {"reduction": reduction, "label_smoothing": smoothing, "weighted": weighted}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime import chunked_losses, offloading, rungs
 from oomfix.runtime.checkpointing import is_checkpointed
 from oomfix.runtime.compat import OutOfMemoryError

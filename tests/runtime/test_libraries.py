@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 
 
 class BasicBlock(nn.Module):

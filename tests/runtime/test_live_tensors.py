@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from oomfix import runtime
 from oomfix.profile.compat import OutOfMemoryError
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime import live_tensors, origins
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime import offloading, rungs
 from oomfix.runtime.checkpointing import is_checkpointed
 from oomfix.runtime.compat import OutOfMemoryError

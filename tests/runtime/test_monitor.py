@@ -1,4 +1,4 @@
-"""The monitor's numbers are the tracker's, to the byte, and go where logs go."""
+"""The monitor's numbers are those of the simulated card, to the byte, and go where logs go."""
 
 import logging
 import sys
@@ -10,8 +10,8 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.cards import find_card
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.profile.simulated_gpu import SimulatedGPU
-from oomfix.profile.tracker import SimulatedCard
 
 GIB = 2**30
 
@@ -22,7 +22,7 @@ def iteration(model, optimizer, device="cpu"):
     optimizer.zero_grad()
 
 
-def test_on_a_simulated_card_the_numbers_are_the_trackers():
+def test_on_a_simulated_card_the_numbers_are_those_it_counts():
     with SimulatedCard() as card:
         monitor = runtime.MemoryMonitor(counter=card)
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))

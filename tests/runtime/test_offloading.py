@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from oomfix import runtime
 from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.estimation import estimate
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime import offloading
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.cards import find_card
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.profile.simulated_gpu import SimulatedGPU
-from oomfix.profile.tracker import SimulatedCard
 from tests.torch_versions import needs_fused_on_cpu
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.outputs import Concatenate, First, Weight
 from oomfix.runtime.rule_choice import close
 

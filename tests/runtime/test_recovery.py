@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime import splitter
 from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory, smallest_graph

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.sizing import OptimizerRoom, Sizing, fixed_parts, least_parts, limit_memory
 from tests.torch_versions import needs_fused_on_cpu

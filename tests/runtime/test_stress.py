@@ -10,7 +10,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.compat import OutOfMemoryError
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 
 stress = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 quick = settings(stress, max_examples=100)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from oomfix import runtime
-from oomfix.profile.tracker import SimulatedCard
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.rows import choose_rows
 from oomfix.runtime.verify import check
