@@ -55,7 +55,6 @@ class Divisor:
         return Divisor(self.expected, self.total)
 
 
-@dataclass
 class Slot:
     """The nth loss of every batch of a window; the only one where the loop has one loss per batch.
 
@@ -66,10 +65,21 @@ class Slot:
         calls: batches that had it.
     """
 
-    units: str = ""
-    decided_by: Verdict | None = None
-    divisor: Divisor = field(default_factory=Divisor)
-    calls: int = 0
+    def __init__(self) -> None:
+        self.units = ""
+        self.decided_by: Verdict | None = None
+        self.divisor = Divisor()
+        self.calls = 0
+        self.remember()
+
+    def remember(self) -> None:
+        """A call begins: what it adds or decides is forgotten if it fails."""
+        self._before = self.units, self.decided_by, self.divisor.copy()
+
+    def put_back(self) -> None:
+        """Forget what the call that failed added or decided."""
+        self.units, self.decided_by, divisor = self._before
+        self.divisor = divisor.copy()
 
 
 class Totals:
@@ -98,6 +108,7 @@ class Totals:
             self._slots.append(Slot())
         slot = self._slots[self._next]
         self._next += 1
+        slot.remember()
         slot.calls += 1
         return slot
 
@@ -107,7 +118,8 @@ class Totals:
         return index + 1 >= len(self._slots)
 
     def withdraw(self, slot: Slot) -> None:
-        """The call that began with `slot` failed, and may be made again."""
+        """The call that began with `slot` failed, and may be made again: the window has not seen it."""
+        slot.put_back()
         slot.calls -= 1
         self._next -= 1
 

@@ -58,7 +58,6 @@ def backward_of(
 
 def _in_window(loss: torch.Tensor, options: dict[str, Any], window: Window, scaler: torch.amp.GradScaler) -> None:
     slot = window.totals.begin(window.position)
-    before = slot.divisor.copy()
     try:
         if slot.units not in ("", "rows"):
             raise RuntimeError(
@@ -78,7 +77,6 @@ def _in_window(loss: torch.Tensor, options: dict[str, Any], window: Window, scal
             )
     except BaseException:
         # whatever ended it, Ctrl-C in a notebook too: this batch may be run again, and shall not count twice
-        slot.divisor = before
         window.totals.withdraw(slot)
         raise
     window.totals.end(window)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from oomfix.runtime.accumulation import Divisor, Slot, Window
+from oomfix.runtime.accumulation import Slot, Window
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.divisors import Means, are_one, divisors, means, numbers, weights
 from oomfix.runtime.gradients import GradientsAside
@@ -48,8 +48,6 @@ class Weighing:
         self._batch = batch
         self._window = window
         self._slot = Slot() if window is None else window.totals.begin(window.position)
-        self._before = self._slot.divisor.copy()
-        self._units_before = self._slot.units
 
     def begin_parts(self, verdict: Verdict) -> None:
         """To be called before micro-batches are run.
@@ -127,8 +125,6 @@ class Weighing:
         """
         if self._window is None or self._slot.units != "targets" or are_one(loss, verdict):
             return
-        if self._slot.calls == 1:
-            self._slot.units = "rows"
         reason = "the means in its loss have targets of their own, which no window can weigh apart"
         raise CannotSplit(reason, Verdict(None, reason, nll_losses=verdict.nll_losses))
 
@@ -153,17 +149,18 @@ class Weighing:
                 "and FSDP2 has averaged their gradients already. Use batches of one size, drop_last=True, or one "
                 "larger batch in place of a window; forward_backward splits it as memory asks for"
             )
-        self._before = Divisor(expected=self._slot.divisor.total)
+        seen = self._slot.divisor.total
+        self._slot.put_back()
+        self._slot.divisor.expected = seen
+        self._slot.remember()
 
     def put_back(self) -> None:
         """Forget what the failed run added to the window, or decided for it."""
-        self._slot.divisor = self._before.copy()
-        self._slot.units = self._units_before
+        self._slot.put_back()
 
     def withdraw(self) -> None:
         """The call ends in an error, and may be made again: its window has not seen it."""
         if self._window is not None:
-            self.put_back()
             self._window.totals.withdraw(self._slot)
 
     def meet(self, gradients: GradientsAside) -> None:

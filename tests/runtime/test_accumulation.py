@@ -115,6 +115,25 @@ def test_a_backward_that_failed_weighs_nothing(model, sgd):
     assert close(model.weight.grad, gradient(model, data))
 
 
+@pytest.mark.parametrize("fails", [by_backward, by_forward_backward])
+def test_a_call_that_failed_decides_nothing_for_its_window(model, fails):
+    """The first call of a window is averaged over samples, and fails; what goes well are means over targets."""
+
+    def fail(gradient):
+        raise ValueError("a bad sample")
+
+    def over_targets(out, y):
+        return F.cross_entropy(out, y, ignore_index=3)
+
+    data, memory = batches(4, 4, 2), runtime.preset("16gb", precision="fp32")
+    for index, (x, y) in enumerate(memory.accumulate(data, 3)):
+        if not index:
+            with pytest.raises(ValueError, match="a bad sample"):
+                fails(memory, through(fail), model(x), y)
+        memory.forward_backward(lambda x, y: over_targets(model(x), y), x, y)
+    assert close(model.weight.grad, gradient(model, data, over_targets))
+
+
 # -- loops that are left ---------------------------------------------------------------------------------------
 
 
