@@ -26,12 +26,14 @@ class ContextsByHand(Training):
         value = self.context_of(function.value, self.evaluate(function.value))
         if value.kind is not Kind.CONTEXT:
             return None
-        self.outside[path_of(function.value)] = self.state.grad, self.autocast, self.apex
+        path = path_of(function.value)
+        if path is not None:
+            self.outside[path] = self.state.grad, self.autocast, self.apex
         self.enter_effects(value.ref)
         return value
 
     def _exit_by_hand(self, node: ast.Call, function: ast.Attribute) -> Value | None:
-        outside = self.outside.get(path_of(function.value))
+        outside = self.outside.get(path_of(function.value) or "")
         if outside is None:
             return None
         self.state.grad, self.autocast, self.apex = outside

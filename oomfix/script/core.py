@@ -35,7 +35,7 @@ class Core(ABC):
         self.way: tuple[Hashable, ...] = ()
         self.autocast: Autocast | None = None
         self.apex = False
-        self.outside: dict[str | None, tuple[Graph, Autocast | None, bool]] = {}
+        self.outside: dict[str, tuple[Graph, Autocast | None, bool]] = {}
         """By the path of a context entered by hand: gradients, autocast and apex as they were before."""
         self.handling_exception = False
         self.rounds: tuple[int, ...] = ()

@@ -37,6 +37,11 @@ def test_gradients_are_off_between_entering_and_leaving_by_hand(report, made):
     assert report(VALIDATE.format(made=made)) == [("OOM201", 11)]
 
 
+def test_what_another_context_leaves_is_not_what_was_entered(report):
+    entered = VALIDATE.replace("guard.__enter__", "{made}.__enter__").format(made="torch.no_grad()")
+    assert report(entered.replace("guard.__exit__", "profiler().__exit__")) == []
+
+
 def test_what_is_entered_by_hand_may_be_another_context(report):
     assert report(VALIDATE.format(made="torch.enable_grad()")) == [("OOM201", 8), ("OOM201", 11)]
     assert report(VALIDATE.format(made="open('log')")) == [("OOM201", 8), ("OOM201", 11)]
