@@ -94,10 +94,10 @@ def _taken_by(loop: Loop) -> set[str]:
 
 def _compared_with_zero(test: ast.expr) -> str | None:
     """`i` of `i == 0`, `i != 0` and `i > 0`."""
-    if not isinstance(test, ast.Compare) or not isinstance(test.left, ast.Name):
-        return None
-    right = test.comparators[0]
-    return test.left.id if isinstance(right, ast.Constant) and right.value == 0 else None
+    match test:
+        case ast.Compare(ast.Name(name), [ast.Eq() | ast.NotEq() | ast.Gt()], [ast.Constant(0)]):
+            return name
+    return None
 
 
 def _grows_by_call(keep: Keep, backwards_of: Mapping[Function | None, list[Backward]]) -> bool:

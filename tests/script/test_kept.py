@@ -692,7 +692,7 @@ def test_a_sum_that_the_first_round_of_a_loop_within_starts_anew_is_that_of_an_i
     assert [finding for finding in found if finding[0] == "OOM101"] == []
 
 
-@pytest.mark.parametrize("test", ["i == 1", "flag == 0", "len(part) == 0"])
+@pytest.mark.parametrize("test", ["i == 1", "flag == 0", "len(part) == 0", "i >= 0", "i == 0 == flag"])
 def test_a_sum_that_may_go_on_is_a_total(report, test):
     found = report(ANEW_IN_A_LOOP.format(test=test, first=ANEW, second=ADDED))
     assert [finding for finding in found if finding[0] == "OOM101"] == [("OOM101", 10)]
