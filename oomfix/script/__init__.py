@@ -26,8 +26,8 @@ from oomfix.script.devices import Devices
 from oomfix.script.edits import Edit
 from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
-from oomfix.script.gradients import are_divided, dividing_functions, zeroed_by_hand
-from oomfix.script.hints import looks_like_forward
+from oomfix.script.gradients import are_divided, dividing_functions, optimizes, zeroed_by_hand
+from oomfix.script.hints import assigned_calls, looks_like_forward
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.names import path_of
@@ -123,7 +123,7 @@ class Script:
     def _only_looks_at_gradients(self) -> bool:
         """Whether its backwards are for hooks that read gradients (Grad-CAM), and nothing is optimized."""
         hooked = any(any(self.calls_of_method(name)) for name in BACKWARD_HOOKS)
-        return hooked and not self.trace.steps and "optim" not in self.source.text
+        return hooked and not self.trace.steps and not any(map(optimizes, self.imports.nodes))
 
     @cached_property
     def _training_runs(self) -> set[int]:
@@ -282,6 +282,11 @@ class Script:
             if isinstance(node, ast.Assign) and len(node.targets) == 1
             for value in _with_holders(node.value)
         }
+
+    def makers_of(self, path: str) -> set[str]:
+        """What is called, as it is written, for the objects that are assigned to a name or attribute."""
+        assignments = (node for node in self.imports.nodes if isinstance(node, ast.Assign))
+        return {maker for node in assignments for maker, one in assigned_calls(node) if one == path}
 
     def is_forward_of_network(self, forward: Forward) -> bool:
         """Whether a call runs the network itself: the module, or a method that is named like a part of its forward."""

@@ -284,16 +284,19 @@ def _may_need_gradients_out_of_sight(script: Script, node: ast.AST) -> bool:
     return any(
         looks_like_training((path_of(call.func) or "").rsplit(".", 1)[-1])
         for call in calls
-        if not (isinstance(call.func, ast.Attribute) and (not call.args or _counts(call)))
+        if not (isinstance(call.func, ast.Attribute) and (not call.args or _counts(script, call.func, call.args)))
     )
 
 
-def _counts(call: ast.Call) -> bool:
-    """`losses.update(loss.item(), x.size(0))`, `bar.update(1)`: a meter, and no agent, is given a number."""
-    assert isinstance(call.func, ast.Attribute)
-    name = call.func.attr
-    is_meter = name == "update" or (name.startswith("update_") and looks_like_logging(name))
-    return is_meter and any(map(_is_a_number, call.args))
+def _counts(script: Script, method: ast.Attribute, given: list[ast.expr]) -> bool:
+    """`losses.update(loss.item(), x.size(0))`, `bar.update(1)`: a meter, by its name or class, is given a number."""
+    if not any(map(_is_a_number, given)):
+        return False
+    if method.attr != "update":
+        return method.attr.startswith("update_") and looks_like_logging(method.attr)
+    path = path_of(method.value)
+    names = () if path is None else (path, *script.makers_of(path))
+    return any(looks_like_logging(name) or "tqdm" in name for name in names)
 
 
 def _is_a_number(node: ast.expr) -> bool:

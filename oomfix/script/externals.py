@@ -113,16 +113,16 @@ class Externals(Methods):
         return Value(Kind.TRAINER) if torch_facts.is_trainer(name) else unseen
 
     def _are_frozen_parts(self, parts: list[ast.expr]) -> bool:
-        """`*list(net.children())[:-1]` of a frozen network."""
-        asked = [
-            child.func.value
-            for part in parts
-            for child in walk(part)
-            if isinstance(child, ast.Call)
-            and isinstance(child.func, ast.Attribute)
-            and child.func.attr in ("children", "modules")
-        ]
-        return len(parts) == 1 and any(self.is_frozen(self.evaluate(net), path_of(net)) for net in asked)
+        """`*list(net.children())[:-1]` of a frozen network, and nothing else."""
+        node = parts[0].value if len(parts) == 1 and isinstance(parts[0], ast.Starred) else None
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        if isinstance(node, ast.Call) and path_of(node.func) in ("list", "tuple") and len(node.args) == 1:
+            node = node.args[0]
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            return False
+        network = node.func.value
+        return node.func.attr in ("children", "modules") and self.is_frozen(self.evaluate(network), path_of(network))
 
     def _engine(self, node: ast.Call, model: Value) -> Value:
         """DeepSpeed's engine stands for the model; it comes with an optimizer, a loader and a scheduler."""

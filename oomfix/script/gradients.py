@@ -1,4 +1,4 @@
-"""What a script does to gradients by hand: zeroing them, dividing them."""
+"""What a script does with gradients by hand: zeroing them, dividing them, making steps with them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,22 @@ def _zeroed_gradients_of(parameter: str, loop: ast.For) -> Iterator[ast.Call]:
         for node in walk(statement):
             if isinstance(node, ast.Call) and path_of(node.func) in paths:
                 yield node
+
+
+def optimizes(node: ast.AST) -> bool:
+    """Whether a node names an optimizer, or changes parameters by hand: `p.data -= rate * p.grad`."""
+    match node:
+        case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name) | ast.ImportFrom(module=str(name)):
+            return "optim" in name.lower()
+        case ast.AugAssign(op=ast.Sub(), value=value) | ast.Assign([ast.Attribute(attr="data")], value):
+            return _reads_gradients(value)
+        case ast.Call(ast.Attribute(ast.Attribute(attr="data"), "add_" | "sub_" | "copy_"), given, keywords):
+            return any(map(_reads_gradients, (*given, *(keyword.value for keyword in keywords))))
+    return False
+
+
+def _reads_gradients(value: ast.expr) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in walk(value))
 
 
 def dividing_functions(nodes: Sequence[tuple[ast.AST, Scope]]) -> set[Scope]:

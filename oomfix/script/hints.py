@@ -241,7 +241,8 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                         hints.named_modules |= attributes
                     elif node.value.id.endswith(("loss", "criterion")):
                         hints.named_losses |= attributes
-                _read_maker(node, hints)
+                for maker, path in assigned_calls(node):
+                    hints.made_by.setdefault(maker, set()).add(path)
             elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
     if labelled:
@@ -249,28 +250,32 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     _spread(assignments, hints)
     hints.modules |= hints.named_modules & hints.called
     hints.modules |= _used_elsewhere(hints)
-    for made in hints.made_by.values():
-        if made & hints.modules and len(made) > 1:
-            hints.modules |= made & hints.called
+    for alike in hints.made_by.values():
+        if alike & hints.modules and len(alike) > 1:
+            hints.modules |= alike & hints.called
     return hints
 
 
 def _thaws(statement: ast.Assign) -> bool:
     """`parameter.requires_grad = True`, or what a flag says."""
     set_here = any(isinstance(target, ast.Attribute) and target.attr == "requires_grad" for target in statement.targets)
-    return set_here and not (isinstance(statement.value, ast.Constant) and statement.value.value is False)
+    return set_here and not _is_false(statement.value)
+
+
+def _is_false(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is False
 
 
 def _used_elsewhere(hints: Hints) -> set[str]:
     """`self.pi`, made of a class and called by its object, where others ask for `agent.pi.parameters()`."""
     of_objects = {path.rsplit(".", 1)[-1] for path in hints.modules if path.count(".") > path.startswith("self.")}
-    made = {
+    of_classes = {
         path
         for maker, paths in hints.made_by.items()
         if maker.rsplit(".", 1)[-1][:1].isupper()
         for path in paths & hints.called
     }
-    return {path for path in made if path.startswith("self.") and path.removeprefix("self.") in of_objects}
+    return {path for path in of_classes if path.startswith("self.") and path.removeprefix("self.") in of_objects}
 
 
 def scoped(path: str, scope: Scope) -> tuple[Scope, str]:
@@ -288,6 +293,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         return
     receiver = path_of(node.func.value)
     method = node.func.attr
+    if method == "requires_grad_" and not any(map(_is_false, node.args)):
+        hints.thaws = True
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
@@ -340,8 +347,8 @@ def _is_loss_not_weight(path: str) -> bool:
     return looks_like_loss(path) and not _WEIGHT_NAME.search(path)
 
 
-def _read_maker(statement: ast.Assign, hints: Hints) -> None:
-    """`q1, q2 = Critic().to(device), Critic().to(device)`: what is known of one holds for the other."""
+def assigned_calls(statement: ast.Assign) -> Iterator[tuple[str, str]]:
+    """`q1, q2 = Critic().to(device), Critic().to(device)`: what is called, and the path that its result has."""
     for target in statement.targets:
         pairs = [(target, statement.value)]
         if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
@@ -350,7 +357,7 @@ def _read_maker(statement: ast.Assign, hints: Hints) -> None:
             value = without_moves(value)
             path, maker = path_of(name), path_of(value.func) if isinstance(value, ast.Call) else None
             if path is not None and maker is not None and maker != "next":
-                hints.made_by.setdefault(maker, set()).add(path)
+                yield maker, path
 
 
 def _is_tensor_backward(node: ast.Call) -> bool:

@@ -181,11 +181,11 @@ METERED = """
     {meter}
     def validate(model, loader, criterion, losses):
         model.eval()
-        meter = {made}
+        seen = {made}
         for x, y in loader:
             loss = criterion(model(x), y)
             {counted}
-        return meter
+        return seen
 """
 METER = "class Meter:\n        def update(self, value):\n            self.value = value.item()\n"
 
@@ -193,14 +193,17 @@ METER = "class Meter:\n        def update(self, value):\n            self.value 
 @pytest.mark.parametrize(
     ("meter", "made", "counted", "certain"),
     [
-        ("", "Meter()", "meter.update(loss.item(), x.size(0))", True),
-        ("", "Meter()", "meter.update(accuracy(x), len(x))", True),
-        ("", "Meter()", "meter.update(time.time() - start)", True),
-        (METER, "Meter()", "meter.update(loss.detach())", True),
-        ("", "Meters()", "meter.update_meter('loss', loss.item(), n=len(x))", True),
-        ("", "Agent()", "meter.update(x)", False),
-        ("", "Agent()", "meter.update_policy(loss.item())", False),
-        ("", "Agent()", "meter.learn(loss.item())", False),
+        ("", "Meter()", "seen.update(loss.item(), x.size(0))", True),
+        ("", "Meter()", "seen.update(accuracy(x), len(x))", True),
+        ("", "Meter()", "seen.update(time.time() - start)", True),
+        (METER, "Meter()", "seen.update(loss.detach())", True),
+        ("", "Meters()", "seen.update_meter('loss', loss.item(), n=len(x))", True),
+        ("", "Agent()", "seen.update(x)", False),
+        ("", "Agent()", "seen.update_policy(loss.item())", False),
+        ("", "Agent()", "seen.learn(loss.item())", False),
+        ("", "Agent()", "seen.update(memory, 64)", False),
+        ("", "Agent()", "seen.update(x, y.argmax().item(), len(memory))", False),
+        ("", "tqdm(total=9)", "seen.update(1)", True),
     ],
 )
 def test_a_meter_trains_nothing(meter, made, counted, certain):

@@ -136,6 +136,40 @@ def test_parts_that_may_be_trained_again_are_not(report):
     assert report(PARTS.format(freeze=FROZEN, before=thawed, parts="children")) == [("OOM201", 11)]
 
 
+@pytest.mark.parametrize("added", ["[nn.Linear(512, 10)]", "list(other.children())", "[head]"])
+def test_a_network_of_frozen_parts_and_others_is_not_frozen(report, added):
+    code = f"""
+        import torch
+        from torch import nn
+
+        model = torch.load("resnet.pth", map_location="cpu").cuda()
+        other = torch.load("other.pth", map_location="cpu").cuda()
+        for parameter in model.parameters(): parameter.requires_grad = False
+        model = nn.Sequential(*(list(model.children())[:-1] + {added}))
+        model.eval()
+        for image in images:
+            print(model(image))
+    """
+    assert report(code) == [("OOM201", 10)]
+
+
+@pytest.mark.parametrize("thawed", ["part.requires_grad_(True)", "part.requires_grad_()", "part.requires_grad_(late)"])
+def test_parts_that_a_method_trains_again_are_not_frozen(report, thawed):
+    code = f"""
+        import torch
+
+        model = torch.load("resnet.pth", map_location="cpu").cuda()
+        for parameter in model.parameters(): parameter.requires_grad = False
+        for part in model.modules():
+            {thawed}
+        model.eval()
+        for image in images:
+            print(model(image))
+    """
+    assert report(code) == [("OOM201", 9)]
+    assert report(code.replace(thawed, "part.requires_grad_(False)")) == []
+
+
 @pytest.mark.parametrize(
     "asked", ["model.apply(init)", "model.register_backward_hook(model.hook)", "model.zero_grad()"]
 )

@@ -314,6 +314,11 @@ def test_a_function_that_another_one_makes_and_hands_out_is_entered(read):
         ("layer.register_forward_hook(look)", "pass", [4]),
         ("layer.register_full_backward_hook(look)", "optimizer.step()", [4]),
         ("layer.register_full_backward_hook(look)", "optimize(model)", [4]),
+        ("layer.register_full_backward_hook(look)", "w.data -= 0.1 * w.grad", [4]),
+        ("layer.register_full_backward_hook(look)", "w.data.add_(w.grad, alpha=-0.1)", [4]),
+        ("layer.register_full_backward_hook(look)", "w.data = w - 0.1 * w.grad", [4]),
+        ("layer.register_full_backward_hook(look)", "saliency += image.grad.abs()", []),
+        ("layer.register_full_backward_hook(look)", "print('optimal')", []),
     ],
 )
 def test_a_backward_for_hooks_that_read_gradients_trains_nothing(read, hook, rest, lines):
