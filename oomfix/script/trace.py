@@ -228,9 +228,9 @@ class Trace:
     calls: dict[str, list[Event]] = field(default_factory=dict)
     """Calls of functions of interest by their qualified name, such as `torch.cuda.empty_cache`."""
     backpropagated: set[int] = field(default_factory=set)
+    """Forwards and keeps that a backward went through."""
     read_by_numpy: set[int] = field(default_factory=set)
     """Origins of what is handed to numpy, which refuses tensors that require gradients: they are numbers."""
-    """Forwards and keeps that a backward went through."""
     handed_on: list[tuple[int, frozenset[int]]] = field(default_factory=list)
     """What carries a graph and was handed to something out of sight, in program order."""
     unseen: set[int] = field(default_factory=set)

@@ -21,7 +21,7 @@ from oomfix.script.nodes import walk
 from oomfix.script.trace import Handed
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
 
-_TRANSFORMS = re.compile(r"(^|_)transforms?\b", re.IGNORECASE)
+_TRANSFORMS = re.compile(r"(^|[._])transforms?\b", re.IGNORECASE)
 
 
 class Unseen(Containers):
@@ -88,8 +88,10 @@ class Unseen(Containers):
     def _is_a_transform(self, path: str) -> bool:
         """`transformer = data_transforms["val"]`: what makes samples of images."""
         binding = self.lookup(path)
-        statement = binding.statement if binding is not None else None
-        return isinstance(statement, ast.Assign) and bool(_TRANSFORMS.search(ast.unparse(statement.value)))
+        value = binding.statement.value if binding is not None and isinstance(binding.statement, ast.Assign) else None
+        while isinstance(value, ast.Call | ast.Subscript):
+            value = value.func if isinstance(value, ast.Call) else value.value
+        return value is not None and bool(_TRANSFORMS.search(path_of(value) or ""))
 
     def _in_its_place(self, node: ast.Call, arguments: list[Value]) -> Value | None:
         """`net = to_gpu(net)`: what takes the place of a network is that network."""

@@ -149,6 +149,8 @@ def test_a_pipeline_of_transformers_turns_gradients_off_itself(report):
         ("transforms.Compose(parts)", []),
         ("get_transforms()", []),
         ('networks["val"]', [("OOM201", 8)]),
+        ("torchvision.transforms.Compose(parts)", []),
+        ("wrapped(config.data_transform)", [("OOM201", 8)]),
     ],
 )
 def test_a_transform_of_images_is_no_transformer(report, made, found):
