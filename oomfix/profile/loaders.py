@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
@@ -17,8 +16,9 @@ from oomfix.profile.patches import Patches
 from oomfix.profile.progress import Progress
 
 _IN_THIS_PROCESS = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "timeout": 0}
-_MOST_BATCHES_AHEAD = 200
-_MOST_SECONDS_AHEAD = 3.0
+# no matter how long they take: what is found must not depend on the machine, or what else it does
+_MOST_BATCHES_AHEAD = 64
+_MOST_NUMBERS_AHEAD = 2**27  # seconds, where each is decoded and augmented
 
 
 class Loaders:
@@ -80,13 +80,13 @@ class Loaders:
             yield from ahead
             yield from batches
             return
-        largest, size, seen = max(ahead, key=_size), max(map(_size, ahead)), len(ahead)
-        until = time.monotonic() + _MOST_SECONDS_AHEAD
-        while seen < _MOST_BATCHES_AHEAD and time.monotonic() < until:
+        largest, size, numbers, seen = max(ahead, key=_size), max(map(_size, ahead)), sum(map(_size, ahead)), len(ahead)
+        while seen < _MOST_BATCHES_AHEAD and numbers < _MOST_NUMBERS_AHEAD:
             batch = next(batches, None)
             if batch is None:
                 break
             seen += 1
+            numbers += _size(batch)
             if _size(batch) > size:
                 largest, size = batch, _size(batch)
         self._trace.assume(f"batches differ in size: every one is the largest of the first {seen}")

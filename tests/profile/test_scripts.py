@@ -160,7 +160,9 @@ def runs(tmp_path_factory):
         ]
 
     jobs = {name: ["--output", str(folder / f"{name}.json"), *command] for name, command in commands.items()}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    settings = ("OOMFIX_PRESET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in settings}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     starter = [sys.executable, "-W", "ignore", "-c", FORK_SERVER, json.dumps(jobs)]
     codes = json.loads(subprocess.run(starter, cwd=folder, env=environment, stdout=subprocess.PIPE, timeout=280).stdout)
 

@@ -1,5 +1,8 @@
 """Scripts in stages, and batches of different sizes: what is measured is what was asked for."""
 
+import itertools
+import time
+
 import pytest
 
 from oomfix.profile.refusals import CannotSimulate
@@ -90,6 +93,27 @@ def test_of_batches_of_different_lengths_the_longest_is_profiled(simulate):
     assert (found["batch_size"], found["samples"]) == (2, 8)
 
 
+def test_how_far_is_looked_ahead_does_not_depend_on_the_speed_of_the_machine(simulate, monkeypatch):
+    """Each look at the clock is an hour after the one before."""
+    for name in ("monotonic", "perf_counter", "process_time", "thread_time", "time"):
+        monkeypatch.setattr(time, name, itertools.count(step=3600).__next__)
+    assert any("largest of the first 4" in sentence for sentence in simulate(TOKENS)["assumptions"])
+
+
+@pytest.mark.parametrize(("length", "seen"), [(10, 64), (2**24, 8)])
+def test_a_loader_is_looked_ahead_at_as_far_as_that_costs_little(simulate, length, seen):
+    """Sixty-four batches, or fewer where they are large: each number of an image is decoded and augmented."""
+    lengths = f"[{length}, *[{length} - 1] * 200]"
+    source = TOKENS.replace("[7, 3, 12, 5, 900, 8, 100, 4]", lengths).replace("batch_size=2", "batch_size=1")
+    source = source.replace("[torch.zeros(length, dtype=torch.long) for length in lengths]", "lengths")
+    source = source.replace(
+        "nn.utils.rnn.pad_sequence(rows, batch_first=True)",
+        'torch.zeros(5, dtype=torch.long), "image": torch.zeros(rows[0], dtype=torch.bool)',
+    )
+    found = simulate(source)
+    assert any(f"largest of the first {seen}" in sentence for sentence in found["assumptions"])
+
+
 def test_batches_of_one_length_are_taken_as_they_come(simulate):
     found = simulate(TOKENS.replace("[7, 3, 12, 5, 900, 8, 100, 4]", "[6, 6, 6, 6, 6, 6, 6, 6]"))
     assert not any("differ in size" in sentence for sentence in found["assumptions"])
@@ -133,9 +157,7 @@ EXPANDABLE = "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments: True
         ("AT_LAST", EXPANDABLE, (30 + 32 + 34) + 2),
     ],
 )
-def test_expandable_segments_are_what_the_script_makes_them(simulate, monkeypatch, place, line, reserved_mib):
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")
+def test_expandable_segments_are_what_the_script_makes_them(simulate, place, line, reserved_mib):
     source = SCATTERED.replace(place, line)
     for other in ("BEFORE", "LATER", "AT_LAST"):
         source = source.replace(other, "")

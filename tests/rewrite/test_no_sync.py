@@ -1,12 +1,11 @@
 """Windows of a DistributedDataParallel model: when gradients are exchanged follows the window of the manager."""
 
-import gc
 import textwrap
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
 
+from tests.process_groups import group_of_one
 from tests.rewrite.equivalence import assert_same_bits, rewritten, run
 
 TOP = """\
@@ -59,11 +58,8 @@ for i, (x, y) in enumerate(loader):
 @pytest.fixture
 def one_process() -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    # a model that is collected later ends the group itself, and waits for threads of it that wait for Python
-    gc.collect()
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.mark.parametrize(

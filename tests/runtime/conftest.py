@@ -4,18 +4,14 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from oomfix import runtime
+from tests import process_groups
 
 
 @pytest.fixture(autouse=True)
 def fresh_manager(monkeypatch):
     monkeypatch.delenv("OOMFIX_PRESET", raising=False)
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        # set first, so that what a test sets is taken back
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     runtime.reset()
     torch.manual_seed(0)
     yield
@@ -44,10 +40,7 @@ def relative_error():
 
 
 @pytest.fixture
-def group_of_one(tmp_path):
+def group_of_one():
     """A process group that this process is alone in."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
-    yield
-    # a model that is collected later ends the group itself, and waits for threads of it that wait for Python
-    gc.collect()
-    dist.destroy_process_group()
+    with process_groups.group_of_one():
+        yield

@@ -12,11 +12,6 @@ from oomfix import runtime
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-        # so that what a test sets is taken back
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     return monkeypatch
 
 

@@ -1,0 +1,12 @@
+"""What no test leaves to the next."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_allocator_settings(monkeypatch):
+    """A preset writes them into the environment, where simulated runs and processes that are started find them."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        # set first, so that what a test sets is taken back
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
