@@ -216,7 +216,7 @@ def test_masks_are_looked_at_on_fewer_rows_where_memory_runs_out_in_between(monk
             raise OutOfMemoryError("CUDA out of memory.")
         return comparison.compare(forward, batch, modules, rows, how, *others, **named)
 
-    monkeypatch.setattr("oomfix.runtime.verify.compare", compare)
+    monkeypatch.setattr("oomfix.runtime.few_rows.compare", compare)
     losses = margins(model)
     found = verdict_of(lambda a, p, n: of_those_above_zero_by_count(losses(a, p, n)), model, triplets, 5)
     assert found.units == "targets"

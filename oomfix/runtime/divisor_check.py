@@ -1,0 +1,54 @@
+"""A mean that a program takes itself (`divisors`): may the parts of a batch be weighed by what their losses divide by?
+
+Rows of which a mask leaves as much each show nothing of such a mean, so masks get gaps; and a part in which nothing
+counts shows whether the program then divides by 0, which weighs nothing, or by something else.
+"""
+
+from dataclasses import replace
+
+from oomfix.runtime.comparison import Evidence, Runs
+from oomfix.runtime.divisors import NEXT_TO_NOTHING
+from oomfix.runtime.few_rows import FewRows
+from oomfix.runtime.gradient_check import by_gradients
+from oomfix.runtime.judging import judge
+from oomfix.runtime.rows import gaps_for_masks, leaving_nothing
+from oomfix.runtime.verdict import Verdict
+
+
+def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
+    """The verdict where the parts weigh what their losses divide by; None if that is none to use."""
+    how = replace(how, graph=True, light=False, divides=True)
+    gaps = gaps_for_masks(few.batch, few.named(count))
+    how = replace(how, mask_gaps=few.compared(count, how, gaps=gaps).alike_masks)
+    evidence = few.compared(count, how, gaps=gaps)
+    verdict = judge(evidence, rows=count)
+    if verdict.units != "targets" or verdict.nll_losses or not verdict.divisors:
+        return None
+    gradients = by_gradients(few, how, count, gaps)
+    if gradients is None or gradients.rule is None:
+        return None
+    from_nothing: bool | None = False
+    how = replace(how, mask_gaps=frozenset(), empties=True)
+    for nothing in leaving_nothing(few.batch):
+        from_nothing = _from_nothing(verdict, few.compared(count, how, gaps=nothing), count)
+        if from_nothing is None:
+            return None
+        if from_nothing:
+            break
+    return replace(verdict, held=True, from_nothing=bool(from_nothing))
+
+
+def _from_nothing(verdict: Verdict, emptied: Evidence, rows: int) -> bool | None:
+    """Whether what the loss divides by was 0 for a part in which nothing counts; None if `verdict` does not hold then.
+
+    A program may divide by something else instead (`max(count, 1)`), and terms of a loss that has such a divisor may
+    count nevertheless.
+    """
+    if emptied.failure:
+        return False
+    if emptied.divisors != verdict.divisors:
+        return None
+    if emptied.shares[0].targets > NEXT_TO_NOTHING:
+        return False
+    seen = judge(emptied, rows=rows)
+    return seen.units == "targets" if seen.rule is not None else False if seen.undecided else None

@@ -1,0 +1,44 @@
+"""The rows of a batch that one check runs a forward on, whole and in two parts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from oomfix.runtime.batch import Batch
+from oomfix.runtime.comparison import Evidence, Runs, compare
+from oomfix.runtime.rows import choose_rows
+
+
+class FewRows:
+    """A forward and its batch, of which each comparison of a check takes so many rows.
+
+    Args:
+        modules: every module that the forward may run.
+
+    Attributes:
+        in_order: rows are named in the order of the batch.
+    """
+
+    def __init__(self, forward: Callable[..., Any], batch: Batch, modules: list[nn.Module]) -> None:
+        self.forward = forward
+        self.batch = batch
+        self.modules = modules
+        self.in_order = False
+        self._chosen: dict[int, list[int]] = {}
+
+    def named(self, count: int) -> list[int]:
+        """`count` rows, always the same ones."""
+        if count not in self._chosen:
+            self._chosen[count] = choose_rows(self.batch, count)
+        return sorted(self._chosen[count]) if self.in_order else self._chosen[count]
+
+    def compared(
+        self,
+        count: int,
+        how: Runs,
+        see: Callable[[Any], Any] = lambda result: result,
+        gaps: Sequence[float | None] = (),
+    ) -> Evidence:
+        """What runs on `count` rows and on two parts of them show, see `comparison.compare`."""
+        return compare(self.forward, self.batch, self.modules, self.named(count), how, see, gaps)

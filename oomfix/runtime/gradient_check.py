@@ -1,0 +1,91 @@
+"""The gradients of a few rows are compared with those of two parts: they show factors of a loss that have none."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from oomfix.runtime import outputs, rule_choice
+from oomfix.runtime.comparison import Evidence, Runs
+from oomfix.runtime.few_rows import FewRows
+from oomfix.runtime.gradients import next_node, reach
+from oomfix.runtime.judging import DEPEND
+from oomfix.runtime.outputs import Zero
+from oomfix.runtime.referenced import leaves_in
+from oomfix.runtime.verdict import Verdict
+
+GRADIENTS_DEPEND = "samples depend on each other: a few rows give another gradient in two parts"
+_SMALL = 4096  # entries of a parameter whose gradient is compared
+_COMPARED = 24  # parameters whose gradients are compared, spread over the model
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
+
+
+def by_gradients(few: FewRows, how: Runs, count: int, gaps: Sequence[float | None] = ()) -> Verdict | None:
+    """The verdict on the gradients of a few small parameters; None where the forward fails."""
+    # a checkpoint in the forward runs again in backward, where no targets can be held out
+    how = replace(how, graph=True, holds_out=False)
+    # chosen before the runs, in which each look at a parameter is watched
+    see = partial(_loss_and_gradients, _compared_in(few), next_node())
+    evidence = few.compared(count, how, see, gaps)
+    verdict = _judge(evidence)
+    return None if evidence.failure else replace(verdict, means=evidence.means, calls=evidence.calls)
+
+
+def _compared_in(few: FewRows) -> list[torch.Tensor]:
+    """The parameters whose gradients are compared: small ones, of no module too, or the smallest."""
+    of_modules = [p for module in few.modules for p in module._parameters.values() if p is not None]
+    parameters = [*of_modules, *leaves_in(few.forward)]
+    trained: list[torch.Tensor] = [p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel()]
+    if not trained:
+        return []
+    small = [p for p in trained if p.numel() <= _SMALL] or [min(trained, key=torch.numel)]
+    return small[:: -max(1, len(small) // _COMPARED)]
+
+
+def _loss_and_gradients(
+    parameters: list[torch.Tensor], first_node: int, result: Any
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The loss in `result` and its gradients, none where it has a graph from before the node numbered `first_node`."""
+    loss = outputs.loss_in(result)
+    if loss is None or not loss.requires_grad or loss.numel() != 1 or not parameters:
+        return loss, []
+    if reach(loss).began_before(first_node):
+        return loss, []  # a graph that was there before the check is not for it to pass
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return loss, [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+
+
+def _judge(evidence: Evidence) -> Verdict:
+    """The verdict that losses and gradients give; undecided where they cannot be compared."""
+    loss, gradients = evidence.whole
+    rule = rule_choice.choose(loss, [part[0] for part in evidence.parts], evidence.shares) if gradients else Zero()
+    if rule is None and all(bool(of_part.isfinite()) for of_part, _ in evidence.parts):
+        return Verdict(None, DEPEND)
+    if rule is None or rule == Zero():
+        return Verdict(None, undecided=True)  # a deviation is not a number of one row
+    collector, sizes = rule.collector(0), [gradient.numel() for gradient in gradients]
+    for (_, of_part), share in zip(evidence.parts, evidence.shares, strict=True):
+        collector.add(_joined(of_part), share)
+    errors = _largest(_joined(gradients) - collector.result(), sizes)
+    scales = [
+        max(pair) for pair in zip(*(_largest(_joined(of_part), sizes) for _, of_part in evidence.parts), strict=True)
+    ]
+    # where the true gradient is 0 (the bias of attention's keys), rounding of the others is all there is
+    largest = max(scales)
+    for gradient, error, scale in zip(gradients, errors, scales, strict=True):
+        tolerance = _TOLERANCE[gradient.dtype]
+        if error > tolerance * max(scale, tolerance * largest):
+            return Verdict(None, GRADIENTS_DEPEND)
+    return Verdict(rule)
+
+
+def _joined(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def _largest(joined: torch.Tensor, sizes: list[int]) -> list[float]:
+    """The largest absolute entry of each of the tensors that were joined; waits for the device once."""
+    largest: list[float] = torch.stack([part.max() for part in torch.split(joined.abs(), sizes)]).tolist()
+    return largest

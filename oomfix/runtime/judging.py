@@ -1,0 +1,89 @@
+"""The verdict that the results of a comparison give: is the result of the whole made of those of its parts?"""
+
+from oomfix.runtime import outputs, rule_choice, simulation
+from oomfix.runtime.comparison import Evidence
+from oomfix.runtime.gradients import CHANGES_GRADIENTS
+from oomfix.runtime.outputs import Mean, Rule, Sum, Zero
+from oomfix.runtime.verdict import Verdict
+
+DEPEND = "samples depend on each other: a few rows give something else in two parts"
+_BENDS = (
+    "a number for the whole batch meets a threshold (clamp, abs, relu), or counts its distinct values, and parts may "
+    "have another"
+)
+
+
+def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
+    """The verdict that the results of a comparison on `rows` rows give; `trust`: a split was asked for all the same."""
+    if evidence.failure:
+        return Verdict(None, f"it fails on {rows} rows of the batch ({evidence.failure})")
+    if evidence.wrote and not trust:
+        return Verdict(None, f"it keeps state of its own between calls: {evidence.wrote}")
+    simulated = simulation.assumption
+    if simulated is not None and simulated.coupled and not trust:
+        return Verdict(None, simulated.coupled)
+    if evidence.changes_gradients:
+        return Verdict(None, CHANGES_GRADIENTS)
+    loss = outputs.loss_in(evidence.whole)
+    if loss is not None and loss.numel() != 1:
+        loss = None  # an evaluation returns what it likes
+    if loss is not None and simulated is None and not loss.isfinite().all():
+        return Verdict(None, "its loss is not a number on a few rows", undecided=True)
+    rule = rule_choice.choose(evidence.whole, evidence.parts, evidence.shares)
+    trusted = trust and (rule is None or bool(evidence.wrote))
+    if rule is None and trust:
+        rule = rule_choice.likely(evidence.whole, evidence.parts[0])
+    of_loss = rule if loss is None or loss is evidence.whole else _rule_of_loss(evidence)
+    if rule is None:
+        of_others = "what a few rows return besides the loss cannot be put together from two parts"
+        return Verdict(None, DEPEND if of_loss is None else of_others)
+    if loss is not None and not trust and _alike_alone(evidence):
+        return Verdict(None, "two of its rows, each alone, show nothing that tells them apart", undecided=True)
+    if evidence.bends and not trust:
+        return Verdict(None, _BENDS)
+    if evidence.selects and not trust:
+        return Verdict(None, "it selects among the samples of a batch, which a few rows cannot show")
+    if loss is not None and not trust and _leaves_open(of_loss, evidence):
+        return Verdict(None, "its loss is 0 on a few rows, which leaves open what it is a mean of", undecided=True)
+    return Verdict(
+        rule,
+        units=_units(of_loss),
+        nll_losses=evidence.nll_losses,
+        divisors=evidence.divisors,
+        held=evidence.held,
+        drew=evidence.drew,
+        calls=0 if evidence.drew else evidence.calls,
+        draws=evidence.draws,
+        once_outside=evidence.once_outside,
+        left=evidence.left,
+        one_part=evidence.nll_losses > 0 and not trust and not all(share.targets for share in evidence.shares),
+        trusted=trusted,
+    )
+
+
+def _rule_of_loss(evidence: Evidence) -> Rule | None:
+    losses = [outputs.loss_in(part) for part in evidence.parts]
+    return rule_choice.choose(outputs.loss_in(evidence.whole), losses, evidence.shares)
+
+
+def _leaves_open(rule: Rule | None, evidence: Evidence) -> bool:
+    """Whether the rows gave a loss that a sum and a mean both explain, because it, or a part of it, is 0."""
+    if rule == Zero():
+        return True
+    losses = [outputs.loss_in(part) for part in evidence.parts]
+    return rule == Sum() and any(loss is not None and not loss.any() for loss in losses)
+
+
+def _alike_alone(evidence: Evidence) -> bool:
+    """Whether the parts are single rows with one and the same loss, as of statistics that one row has none of."""
+    losses = [outputs.loss_in(part) for part in evidence.parts]
+    alone = all(share.rows == 1 for share in evidence.shares)
+    return alone and simulation.assumption is None and rule_choice.equal(losses[0], losses[1])
+
+
+def _units(rule: Rule | None) -> str:
+    if rule is None:
+        return "rows"
+    if rule == Sum():
+        return "calls"
+    return "targets" if outputs.contains(rule, Mean("targets")) else "rows"

@@ -1,0 +1,94 @@
+"""The results of a few rows are compared with those of two parts.
+
+Rows as they are chosen or as the batch has them, parts that repeat the draws of the whole or go on drawing, targets
+held out or not: a forward may be split if one of these ways of running it says so. Later one confirms it.
+"""
+
+from dataclasses import dataclass, replace
+
+from oomfix.runtime.comparison import Evidence, Runs
+from oomfix.runtime.few_rows import FewRows
+from oomfix.runtime.judging import judge
+from oomfix.runtime.verdict import Verdict
+
+_OTHER_DRAWS = 6  # runs that shuffle a few rows otherwise
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the results showed.
+
+    Attributes:
+        verdict: the first that allows a split, or else that of runs which did not fail.
+        how: how these runs were made.
+        rows: on how many rows.
+        alike_masks: see `comparison.Evidence`.
+    """
+
+    verdict: Verdict
+    how: Runs
+    rows: int
+    alike_masks: frozenset[int]
+
+
+def by_results(few: FewRows, trust: bool, count: int) -> Found:
+    """The verdict on `count` rows; `trust`: a split was asked for whatever they show."""
+    few.in_order = False
+    verdict, how, evidence = _best(few, trust, count, graph=False)
+    if evidence.failure and few.named(count) != sorted(few.named(count)):
+        # sequences may have to lie by length, as the batch has them
+        few.in_order = True
+        in_order = _best(few, trust, count, graph=False)
+        few.in_order = not in_order[2].failure
+        if few.in_order:
+            verdict, how, evidence = in_order
+    if evidence.failure:
+        # a forward that differentiates by itself fails without gradients
+        verdict, how, evidence = _best(few, trust, count, graph=True)
+    if verdict.rule is not None and evidence.drew_besides_torch:
+        verdict = _with_other_draws(few, trust, count, verdict, how)
+    return Found(replace(verdict, needs_gradients=how.graph), how, count, evidence.alike_masks)
+
+
+def _with_other_draws(few: FewRows, trust: bool, count: int, verdict: Verdict, how: Runs) -> Verdict:
+    """`verdict`, unless runs with other draws from Python and NumPy refuse: few rows may be shuffled alike."""
+    for ahead in range(1, _OTHER_DRAWS + 1):
+        other = judge(few.compared(count, replace(how, ahead=ahead)), trust, count)
+        if other.rule is None and not other.undecided:
+            return other
+    return verdict
+
+
+def _best(few: FewRows, trust: bool, count: int, graph: bool) -> tuple[Verdict, Runs, Evidence]:
+    """The first verdict that allows a split, or else that of a run which did not fail; what it was given for."""
+    found: tuple[Verdict, Runs, Evidence] | None = None
+    drew = held = True
+    for holds_out, replays in ((True, True), (True, False), (False, True), (False, False)):
+        if (not replays and not drew) or (not holds_out and not held):
+            continue  # the same runs again
+        how = Runs(graph, holds_out, replays)
+        evidence = few.compared(count, how)
+        # penalties are told of whatever the verdict is
+        verdict = replace(judge(evidence, trust, count), differentiates=evidence.differentiates)
+        failed = bool(evidence.failure)
+        if found is None or (found[2].failure and not failed) or verdict.rule is not None:
+            found = verdict, how, evidence
+        # what is written or bent does not change with the targets, and is not watched in every run
+        if verdict.rule is not None or verdict.undecided or ((evidence.wrote or evidence.bends) and not failed):
+            break
+        if holds_out and replays and not failed:
+            drew, held = evidence.drew, evidence.held
+    assert found is not None
+    return found
+
+
+def confirmed(few: FewRows, earlier: Verdict, count: int) -> Verdict | None:
+    """An earlier verdict, if a few rows confirm all of it."""
+    divides = bool(earlier.divisors)
+    how = Runs(graph=earlier.needs_gradients or divides, graph_of_whole=True, light=True, divides=divides)
+    verdict = judge(few.compared(count, how), rows=count)
+    same = replace(earlier, drew=verdict.drew, held=verdict.held)
+    same = replace(same, needs_gradients=False, differentiates=False, from_nothing=False, means=0)
+    if not earlier.calls:
+        same = replace(same, calls=verdict.calls)
+    return earlier if verdict == same else None
