@@ -63,6 +63,7 @@ class Lift:
         after: what stood in between, to run after it.
         reading: what stands ahead of the backward in its branch and reads the result, to run after it.
         inputs: the parameters: what belongs to the batch, and what the slice reads before it binds it.
+        given_if: of inputs that are bound and read under a test alone, that test.
         loss: the name of the loss, None where it is an expression.
         outputs: the names read later, but for the loss.
         loss_is_read: whether the loss is read later.
@@ -83,6 +84,7 @@ class Lift:
     after: list[ast.stmt] = field(default_factory=list)
     reading: list[ast.stmt] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
+    given_if: dict[str, ast.expr] = field(default_factory=dict)
     loss: str | None = None
     outputs: list[str] = field(default_factory=list)
     loss_is_read: bool = False

@@ -161,7 +161,12 @@ class Lifting:
         start = f"{margin}{_targets(lift)}{self._manager}.{method}("
         # one sample: never cut, since it keeps state or is one sequence
         size = ["batch_size=1"] if lift.state is not None or lift.in_turn is not None else []
-        return self._broken(start, [self._function, *lift.inputs, *size], ")")
+        given = [self._given(name, lift.given_if.get(name)) for name in lift.inputs]
+        return self._broken(start, [self._function, *given, *size], ")")
+
+    @staticmethod
+    def _given(name: str, test: ast.expr | None) -> str:
+        return name if test is None else f"{name} if {ast.unparse(test)} else None"
 
     def _broken(self, start: str, items: list[str], end: str) -> list[str]:
         """One line, or as many as it takes where that would be too long."""

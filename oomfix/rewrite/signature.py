@@ -19,6 +19,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
     nodes_of_scope_body,
 )
+from oomfix.rewrite.unsure_inputs import read_at_once, tests_of
 from oomfix.script.nodes import children, walk
 
 
@@ -135,18 +136,21 @@ class Signature:
         read = self._liveness.before(lift.lifted, returned - lift.bound_with_loss)
         rebound = {name for statement in lift.lifted for name in names_bound(statement)}
         data = self._batch_names.of(lift, read)
-        bound = self._bound_ahead_of(lift) | (data - bound_anywhere(lift.site.scope))
+        bound = self._bound_ahead_of(lift) | (data - bound_anywhere(lift.site.scope)) | _read_in_any_case(lift)
         if unsure := (read & rebound) - lift.own - bound:
             raise CannotLift(f"{sorted(unsure)[0]} may have no value yet where the slice reads it")
         # what is passed is read at once, even where the slice would not have come to it
-        wanted = ((data & bound) | (read & rebound)) - lift.own
+        lift.given_if = tests_of(data - bound - returned - lift.own, self._ahead_of(lift), lift.lifted)
+        wanted = ((data & bound) | (read & rebound) | lift.given_if.keys()) - lift.own
         lift.inputs = [name for name in _reading_order(lift) if name in wanted]
 
     def _bound_ahead_of(self, lift: Lift) -> frozenset[str]:
         """The names that are bound whenever the slice is entered."""
+        return lift.site.bound_before | definitely_bound(self._ahead_of(lift))
+
+    def _ahead_of(self, lift: Lift) -> list[ast.stmt]:
         first = lift.site.block.index(lift.lifted[0] if lift.lifted else lift.site.end)
-        bound = definitely_bound([*lift.site.block[:first], *lift.before])
-        return lift.site.bound_before | bound
+        return [*lift.site.block[:first], *lift.before]
 
     def copy_sizes(self, lift: Lift, first: int) -> None:
         """Sizes of the batch that the slice reads are asked again inside, of the part that is there."""
@@ -159,6 +163,11 @@ class Signature:
                     lift.copied.append(statement)
                 elif owner in names and owner in lift.inputs:
                     lift.copied.clear()
+
+
+def _read_in_any_case(lift: Lift) -> set[str]:
+    """What the slice reads whatever happens; where it is the loss alone, that is read at once."""
+    return read_at_once(lift.lifted or [ast.Expr(lift.site.root)])
 
 
 def _bound_by_the_networks_loop(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> set[str]:

@@ -156,7 +156,7 @@ def test_a_mask_that_may_have_no_value_is_not_evaluated_early():
             optimizer.step()
         """)
     assert forms == [("micro-batched", None)]
-    assert "forward_backward(forward, x, y)" in text
+    assert "forward_backward(forward, x, mask if masked else None, y)" in text
 
 
 def test_names_that_the_file_uses_are_not_taken():

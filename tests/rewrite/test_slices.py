@@ -239,6 +239,73 @@ def test_a_name_that_some_batches_bind_anew_is_an_input_and_an_output():
     assert "return loss, y" in text
 
 
+def test_what_only_some_ways_bind_is_an_input_where_the_slice_reads_it_in_any_case():
+    text = assert_trains_the_same("""\
+        moved = True
+        for batch in loader:
+            if moved:
+                x, y = batch[0] * 2, batch[1]
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert "def forward(x, y):" in text
+
+
+MIXED = """\
+mixes = {mixes}
+
+def mixed(x, y):
+    order = torch.randperm(len(x))
+    return 0.5 * (x + x[order]), y, y[order]
+
+def train():
+    for x, y in loader * 3:
+        if mixes:
+            x, y_a, y_b = mixed(x, y)
+        out = model(x)
+        if mixes:
+            loss = F.cross_entropy(out, y_a) + F.cross_entropy(out, y_b)
+        else:
+            loss = F.cross_entropy(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+
+train()
+"""
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_what_is_bound_and_read_under_one_test_is_given_under_it(mixes):
+    text = assert_trains_the_same(MIXED.format(mixes=mixes))
+    assert "def forward(x, y_a, y_b, y):" in text
+    assert "forward, x, y_a if mixes else None, y_b if mixes else None, y\n" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("if mixes:\n            x,", "if mixes and len(x):\n            x,"),
+        ("if mixes:\n            loss", "if mixes or out is None:\n            loss"),
+        ("out = model(x)\n", "mixes = bool(y_a.sum())\n        out = model(x)\n"),
+        ("if mixes:", "if torch.rand(()) < mixes:"),
+        ("else:\n            loss = F.cross_entropy(out, y)", "else:\n            loss = F.cross_entropy(out, y_a)"),
+    ],
+)
+def test_what_is_read_under_another_test_than_it_is_bound_under_is_no_input(before, after):
+    _, definition = apply(MIXED.format(mixes=True))[0].split("def forward(")
+    assert definition.startswith("x, y_a, y_b, y)")
+    changed = MIXED.format(mixes=True)
+    assert before in changed
+    _, definition = apply(changed.replace(before, after))[0].split("def forward(")
+    assert "y_a" not in definition.split(")")[0]
+
+
 def test_the_batch_of_a_loop_around_that_of_a_policy_is_an_input():
     text = assert_trains_the_same("""\
         for x, y in loader:
