@@ -4,7 +4,7 @@
 
 The tree is transformers and timm, sources only, downloaded from PyPI when no --tree is given. Writes
 bench/results/audit-speed.md. Every tool runs once per round; times are medians, ratios are medians of the ratios
-within rounds. TorchFix and torch-preflight take a quarter of an hour each on the tree, so they run on every 53rd file
+within rounds. TorchFix and torch-preflight take a quarter of an hour each on the tree, so they run on every 20th file
 of it unless --whole-tree is given.
 """
 

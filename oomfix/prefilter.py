@@ -6,7 +6,17 @@ from collections.abc import Iterable
 
 from oomfix.rules.base import Need, holds
 
-_SHARED = (b"cuda", b"cpu", b"zero_", b"backward(", b"from_pretrained(", b"torch")
+_SHARED = (
+    b"cuda",
+    b"cpu",
+    b"zero_",
+    b"backward(",
+    b"Trainer(",
+    b"def val",
+    b"evaluate(",
+    b"from_pretrained(",
+    b"torch",
+)
 """What several words have in common and most files lack: looked for first, in place of each of these words.
 
 Nothing but speed depends on them. In a tree of libraries they save a third of the search.

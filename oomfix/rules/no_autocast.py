@@ -30,7 +30,7 @@ class NoAutocast(Rule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         precision = script.precision
-        if not script.devices.may_be_cuda or precision.trains_in_half:
+        if not script.loops or not script.devices.may_be_cuda or precision.trains_in_half:
             return
         if precision.uses_apex or precision.autocasts_out_of_sight:
             return

@@ -91,7 +91,7 @@ class Flow(Entering):
 
     def _always_taken(self, node: ast.If) -> bool:
         """Whether a test holds wherever it is reached, being the last of several one of which must."""
-        if node.orelse:
+        if node.orelse or node not in self.hints.elifs:
             return False
         function = self.frame.function
         root = self.tree if function is None else function.node

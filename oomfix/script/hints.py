@@ -170,6 +170,8 @@ class Hints:
     attributes_of_parts: set[str] = field(default_factory=set)
     """Names of attributes of attributes: `train` in `self.model.train()`."""
     statements: int = 0
+    elifs: set[ast.stmt] = field(default_factory=set)
+    """Each `elif`."""
     thaws: bool = False
     """Somewhere `requires_grad` is set to something else than False."""
     made_by: dict[str, set[str]] = field(default_factory=dict)
@@ -243,6 +245,8 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                         hints.named_losses |= attributes
                 for maker, path in assigned_calls(node):
                     hints.made_by.setdefault(maker, set()).add(path)
+            elif isinstance(node, ast.If) and len(node.orelse) == 1:
+                hints.elifs.add(node.orelse[0])
             elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
     if labelled:

@@ -53,8 +53,10 @@ def recall(frame: Frame, test: ast.expr, value: bool, asked: list[Binding | None
 
     Nothing is bound where the test asks something that was bound since.
     """
-    side = frame.sides.get((ast.unparse(test), value)) if frame.sides else None
-    if side is None or asked is None or frame.state is None or not _same(side.asked, asked):
+    if asked is None or not frame.sides:
+        return
+    side = frame.sides.get((ast.unparse(test), value))
+    if side is None or frame.state is None or not _same(side.asked, asked):
         return
     for name, (joined, own) in side.names.items():
         if joined is not None and frame.state.names.get(name) is joined:
