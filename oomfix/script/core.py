@@ -279,7 +279,7 @@ class Core(ABC):
         value: Value,
         manner: str,
         loops: tuple[Loop, ...],
-        alone: bool | None = None,
+        alone: bool = True,
     ) -> frozenset[int]:
         """Record that a value is kept by something made under `loops`; returns the origin that stands for it.
 
@@ -289,7 +289,7 @@ class Core(ABC):
         crossed = self.loops[len(loops) :] if self.loops[: len(loops)] == loops else ()
         if not content.graph or not (crossed or self._outlives_this_call(target)) or len(loops) >= self.enclosing_depth:
             return NO_ORIGINS
-        detachable = value_node if value.is_tensor and alone is not False else None
+        detachable = value_node if value.is_tensor and alone else None
         meter = self._meter_around(content)
         if meter is not None:
             assert meter.call is not None

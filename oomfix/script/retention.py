@@ -20,7 +20,7 @@ def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
     seen = {
         keep.node
         for number, keep in trace.keeps.items()
-        if number in trace.backpropagated or (keep.manner == "store" and number in trace.read_by_numpy)
+        if number in trace.backpropagated or number in trace.read_by_numpy
     }
     backwards_of: dict[Function | None, list[Backward]] = {}
     for backward in trace.backwards:

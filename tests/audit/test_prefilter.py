@@ -18,6 +18,11 @@ HALVES = [half for word in WORDS for half in (word[1:], word[:-1])]
 PIECES = st.sampled_from([*WORDS, *HALVES, b"cuda", b"\n", b" x "])
 
 
+def codes(code: str) -> set[str]:
+    """What an audit finds in a file with this text."""
+    return {finding.code for finding in Auditor(all_rules()).audit("metrics.py", code.encode()).findings}
+
+
 @given(data=st.lists(PIECES, max_size=4).map(b"".join))
 def test_a_file_passes_exactly_when_it_holds_a_need(data: bytes):
     assert Prefilter(NEEDS).passes(data) == any(holds(data, need) for need in NEEDS)
@@ -37,7 +42,34 @@ def test_every_need_passes_by_itself():
 @pytest.mark.parametrize("function", ["evaluate", "_evaluate", "validate", "validation", "val"])
 def test_a_file_that_only_evaluates_is_read(function):
     code = f"import torch\ndef {function}(model, loader):\n    for x in loader:\n        print(model(x).argmax(1))\n"
-    assert [finding.code for finding in Auditor(all_rules()).audit("metrics.py", code.encode()).findings] == ["OOM201"]
+    assert codes(code) == {"OOM201"}
+
+
+def test_totals_of_a_file_that_only_evaluates_are_judged():
+    code = """
+def validate(model, loader):
+    total = 0
+    for x, y in loader:
+        total += torch_loss(model(x), y)
+    return total
+"""
+    assert {finding.code for finding in Auditor(all_rules()).audit("m.py", code.encode()).findings} == {
+        "OOM101",
+        "OOM201",
+    }
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from transformers import Trainer\ntrainer = Trainer(model)\ntrainer.train()\nprint(model(x))\n",
+        "import pytorch_lightning as pl\ntrainer = pl.Trainer()\ntrainer.fit(model)\nprint(model(x))\n",
+        "def score(model, x):\n    out = model(x)\n    return net(out).detach().cpu().numpy()\n",
+    ],
+    ids=["transformers", "lightning", "arrays"],
+)
+def test_a_file_that_evaluates_without_saying_so_is_read(code):
+    assert codes(code) == {"OOM201"}
 
 
 def test_few_files_of_a_large_library_are_read():

@@ -204,6 +204,7 @@ METER = "class Meter:\n        def update(self, value):\n            self.value 
         ("", "Agent()", "seen.update(memory, 64)", False),
         ("", "Agent()", "seen.update(x, y.argmax().item(), len(memory))", False),
         ("", "tqdm(total=9)", "seen.update(1)", True),
+        ("", "tqdm(total=9)", "seen.update(x.shape[0])", True),
     ],
 )
 def test_a_meter_trains_nothing(meter, made, counted, certain):
@@ -232,6 +233,7 @@ ATTACKED = """
         ("x = adversary.perturb(x, y)", False),
         ("x = pgd_attack(model, x, y)", False),
         ("x = x + ig.attribute(x)", False),
+        ("x = x + attacks.last_pgd()", True),
         ("x = x + noise(x)", True),
     ],
 )

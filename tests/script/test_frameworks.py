@@ -244,7 +244,7 @@ def test_what_a_class_of_the_file_loads_from_a_checkpoint_is_its_network(read):
         trainer = pl.Trainer()
         trainer.fit(Classifier(net), loader)
         best = Classifier.load_from_checkpoint("best.ckpt")
-        accuracy = (best.forward(batch).argmax(1) == 1).float().mean()
+        accuracy = (best(batch).argmax(1) == 1).float().mean()
         return accuracy
     """
     )

@@ -131,6 +131,21 @@ def test_parts_of_a_frozen_network_are_frozen(report, parts):
     assert report(PARTS.format(freeze="pass", before="pass", parts=parts)) == [("OOM201", 10)]
 
 
+def test_a_frozen_network_that_a_call_takes_the_place_of_stays_frozen(report):
+    code = """
+        import torchvision
+
+        net = torchvision.models.resnet18()
+        {freeze}
+        net = to_gpu(net)
+        net.eval()
+        for image in images:
+            print(net(image))
+    """
+    assert report(code.format(freeze=FROZEN.replace("model", "net"))) == []
+    assert report(code.format(freeze="pass")) == [("OOM201", 8)]
+
+
 def test_parts_that_may_be_trained_again_are_not(report):
     thawed = "for part in list(model.children())[6:]:\n        for p in part.parameters(): p.requires_grad = True"
     assert report(PARTS.format(freeze=FROZEN, before=thawed, parts="children")) == [("OOM201", 11)]

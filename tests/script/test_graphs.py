@@ -615,6 +615,28 @@ def test_the_rounds_of_nested_loops_are_told_apart(report):
     assert report(code) == [("OOM103", 11)]
 
 
+@pytest.mark.parametrize(
+    ("leaf", "made", "needed"),
+    [
+        ("nn.Parameter(torch.ones(3))", "base * 2", True),
+        ("torch.ones(3, requires_grad=True)", "base * 2", True),
+        ("nn.Parameter(torch.ones(3))", "(base * 2).tanh()", True),
+        ("torch.ones(3)", "base * 2", False),
+        ("nn.Parameter(torch.ones(3))", "base", False),
+    ],
+)
+def test_a_graph_made_of_a_leaf_ahead_of_the_loop_is_needed_in_every_round(report, leaf, made, needed):
+    found = report(f"""
+        base = {leaf}
+        table = {made}
+        for x, y in loader:
+            loss = criterion(model(table + x), y)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+    """)
+    assert ("OOM103" not in dict(found)) is needed
+
+
 def test_a_graph_of_the_last_round_may_be_needed_behind_the_loop(report):
     code = """
         for x in loader:

@@ -660,6 +660,12 @@ def test_what_numpy_is_given_requires_no_gradients(report, read):
     assert kept(report(LISTED.format(read=read))) == []
 
 
+def test_neither_does_a_sum_that_numpy_is_given(report):
+    summed = LISTED.replace('parts["far"].append(', "total += (").replace("for epoch", "total = 0\n    for epoch")
+    assert [code for code, _ in report(summed.format(read="np.round(total)"))].count("OOM101") == 0
+    assert [code for code, _ in report(summed.format(read="total"))].count("OOM101") == 1
+
+
 @pytest.mark.parametrize("read", ["sum(parts['far'])", "torch.stack(parts['far']).mean()", "np.mean(loss.item())"])
 def test_what_others_are_given_may(report, read):
     assert kept(report(LISTED.format(read=read))) == [("OOM102", 12)]

@@ -107,6 +107,7 @@ def test_a_method_whose_result_a_loss_is_not_made_of_alone_says_nothing(report, 
     ("forward", "loss"),
     [
         ("out = model.get_logits(x)", "loss = criterion(out, y)"),
+        ("out = model.get_logit(x)", "loss = criterion(out, y)"),
         ("out = model.get_features(x, y)", "loss = out.mean()"),
     ],
 )
