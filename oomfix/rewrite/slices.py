@@ -79,6 +79,8 @@ class Slicer:
         Raises:
             CannotLift: moving it might change what the script does; says what stands in the way.
         """
+        for name in sorted(names_bound(site.root)):
+            raise CannotLift(f"line {site.root.lineno} binds {name} within what is differentiated")
         end = site.block.index(site.end)
         chain = self._dependences(site, end)
         starts = self._starts(site, chain, end, network_is_known)

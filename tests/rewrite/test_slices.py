@@ -557,6 +557,23 @@ def test_a_loss_that_every_case_of_a_match_makes_is_read_later():
     assert "loss = memory.forward_backward(forward, kind, x, y)" in text
 
 
+@pytest.mark.parametrize(
+    "backward",
+    ["(loss := F.cross_entropy(model(x), y)).backward()", "F.cross_entropy((loss := model(x)), y).backward()"],
+)
+def test_names_bound_in_what_is_differentiated_keep_it_in_place(backward):
+    text, loops = apply(f"""\
+        for x, y in loader:
+            {backward}
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.sum().item())
+        """)
+    assert loops == [("in-place", "line 9 binds loss within what is differentiated")]
+    before = run(TOP + f"for x, y in loader:\n    {backward}\n    optimizer.step()\n    optimizer.zero_grad()\n")
+    assert_same_bits(before, run(text.replace("    print(loss.sum().item())\n", ""), preset="off"))
+
+
 def test_inputs_stand_in_the_order_in_which_they_are_read():
     text = assert_trains_the_same("""\
         y = torch.zeros(6, 2)
