@@ -70,7 +70,7 @@ class Lift:
         deletes: names to take out of a `del`, since they no longer exist where it stands.
         bound_with_network: names that each round of the loop around the network binds.
         bound_with_loss: names that are bound on every way on which the loss is.
-        own: names bound only on some ways through the slice, and read on the same ones.
+        own: names bound only on some ways through the slice, and read on the same ones, or where all others fail.
         all_names_are_read: something reads names of the scope that it does not write down.
         state: what the slice leaves behind in objects, which the runtime can put back.
         in_turn: why the rows of the batch depend on each other, where that is seen.

@@ -55,7 +55,8 @@ class Signature:
         live |= self._find_deletes(lift, set(bound) - live)
         lift.bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
         lift.bound_with_loss = _bound_with_the_loss(lift)
-        certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss
+        lift.own |= self._bound_by_the_networks_ways(lift)
+        certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss | lift.own
         others = self._liveness.always | _read_outside(lift)
         given = self._bound_ahead_of(lift)
         for name in bound:
@@ -72,6 +73,22 @@ class Signature:
                 lift.outputs.append(name)
         if lift.loss in self._liveness.always & set(bound):
             lift.loss_is_read = True
+
+    def _bound_by_the_networks_ways(self, lift: Lift) -> set[str]:
+        """The names that every way of an `if` binds by running the network, and that are read behind it in any case.
+
+        `if clean: out = model(x) elif adversarial: out = model(attacked(x))`, then `loss = criterion(out, y)`: on the
+        way past both, `out` has no value, or one whose graph is gone, and its backward fails.
+        """
+        found: set[str] = set()
+        for index, statement in enumerate(lift.lifted if lift.site.branch is None else ()):
+            if isinstance(statement, ast.If):
+                ways = [[one for one in way if self._runs_forward(one)] for way in _ways(statement)]
+                read = read_at_once([*lift.lifted[index + 1 :], ast.Expr(lift.site.root)])
+                read -= {name for one in lift.lifted[: index + 1] for name in names_read(one)}
+                found |= read.intersection(*(definitely_bound(way) for way in ways))
+        ahead = {name for statement in self._ahead_of(lift) for name in names_bound(statement)}
+        return found - ahead - lift.site.bound_before
 
     def _find_deletes(self, lift: Lift, unread: set[str]) -> set[str]:
         """Note the `del` of names that nothing else reads; returns the names that have to stay for their `del`."""
@@ -229,13 +246,18 @@ def _bound_with_the_loss(lift: Lift) -> set[str]:
     binding = [statement for statement in lift.lifted if lift.loss in names_bound(statement)]
     if lift.site.branch is not None or len(binding) != 1 or not isinstance(binding[0], ast.If):
         return set()
-    ways, current = [], binding[0]
+    ways = _ways(binding[0])
+    with_loss = [definitely_bound(way) for way in ways if any(lift.loss in names_bound(one) for one in way)]
+    return set.intersection(*with_loss) if all(lift.loss in bound for bound in with_loss) else set()
+
+
+def _ways(condition: ast.If) -> list[list[ast.stmt]]:
+    """What an `if`, each of its `elif` and its `else` hold."""
+    ways, current = [], condition
     while (further := next_in_chain(current)) is not None:
         ways.append(current.body)
         current = further
-    ways += [current.body, current.orelse]
-    with_loss = [definitely_bound(way) for way in ways if any(lift.loss in names_bound(one) for one in way)]
-    return set.intersection(*with_loss) if all(lift.loss in bound for bound in with_loss) else set()
+    return [*ways, current.body, *([current.orelse] if current.orelse else [])]
 
 
 def _in_order(statements: list[ast.stmt]) -> list[str]:

@@ -574,6 +574,43 @@ def test_names_bound_in_what_is_differentiated_keep_it_in_place(backward):
     assert_same_bits(before, run(text.replace("    print(loss.sum().item())\n", ""), preset="off"))
 
 
+WAYS = """\
+kind = "turned"
+for x, y in loader * 3:
+    {ahead}
+    if kind == "plain":
+        out = model(x)
+    elif kind == "turned":
+        z = -x
+        out = {network}(z)
+    {behind}
+    loss = F.cross_entropy(out, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item(), out.sum().item())
+"""
+
+
+def test_what_the_network_gives_on_each_way_of_a_branch_is_bound_where_the_loss_reads_it():
+    text = assert_trains_the_same(WAYS.format(ahead="pass", network="model", behind="pass"))
+    assert "def forward(x, y):" in text
+    assert "return loss, out" in text
+
+
+@pytest.mark.parametrize(
+    ("ahead", "network", "behind"),
+    [
+        ("if y[0]: out = x[:, :2] * 1", "model", "pass"),
+        ("pass", "torch.neg", "pass"),
+        ("pass", "model", "for _ in y: out = out * 1"),
+    ],
+)
+def test_what_may_go_on_past_all_ways_of_a_branch_keeps_the_loss_in_place(ahead, network, behind):
+    (loop,) = rewritten(TOP + WAYS.format(ahead=ahead, network=network, behind=behind)).loops
+    assert loop.rewrite == "in-place"
+
+
 def test_inputs_stand_in_the_order_in_which_they_are_read():
     text = assert_trains_the_same("""\
         y = torch.zeros(6, 2)
