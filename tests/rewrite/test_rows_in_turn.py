@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
-from tests.rewrite.test_loops import TOP
+from tests.rewrite.small_loops import TOP
 
 NETWORK = """
 class Cell(nn.Module):

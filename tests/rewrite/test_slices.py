@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
-from tests.rewrite.test_loops import TOP, apply
+from tests.rewrite.small_loops import TOP, apply
 
 
 def assert_trains_the_same(body: str) -> str:

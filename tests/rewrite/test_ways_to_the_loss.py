@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from tests.rewrite.equivalence import rewritten, run
-from tests.rewrite.test_loops import TOP, apply
+from tests.rewrite.small_loops import TOP, apply
 from tests.rewrite.test_slices import assert_trains_the_same
 
 BRANCHES = """\

@@ -1,0 +1,183 @@
+"""Autocast and loss scaling of the script, handed over to the manager."""
+
+import textwrap
+
+from tests.rewrite.equivalence import rewritten
+from tests.rewrite.small_loops import TOP, apply
+
+AMP = """\
+from torch.cuda.amp import GradScaler, autocast
+scaler = GradScaler(enabled=args.amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with autocast(enabled=args.amp):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+torch.save({"scaler": scaler.state_dict()}, "last.pt")
+"""
+
+
+def test_amp_is_folded_and_its_flag_and_checkpoint_lines_stay():
+    text, forms = apply(AMP)
+    assert forms == [("micro-batched", None)]
+    assert 'with memory.autocast("cuda", enabled=args.amp):' in text
+    assert "scaler = memory.scaler\n" in text
+    assert '{"scaler": scaler.state_dict()}' in text
+    assert text.count("memory.unscale_(optimizer)") == 1
+    assert "scaler.update" not in text
+    assert "torch.cuda.amp" not in text
+
+
+def test_the_update_of_a_scale_that_tells_of_skipped_steps_stays():
+    steps = "    scaler.step(optimizer)\n    scaler.update()\n"
+    asked = f"    scale = scaler.get_scale()\n{steps}    skipped = scale > scaler.get_scale()\n"
+    text, _ = apply(AMP.replace(steps, asked))
+    assert asked.replace("scaler.step", "memory.step") in text
+
+
+def in_a_function(comment: str = "", end: str = "return model") -> str:
+    loop = textwrap.indent(AMP[AMP.index("for ") : AMP.index("torch.save")], "    ")
+    head = f"from torch.cuda.amp import GradScaler, autocast\ndef train(args):\n    print(args){comment}\n"
+    text, _ = apply(f"{head}    scaler = GradScaler(enabled=args.amp)\n{loop}    {end}\n")
+    return text
+
+
+def test_a_local_scaler_that_nothing_reads_any_more_is_taken_out():
+    assert "def train(args):\n    print(args)\n    for x, y in loader:\n" in in_a_function()
+    assert "    scaler = memory.scaler\n" in in_a_function(end="return scaler")
+    assert "    # scales\n    scaler = memory.scaler\n" in in_a_function("\n    # scales")
+    assert "    scaler = memory.scaler\n" in in_a_function(end="return locals()")
+
+
+def test_an_unread_scaler_goes_where_a_function_begins_with_it_too():
+    text, _ = apply("""\
+        def train():
+            scaler = torch.amp.GradScaler("cuda")
+
+            for x, y in loader:
+                with torch.autocast("cuda"):
+                    loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+
+        train()
+        """)
+    assert "scaler" not in text
+    assert "def train():\n    for x, y in loader:\n" in text
+
+
+OWN_SCALER = """\
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda"):
+        loss = F.cross_entropy(model(x), y)
+    scaler.scale(loss).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if i % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    print(loss.item(), norm)
+"""
+
+
+def test_a_loss_scaler_that_cannot_be_handed_over_stays_and_the_batch_is_split():
+    result = rewritten(TOP + OWN_SCALER)
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+    assert result.loops[0].notes == (
+        "its own precision and loss scaler stay: line 13 clips or reads gradients also where no step follows",
+    )
+    assert 'runtime.preset("16gb", precision="fp32")' in result.text
+    assert result.text.endswith(
+        """\
+
+    def forward(x, y):
+        with torch.autocast("cuda"):
+            loss = F.cross_entropy(model(x), y)
+        return scaler.scale(loss), loss
+
+    _, loss = memory.forward_backward(forward, x, y)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if i % 4 == 3:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    print(loss.item(), norm)
+""".removeprefix("\n")
+    )
+
+
+def test_a_loop_with_its_own_loss_scaler_that_cannot_be_split_is_left_alone():
+    text = TOP + OWN_SCALER.replace("loss = F", "self.out = model(x)\n        loss = F")
+    result = rewritten(text)
+    assert result.text == text
+    assert [loop.rewrite for loop in result.loops] == ["none"]
+    assert (result.loops[0].reason or "").endswith(
+        "where no step follows; and line 10 changes self, which was made outside of the slice"
+    )
+
+
+def test_a_loss_scaler_that_another_object_uses_stays():
+    text, _ = apply("""\
+        def ours(scaler):
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda"):
+                    loss = F.cross_entropy(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+
+        def theirs():
+            scaler = torch.amp.GradScaler("cuda")
+            surgeon.train(optimizer, scaler=scaler)
+
+
+        ours(torch.amp.GradScaler("cuda"))
+        """)
+    assert 'scaler = torch.amp.GradScaler("cuda")\n    surgeon' in text
+    assert text.endswith("ours(memory.scaler)\n")
+
+
+def test_a_mean_over_cards_that_is_divided_and_scaled_by_the_script_is_returned_so():
+    text, forms = apply("""\
+        for i, (x, y) in enumerate(loader):
+            losses = []
+            with unseen():
+                loss = model(x, y)
+            losses.append(loss.mean().item())
+            loss = loss.mean() / 4
+            scaler.scale(loss).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if (i + 1) % 4 == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "return scaler.scale(loss.mean() / 4), loss\n" in text
+    assert "_, loss = memory.forward_backward(forward, x, y)\n    losses.append(loss.mean().item())\n" in text
+
+
+def test_arguments_of_autocast_stay_on_their_lines():
+    text, _ = apply("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast(
+                device_type="cuda",
+                dtype=torch.bfloat16,  # no scaler
+            ):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    kept = ["with memory.autocast(", '    device_type="cuda",', "    dtype=torch.bfloat16,  # no scaler", "):"]
+    assert "".join(f"        {line}\n" for line in kept) in text

@@ -1,0 +1,68 @@
+"""Where an autocast block ends: ahead of the backward, and of metrics that nothing differentiates."""
+
+import pytest
+
+from tests.rewrite.small_loops import apply, loop_of
+
+
+def test_a_backward_inside_of_autocast_moves_out_and_the_loop_is_split():
+    text, forms = apply("""\
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = F.cross_entropy(model(x), y)
+                # far from here
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "        return loss\n\n    # far from here\n    memory.forward_backward(forward, x, y)\n" in text
+
+
+METRICS = """\
+seen = []
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda"):
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        seen.append(loss.item())
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_metrics_at_the_end_of_an_autocast_block_follow_the_call():
+    text, forms = apply(METRICS)
+    assert forms == [("micro-batched", None)]
+    assert text.endswith("""
+    def forward(x, y):
+        with memory.autocast("cuda"):
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+        return loss
+
+    loss = memory.forward_backward(forward, x, y)
+    seen.append(loss.item())
+    memory.step(optimizer)
+""")
+
+
+def test_metrics_that_a_part_of_a_batch_would_print_follow_the_call():
+    assert loop_of(
+        METRICS.replace("seen.append(loss.item())", "print(loss.item())").removeprefix("seen = []\n")
+    ).endswith("    print(loss.item())\n    memory.step(optimizer)\n")
+
+
+def test_an_autocast_block_stays_whole_where_the_loop_is_not_split_for_it():
+    text, forms = apply(METRICS.replace("loss.backward()", "loss.backward(retain_graph=True)\n    loss.backward()"))
+    assert forms[0][0] == "in-place"
+    assert "        seen.append(loss.item())\n    memory" in text
+
+
+@pytest.mark.parametrize("statement", ["other = seen.append(model(x))", "seen.append(model(x))", "loss += out.sum()"])
+def test_what_the_loss_needs_or_runs_the_network_stays_in_its_autocast_block(statement):
+    text, _ = apply(METRICS.replace("seen.append(loss.item())", statement))
+    assert f"        {statement}\n" in text.replace("memory.forward(model, x)", "model(x)")

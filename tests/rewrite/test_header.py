@@ -1,0 +1,79 @@
+"""Where the runtime is imported and the manager made, and under which names."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.equivalence import rewritten
+from tests.rewrite.small_loops import TOP
+
+
+def test_names_that_the_file_uses_are_not_taken():
+    result = rewritten(
+        TOP
+        + textwrap.dedent("""\
+        memory = runtime = forward = None
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    )
+    assert "from oomfix import runtime as oomfix_runtime\n" in result.text
+    assert 'gpu_memory = oomfix_runtime.preset("16gb")\n' in result.text
+    assert "gpu_memory.forward_backward(forward_batch, x, y)" in result.text
+
+
+@pytest.mark.parametrize(
+    ("imports", "expected"),
+    [
+        (
+            "import torch\n\nfrom .data import loader",
+            "import torch\nfrom oomfix import runtime\n\nfrom .data import loader",
+        ),
+        (
+            "import torch\nfrom torch import nn\n\nfrom data import loader",
+            "import torch\nfrom oomfix import runtime\nfrom torch import nn\n\nfrom data import loader",
+        ),
+        ("import torch\nimport data, os", "import torch\nimport data, os\nfrom oomfix import runtime"),
+        (
+            "from torch import nn\nfrom data import loader",
+            "from torch import nn\nfrom data import loader\nfrom oomfix import runtime",
+        ),
+    ],
+)
+def test_the_runtime_is_imported_among_what_is_installed(imports, expected):
+    body = "for x, y in loader:\n    loss = model(x, y)\n    loss.backward()\n    optimizer.step()\n"
+    text = rewritten(f"import os\n\n{imports}\n{body}").text
+    assert text.startswith(f'import os\n\n{expected}\n\nmemory = runtime.preset("16gb")\n\nfor x')
+
+
+def test_a_module_that_does_without_torch_does_so_after_apply():
+    """The runtime imports torch: its import stands where torch's own may fail."""
+    optional = textwrap.dedent("""\
+        import math
+
+        try:
+            import torch
+            from torch import nn
+        except ImportError:  # pragma: no cover
+            torch = None
+        import os
+
+
+        def train(model, loader):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+        """)
+    result = rewritten(optional)
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+    assert result.text.startswith(
+        "import math\n\ntry:\n    import torch\n    from torch import nn\n    from oomfix import runtime\n\n"
+        '    memory = runtime.preset("16gb")\nexcept ImportError:  # pragma: no cover\n    torch = None\nimport os\n'
+    )
+    assert rewritten(result.text).text == result.text

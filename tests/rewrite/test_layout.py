@@ -1,0 +1,114 @@
+"""Comments, and statements that share a line."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.small_loops import apply, loop_of
+
+
+def test_comments_at_the_end_of_a_block_stay_in_it():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                out = model(x)
+                # out = model(x, y)
+
+                # not yet
+            # the loss
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert (
+        "            out = model(x)\n            # out = model(x, y)\n\n            # not yet\n"
+        "        # the loss\n        loss = F"
+    ) in text
+
+
+def test_a_loop_with_semicolons_is_split_and_keeps_them():
+    assert loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad();
+            loss = F.cross_entropy(model(x), y);
+            loss.backward();
+            optimizer.step();
+        """) == textwrap.dedent("""\
+        for x, y in loader:
+            def forward(x, y):
+                loss = F.cross_entropy(model(x), y);
+                return loss
+
+            memory.forward_backward(forward, x, y);
+            memory.step(optimizer);
+        """)
+
+
+def test_a_comment_behind_the_backward_stands_behind_its_call():
+    assert "memory.forward_backward(forward, x, y)  # gradients\n" in loop_of("""\
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()              # gradients
+            optimizer.step()             # update
+        """)
+
+
+def test_statements_joined_on_a_line_get_lines_of_their_own_where_the_loss_is_lifted():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad(); out = model(x)
+            loss = F.cross_entropy(out, y); print(loss.item())
+            loss.backward(); optimizer.step()  # train
+        """)
+    assert text == textwrap.dedent("""\
+        for x, y in loader:
+            def forward(x, y):
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+                return loss
+
+            loss = memory.forward_backward(forward, x, y)
+            print(loss.item())
+            memory.step(optimizer)  # train
+        """)
+
+
+@pytest.mark.parametrize("comment", ["", "  # next"])
+def test_neighbours_on_one_line_that_both_go_leave_nothing(comment):
+    text, loops = apply(f"""\
+        scaler = torch.amp.GradScaler()
+        for x, y in loader:
+            with torch.autocast("cuda"):
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer); scaler.update(); optimizer.zero_grad(){comment}
+        """)
+    assert loops[0][0] == "micro-batched"
+    assert f"    memory.step(optimizer){comment}\n" in text
+
+
+def test_joined_statements_stay_where_the_loss_cannot_be_lifted_for_another_reason():
+    text, loops = apply("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            first = F.cross_entropy(out, y)
+            first.backward(); print(first.item())
+            second = F.mse_loss(model(x), out.detach())
+            second.backward(); optimizer.step()
+        """)
+    assert loops[0][0] == "in-place"
+    assert "memory.backward(first); print(first.item())" in text
+
+
+def test_a_comment_that_the_longer_call_has_no_room_for_stands_above_it():
+    comment = "# goes through the network, and leaves a gradient in each of its parameters for the step"
+    text, _ = apply(f"""\
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()  {comment}
+            optimizer.step()
+        """)
+    assert f"    {comment}\n    memory.forward_backward(forward, images, labels)\n" in text

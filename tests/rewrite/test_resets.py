@@ -1,0 +1,131 @@
+"""Which resets of gradients go with the manager's step, and which stay."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+from tests.rewrite.small_loops import TOP, loop_of
+
+
+def test_a_step_keeps_gradients_that_the_script_never_resets():
+    assert "memory.step(optimizer, zero_grad=False)" in loop_of("""\
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+
+
+def test_gradients_of_an_optimizer_from_elsewhere_are_still_reset_first():
+    """A loop of another file may have left gradients behind; the first reset here drops them."""
+    loop = "def train(model, loader, optimizer):\n    for x, y in loader:\n        optimizer.zero_grad()\n"
+    loop += "        loss = model(x).sum()\n        loss.backward()\n        optimizer.step()\n"
+    assert "        optimizer.zero_grad()\n" in rewritten(f"import torch\n\n{loop}").text
+    made = "model = torch.nn.Linear(4, 2)\ntrain(model, [], torch.optim.SGD(model.parameters(), lr=0.1))\n"
+    assert "zero_grad" not in rewritten(f"import torch\n\n{loop}\n\n{made}").text
+
+
+def test_what_speaks_of_a_removed_reset_goes_with_it_and_other_comments_stay():
+    text = loop_of("""\
+        for x, y in loader:
+            # one step
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+
+            # compute the step
+            optimizer.step()
+
+            # zero the gradients
+            optimizer.zero_grad()
+
+            print(loss.item())
+        """)
+    assert text.endswith("""\
+    loss = memory.forward_backward(forward, x, y)
+
+    # compute the step
+    memory.step(optimizer)
+
+    print(loss.item())
+""")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """\
+        for number in range(6):
+            try:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                if number % 2:
+                    raise FloatingPointError("diverged")
+                loss.backward()
+                optimizer.step()
+            except FloatingPointError as error:
+                print(error)
+                continue
+        """,
+        """\
+        def step(number):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            assert number % 2, "diverged"
+            loss.backward()
+            optimizer.step()
+
+        for number in range(6):
+            try:
+                step(number)
+            except (AssertionError, RuntimeError):
+                pass
+        """,
+    ],
+)
+def test_gradients_of_a_batch_that_an_exception_skips_are_reset_ahead_of_the_next(body):
+    text = TOP + "x, y = loader[0]\n" + textwrap.dedent(body)
+    result = rewritten(text)
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+    assert_same_bits(run(text), run(result.text, preset="off"))
+
+
+@pytest.mark.parametrize("handler", ["except ValueError:\n    raise", "except KeyboardInterrupt:\n    pass"])
+def test_exceptions_that_end_the_training_do_not_keep_a_reset(handler):
+    body = "optimizer.zero_grad()\nloss = F.cross_entropy(model(x), y)\nloss.backward()\noptimizer.step()\n"
+    loop = f"try:\n{textwrap.indent(body, '    ')}{handler}\n"
+    assert "zero_grad" not in loop_of("for x, y in loader:\n" + textwrap.indent(loop, "    "))
+
+
+def test_a_batch_that_is_skipped_between_forward_and_backward_leaves_no_gradients():
+    text = TOP + textwrap.dedent("""\
+        x, y = loader[0]
+        for number in range(6):
+            try:
+                loss = F.cross_entropy(model(x), y)
+                if number % 2:
+                    raise ValueError("diverged")
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            except ValueError as error:
+                print(error)
+        """)
+    result = rewritten(text)
+    reason = "line 13 may skip the batch between forward and backward"
+    assert [(loop.rewrite, loop.reason) for loop in result.loops] == [("in-place", reason)]
+    assert_same_bits(run(text), run(result.text, preset="off"))
+
+
+def test_a_comment_above_a_reset_that_goes_stays_with_what_follows():
+    body = """\
+        for x, y in loader:
+            # loss
+            optimizer.zero_grad()
+
+            {}loss = F.cross_entropy(model(x), y)
+            loss.backward(retain_graph=flag)
+            optimizer.step()
+        """
+    assert "    # loss\n    loss = F.cross" in loop_of(body.format(""))
+    assert "    # loss\n\n    # of classes\n    loss = F.cross" in loop_of(body.format("# of classes\n            "))

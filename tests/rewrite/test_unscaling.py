@@ -1,0 +1,318 @@
+"""Gradients are unscaled before anything looks at them, or never scaled."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.equivalence import rewritten
+from tests.rewrite.small_loops import TOP, apply, loop_of
+
+
+def test_clipping_of_scaled_gradients_is_preceded_by_unscaling():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        """)
+    unscale, clip = text.index("memory.unscale_(optimizer)\n"), text.index("norm = nn.utils")
+    assert text.index("forward_backward") < unscale < clip < text.index("memory.step(optimizer)")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("loss = model(x).sum()\n    loss.backward()\n    optimizer.step(closure)", "takes a closure or a loss"),
+        ("model(x).sum().backward()\n    optimizer.first_step()\n    optimizer.step()", "steps twice per batch (SAM)"),
+        (
+            "x.requires_grad_()\n    model(x).sum().backward()\n    optimizer.step()\n    print(x.grad)",
+            "reads `x.grad`",
+        ),
+        (
+            "model(x).sum().backward()\n    print(model.weight.grad.norm())\n    optimizer.step()",
+            "reads `model.weight.g",
+        ),
+        ("model(x).sum().backward()\n    optimizer.step_and_update_lr()", "the step is out of sight"),
+        ("model(x).sum().backward()\n    norm = optimizer.step()", "what the step in line 11 returns is used"),
+        ("model(x).sum().backward()\n    model.weight.data -= 0.1 * model.weight.grad", "the step is out of sight"),
+    ],
+)
+def test_gradients_that_the_script_looks_at_are_never_scaled(body, reason):
+    """In fp16 a loss is scaled by 65536, which only the manager's own step can take out again."""
+    result = rewritten(f"{TOP}for x, y in loader:\n    optimizer.zero_grad()\n    {body}\n")
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+    (note,) = result.loops[0].notes
+    assert note.startswith("losses are not scaled, so no fp16: ") and reason in note
+    assert 'runtime.preset("16gb", precision="no-fp16")' in result.text
+    assert "unscale_" not in result.text
+
+
+def test_gradients_that_another_function_reads_are_never_scaled():
+    plot = "def plot(model):\n    print([p.grad.abs().mean() for p in model.parameters()])\n\n"
+    loop = "for x, y in loader:\n    optimizer.zero_grad()\n    model(x).sum().backward()\n    optimizer.step()\n"
+    assert 'precision="no-fp16"' in rewritten(f"{TOP}{plot}{loop}    plot(model)\n").text
+    zeroed = plot.replace("print([p.grad.abs().mean() for p in model.parameters()])", "model.weight.grad.zero_()")
+    assert "no-fp16" not in rewritten(f"{TOP}{zeroed}{loop}").text
+
+
+def test_clipping_where_no_step_follows_is_kept_in_a_loop_without_loss_scaling():
+    """The loss scale can be taken out of gradients once per step: clipping each part of a window needs none at all."""
+    text, forms = apply("""\
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert 'precision="no-fp16"' in text
+
+
+def test_gradients_clipped_in_a_window_that_steps_behind_its_loop_are_not_scaled():
+    text, forms = apply("""\
+        for epoch in range(3):
+            for i in range(4):
+                x, y = next(batches)
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert 'precision="no-fp16"' in text
+
+
+def test_the_shape_of_a_gradient_tells_nothing_of_its_scale():
+    body = """\
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            print([p.grad.{} for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    assert "unscale_" not in loop_of(body.format("shape"))
+    assert "memory.unscale_(optimizer)\n    print" in loop_of(body.format("sum()"))
+
+
+def test_a_script_that_clips_where_nothing_is_scaled_is_not_clipped_again():
+    loop = "for x, y in loader:\n    model(x).sum().backward()\n    norm = optimizer.step()\n"
+    clip = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    norm"
+    assert 'precision="no-fp16", clip_norm=0.5)' in rewritten(TOP + loop, clip_norm=0.5).text
+    assert "clip_norm=" not in rewritten(TOP + loop.replace("    norm", clip), clip_norm=0.5).text
+
+
+READERS = """\
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+{between}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "lines"),
+    [
+        # both branches clip: one call ahead of the test for them
+        (
+            "    loss.backward()\n    if flag:\n        nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
+            "    else:\n        nn.utils.clip_grad_norm_(model.parameters(), 2)",
+            ["    memory.unscale_(optimizer)", "    if flag:"],
+        ),
+        # one round in ten only looks, and all clip
+        (
+            "    loss.backward()\n    if flag:\n        print(nn.utils.clip_grad_norm_(model.parameters(), 9))\n"
+            "    nn.utils.clip_grad_norm_(model.parameters(), 2)",
+            ["    memory.unscale_(optimizer)", "    if flag:"],
+        ),
+        # a test that a window closes: gradients are still gathered where it has not
+        (
+            "    loss.backward()\n    if flag:\n        nn.utils.clip_grad_norm_(model.parameters(), 2)",
+            ["        memory.unscale_(optimizer)", "        nn.utils.clip_grad_norm_(model.parameters(), 2)"],
+        ),
+    ],
+    ids=["both branches", "one branch and all", "one branch"],
+)
+def test_gradients_are_unscaled_on_every_way_that_looks_at_them(between, lines):
+    text, _ = apply("flag = False\n" + READERS.format(between=between))
+    found = text.splitlines()
+    assert [line for line in found if "unscale_" in line] == lines[:1]
+    assert found[found.index(lines[0]) + 1] == lines[1]
+
+
+def test_gradients_are_unscaled_in_each_branch_that_runs_its_own_backward():
+    between = (
+        "    if flag:\n        (loss * 2).backward()\n        nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
+        "    else:\n        loss.backward()\n        nn.utils.clip_grad_norm_(model.parameters(), 2)"
+    )
+    text, _ = apply("flag = False\n" + READERS.format(between=between))
+    assert text.count("        memory.unscale_(optimizer)\n        nn.utils.clip_grad_norm_(") == 2
+
+
+def test_gradients_of_a_step_in_a_loop_are_unscaled_inside_of_the_loop():
+    """Ahead of the loop, which the loop of the caller sees as well, its names mean nothing."""
+    text, _ = apply("""\
+        nets = [nn.Linear(4, 2), nn.Linear(4, 2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        def others(x, y):
+            for i in range(2):
+                optimizers[i].zero_grad()
+                x = x + 1
+                loss = F.cross_entropy(nets[i](x), y)
+                loss.backward(retain_graph=flag)
+                nn.utils.clip_grad_norm_(nets[i].parameters(), 1)
+                optimizers[i].step()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            others(x, y)
+        """)
+    lines = text.splitlines()
+    assert [line for line in lines if "unscale_" in line] == ["        memory.unscale_(optimizers[i])"]
+
+
+@pytest.mark.parametrize(
+    "clip", ["gradient_clipping(model.parameters(), 1.0)", "clip_gnorm(model)", "norm = grad_norm(model)"]
+)
+def test_gradients_are_unscaled_for_clips_of_another_file(clip):
+    text, _ = apply(f"""\
+        from library import gradient_clipping, clip_gnorm, grad_norm
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            {clip}
+            optimizer.step()
+            optimizer.zero_grad()
+        """)
+    assert f"    memory.unscale_(optimizer)\n    {clip}\n" in text
+
+
+def test_what_is_said_of_a_clip_stays_with_it():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            # no gradient grows
+            # beyond one
+            for p in model.parameters():
+                nn.utils.clip_grad_value_(p, 1.0)
+            optimizer.step()
+        """)
+    assert "    memory.unscale_(optimizer)\n    # no gradient grows\n    # beyond one\n    for p in" in text
+
+
+def test_gradients_clipped_ahead_of_the_steps_of_two_optimizers_are_unscaled_for_both():
+    text, _ = apply("""\
+        critic = nn.Linear(4, 2)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for x, y in loader:
+            loss, other = F.cross_entropy(model(x), y), F.cross_entropy(critic(x), y)
+            optimizer.zero_grad()
+            second.zero_grad()
+            loss.backward()
+            other.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1)
+            nn.utils.clip_grad_norm_(critic.parameters(), 1)
+            optimizer.step()
+            second.step()
+        """)
+    both = "    memory.unscale_(optimizer)\n    memory.unscale_(second)\n    nn.utils.clip_grad_norm_(model"
+    assert both in text and text.count("unscale_") == 2
+
+
+def test_gradients_clipped_ahead_of_each_step_are_unscaled_where_they_are_clipped():
+    text, _ = apply("""\
+        critic = nn.Linear(4, 2)
+        second = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for x, y in loader:
+            optimizer.zero_grad()
+            second.zero_grad()
+            loss = F.cross_entropy(model(x), y) + F.cross_entropy(critic(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1)
+            optimizer.step()
+            nn.utils.clip_grad_norm_(critic.parameters(), 1)
+            second.step()
+        """)
+    assert "    memory.unscale_(second)\n    nn.utils.clip_grad_norm_(critic" in text and text.count("unscale_") == 2
+
+
+def test_gradients_handed_to_the_parameters_of_another_model_are_not_scaled():
+    """The optimizer does not hold what the backward has scaled, and cannot unscale it."""
+    result = rewritten(
+        TOP
+        + textwrap.dedent("""\
+        local = nn.Linear(4, 2)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(local(x), y)
+            loss.backward()
+            for param, local_param in zip(model.parameters(), local.parameters()):
+                param{} = local_param.grad
+            optimizer.step()
+        """).format("._grad")
+    )
+    assert 'precision="no-fp16"' in result.text
+    assert "unscale_" not in result.text
+
+
+FLAGGED = """\
+amp = False
+scaler = torch.amp.GradScaler("cuda", enabled=amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", enabled=amp):
+        loss = F.cross_entropy(model(x), y)
+"""
+
+
+def test_a_flag_that_decides_no_precision_any_more_goes_from_around_the_unscaling_too():
+    text, _ = apply(
+        FLAGGED
+        + textwrap.dedent("""\
+        #
+            if amp:
+                scaler.scale(loss).backward()
+            else:
+                loss.backward()
+            if amp:
+                scaler.unscale_(optimizer)  # for the clip
+            nn.utils.clip_grad_norm_(model.parameters(), 1)
+            if amp:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        """)
+    )
+    assert "    memory.unscale_(optimizer)  # for the clip\n    nn.utils.clip" in text
+    assert "if amp" not in text and text.count("unscale_") == 1
+
+
+def test_gradients_clipped_in_both_branches_of_a_flag_are_unscaled_in_both():
+    text, _ = apply(
+        FLAGGED
+        + textwrap.dedent("""\
+        #
+            if amp:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1)
+                optimizer.step()
+        """)
+    )
+    assert "if amp" not in text and text.count("    memory.unscale_(optimizer)\n    nn.utils.clip") == 1
