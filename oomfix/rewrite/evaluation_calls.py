@@ -29,7 +29,7 @@ def evaluation_call_edits(script: Script) -> list[Edit]:
     whose gradients are not off; calls under the script's own autocast; scripts without a manager at their top.
     """
     manager = manager_in(script)
-    if manager is None or not script.devices.may_be_cuda:
+    if manager is None or not script.may_run_on_cuda:
         return []
     blocks = Blocks(script.source.tree)
     ways: dict[int, list[Forward]] = {}

@@ -38,7 +38,7 @@ def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> l
     precision = script.precision
     decided = precision.trains_in_half or precision.autocasts_out_of_sight or "create_graph" in script.source.text
     loops = training_loops(script)
-    if not script.devices.may_be_cuda or decided or len(loops) != len(verdicts):
+    if not script.may_run_on_cuda or decided or len(loops) != len(verdicts):
         return []
     blocks = Blocks(script.source.tree)
     if any(isinstance(node, ast.Call) and _takes_gradients(node, blocks) for node in script.imports.nodes):

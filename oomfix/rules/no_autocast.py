@@ -16,8 +16,8 @@ class NoAutocast(Rule):
     bench/results/rules.md), and the tensor cores are used. Weights, gradients and optimizer state stay in fp32.
 
     Quiet when: autocast is around the forward, also by a flag or on the other branch of one; a framework (Accelerate,
-    Fabric, DeepSpeed, apex) decides the precision; nothing in the file speaks of a GPU; the forward is handed to
-    `memory.forward_backward`, which brings autocast along.
+    Fabric, DeepSpeed, apex) decides the precision; nothing in the file speaks of a GPU, unless other files make the
+    networks and decide where they run; the forward is handed to `memory.forward_backward`, which brings autocast along.
 
     Fix: `oomfix.runtime`, which takes bf16 where the card has it and fp16 with a gradient scaler where not.
     """
@@ -30,7 +30,7 @@ class NoAutocast(Rule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         precision = script.precision
-        if not script.loops or not script.devices.may_be_cuda or precision.trains_in_half:
+        if not script.loops or not script.may_run_on_cuda or precision.trains_in_half:
             return
         if precision.uses_apex or precision.autocasts_out_of_sight:
             return
@@ -58,6 +58,16 @@ for x, y in loader:
     loss = criterion(out, y.cuda())
     loss.backward()
     optimizer.step()
+""",
+            (4,),
+        ),
+        Invalid(
+            """
+def train(model, loader, optimizer):
+    for x, y in loader:
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
 """,
             (4,),
         ),

@@ -10,7 +10,7 @@ steps), `contexts_by_hand`, `containers` (what is kept), `unseen` (calls out of 
 `externals` (what is imported), `calls` (what is called), `expressions`, `statements`, `entering` (contexts), `flow`
 (branches and loops) and `follow` (the whole file). `values` and `state` are what they pass on, `trace` is what comes
 out. What rules ask of it has a file each: `loops`, `windows`, `habit`, `evaluation`, `retention`, `carried`, `reuse`,
-`precision`, `devices`, `gradients`, `removal`.
+`precision`, `devices`, `handed_over`, `gradients`, `removal`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from oomfix.script.edits import Edit
 from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, optimizes, zeroed_by_hand
+from oomfix.script.handed_over import trains_what_it_is_handed
 from oomfix.script.hints import assigned_calls, looks_like_forward
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
@@ -178,6 +179,12 @@ class Script:
     def devices(self) -> Devices:
         """Where it may train."""
         return Devices(self.source, self.imports.nodes)
+
+    @cached_property
+    def may_run_on_cuda(self) -> bool:
+        """Whether it may train on a GPU: it says so, or says nothing, and trains networks that other files make."""
+        devices = self.devices
+        return devices.may_be_cuda or (devices.are_left_open and trains_what_it_is_handed(self.trace, self.imports))
 
     @cached_property
     def precision(self) -> Precision:

@@ -19,15 +19,22 @@ def acts_in_environment(forward: Forward, trace: Trace) -> bool:
 
     A forward that leaves its graph anywhere (the log probability, a value) may be trained through.
     """
-    loop, origin = forward.site.loop, forward.origin
-    if loop is None or forward.escaped:
+    origin = forward.origin
+    if forward.escaped:
         return False
     if any(origin in origins for _, origins in trace.handed_on):
         return False
     if any(origin in keep.origins for keep in trace.keeps.values()):
         return False
-    nodes = list(walk(loop))
-    return any(_reaches(forward, step, nodes) for step in _steps_of_environments(nodes))
+    return any(_reaches(forward, step, nodes) for nodes in _around(forward) for step in _steps_of_environments(nodes))
+
+
+def _around(forward: Forward) -> Iterator[list[ast.AST]]:
+    """What stands in the loop around a forward, and in its function, which may make a single step for a loop."""
+    if forward.site.loop is not None:
+        yield list(walk(forward.site.loop))
+    if forward.site.function is not None:
+        yield forward.site.function.nodes
 
 
 def _steps_of_environments(nodes: list[ast.AST]) -> Iterator[ast.Call]:

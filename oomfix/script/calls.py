@@ -126,6 +126,8 @@ class Calls(Externals):
                 return self._memory_method(node, name, arguments, keywords)
             case Kind.TRAINER if name in ("fit", "train"):
                 self.trace.fits.append(Event(node, self.site(), self.trace.next_order()))
+            case Kind.LOSS if name in SAME_MODULE:
+                return receiver
             case Kind.CLASS if name == "load_from_checkpoint":
                 return self._instantiate(node, receiver.ref, [], {"**": UNKNOWN})
         if name == "get" and receiver.graph and len(given) > 1:

@@ -70,6 +70,11 @@ class Devices:
         return bool(_CUDA.search(text) or _DEVICE.search(text))
 
     @cached_property
+    def are_left_open(self) -> bool:
+        """Whether nothing is decided here: no GPU is hidden, no other device is named, and none that is never used."""
+        return not (self._hides_gpus or self._overruled or self._runs_elsewhere or self._unused)
+
+    @cached_property
     def _hides_gpus(self) -> bool:
         """`os.environ["CUDA_VISIBLE_DEVICES"] = ""`, whatever else is asked for."""
         values = (

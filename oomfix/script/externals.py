@@ -76,7 +76,8 @@ class Externals(Methods):
             return self.copied(given[0], self.trace.number("made", id(node), self.way))
         if torch_facts.wraps_module(name):
             return self._wrapped(name, given)
-        if name.split(".")[0] in torch_facts.MODEL_PACKAGES or name == "transformers.pipeline":
+        without_weights = name == "torch.nn.Sequential" and given and all(part.kind is Kind.LOSS for part in given)
+        if torch_facts.has_no_weights(name) or without_weights:
             return Value(Kind.LOSS)  # as of a criterion, what it gives carries no graph but that of what goes in
         if name.startswith("numpy."):
             self.trace.read_by_numpy |= combine([flatten(value) for value in given]).origins

@@ -10,7 +10,7 @@ from functools import reduce
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import Hints, looks_like_forward, looks_like_logging, looks_like_loss, looks_like_module
-from oomfix.script.names import path_of
+from oomfix.script.names import MOVES, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
 from oomfix.script.torch_facts import BOOKKEEPING, INTEGER_RESULTS, LEAVING_THE_GRAPH
@@ -260,7 +260,7 @@ def _only_keeps_books(path: str, for_effect: bool) -> bool:
     last = inner[-1] if inner else name
     if name in BOOKKEEPING or last in BOOKKEEPING:
         return True
-    if inner and last in LEAVING_THE_GRAPH | INTEGER_RESULTS:
+    if inner and last in LEAVING_THE_GRAPH | INTEGER_RESULTS | MOVES:
         return True
     return for_effect and not looks_like_forward(last) and not looks_like_module(name)
 

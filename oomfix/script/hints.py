@@ -47,7 +47,9 @@ _DIFFERENTIATING = re.compile(
     r"attack|perturb|adversar|deepfool|saliency|grad_?cam|(^|[._])(atk|pgd|fgsm|bim|cw)(_|$)|\.(attribute|explain)$",
     re.IGNORECASE,
 )
-_DETACHING = re.compile(r"detach|repackage|stop_?grad|truncate_?graph", re.IGNORECASE)
+_DETACHING = re.compile(
+    r"detach|repackage|stop_?grad|truncate_?graph|(to|2|as)_?(np|numpy|ndarray)(_|$)", re.IGNORECASE
+)
 _LOGGING = re.compile(
     r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
     re.IGNORECASE,
@@ -99,7 +101,7 @@ def runs_network(method: str) -> bool:
 
 def looks_like_part(name: str) -> bool:
     """Whether what is called of a network is usually a layer or block of it: `net.fc(features)`."""
-    return bool(_PART_NAME.match(name))
+    return bool(_PART_NAME.match(name)) and not _VERB.match(name)
 
 
 def looks_like_detaching(name: str) -> bool:

@@ -83,10 +83,10 @@ class Networks(Functions):
         """No part of the network is replaced or trained again: nothing under its path is assigned or asked for."""
         prefix = f"{path}."
         harmless = _OF_THE_WHOLE if self.hints.thaws else _OF_THE_WHOLE | _PARTS
-        return not any(
-            other.startswith(prefix) and other[len(prefix) :].split(".")[0] not in harmless
-            for other in self.hints.called
-        ) and not any(target.startswith(prefix) for target in self.hints.assigned)
+        asked_for = {other[len(prefix) :].split(".")[0] for other in self.hints.called if other.startswith(prefix)}
+        # `crnn = crnn.CRNN(size)` asks the module of the file's imports for a class.
+        parts = {name for name in asked_for - harmless if not (name[:1].isupper() and len(name) > 2)}
+        return not parts and not any(target.startswith(prefix) for target in self.hints.assigned)
 
     def _identity(self, module: Value, path: str | None) -> object:
         if isinstance(module.ref, Instance):

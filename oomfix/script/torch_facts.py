@@ -56,6 +56,9 @@ PLAIN_PACKAGES = frozenset(
 MODEL_PACKAGES = frozenset("dlib mediapipe spacy".split())
 """Packages that make models of their own, which record no autograd graph."""
 
+_TRANSFORM = re.compile(
+    r"^((torchvision|torchaudio|torchio|monai)\.transforms|kornia\.augmentation)\.(\w+\.)*[A-Z]|(^|\.)\w*(Spectrogram|MFCC)$"
+)
 _LOSS_CLASS = re.compile(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion")
 _OPTIMIZER_CLASS = re.compile(
     r"^(torch\.optim\.(?!lr_scheduler|swa_utils)\w+|.*\b(Adam\w*|AdamW\w*|SGD|RMSprop|Adagrad|Adafactor|Lamb|LAMB|RAdam|Lion|"
@@ -155,6 +158,13 @@ def kind_of_call(qualified: str) -> Kind | None:
     if last[:1].isupper() and _LOSS_CLASS.search(last) and not re.match(r"Model|Net", last):
         return Kind.LOSS
     return None
+
+
+@lru_cache(MANY_NAMES)
+def has_no_weights(qualified: str) -> bool:
+    """Whether a call makes what computes without weights of its own, and records a graph only of what goes in."""
+    package = qualified.split(".")[0]
+    return package in MODEL_PACKAGES or qualified == "transformers.pipeline" or bool(_TRANSFORM.search(qualified))
 
 
 @lru_cache(MANY_NAMES)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+
+Report = Callable[[str], list[tuple[str, int]]]
 
 TRAINER = """
     import torch
@@ -23,6 +27,12 @@ TRAINER = """
                     self.optimizer.step()
                     self.optimizer.zero_grad()
 """
+
+
+@pytest.fixture
+def report(report: Report) -> Report:
+    """What is reported of accumulation."""
+    return lambda code: [found for found in report(code) if found[0].startswith("OOM3")]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,33 @@ def test_acting_in_the_loop_that_trains_is_one_too(evaluations):
     assert evaluations(code) == [4]
 
 
+def test_a_function_that_makes_one_step_acts_too(evaluations):
+    """The loop may stand in another function, or in another file."""
+    player = """
+        import torch
+
+        class Player:
+            def play(self, net, epsilon):
+                if draw() < epsilon:
+                    action = self.env.any()
+                else:
+                    values = net(self.state)
+                    action = int(torch.max(values, dim=1)[1].item())
+                self.state, reward, done, info = self.env.step(action)
+                return reward if done else None
+    """
+    training = """
+        player = Player()
+        while True:
+            reward = player.play(model, epsilon)
+            loss = criterion(model(batch), target(batch).max(1)[0].detach())
+            loss.backward()
+            optimizer.step()
+    """
+    assert evaluations(player + training) == [8]
+    assert evaluations(player) == [8]
+
+
 AGENT = """
     import torch
 
@@ -204,3 +231,25 @@ def test_what_a_policy_keeps_to_be_trained_on_is_trained_through(evaluations, na
             policy.learn()
     """
     assert evaluations(code) == []
+
+
+@pytest.mark.parametrize(("helper", "found"), [("to_numpy", [6]), ("tensor2numpy", [6]), ("to_tensor", [])])
+def test_arrays_that_an_imported_helper_makes_leave_no_graph(evaluations, helper, found):
+    code = f"""
+        import torch
+        from project import tools
+
+        class Policy(torch.nn.Module):
+            def get_action(self, observation):
+                actions = self.forward(tools.from_numpy(observation))
+                return tools.{helper}(actions.sample())
+
+            def forward(self, x):
+                return torch.distributions.Categorical(logits=self.net(x))
+
+            def update(self, observations, actions):
+                loss = -self(observations).log_prob(actions).mean()
+                loss.backward()
+                self.optimizer.step()
+    """
+    assert evaluations(code) == found

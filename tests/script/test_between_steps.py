@@ -20,7 +20,7 @@ TRAINED = """
 
 def test_the_network_in_eval_mode_behind_its_own_step_is_evaluated(report):
     code = TRAINED.format(switch="model.eval()", network="model", use="total += criterion(out, y).item()")
-    assert report(code) == [("OOM201", 8)]
+    assert report(code) == [("OOM201", 8), ("OOM202", 4)]
 
 
 @pytest.mark.parametrize(

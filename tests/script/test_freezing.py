@@ -201,3 +201,21 @@ def test_a_network_stays_frozen_whatever_hooks_it_has(report, asked):
                 print(model(x))
     """
     assert report(code) == []
+
+
+@pytest.mark.parametrize(("made", "found"), [("crnn.CRNN(32)", []), ("build(crnn.head(32))", [("OOM201", 10)])])
+def test_a_network_under_the_name_of_its_file_stays_frozen(report, made, found):
+    code = f"""
+        import torch
+        import models.crnn as crnn
+
+        crnn = {made}
+        def evaluate(loader):
+            for parameter in crnn.parameters():
+                parameter.requires_grad = False
+            crnn.eval()
+            for x in loader:
+                print(crnn(x))
+        evaluate(loader)
+    """
+    assert report(code) == found

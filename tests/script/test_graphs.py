@@ -153,7 +153,7 @@ def test_attributes_and_entries_are_accumulators_too(report):
                     log["loss"] += loss
                     log["n"] = len(x)
     """
-    assert report(code) == [("OOM101", 9), ("OOM101", 10)]
+    assert report(code) == [("OOM101", 9), ("OOM101", 10), ("OOM202", 6)]
 
 
 def test_a_total_of_one_iteration_is_no_accumulator(report):
@@ -425,7 +425,7 @@ def test_a_state_carried_by_an_attribute_is_found(report):
                     loss.backward(retain_graph=True)
                     self.optimizer.step()
     """
-    assert report(code) == [("OOM104", 5)]
+    assert report(code) == [("OOM104", 5), ("OOM202", 5)]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,14 @@ COPIED = """
 """
 
 
-@pytest.mark.parametrize("change", ["self.head.grow(len(x))", "self.head.grow(len(x)); self.seen = self.seen + 1"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "self.head.grow(len(x))",
+        "self.head.grow(len(x)); self.seen = self.seen + 1",
+        "self.seen = torch.zeros(4); self.seen = self.seen.to(self.device)",
+    ],
+)
 def test_a_method_that_only_changes_a_part_is_no_forward(report, change):
     assert report(GROWING.format(change=change)) == []
 
@@ -116,6 +123,51 @@ def test_a_method_that_computes_what_it_gives_is_a_forward(report):
 def test_a_call_for_its_effect_that_is_given_nothing_is_no_part_of_a_network(report):
     assert report(BUILT.format(call="model.stop_backbone_bn()")) == []
     assert report(BUILT.format(call="features = model.backbone(images)")) == [("OOM201", 5)]
+
+
+@pytest.mark.parametrize("call", ["model.grow_head(classes)", "model.add_block(8)", "out = model.freeze_stage(2)"])
+def test_a_verb_before_the_name_of_a_part_runs_nothing(report, call):
+    assert report(BUILT.format(call=call)) == []
+
+
+WITHOUT_WEIGHTS = """
+    import torch
+    import torchaudio
+    import torchvision
+    from torch import nn
+    from features import MelSpectrogram
+
+    enc = {made}
+    for x, y in loader:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = criterion(model(enc(x.cuda())), y)
+        loss.backward()
+        optimizer.step()
+
+    for x, y in test_loader:
+        features = enc(x.cuda())
+        with torch.no_grad():
+            print(model(features))
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "torchaudio.transforms.Resample(16000, 8000)",
+        "torchaudio.transforms.MuLawEncoding().to('cuda')",
+        "torchvision.transforms.v2.RandomCrop(3)",
+        "MelSpectrogram(16000).to('cuda')",
+        "nn.Sequential(torchaudio.transforms.MFCC(), nn.Softmax(dim=1)).cuda()",
+    ],
+)
+def test_a_transform_without_weights_is_no_network(report, made):
+    assert report(WITHOUT_WEIGHTS.format(made=made)) == []
+
+
+@pytest.mark.parametrize("made", ["nn.Sequential(torchaudio.transforms.MFCC(), nn.Linear(3, 3))", "Encoder().cuda()"])
+def test_what_has_weights_is_one(report, made):
+    assert report(WITHOUT_WEIGHTS.format(made=made)) == [("OOM201", 15)]
 
 
 @pytest.mark.parametrize("name", ["batch_extractor", "label_extractor"])

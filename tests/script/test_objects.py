@@ -352,7 +352,9 @@ TEMPLATE = """
 """
 
 
-@pytest.mark.parametrize(("decorator", "found"), [("@torch.no_grad()", []), ("@logged", [("OOM201", 19)])])
+@pytest.mark.parametrize(
+    ("decorator", "found"), [("@torch.no_grad()", [("OOM202", 22)]), ("@logged", [("OOM201", 19), ("OOM202", 22)])]
+)
 def test_a_method_runs_where_the_method_that_its_class_inherits_calls_it(report, decorator, found):
     assert report(TEMPLATE.format(decorator=decorator)) == found
 

@@ -92,7 +92,7 @@ CHOSEN = """
 
 
 def test_a_validation_step_is_judged_where_it_is_called(report):
-    assert report(CHOSEN.format(context="torch.no_grad()")) == []
+    assert report(CHOSEN.format(context="torch.no_grad()")) == [("OOM202", 12)]
 
 
 def test_a_validation_step_without_no_grad_is_found(report):
