@@ -33,6 +33,7 @@ _HARMLESS = re.compile(
     r"lr|learning_rate|warmup|sched|anneal|start|push|count|meter|measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put",
     re.IGNORECASE,
 )
+_COLLECTIVES = frozenset("all_reduce reduce all_gather broadcast barrier".split())
 _RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform uniform_ bernoulli "
     "bernoulli_ multinomial exponential_ dropout shuffle choice choices sample rsample random randrange permutation "
@@ -191,9 +192,22 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             call = node.value
             receiver = _root(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            if not _HARMLESS.search(last_name(call)) and not _OUTPUT_RECEIVERS.search(receiver):
+            harmless = _HARMLESS.search(last_name(call)) or _OUTPUT_RECEIVERS.search(receiver)
+            if not harmless and not _averages_a_result(call, statement):
                 return True
     return False
+
+
+def _averages_a_result(call: ast.Call, statement: ast.stmt) -> bool:
+    """`dist.all_reduce(accuracy)`, but not `for p in model.parameters(): dist.all_reduce(p)`.
+
+    Of the loss too: what it is averaged to, a backward does not ask.
+    """
+    if last_name(call) not in _COLLECTIVES:
+        return False
+    return not any(isinstance(node, ast.For | ast.While) for node in nodes_of_scope(statement)) and all(
+        isinstance(argument, ast.Name) for argument in call.args
+    )
 
 
 def trains(node: ast.AST) -> bool:

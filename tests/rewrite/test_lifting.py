@@ -2,6 +2,8 @@
 
 import textwrap
 
+import pytest
+
 from tests.rewrite.small_loops import apply, loop_of
 
 
@@ -337,3 +339,38 @@ def test_a_name_that_is_bound_anew_ahead_of_its_del_need_not_be_returned():
             del out
         """)
     assert "        return loss\n" in text
+
+
+METRIC = """\
+    import torch.distributed as dist
+    for x, y in loader:
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        {before}
+        hits = (out.argmax(1) == y).float().mean()
+        if dist.is_initialized():
+            {reduced}
+            hits /= dist.get_world_size()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("metric", ["hits", "loss"])
+def test_a_metric_is_averaged_over_processes_behind_the_call(metric):
+    text, loops = apply(METRIC.format(before="pass", reduced=f"dist.all_reduce({metric}, op=dist.ReduceOp.SUM)"))
+    assert loops == [("micro-batched", None)]
+    assert text.index("forward_backward(") < text.index(f"dist.all_reduce({metric}")
+
+
+@pytest.mark.parametrize(
+    ("before", "reduced"),
+    [
+        ("pass", "dist.all_reduce(model.weight)"),
+        ("for p in model.parameters(): dist.all_reduce(p)", "pass"),
+    ],
+)
+def test_what_else_is_averaged_over_processes_keeps_the_loss_in_place(before, reduced):
+    _, ((form, _),) = apply(METRIC.format(before=before, reduced=reduced))
+    assert form == "in-place"
