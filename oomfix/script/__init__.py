@@ -28,7 +28,7 @@ from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, optimizes, zeroed_by_hand
 from oomfix.script.handed_over import trains_what_it_is_handed
-from oomfix.script.hints import assigned_calls, looks_like_forward
+from oomfix.script.hints import assigned_calls, looks_like_forward, looks_like_loss
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.names import path_of
@@ -296,9 +296,12 @@ class Script:
         return {maker for node in assignments for maker, one in assigned_calls(node) if one == path}
 
     def is_forward_of_network(self, forward: Forward) -> bool:
-        """Whether a call runs the network itself: the module, or a method that is named like a part of its forward."""
+        """Whether a call runs the network itself: the module, or a method that is named like a part of its forward.
+
+        `model.orthogonal_loss()`, which is given nothing, is one of its weights.
+        """
         method = (forward.path or "").rsplit(".", 1)[-1]
-        return forward.direct or looks_like_forward(method)
+        return forward.direct or (looks_like_forward(method) and bool(forward.given or not looks_like_loss(method)))
 
     def is_in_batch_loop(self, event: Event) -> bool:
         """Whether an event is in a loop over batches: one that trains, the innermost around a forward, or named so."""

@@ -59,9 +59,7 @@ class Calls(Externals):
         keywords: dict[str, Value],
     ) -> Value:
         """What a call gives; `result` is that of the call whose method is called: `a.f().g()` runs `a.f()` once."""
-        path = path_of(node.func)
-        if path is None and isinstance(node.func, ast.Subscript) and (holder := path_of(node.func.value)) is not None:
-            path = f"{holder}[*]"  # `self.encoders[name](x)`: the name of what holds them speaks for each
+        path = _path_of_each(node.func)
         match function.kind:
             case Kind.EXTERNAL:
                 return self._external(node, function.ref, path, arguments, keywords)
@@ -155,6 +153,9 @@ class Calls(Externals):
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if moved and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
             return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        each = _path_of_each(node.func.value) if isinstance(node.func, ast.Attribute) and base is None else None
+        if receiver.kind is Kind.UNKNOWN and each is not None and looks_like_module(each) and looks_like_module(name):
+            return self._module_method(node, Value(Kind.MODULE, ref=each), name, f"{each}.{name}", arguments, keywords)
         if receiver.kind is Kind.UNKNOWN and base is not None and name not in SAME_MODULE:
             if self.hints.is_module(base) or (base in self.hints.called and looks_like_module(base)):
                 return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, arguments, keywords)
@@ -227,3 +228,11 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "train": Calls._mode,
     "eval": Calls._mode,
 }
+
+
+def _path_of_each(node: ast.expr) -> str | None:
+    """`self.encoders[name]`: the name of what holds them speaks for each."""
+    path = path_of(node)
+    if path is None and isinstance(node, ast.Subscript) and (holder := path_of(node.value)) is not None:
+        return f"{holder}[*]"
+    return path

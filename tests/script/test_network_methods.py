@@ -286,3 +286,37 @@ def test_a_method_that_asks_one_network_has_the_forward_where_it_calls_it(report
 )
 def test_a_method_that_runs_several_parts_is_the_forward_of_the_whole(report, name, body):
     assert report(ASKED.format(name=name, body=body)) == [("OOM201", 17)]
+
+
+@pytest.mark.parametrize(
+    ("called", "found"),
+    [("nets[i].decoder(z)", [("OOM201", 10)]), ("nets[i].history(z)", []), ("parts[i].decoder(z)", [])],
+)
+def test_a_part_of_one_network_among_several_is_one(report, called, found):
+    code = f"""
+        import torch
+        nets = parts = [build(size) for size in sizes]
+        for x, y in loader:
+            for i in range(3):
+                loss = criterion(nets[i](x), y)
+                loss.backward()
+                optimizers[i].step()
+        for i in range(3):
+            nets[i].eval()
+            sample = {called}
+            show(sample.detach().cpu().numpy())
+    """
+    assert report(code) == found
+
+
+@pytest.mark.parametrize(("term", "found"), [("ortho_loss()", [("OOM202", 3)]), ("ortho_loss(x)", [("OOM202", 3), ("OOM202", 4)])])
+def test_a_loss_of_the_weights_alone_runs_no_network(report, term, found):
+    code = f"""
+        model = Net().cuda()
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss = loss + model.{term}
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == found
