@@ -131,9 +131,8 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
         ended += tuple(_gone(wanted, source, last.found, current))
     changed = _changed(current, text)
     wanted = [one for one in found if options.wants_finding(one) and one.fix is None]
-    unfixed = tuple(
-        Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, last.left, changed)
-    )
+    left = [one for one in last.left if one.fix is None]
+    unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, left, changed))
     if any(loop.rewrite != "none" for loop in loops):
         text = apply_edits(text, evaluation_call_edits(Script.read(changed, options.target_torch)))
     return Applied(text, loops, ended + last.fixed, unfixed)
@@ -142,25 +141,28 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
 def _gone(found: Sequence[Finding], before: Source, left: Sequence[Finding], after: Source) -> Iterator[Fixed]:
     """What the audit found in a script and no longer finds once its loops are rewritten."""
     still = {id(finding) for finding in _still_there(found, before, left, after)}
-    fewer = Counter(finding.code for finding in found)
-    fewer.subtract(finding.code for finding in left)
     for finding in found:
-        # one whose line was written anew may still be there
-        if id(finding) not in still and fewer[finding.code] > 0:
-            fewer[finding.code] -= 1
+        if id(finding) not in still:
             yield Fixed(finding.code, finding.line, _MENDED.get(finding.code, finding.message))
 
 
 def _still_there(found: Sequence[Finding], before: Source, left: Sequence[Finding], after: Source) -> list[Finding]:
-    """Those findings that a changed script still has, by the words of their lines."""
+    """Those findings that a changed script still has: by the words of their lines, then by as many as are left."""
     words = Counter((finding.code, after.lines[finding.line - 1].strip()) for finding in left)
-    still = []
+    codes = Counter(finding.code for finding in left)
+    still: set[int] = set()
     for finding in found:
         here = (finding.code, before.lines[finding.line - 1].strip())
         if words[here] > 0:
             words[here] -= 1
-            still.append(finding)
-    return still
+            codes[finding.code] -= 1
+            still.add(id(finding))
+    for finding in found:
+        # one whose line was written anew
+        if id(finding) not in still and codes[finding.code] > 0:
+            codes[finding.code] -= 1
+            still.add(id(finding))
+    return [finding for finding in found if id(finding) in still]
 
 
 def _changed(source: Source, text: str) -> Source:

@@ -55,7 +55,7 @@ class EvalWithGrad(Rule):
                 script.place(forward.node),
                 "evaluation with gradients on: every activation is saved for a backward that never comes",
                 edits=no_grad_edits(script, forward),
-                by_hand="nothing around it is seen only to evaluate",
+                by_hand="what is around it may need gradients",
             )
 
     INVALID = [

@@ -114,3 +114,19 @@ def test_what_is_left_to_be_done_by_hand_is_named_with_its_line_and_the_reason()
     assert applied.unfixed[0].message.endswith("(by hand: it is not seen to go into `load_state_dict`)")
     ignoring = apply_to(source_of(LEAKS), all_rules(), Options("16gb", ignore=("OOM205",)))
     assert ignoring.unfixed == ()
+
+
+def test_what_stays_on_a_line_that_a_local_fix_writes_anew_is_left():
+    text = LEAKS.replace('torch.load("old.pt")', 'torch.load("old.pt"), torch.cuda.amp.GradScaler()')
+    text = text.replace("total, old", "total, old, scaler")
+    applied = apply_to(source_of(text), all_rules(), Options("16gb", runtime=False))
+    assert "torch.amp.GradScaler" in applied.text
+    assert [(left.code, left.line) for left in applied.unfixed if left.line == 5] == [("OOM205", 5)]
+
+
+def test_what_stays_on_a_line_that_the_manager_writes_anew_is_left_and_not_fixed():
+    text = LEAKS.replace("    optimizer.step()", "    torch.cuda.empty_cache(); optimizer.step()")
+    applied = apply_to(source_of(text), all_rules(), Options("16gb"))
+    assert "empty_cache(); memory.step" in applied.text
+    assert "OOM501" not in {fix.code for fix in applied.fixed}
+    assert [left.line for left in applied.unfixed if left.code == "OOM501"] == [10]
