@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
+from oomfix import presets
 from oomfix.parsing import parse
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines
@@ -15,6 +16,7 @@ from oomfix.rewrite.kept_losses import name_losses
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.loader_arguments import Written, loader_arguments
 from oomfix.rewrite.loops import Judge, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.module import (
@@ -79,6 +81,7 @@ class LoopRewriter:
         self._names = Names(script.source.tree)
         self._manager = self._known or self._names.free("memory", "gpu_memory", "oomfix_memory")
         self._begun = _Stages(script.source)
+        self._written_to_loaders: list[Written] = []
         self.mended: list[tuple[str, int]] = []
         self._read(reading)
 
@@ -155,6 +158,9 @@ class LoopRewriter:
                 # without `unscale_` ahead of them the manager does not know of the script's own clips
                 overrides.pop("clip_norm", None)
             edits += header_edits(self._layout, self._names, manager, self._preset, overrides, used)
+        preset = presets.get(self._preset, **self._overrides)
+        self._written_to_loaders = loader_arguments(self._script, self._layout, preset, self.verdicts)
+        edits += [edit for written in self._written_to_loaders for edit in written.edits]
         stages = self._begun.copy()
         stages.edit(together(self._source.text, edits))
         order = self._order()
@@ -248,6 +254,9 @@ class LoopRewriter:
         self._judge.leave_shared(self.verdicts)
 
     def _note(self, scaling: Scaling) -> None:
+        for written in self._written_to_loaders:
+            said = f"{written.argument} for the loader in line {written.line}"
+            written.verdict.notes.append(self._begun.with_lines_before(said))
         for verdict in self.verdicts:
             if verdict.form != "none" and verdict.sees_scale is not None:
                 said = f"{_SAID[scaling]}: {self._begun.with_lines_before(verdict.sees_scale)}"
