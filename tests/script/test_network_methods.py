@@ -309,7 +309,9 @@ def test_a_part_of_one_network_among_several_is_one(report, called, found):
     assert report(code) == found
 
 
-@pytest.mark.parametrize(("term", "found"), [("ortho_loss()", [("OOM202", 3)]), ("ortho_loss(x)", [("OOM202", 3), ("OOM202", 4)])])
+@pytest.mark.parametrize(
+    ("term", "found"), [("ortho_loss()", [("OOM202", 3)]), ("ortho_loss(x)", [("OOM202", 3), ("OOM202", 4)])]
+)
 def test_a_loss_of_the_weights_alone_runs_no_network(report, term, found):
     code = f"""
         model = Net().cuda()
