@@ -45,7 +45,9 @@ class _Call:
     def edits(self, *, alone: bool) -> Iterator[Edit]:
         """The edits of this call; one within another one that is written so keeps its lines."""
         yield Edit(self._start, self._function_end, self._method)
-        if not self._arguments or not alone:
+        if self._arguments and bounds(self._source, self._arguments[0])[0] < self._behind:
+            yield from self._before_generator()
+        elif not self._arguments or not alone:
             yield Edit(self._behind, self._behind, f"{self._model}, " if self._arguments else self._model)
         elif self._arguments[0].lineno > self._line_of(self._behind):
             yield self._on_the_first_arguments_line()
@@ -59,6 +61,12 @@ class _Call:
 
     def _text_of(self, line: int) -> str:
         return self._source.lines[line - 1]
+
+    def _before_generator(self) -> Iterator[Edit]:
+        """`model(part for part in x)`: a generator that is not the only argument has parentheses of its own."""
+        end = bounds(self._source, self.call)[1] - 1
+        yield Edit(self._behind, self._behind, f"{self._model}, (")
+        yield Edit(end, end, ")")
 
     def _on_the_first_arguments_line(self) -> Edit:
         """`model(` and its arguments below: the model is one more of them."""

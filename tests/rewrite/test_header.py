@@ -71,6 +71,8 @@ def test_a_module_that_does_without_torch_does_so_after_apply():
                 optimizer.step()
         """)
     result = rewritten(optional)
+    needed = rewritten("import torch\n" + optional)
+    assert needed.text.count('\nmemory = runtime.preset("16gb")\n') == 1
     assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
     assert result.text.startswith(
         "import math\n\ntry:\n    import torch\n    from torch import nn\n    from oomfix import runtime\n\n"

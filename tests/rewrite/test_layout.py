@@ -112,3 +112,19 @@ def test_a_comment_that_the_longer_call_has_no_room_for_stands_above_it():
             optimizer.step()
         """)
     assert f"    {comment}\n    memory.forward_backward(forward, images, labels)\n" in text
+
+
+def test_a_blank_line_ahead_of_the_backward_stays_ahead_of_what_follows_it():
+    body = """\
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            print(loss.shape)
+
+            loss.backward()
+            optimizer.step()
+        """
+    below = "    loss = memory.forward_backward(forward, x, y)\n    print(loss.shape)\n{}    memory.step(optimizer)\n"
+    assert below.format("\n") in loop_of(body)
+    assert below.format("") in loop_of(body.replace("print(loss.shape)\n\n", "print(loss.shape)\n"))
+    assert below.format("\n") in loop_of(body.replace("loss.backward()\n", "loss.backward()\n\n"))

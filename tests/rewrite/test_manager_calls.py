@@ -75,5 +75,12 @@ def test_a_call_in_the_arguments_of_another_goes_through_the_manager_too():
     )
 
 
+@pytest.mark.parametrize("given", ["part for part in x", "net(part for part in x) for x in y", "\n    a for a in x\n"])
+def test_a_generator_that_was_the_only_argument_gets_parentheses(given):
+    inner = given.replace("net(part for part in x)", "memory.evaluate(net, (part for part in x))")
+    assert written(f"out = net({given})\n") == f"out = memory.evaluate(net, ({inner}))\n"
+    assert written(f"out = net(({given}))\n") == f"out = memory.evaluate(net, ({inner}))\n"
+
+
 def test_line_ends_are_those_of_the_file():
     assert written("out = net(\r\n    x,\r\n)\r\n") == "out = memory.evaluate(\r\n    net,\r\n    x,\r\n)\r\n"

@@ -113,6 +113,8 @@ def test_a_method_that_computes_the_loss_too_keeps_its_call():
         ("g = flat_grads(net(x).sum(), net).detach()", False),
         ("set_requires_grad(net, False)", True),
         ("norm = clip_grad(net.parameters())", True),
+        ("log_gradients(net)", True),
+        ("norm = monitor.mean_grad()", True),
     ],
 )
 def test_models_whose_gradients_the_script_takes_itself_keep_their_precision(taken, wrapped):

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from tests.rewrite.equivalence import assert_same_bits, rewritten, run
-from tests.rewrite.small_loops import TOP, loop_of
+from tests.rewrite.small_loops import TOP, apply, loop_of
 
 
 def test_a_step_keeps_gradients_that_the_script_never_resets():
@@ -95,6 +95,13 @@ def test_exceptions_that_end_the_training_do_not_keep_a_reset(handler):
     body = "optimizer.zero_grad()\nloss = F.cross_entropy(model(x), y)\nloss.backward()\noptimizer.step()\n"
     loop = f"try:\n{textwrap.indent(body, '    ')}{handler}\n"
     assert "zero_grad" not in loop_of("for x, y in loader:\n" + textwrap.indent(loop, "    "))
+
+
+def test_an_exception_around_all_of_the_training_does_not_keep_a_reset():
+    body = "optimizer.zero_grad()\nloss = F.cross_entropy(model(x), y)\nloss.backward()\noptimizer.step()\n"
+    loop = f"for x, y in loader:\n{textwrap.indent(body, '    ')}"
+    text, _ = apply(f"try:\n{textwrap.indent(loop, '    ')}except RuntimeError:\n    print('diverged')\n")
+    assert "zero_grad" not in text
 
 
 def test_a_batch_that_is_skipped_between_forward_and_backward_leaves_no_gradients():

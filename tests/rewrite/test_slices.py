@@ -363,6 +363,26 @@ def test_rows_that_are_called_as_a_counter_are_an_input(header, made, inputs):
     assert f"def forward({inputs}):" in text
 
 
+@pytest.mark.parametrize(
+    ("header", "made"),
+    [
+        ("for (x, y), i in zip(loader, range(2)):", "pass"),
+        ("for x, y in loader:", "i, *ends = 1, 2, 3"),
+        ("for x, y in loader:", "*ends, i = 1, x[:3], 2"),
+    ],
+)
+def test_a_count_that_comes_with_others_is_no_input(header, made):
+    text, _ = apply(f"""\
+        {header}
+            {made}
+            loss = F.cross_entropy(model(x) * i, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """)
+    assert "def forward(x, y):" in text
+
+
 def test_a_count_beside_the_batch_is_no_input():
     text = assert_trains_the_same("""\
         for i, (x, y) in enumerate(loader):
