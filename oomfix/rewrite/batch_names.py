@@ -17,7 +17,7 @@ from oomfix.rewrite.liveness import (
     names_read,
     nodes_of_scope_body,
 )
-from oomfix.script.hints import looks_like_module
+from oomfix.script.named_like import looks_like_module
 from oomfix.script.nodes import walk
 
 _COUNTER = re.compile(

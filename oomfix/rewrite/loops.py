@@ -13,7 +13,7 @@ from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
 from oomfix.rewrite.step_functions import training_loops
 from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.script import Script, TrainingLoop
-from oomfix.script.hints import looks_like_optimizer
+from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.torch_facts import OTHER_LIBRARIES

@@ -20,7 +20,7 @@ from oomfix.rewrite.liveness import (
 )
 from oomfix.script import Script
 from oomfix.script.edits import Edit
-from oomfix.script.hints import looks_like_optimizer
+from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import path_of
 from oomfix.script.nodes import children, walk
 from oomfix.script.trace import Forward

@@ -28,9 +28,10 @@ from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, optimizes, zeroed_by_hand
 from oomfix.script.handed_over import trains_what_it_is_handed
-from oomfix.script.hints import assigned_calls, looks_like_forward, looks_like_loss
+from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
+from oomfix.script.named_like import looks_like_forward, looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Scope, by_function, collect, walk
 from oomfix.script.precision import Precision

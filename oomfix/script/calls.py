@@ -9,12 +9,8 @@ from oomfix.script import torch_facts
 from oomfix.script.containers import STORING
 from oomfix.script.contexts import NULL
 from oomfix.script.externals import Externals, divisors_of, has_integers
-from oomfix.script.hints import (
-    looks_like_loss,
-    looks_like_module,
-    looks_like_training,
-)
 from oomfix.script.methods import SAME_MODULE
+from oomfix.script.named_like import looks_like_loss, looks_like_module, looks_like_training
 from oomfix.script.names import MOVES, path_of
 from oomfix.script.trace import Event, Handed
 from oomfix.script.values import (

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from oomfix.script.hints import looks_like_state
+from oomfix.script.named_like import looks_like_state
 from oomfix.script.names import path_of, unpacked
 from oomfix.script.trace import Forward, Loop, Trace
 

@@ -7,7 +7,7 @@ import re
 
 from oomfix.script import torch_facts
 from oomfix.script.contexts_by_hand import ContextsByHand
-from oomfix.script.hints import looks_like_logging
+from oomfix.script.named_like import looks_like_logging
 from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.values import (
     NONE,

@@ -8,7 +8,8 @@ from collections.abc import Hashable, Iterator
 
 from oomfix.script.contexts import autocast_under, grad_under
 from oomfix.script.definitions import Function, Instance
-from oomfix.script.hints import Hints, looks_like_module, scoped
+from oomfix.script.hints import Hints, scoped
+from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import path_of
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.torch_facts import holds_networks

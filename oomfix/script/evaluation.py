@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
-from oomfix.script.hints import (
+from oomfix.script.named_like import (
     looks_like_differentiating,
     looks_like_logging,
     looks_like_loss,

@@ -10,7 +10,7 @@ from oomfix.script import torch_facts
 from oomfix.script.calls import Calls
 from oomfix.script.contexts import NULL
 from oomfix.script.definitions import Function
-from oomfix.script.hints import looks_like_loss
+from oomfix.script.named_like import looks_like_loss
 from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.nodes import children
 from oomfix.script.values import (

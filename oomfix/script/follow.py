@@ -7,7 +7,8 @@ from functools import cached_property
 
 from oomfix.script.definitions import Class, Function, called_on_self
 from oomfix.script.flow import Flow
-from oomfix.script.hints import looks_like_state, read_hints
+from oomfix.script.hints import read_hints
+from oomfix.script.named_like import looks_like_state
 from oomfix.script.names import USUAL_NAMES, path_of, unpacked
 from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State

@@ -9,7 +9,8 @@ from functools import reduce
 
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
-from oomfix.script.hints import Hints, looks_like_forward, looks_like_logging, looks_like_loss, looks_like_module
+from oomfix.script.hints import Hints
+from oomfix.script.named_like import looks_like_forward, looks_like_logging, looks_like_loss, looks_like_module
 from oomfix.script.names import MOVES, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names

@@ -2,155 +2,32 @@
 
 A parameter `net` that is asked for its `.parameters()` and called is a module, whatever file made it; a name on which
 `.backward()` is called holds a graph, and so does what the same unseen helper returns elsewhere. Uses come first;
-the name itself is only asked when nothing else speaks.
+the name itself (`named_like`) is only asked when nothing else speaks.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from oomfix.script.names import MANY_NAMES, MOVES, path_of, without_moves
+from oomfix.script.named_like import (
+    abbreviates_loss,
+    is_loss_not_weight,
+    looks_like_loss,
+    looks_like_module,
+    looks_like_part,
+    looks_like_scaler,
+)
+from oomfix.script.names import MOVES, path_of, without_moves
 from oomfix.script.nodes import Scope
 
 _MODULE_METHODS = frozenset(
     "parameters named_parameters modules named_modules children named_children buffers eval train requires_grad_ "
     "forward get_parameter_groups".split()
 )
-_MODULE_NAME = re.compile(
-    r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
-    r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
-    r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip)\d*(_?[a-z0-9]{1,3})?$"
-    r"|^net[A-Z]\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$",
-    re.IGNORECASE,
-)
-_PART_NAME = re.compile(
-    r"^(pi|mu|phi|psi|[fgqv]|fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|neck|embedding|"
-    r"bottleneck|features|\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding))_?\d*$"
-)
-_FORWARD_METHOD = re.compile(
-    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits?|loss|embeddings?)$",
-    re.IGNORECASE,
-)
-_RUNNING_METHOD = re.compile(
-    r"^(encode|decode|embed|encode_image|encode_text|extract_features?|forward_features|logits?)$"
-)
-"""Of the networks of public training code, one in thirty turns gradients off in a method of one of these names."""
-_TRAINING_VERB = re.compile(
-    r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
-)
-_DIFFERENTIATING = re.compile(
-    r"attack|perturb|adversar|deepfool|saliency|grad_?cam|(^|[._])(atk|pgd|fgsm|bim|cw)(_|$)|\.(attribute|explain)$",
-    re.IGNORECASE,
-)
-_DETACHING = re.compile(
-    r"detach|repackage|stop_?grad|truncate_?graph|(to|2|as)_?(np|numpy|ndarray)(_|$)", re.IGNORECASE
-)
-_LOGGING = re.compile(
-    r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
-    re.IGNORECASE,
-)
-_LETTER_MODULE_NAME = re.compile(r"^([DGE]_?[A-Z0-9]{0,3}|net[DGE])$")
-"""`D`, `G_A`, `netD`: the letters of adversarial training."""
-_VERB = re.compile(
-    r"^(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
-    r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
-    r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|"
-    r"wrap|unwrap|configure|validation|training|on|clone|move|merge|fuse|prune|quantize|shard|consolidate|push|upload|"
-    r"download|fetch|import|find|remove|delete|replace|patch|check|is|has)(_|$)",
-    re.IGNORECASE,
-)
-_DATA_NAME = re.compile(r"tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$", re.IGNORECASE)
-_LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
-_LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
-_WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
-_OPTIMIZER_NAME = re.compile(
-    r"(^|_)(opt[a-z]?|optim\w*|opt_\w+)\d*$|_opt$|\w[Oo]ptimi[sz]er$",
-    re.IGNORECASE,
-)
-_STATE_NAME = re.compile(
-    r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory|mems?|past\w*|cache)(_|\d|$)",
-    re.IGNORECASE,
-)
-_ENCODING_NAME = re.compile(r"pos(ition(al)?)?_?enc|(fourier|freq(uency)?|sinus\w*)_?(enc|feat)", re.IGNORECASE)
-_SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
-
-
-@lru_cache(MANY_NAMES)
-def looks_like_module(name: str) -> bool:
-    """Whether a called name is usually a network, by its last component."""
-    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
-    if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _DATA_NAME.match(last.lstrip("_")):
-        return False
-    return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
-
-
-def looks_like_forward(method: str) -> bool:
-    """Whether a method of a network is usually a part of its forward."""
-    return bool(_FORWARD_METHOD.search(method))
-
-
-def runs_network(method: str) -> bool:
-    """Whether a method of a network runs it on what it is given, and leaves gradients as they are."""
-    return bool(_RUNNING_METHOD.match(method))
-
-
-def looks_like_part(name: str) -> bool:
-    """Whether what is called of a network is usually a layer or block of it: `net.fc(features)`."""
-    return bool(_PART_NAME.match(name)) and not _VERB.match(name)
-
-
-def looks_like_detaching(name: str) -> bool:
-    """Whether a function out of sight is named like one that takes the graph off what it is given."""
-    return bool(_DETACHING.search(name))
-
-
-@lru_cache(MANY_NAMES)
-def looks_like_training(name: str) -> bool:
-    """Whether a function out of sight is named like one that backpropagates what it is given."""
-    return bool(_TRAINING_VERB.search(name))
-
-
-def looks_like_differentiating(path: str) -> bool:
-    """Whether a call out of sight is named like one that asks for gradients of inputs: attacks, saliency maps."""
-    return bool(_DIFFERENTIATING.search(path))
-
-
-def looks_like_logging(path: str) -> bool:
-    """Whether a call is usually made to show or count something."""
-    return bool(_LOGGING.search(path))
-
-
-def looks_like_encoding(name: str) -> bool:
-    """Whether a class is usually a fixed function of positions, sines and cosines, and no network."""
-    return bool(_ENCODING_NAME.search(name))
-
-
-@lru_cache(MANY_NAMES)
-def looks_like_loss(name: str) -> bool:
-    """Whether a called name is usually a criterion."""
-    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
-    return bool(_LOSS_NAME.search(last) or _LOSS_ABBREVIATION.match(last))
-
-
-def looks_like_optimizer(name: str) -> bool:
-    """Whether a name is usually an optimizer, as `optimizer_scheduler` is not."""
-    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
-    return bool(_OPTIMIZER_NAME.search(last)) and "sched" not in last.lower()
-
-
-def looks_like_state(path: str) -> bool:
-    """Whether a name is one that recurrent and memory states have."""
-    return bool(_STATE_NAME.search(path.rsplit(".", 1)[-1]))
-
-
-def looks_like_scaler(name: str) -> bool:
-    """Whether a name is usually a gradient scaler."""
-    return bool(_SCALER_NAME.search(name.rsplit(".", 1)[-1]))
 
 
 @dataclass
@@ -192,8 +69,7 @@ class Hints:
     def is_loss(self, path: str) -> bool:
         """Whether a called path is usually a criterion; a mere abbreviation says less than its uses (`self.ctc`)."""
         last = path.rsplit(".", 1)[-1]
-        abbreviated = bool(_LOSS_ABBREVIATION.match(last)) or last == "crit"
-        named = looks_like_loss(path) and not (abbreviated and path in self.modules)
+        named = looks_like_loss(path) and not (abbreviates_loss(last) and path in self.modules)
         return named or (path in self.named_losses and path not in self.modules)
 
     @cached_property
@@ -349,10 +225,6 @@ def _given_for(parameters: set[str], nodes: list[tuple[ast.AST, Scope]]) -> Iter
                 yield value.id
 
 
-def _is_loss_not_weight(path: str) -> bool:
-    return looks_like_loss(path) and not _WEIGHT_NAME.search(path)
-
-
 def assigned_calls(statement: ast.Assign) -> Iterator[tuple[str, str]]:
     """`q1, q2 = Critic().to(device), Critic().to(device)`: what is called, and the path that its result has."""
     for target in statement.targets:
@@ -386,7 +258,7 @@ def _additive_terms(node: ast.expr) -> list[str]:
         weighted = [
             side
             for side, other in ((node.left, node.right), (node.right, node.left))
-            if isinstance(other, ast.Constant) or _is_loss_not_weight(path_of(side) or "")
+            if isinstance(other, ast.Constant) or is_loss_not_weight(path_of(side) or "")
         ]
         return [term for side in weighted for term in _additive_terms(side)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -6,7 +6,7 @@ import ast
 import re
 from itertools import takewhile
 
-from oomfix.script.hints import looks_like_module
+from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace

@@ -6,7 +6,7 @@ import ast
 
 from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL
-from oomfix.script.hints import (
+from oomfix.script.named_like import (
     looks_like_detaching,
     looks_like_forward,
     looks_like_loss,

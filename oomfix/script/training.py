@@ -6,7 +6,7 @@ import ast
 
 from oomfix.script.definitions import Instance
 from oomfix.script.forwards import Forwards
-from oomfix.script.hints import looks_like_optimizer, looks_like_scaler
+from oomfix.script.named_like import looks_like_optimizer, looks_like_scaler
 from oomfix.script.names import path_of
 from oomfix.script.state import as_test
 from oomfix.script.trace import Backward, Forward, Guard, Step

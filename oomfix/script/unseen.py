@@ -7,7 +7,7 @@ import re
 
 from oomfix.script import torch_facts
 from oomfix.script.containers import Containers
-from oomfix.script.hints import (
+from oomfix.script.named_like import (
     looks_like_detaching,
     looks_like_encoding,
     looks_like_logging,
