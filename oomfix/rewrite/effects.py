@@ -99,7 +99,7 @@ def changed_paths(statement: ast.stmt) -> set[str]:
 
 
 def _changed_by(call: ast.Call) -> set[str]:
-    if isinstance(call.func, ast.Attribute):
+    if isinstance(call.func, ast.Attribute) and not _is_collective(call):
         receiver = _root(call.func.value)
         return set() if _OUTPUT_RECEIVERS.search(receiver) and last_name(call) != "zero_grad" else {receiver}
     if _READING.match(last_name(call)):
@@ -198,12 +198,18 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
     return False
 
 
-def _averages_a_result(call: ast.Call, statement: ast.stmt) -> bool:
-    """`dist.all_reduce(accuracy)`, but not `for p in model.parameters(): dist.all_reduce(p)`.
+def meets_other_processes(node: ast.AST) -> bool:
+    """Whether a node runs a collective operation, for which every process has to come as often."""
+    return any(map(_is_collective, calls_in(node)))
 
-    Of the loss too: what it is averaged to, a backward does not ask.
-    """
-    if last_name(call) not in _COLLECTIVES:
+
+def _is_collective(call: ast.Call) -> bool:
+    return last_name(call) in _COLLECTIVES and isinstance(call.func, ast.Attribute)
+
+
+def _averages_a_result(call: ast.Call, statement: ast.stmt) -> bool:
+    """`dist.all_reduce(accuracy)`, but not `for p in model.parameters(): dist.all_reduce(p)`."""
+    if not _is_collective(call):
         return False
     return not any(isinstance(node, ast.For | ast.While) for node in nodes_of_scope(statement)) and all(
         isinstance(argument, ast.Name) for argument in call.args

@@ -1,4 +1,4 @@
-"""What the functions of a file leave behind when they are called, and whether they draw random numbers."""
+"""What the functions of a file leave behind when they are called, and whether they train or draw random numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from oomfix.rewrite.effects import calls_in, changed_paths, draws_random_numbers
+from oomfix.rewrite.effects import calls_in, changed_paths, draws_random_numbers, trains
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of
@@ -50,6 +50,7 @@ class Helpers:
                     self._attributes.update((id(method), known) for method in node.body)
         self._known: dict[int, Effect | None] = {}
         self._drawing: dict[int, bool] = {}
+        self._training: dict[int, bool] = {}
 
     def draw_random_numbers(self, node: ast.AST) -> bool:
         """Whether a node is seen to draw random numbers, itself or in a function of the file."""
@@ -62,6 +63,18 @@ class Helpers:
             self._drawing[id(function)] = False
             self._drawing[id(function)] = any(self.draw_random_numbers(statement) for statement in function.body)
         return self._drawing[id(function)]
+
+    def train(self, node: ast.AST) -> bool:
+        """Whether a node is seen to run a backward or a step, itself or in a function of the file."""
+        return trains(node) or any(
+            self._trains(function) for call in calls_in(node) for function in self._functions.by(call)
+        )
+
+    def _trains(self, function: FunctionNode) -> bool:
+        if id(function) not in self._training:
+            self._training[id(function)] = False
+            self._training[id(function)] = any(self.train(statement) for statement in function.body)
+        return self._training[id(function)]
 
     def lasting_effect(self, node: ast.AST) -> Effect | None:
         """What a call of the file's own functions leaves behind; None where nothing can be seen."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -28,7 +28,7 @@ from oomfix.rewrite.verdict import Verdict
 from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
-from oomfix.script.trace import Forward, Loop
+from oomfix.script.trace import Backward, Forward, Loop
 
 
 def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
@@ -88,9 +88,9 @@ class _Lifter:
             for forward in self._script.trace.forwards.values()
             if not self._only_resets(forward) and last_name(forward.node) not in PREPARATION
         ]
-        runs_forward = _RunsForward(source.tree, {id(forward.node) for forward in forwards})
+        runs_forward = _Runs(source.tree, {id(forward.node) for forward in forwards})
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
-        is_trained = _RunsForward(source.tree, {id(forward.node) for forward in trained})
+        is_trained = _Trains(source.tree, trained, self._script.backwards)
         self._slicer = Slicer(source.tree, Helpers(source.tree), runs_forward, is_trained, self._takes_network)
         self._function = Names(source.tree).free("forward", "forward_batch")
         self._lifting = Lifting(reading.layout, manager)
@@ -238,17 +238,43 @@ def _needed_by(needed: set[str], liveness: Liveness, statements: list[ast.stmt])
     return needed
 
 
-class _RunsForward:
-    """Whether a node runs a network: a forward stands in it, or in a function of the file that it calls."""
+class _Trains:
+    """Whether a node runs a network whose graph is still there behind it, as that of an attack on its inputs is not.
 
-    def __init__(self, tree: ast.Module, forwards: set[int]) -> None:
-        self._forwards = forwards
+    Args:
+        tree: the module.
+        forwards: those that record a graph.
+        backwards: those of the script; one in the same node that keeps no graph leaves nothing to go through.
+    """
+
+    def __init__(self, tree: ast.Module, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
+        self._runs = [(_Runs(tree, {id(f.node)}), self._ends_of(tree, f, backwards)) for f in forwards]
+
+    @staticmethod
+    def _ends_of(tree: ast.Module, forward: Forward, backwards: Sequence[Backward]) -> _Runs:
+        ends = {id(event.node) for event in backwards if forward.origin in event.origins and not _keeps_graph(event)}
+        return _Runs(tree, ends)
+
+    def __call__(self, node: ast.AST) -> bool:
+        return any(runs(node) and not ends(node) for runs, ends in self._runs)
+
+
+def _keeps_graph(event: Backward) -> bool:
+    given = (keyword for keyword in event.node.keywords if keyword.arg in ("retain_graph", "create_graph", None))
+    return any(not (isinstance(one.value, ast.Constant) and not one.value.value) for one in given)
+
+
+class _Runs:
+    """Whether one of some calls runs in a node: it stands there, or in a function of the file that is called there."""
+
+    def __init__(self, tree: ast.Module, calls: set[int]) -> None:
+        self._calls = calls
         self._functions = FunctionsCalled(tree)
         self._known: dict[int, bool] = {}
 
     def __call__(self, node: ast.AST) -> bool:
         return any(
-            id(child) in self._forwards or any(map(self._in_function, self._functions.by(child)))
+            id(child) in self._calls or any(map(self._in_function, self._functions.by(child)))
             for child in walk(node)
             if isinstance(child, ast.Call)
         )

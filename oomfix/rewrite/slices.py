@@ -203,8 +203,10 @@ class Slicer:
         line = statement.lineno
         if (keyword := effects.leaves(statement)) is not None:
             raise CannotLift(f"`{keyword}` in line {line} leaves the part that the loss is computed in")
-        if effects.trains(statement):
+        if self._helpers.train(statement):
             raise CannotLift(f"line {line} runs a step or another backward on the way to the loss")
+        if effects.meets_other_processes(statement):
+            raise CannotLift(f"line {line} waits for other processes on the way to the loss")
         if effects.switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients on the way to the loss")
         if effects.fetches(statement):

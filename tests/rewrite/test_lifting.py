@@ -357,20 +357,26 @@ METRIC = """\
 """
 
 
-@pytest.mark.parametrize("metric", ["hits", "loss"])
-def test_a_metric_is_averaged_over_processes_behind_the_call(metric):
-    text, loops = apply(METRIC.format(before="pass", reduced=f"dist.all_reduce({metric}, op=dist.ReduceOp.SUM)"))
+def test_a_metric_is_averaged_over_processes_behind_the_call():
+    text, loops = apply(METRIC.format(before="pass", reduced="dist.all_reduce(hits, op=dist.ReduceOp.SUM)"))
     assert loops == [("micro-batched", None)]
-    assert text.index("forward_backward(") < text.index(f"dist.all_reduce({metric}")
+    assert text.index("forward_backward(") < text.index("dist.all_reduce(hits")
 
 
 @pytest.mark.parametrize(
     ("before", "reduced"),
     [
         ("pass", "dist.all_reduce(model.weight)"),
+        ("pass", "dist.all_reduce(loss)"),
         ("for p in model.parameters(): dist.all_reduce(p)", "pass"),
     ],
 )
 def test_what_else_is_averaged_over_processes_keeps_the_loss_in_place(before, reduced):
     _, ((form, _),) = apply(METRIC.format(before=before, reduced=reduced))
     assert form == "in-place"
+
+
+def test_an_average_over_processes_that_the_loss_depends_on_keeps_it_in_place():
+    body = METRIC.format(before="pass", reduced="dist.all_reduce(hits)").replace("hits /=", "size =")
+    _, loops = apply(body.replace("        loss.backward()", "        loss = loss * hits\n        loss.backward()"))
+    assert loops == [("in-place", "line 14 waits for other processes on the way to the loss")]

@@ -1,0 +1,86 @@
+"""Losses of inputs that another backward has made: adversarial training, the attack in the loop or in a function."""
+
+import pytest
+
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+from tests.rewrite.small_loops import TOP
+
+ON_ITS_OWN_GRADIENTS = """\
+def attacked(net, x, y):
+    x = x.clone().requires_grad_()
+    loss = F.cross_entropy(net(x), y)
+    net.zero_grad()
+    loss.backward()
+    return (x + 0.1 * x.grad.sign()).detach()
+
+for x, y in loader * 3:
+    harder = attacked(model, x, y)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(harder), y) + F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+IN_THE_LOOP = """\
+for x, y in loader * 3:
+    moved = torch.zeros_like(x, requires_grad=True)
+    for _ in range(2):
+        wrong = F.cross_entropy(model(x + moved), y)
+        wrong.backward()
+        moved.data = moved.data + 0.1 * moved.grad.sign()
+        moved.grad.zero_()
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x + moved.detach()), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+BY_FUNCTIONAL_GRADIENTS = """\
+for x, y in loader * 3:
+    harder = x.clone().requires_grad_(True)
+    for _ in range(2):
+        wrong = F.cross_entropy(model(harder), y)
+        (gradient,) = torch.autograd.grad(wrong, harder)
+        harder = (harder + 0.1 * gradient.sign()).detach().requires_grad_(True)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(harder), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("body", [ON_ITS_OWN_GRADIENTS, IN_THE_LOOP, BY_FUNCTIONAL_GRADIENTS])
+def test_an_attack_stays_ahead_of_the_loss_and_of_the_reset_of_gradients(body):
+    after = rewritten(TOP + body)
+    assert {loop.rewrite for loop in after.loops} == {"micro-batched"}
+    before = run(TOP + body)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(rewritten(TOP + body, micro_batches=3).text)
+    assert split.calls_in_parts >= 3
+    assert_close(before, split)
+
+
+def test_an_attack_whose_graph_the_loss_goes_through_is_part_of_it():
+    body = BY_FUNCTIONAL_GRADIENTS.replace("(wrong, harder)", "(wrong, harder, create_graph=True)")
+    after = rewritten(TOP + body.replace(".detach().requires_grad_(True)", ""))
+    assert after.text.index("def forward(") < after.text.index("for _ in range(2)")
+
+
+def test_a_network_that_another_backward_goes_through_later_is_part_of_the_loss():
+    after = rewritten(
+        TOP
+        + """\
+encoder = nn.Linear(4, 4)
+for x, y in loader:
+    h = encoder(x)
+    loss = F.cross_entropy(model(h), y)
+    optimizer.zero_grad()
+    loss.backward(retain_graph=True)
+    h.mean().backward()
+    optimizer.step()
+"""
+    )
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
