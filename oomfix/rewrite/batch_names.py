@@ -56,7 +56,7 @@ class BatchNames:
         to any call or reckoned with. Numbers are no part of a batch: the slice sees them from where it stands.
         """
         site, called = lift.site, _called_names(lift)
-        found = {n for n in read & _bound_by_iteration(site) if n not in called and not self._is_number(n, site)}
+        found = {n for n in read & _bound_by_iteration(lift) if n not in called and not self._is_number(n, site)}
         if found & (given := _given_to_calls(lift)):
             fed = self._given_to_networks(lift)
         else:
@@ -161,8 +161,7 @@ def _bound_to(name: str, node: ast.Assign) -> ast.expr | None:
 
 def _is_cut_out(value: ast.expr) -> bool:
     """`order[i:i + 10]`, `order[i:i + 10].to(device)`."""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        value = value.func.value
+    value = _receiver(value)
     if not isinstance(value, ast.Subscript):
         return False
     first = value.slice.elts[0] if isinstance(value.slice, ast.Tuple) and value.slice.elts else value.slice
@@ -183,11 +182,12 @@ def binds_alone(node: ast.Assign, name: str) -> bool:
     return len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
 
 
-def _bound_by_iteration(site: Site) -> set[str]:
-    loop = site.iteration
+def _bound_by_iteration(lift: Lift) -> set[str]:
+    """What an iteration binds, but for what the slice alone binds anew: `old = old.view(-1, 1)`."""
+    site, loop = lift.site, lift.site.iteration
     if loop is not None:
         target = names_bound_by_target(loop.target) if not isinstance(loop, ast.While) else set()
-        return target.union(*(names_bound(statement) for statement in loop.body))
+        return target.union(*(names_bound(statement) for statement in loop.body if statement not in lift.lifted))
     scope = site.scope
     if isinstance(scope, ast.Module):
         return set()
@@ -228,9 +228,16 @@ def _given_to_calls(lift: Lift) -> set[str]:
 
 
 def _reckoned_with(lift: Lift) -> set[str]:
-    """Names that the slice reckons with: `ratios * advantages`."""
+    """Names that the slice reckons with: `ratios * advantages.view(-1, 1)`."""
     operations = (n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.BinOp))
-    return {side.id for n in operations for side in (n.left, n.right) if isinstance(side, ast.Name)}
+    sides = (_receiver(side) for n in operations for side in (n.left, n.right))
+    return {side.id for side in sides if isinstance(side, ast.Name)}
+
+
+def _receiver(value: ast.expr) -> ast.expr:
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        value = value.func.value
+    return value
 
 
 def _is_scalar(value: ast.expr) -> bool:

@@ -472,6 +472,24 @@ def test_what_a_network_is_given_is_an_input_wherever_it_was_bound():
     assert "def forward(noise, x):" in text
 
 
+def test_what_a_loss_reckons_with_is_an_input_though_the_slice_binds_a_part_of_it_anew():
+    text = assert_trains_the_same("""\
+        def update(states, actions, old, gains):
+            for _ in range(2):
+                chosen = model(states).softmax(1).gather(1, actions.view(-1, 1))
+                old = old.view(-1, 1)
+                loss = (gains.view(-1, 1) * chosen / old).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                print(loss.item())
+
+        for x, y in loader * 2:
+            update(x, y, torch.rand(6) + 0.5, torch.rand(6))
+        """)
+    assert "def forward(states, actions, old, gains):" in text
+
+
 def test_what_a_loss_reckons_with_is_an_input_where_the_iteration_binds_nothing():
     text = assert_trains_the_same("""\
         def update(states, actions, gains):
