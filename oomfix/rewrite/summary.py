@@ -68,6 +68,9 @@ def _totals(outcomes: Sequence[FileOutcome], written: bool, looked_at: bool) -> 
     forms = ", ".join(f"{loops[form]} {said}" for form, said in _FORMS.items() if loops[form])
     forms += f"; {elsewhere} in other files" if elsewhere else ""
     found = f"{counted(sum(loops.values()), 'training loop')} ({forms})" if loops else "no training loop"
+    failed = sum(bool(outcome.errors) and not outcome.changed for outcome in outcomes)
+    if not changed and failed and not loops:
+        return f"nothing {'rewritten' if written else 'to rewrite'}: {counted(failed, 'file')} failed"
     if not changed:
         return f"nothing to rewrite: {found}" if looked_at else "no local fix to make; training loops stay as they are"
     verb = "rewritten" if written else "would be rewritten"

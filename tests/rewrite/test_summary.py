@@ -73,6 +73,8 @@ def test_a_proof_is_broken_too_and_its_table_keeps_its_columns():
 
 def test_nothing_to_do_is_said_so():
     assert as_text([FileOutcome("util.py")], written=True) == "nothing to rewrite: no training loop\n"
+    failed = [FileOutcome("util.py"), FileOutcome("gone.py", errors=("no such file",))]
+    assert as_text(failed, written=False) == "nothing to rewrite: 1 file failed\n"
     done = FileOutcome("train.py", loops=(LoopOutcome(3, 9, "none", "it already trains through oomfix.runtime"),))
     assert as_text([done], written=True).splitlines()[-1] == "nothing to rewrite: 1 training loop (1 left alone)"
 

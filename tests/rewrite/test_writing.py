@@ -276,6 +276,7 @@ def test_the_command_on_a_full_disk_says_so_and_leaves_every_file(tmp_path):
     assert done.stderr.splitlines() == [
         f"{tmp_path / name}: cannot write (File too large), left as it is" for name in ("a.py", "b.py")
     ]
+    assert done.stdout == "nothing rewritten: 2 files failed\n"
     assert files(tmp_path) == ["a.py", "b.py"]
     assert {(tmp_path / name).read_text() for name in ("a.py", "b.py")} == {SCRIPT}
 
