@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from oomfix.runtime.arguments import shown
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.bounds import Bound
 from oomfix.runtime.verdict import Verdict
 
 _log = logging.getLogger("oomfix")
@@ -26,33 +27,42 @@ class Divisor:
     """What the losses of one window are divided by: samples, targets or calls.
 
     Attributes:
-        expected: amount that the window is expected to hold; 0 until the first batch is known.
+        expected: what the window is expected to divide by; 0 until the first batch is known.
         total: amount that it has held so far.
+        bound: how what it divides by is kept away from 0; None: it is the amount itself.
     """
 
-    def __init__(self, expected: float = 0.0, total: float = 0.0) -> None:
+    def __init__(self, expected: float = 0.0, total: float = 0.0, bound: Bound | None = None) -> None:
         self.expected = expected
         self.total = total
+        self.bound = bound
 
     def share(self, amount: float, expected: float) -> float:
         """The factor for a loss that stands for `amount`; `expected` is the window's, were all like this.
 
         0 for a loss that stands for nothing: the mean over an empty batch is NaN, and has nothing to add.
         """
-        if not amount:
-            return 0.0
+        return self.share_of(amount, amount, expected) if amount else 0.0
+
+    def share_of(self, amount: float, divided_by: float, expected: float) -> float:
+        """As `share`, for a loss that was divided by another number than the amount."""
         if not self.expected:
             self.expected = expected
         self.total += amount
-        return amount / self.expected
+        return divided_by / self.expected
+
+    def divides_by(self) -> float:
+        """What the whole window divides by, as far as it has come."""
+        return self.total if self.bound is None else self.bound(self.total)
 
     def correction(self) -> float:
         """The factor by which gradients are off because the window held more or less than expected."""
-        return self.expected / self.total if self.total else 1.0
+        whole = self.divides_by()
+        return self.expected / whole if self.expected and whole else 1.0
 
     def copy(self) -> "Divisor":
         """An independent copy, to return to when a call has to start again."""
-        return Divisor(self.expected, self.total)
+        return Divisor(self.expected, self.total, self.bound)
 
 
 class Slot:

@@ -11,9 +11,10 @@ from torch import nn
 from oomfix.runtime import compat, outputs, rule_choice, simulation, trees
 from oomfix.runtime.attributes import Attributes, Containers, namespace
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.bounds import Bound, Bounds
 from oomfix.runtime.computed_masks import MaskOfRows, alike
 from oomfix.runtime.data_places import DataPlaces
-from oomfix.runtime.divisors import counting, divisors, numbers
+from oomfix.runtime.divisors import Divisor, common_bound, counting, divisors, read
 from oomfix.runtime.drawing_calls import Shape
 from oomfix.runtime.gradients import GradientsNoted
 from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
@@ -26,7 +27,7 @@ from oomfix.runtime.rows import first_part, make_gaps
 from oomfix.runtime.rule_choice import close
 from oomfix.runtime.running_statistics import quiet
 from oomfix.runtime.variables import Variables
-from oomfix.runtime.watching import HeldOut, Watch
+from oomfix.runtime.watching import Bent, HeldOut, Watch
 from oomfix.runtime.whole_draws import DrawnShapes, DrawnSize, sizes_by_rows
 
 _WROTE = "it writes parameters, buffers or other tensors that outlive it"
@@ -77,6 +78,7 @@ class Evidence:
         left: attributes that it changes, does not depend on, and that depend on the samples.
         nll_losses: cross entropies with a mean.
         divisors: what the parts weigh, where they are to divide, by its place among what their losses divide by.
+        bound: how that is kept away from 0.
         means: what the losses divide by, counted, where their graphs show as many on all rows and on both parts.
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
@@ -86,6 +88,7 @@ class Evidence:
         held: targets were held out.
         differentiates: the forward runs a backward of its own.
         bends: a number for the whole batch went into a function that bends at a threshold (clamp, abs, relu).
+        counts_nothing: such a number, or one that was compared, was computed, and was 0 on all rows.
         selects: a selection (topk, a random permutation) was made among as many entries as there are rows.
         alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
     """
@@ -99,6 +102,7 @@ class Evidence:
     left: tuple[LeftAttribute, ...] = ()
     nll_losses: int = 0
     divisors: tuple[int, ...] = ()
+    bound: Bound | None = None
     means: int = 0
     calls: int = 0
     drew: bool = False
@@ -108,6 +112,7 @@ class Evidence:
     held: bool = False
     differentiates: bool = False
     bends: bool = False
+    counts_nothing: bool = False
     selects: bool = False
     alike_masks: frozenset[int] = frozenset()
 
@@ -124,9 +129,9 @@ class _Run:
     result: Any
     left: Left
     nll_weights: list[float]
-    divisors: list[Any]
+    divisors: list[Divisor]
     selected_among: list[int]
-    bent: list[torch.Tensor]
+    bent: list[Bent]
     masks: list[MaskOfRows | None]
     calls: int
     differentiates: bool
@@ -134,15 +139,29 @@ class _Run:
     functions_tell: bool
 
 
-def bend_apart(whole: list[torch.Tensor], part: list[torch.Tensor]) -> bool:
+def _bend_apart(whole: list[Bent], part: list[Bent]) -> bool:
     """Whether something of one shape, but not one value, went into the functions that bend, on all rows and on a part.
 
     Other numbers of such functions are those of a loop over samples, which bends each by itself.
     """
-    if len(whole) != len(part) or simulation.assumption is not None:
+    if len(whole) != len(part):
         return False
-    pairs = [(a, b) for a, b in zip(whole, part, strict=True) if a.shape == b.shape and a.numel()]
-    return any(not close(a, b) for a, b in pairs)
+    pairs = [(a.value, b.value) for a, b in zip(whole, part, strict=True)]
+    return any(a.shape == b.shape and a.numel() and not close(a, b) for a, b in pairs)
+
+
+def _count_nothing(whole: list[Bent], part: list[Bent]) -> bool:
+    """Whether a number was 0, as a count is of rows of which none counts: for other rows it may be apart."""
+    return len(whole) == len(part) and any(a.is_nothing() and b.is_nothing() for a, b in zip(whole, part, strict=True))
+
+
+def _bent_besides(run: _Run, counting: Sequence[int]) -> list[Bent]:
+    """What went into functions that bend, without what they made a divisor of that counts."""
+    if not counting:
+        return run.bent
+    bounded = [divisor.bounded for position, divisor in enumerate(run.divisors) if position in counting]
+    places = {place for one in bounded if one is not None for place in one.bent}
+    return [Bent(torch.empty(0)) if place in places else bent for place, bent in enumerate(run.bent)]
 
 
 def compare(
@@ -253,10 +272,13 @@ class _Comparison:
             # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
-            found.bends |= bend_apart(whole.bent, part.bent)
             if begin == 0:
                 found.alike_masks = alike(whole.masks, part.masks)
         self._weigh(found, whole, parts)
+        if simulation.assumption is None:
+            of_whole, *of_parts = (_bent_besides(run, found.divisors) for run in (whole, *parts))
+            found.bends = any(_bend_apart(of_whole, of_part) for of_part in of_parts)
+            found.counts_nothing = any(_count_nothing(of_whole, of_part) for of_part in of_parts)
         found.draws = sizes_by_rows(drawn_shapes, [count, cut, count - cut])
         depends = left_by(whole.left, [part.left for part in parts], found.shares)
         if depends is None or (depends and not self._repeats(whole, generators)):
@@ -278,10 +300,30 @@ class _Comparison:
         if all(len(part.divisors) == len(whole.divisors) for part in parts):
             found.means = len(whole.divisors)
         if self._how.divides:
-            read = [numbers(part.divisors) for part in parts]
-            found.divisors = counting(numbers(whole.divisors), read)
-            divisors = [[of_part[position] for position in found.divisors] for of_part in read]
+            self._divide(found, whole, parts, sizes)
+            return
         found.shares = [Weight(n, of_part[0] if of_part else n) for n, of_part in zip(sizes, divisors, strict=True)]
+
+    @staticmethod
+    def _divide(found: Evidence, whole: _Run, parts: list[_Run], sizes: tuple[int, ...]) -> None:
+        """Note what each part weighs where they weigh what their losses divide by."""
+        of_whole, *of_parts = (read(run.divisors)[0] for run in (whole, *parts))
+        amounts = [[one.amount for one in counted] for counted in of_parts]
+        found.divisors = counting([one.amount for one in of_whole], amounts)
+        found.shares = [Weight(size, size) for size in sizes]
+        if not found.divisors:
+            return
+        # of the whole and of both parts
+        counted = [[of_run[position] for position in found.divisors] for of_run in (of_whole, *of_parts)]
+        bounds = [common_bound(of_run) for of_run in counted]
+        if any(bound != (True, bounds[0][1]) for bound in bounds):
+            found.divisors = ()
+            return
+        found.bound = bounds[0][1]
+        firsts = [of_run[0] for of_run in counted[1:]]
+        found.shares = [
+            Weight(size, first.amount, first.divided_by, first.bound) for size, first in zip(sizes, firsts, strict=True)
+        ]
 
     @staticmethod
     def _note_draws(found: Evidence, generators: RandomState) -> None:
@@ -317,8 +359,8 @@ class _Comparison:
         if light:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):
-                result = self._forward(*args, **kwargs)
-                calls, divided_by = watch.calls, self._divisors(result)
+                result, divided_by = self._result(args, kwargs, watch)
+                calls = watch.calls
                 result = outputs.detached(self._see(result))
             weights, among, masks = watch.nll_weights, watch.selected_among, watch.masks.seen
             return _Run(result, self._changes(), weights, divided_by, among, watch.bent, masks, calls, False, [], True)
@@ -328,8 +370,8 @@ class _Comparison:
         # the watch is passed by every function of torch, so only the runs that are compared by it get it
         drawn = DrawnShapes()
         with watch if begin == 0 else nullcontext(), probe, drawn:
-            result = self._forward(*args, **kwargs)
-            calls, differentiates, divided_by = watch.calls, probe.differentiates, self._divisors(result)
+            result, divided_by = self._result(args, kwargs, watch)
+            calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
@@ -337,9 +379,13 @@ class _Comparison:
         masks, shapes = watch.masks.seen, drawn.drawn_shapes
         return _Run(result, left, weights, divided_by, among, watch.bent, masks, calls, differentiates, shapes, tell)
 
-    def _divisors(self, result: Any) -> list[Any]:
+    def _result(self, args: Any, kwargs: Any, watch: Watch) -> tuple[Any, list[Divisor]]:
+        """What the forward returns, and what the loss in it divides by."""
+        bounds = Bounds(watch.bent) if self._how.divides else None
+        with bounds or nullcontext():
+            result = self._forward(*args, **kwargs)
         loss = outputs.loss_in(result)
-        return [divisor.amount for divisor in divisors(loss)] if loss is not None and loss.numel() == 1 else []
+        return result, divisors(loss, bounds) if loss is not None and loss.numel() == 1 else []
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

@@ -6,6 +6,7 @@ counts shows whether the program then divides by 0, which weighs nothing, or by 
 
 from dataclasses import replace
 
+from oomfix.runtime import compat
 from oomfix.runtime.comparison import Evidence, Runs
 from oomfix.runtime.divisors import NEXT_TO_NOTHING
 from oomfix.runtime.few_rows import FewRows
@@ -24,6 +25,8 @@ def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
     verdict = judge(evidence, rows=count)
     if verdict.units != "targets" or verdict.nll_losses or not verdict.divisors:
         return None
+    if verdict.bound is not None and any(map(compat.is_compiled, few.modules)):
+        return None  # what it calls cannot be noted then
     gradients = by_gradients(few, how, count, gaps)
     if gradients is None or gradients.rule is None:
         return None
@@ -46,7 +49,7 @@ def _from_nothing(verdict: Verdict, emptied: Evidence, rows: int) -> bool | None
     """
     if emptied.failure:
         return False
-    if emptied.divisors != verdict.divisors:
+    if (emptied.divisors, emptied.bound) != (verdict.divisors, verdict.bound):
         return None
     if emptied.shares[0].targets > NEXT_TO_NOTHING:
         return False

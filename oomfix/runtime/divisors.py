@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from oomfix.runtime.bounds import Bound, Bounded, Bounds
 from oomfix.runtime.normaliser import mean_nll_weights, share_targets
 from oomfix.runtime.verdict import Verdict
 
@@ -40,10 +41,12 @@ class Divisor:
     Attributes:
         amount: as autograd keeps it.
         of: the operation that takes the mean, and the one whose result it is taken of.
+        bounded: what it was made of, where it is kept away from 0.
     """
 
     amount: Any
     of: tuple[str, str]
+    bounded: Bounded | None = None
 
     @property
     def is_division(self) -> bool:
@@ -52,21 +55,36 @@ class Divisor:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What one mean divides by, in numbers.
+
+    Attributes:
+        amount: what counts, of which the whole has as much as its parts together.
+        divided_by: the same, unless it is bounded.
+        bound: how the second follows from the first.
+    """
+
+    amount: float
+    divided_by: float
+    bound: Bound | None = None
+
+
+@dataclass(frozen=True)
 class Means:
     """The means in one loss, as far as they are told apart by a check.
 
     Attributes:
-        counted: what those divide by that count.
+        counted: those that count.
         others: what the others divide by.
         of: which operations they are.
-        divided: what those in `counted` divide by that are divisions.
+        divisions: those in `counted` that are divisions.
         loss: the loss itself.
     """
 
-    counted: list[float]
+    counted: list[Counted]
     others: list[float]
     of: tuple[tuple[str, str], ...]
-    divided: list[float]
+    divisions: list[Counted]
     loss: float
 
     def is_like(self, other: "Means") -> bool:
@@ -75,16 +93,20 @@ class Means:
 
     def hide_something(self) -> bool:
         """Whether something is divided by nothing, which leaves it infinite, or lost in what is no number."""
-        return 0 in self.divided and not math.isnan(self.loss)
+        return self._divides_by_nothing() and not math.isnan(self.loss)
 
     def may_count_nothing(self) -> bool:
         """Whether a divisor may stand in for 0, as in `max(count, 1)`, which the weights of parts must not hold."""
-        more = [number for number in self.divided if abs(number) > NEXT_TO_NOTHING]
-        is_lost = 0 in self.divided and len(self.of) > 1
+        amounts = [division.amount for division in self.divisions]
+        more = [amount for amount in amounts if abs(amount) > NEXT_TO_NOTHING]
+        is_lost = self._divides_by_nothing() and len(self.of) > 1
         return 1 in more or is_lost or bool(more and self.loss == 0)
 
+    def _divides_by_nothing(self) -> bool:
+        return any(division.divided_by == 0 for division in self.divisions)
 
-def divisors(loss: torch.Tensor) -> list[Divisor]:
+
+def divisors(loss: torch.Tensor, bounds: Bounds | None = None) -> list[Divisor]:
     """What each mean in `loss` divides by, as autograd keeps it, in the order of its terms; it may have none.
 
     Means inside of a model are not looked for. A divisor that depends on parameters is left out: the gradient flows
@@ -92,6 +114,7 @@ def divisors(loss: torch.Tensor) -> list[Divisor]:
 
     Args:
         loss: a scalar with its graph.
+        bounds: what was noted as it was computed.
     """
     found: list[Divisor] = []
     ahead: list[Any] = [loss.grad_fn]
@@ -116,7 +139,8 @@ def divisors(loss: torch.Tensor) -> list[Divisor]:
             ahead += [term for term, _ in reversed(node.next_functions)]
         if amount is not None:
             behind = node.next_functions[0][0]
-            found.append(Divisor(amount, (name, "" if behind is None else behind.name())))
+            bounded = None if bounds is None else bounds.behind(amount)
+            found.append(Divisor(amount, (name, "" if behind is None else behind.name()), bounded))
     return found
 
 
@@ -137,6 +161,21 @@ def _read(number: torch.Tensor | float) -> float:
     return float(number.item() if isinstance(number, torch.Tensor) else number)
 
 
+def read(found: Sequence[Divisor], *more: torch.Tensor) -> tuple[list[Counted], list[float]]:
+    """What means divide by, and `more`, in numbers. Waits for the device, once."""
+    bounded = [divisor.bounded for divisor in found if divisor.bounded is not None]
+    read = iter(numbers([*(one.count for one in bounded), *(divisor.amount for divisor in found), *more]))
+    counts = iter([next(read) for _ in bounded])
+    counted = []
+    for divisor in found:
+        divided_by = next(read)
+        if divisor.bounded is None:
+            counted.append(Counted(divided_by, divided_by))
+        else:
+            counted.append(Counted(next(counts), divided_by, divisor.bounded.bound))
+    return counted, list(read)
+
+
 def counting(whole: Sequence[float], parts: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """The positions of the divisors that for all rows are the sum of those for the parts.
 
@@ -148,36 +187,47 @@ def counting(whole: Sequence[float], parts: Sequence[Sequence[float]]) -> tuple[
     return tuple(position for position, (total, *of_parts) in pairs if math.isclose(total, sum(of_parts), rel_tol=1e-5))
 
 
-def means(loss: torch.Tensor, positions: Sequence[int]) -> Means | None:
+def common_bound(counted: Sequence[Counted]) -> tuple[bool, Bound | None]:
+    """Whether one weight is right for all of these: none is bounded, or all are, alike; and how they are bounded."""
+    first = counted[0]
+    alike = all(
+        one.bound == first.bound and (first.bound is None or math.isclose(one.amount, first.amount)) for one in counted
+    )
+    return alike, first.bound
+
+
+def means(loss: torch.Tensor, positions: Sequence[int], bounds: Bounds | None = None) -> Means | None:
     """The means in `loss`; None where it hides them.
 
     Args:
         loss: a scalar with its graph.
         positions: of those that count among `divisors`.
+        bounds: what was noted as it was computed.
     """
-    found = divisors(loss)
+    found = divisors(loss, bounds)
     if len(found) <= max(positions):
         return None
-    *read, value = numbers([*(divisor.amount for divisor in found), loss])
+    counted, (value,) = read(found, loss)
     return Means(
-        [read[position] for position in positions],
-        [number for position, number in enumerate(read) if position not in positions],
+        [counted[position] for position in positions],
+        [other.divided_by for position, other in enumerate(counted) if position not in positions],
         tuple(divisor.of for divisor in found),
-        [read[position] for position in positions if found[position].is_division],
+        [counted[position] for position in positions if found[position].is_division],
         value,
     )
 
 
-def weights(loss: torch.Tensor, verdict: Verdict) -> list[float]:
+def weights(loss: torch.Tensor, verdict: Verdict, bounds: Bounds | None = None) -> list[Counted]:
     """What the means that count in `loss` divide by, of cross entropies or taken by hand; none where it hides them.
 
     Args:
         loss: a scalar with its graph.
         verdict: says which they are.
+        bounds: what was noted as it was computed.
     """
     if not verdict.divisors:
-        return mean_nll_weights(loss, max(verdict.nll_losses, 1))
-    found = means(loss, verdict.divisors)
+        return [Counted(weight, weight) for weight in mean_nll_weights(loss, max(verdict.nll_losses, 1))]
+    found = means(loss, verdict.divisors, bounds)
     return [] if found is None else found.counted
 
 

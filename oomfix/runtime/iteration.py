@@ -18,6 +18,8 @@ import torch
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
+from oomfix.runtime.bounds import Bounds
+from oomfix.runtime.divisors import Counted
 from oomfix.runtime.gradients import CHANGES_GRADIENTS, Border, GradientsAside, GradientsNoted, next_node, reach
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known, has_hook
@@ -249,7 +251,10 @@ class Iteration:
         return loss
 
     def _run_whole(self, scaler: torch.amp.GradScaler) -> Any:
-        result = self._call(self.batch.args, self.batch.kwargs)
+        verdict = self.known.verdict
+        bounds = Bounds() if self.weighing is not None and self.weighing.asks_for_bounds(verdict) else None
+        with bounds or nullcontext():
+            result = self._call(self.batch.args, self.batch.kwargs)
         if self.trains:
             loss = self.loss_of(result)
             if not loss.requires_grad:
@@ -257,7 +262,7 @@ class Iteration:
                     "forward: returned a loss without a graph (requires_grad is False); was it detached, made of "
                     "numbers, or computed under no_grad?"
                 )
-            share = 1.0 if self.weighing is None else self.weighing.share_of_whole(loss, self.known.verdict)
+            share = 1.0 if self.weighing is None else self.weighing.share_of_whole(loss, verdict, bounds)
             if share:
                 self._backward(loss, share, scaler)
         return outputs.detached(result)
@@ -306,24 +311,27 @@ class Iteration:
         most_bytes = max(_BATCHES_OF_DRAWS * sum(tensor.nbytes for tensor in self._tensors), _FEW_BYTES)
         return WholeDraws(() if compiled else verdict.draws, self.batch.size, most_bytes, outside)
 
-    def _forward_rows(self, start: int, stop: int, verdict: Verdict, shares: Shares) -> tuple[Any, list[float]]:
+    def _forward_rows(self, start: int, stop: int, verdict: Verdict, shares: Shares) -> tuple[Any, list[Counted]]:
         args, kwargs = self.batch.rows(start, stop)
         if self.trains:
             noted = GradientsNoted(self.known.telling_leaves())
-            result = self._call(args, kwargs)
+            bounds = None if verdict.bound is None else Bounds()
+            with bounds or nullcontext():
+                result = self._call(args, kwargs)
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
             loss = self.loss_of(result)
             if verdict.divides:
                 assert self.weighing is not None
                 self.weighing.check_targets(loss, verdict)
-            return result, shares.divided_by(loss, stop - start)
+            return result, shares.divided_by(loss, stop - start, bounds)
         if not verdict.nll_losses:
             return self._call(args, kwargs), []
         # without a graph the divisors are read as they are computed
         probe = Probe(Writes(), None)
         with probe:
-            return self._call(args, kwargs), probe.nll_weights
+            result = self._call(args, kwargs)
+        return result, [Counted(weight, weight) for weight in probe.nll_weights]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._in_forward = True

@@ -3,11 +3,11 @@
 from oomfix.runtime import outputs, rule_choice, simulation
 from oomfix.runtime.comparison import Evidence
 from oomfix.runtime.gradients import CHANGES_GRADIENTS
-from oomfix.runtime.outputs import Mean, Rule, Sum, Zero
+from oomfix.runtime.outputs import Rule, Sum, Zero
 from oomfix.runtime.verdict import Verdict
 
 DEPEND = "samples depend on each other: a few rows give something else in two parts"
-_BENDS = (
+BENDS = (
     "a number for the whole batch meets a threshold (clamp, abs, relu), or counts its distinct values, and parts may "
     "have another"
 )
@@ -40,16 +40,19 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
     if loss is not None and not trust and _alike_alone(evidence):
         return Verdict(None, "two of its rows, each alone, show nothing that tells them apart", undecided=True)
     if evidence.bends and not trust:
-        return Verdict(None, _BENDS)
+        return Verdict(None, BENDS)
     if evidence.selects and not trust:
         return Verdict(None, "it selects among the samples of a batch, which a few rows cannot show")
     if loss is not None and not trust and _leaves_open(of_loss, evidence):
         return Verdict(None, "its loss is 0 on a few rows, which leaves open what it is a mean of", undecided=True)
+    if evidence.counts_nothing and not trust:
+        return Verdict(None, "a number that meets a threshold is 0 on a few rows, which leaves it open", undecided=True)
     return Verdict(
         rule,
         units=_units(of_loss),
         nll_losses=evidence.nll_losses,
         divisors=evidence.divisors,
+        bound=evidence.bound,
         held=evidence.held,
         drew=evidence.drew,
         calls=0 if evidence.drew else evidence.calls,
@@ -86,4 +89,4 @@ def _units(rule: Rule | None) -> str:
         return "rows"
     if rule == Sum():
         return "calls"
-    return "targets" if outputs.contains(rule, Mean("targets")) else "rows"
+    return "targets" if outputs.means_over_targets(rule) else "rows"

@@ -15,14 +15,24 @@ import torch
 
 from oomfix.runtime import trees
 from oomfix.runtime.batch import is_array
+from oomfix.runtime.bounds import Bound
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The share of one micro-batch: its samples, and what its loss divided by (targets, what a mask left)."""
+    """The share of one micro-batch.
+
+    Attributes:
+        rows: its samples.
+        targets: what counts of them in its loss (targets, what a mask left).
+        divided_by: what its loss divided by, where that is bounded.
+        bound: how that follows from `targets`.
+    """
 
     rows: float
     targets: float
+    divided_by: float = 0.0
+    bound: Bound | None = None
 
 
 class Unforeseen(Exception):
@@ -68,12 +78,16 @@ class Sum:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over samples (`by` is "rows") or over what the loss divides by, as a cross entropy does ("targets")."""
+    """A mean over samples (`by` is "rows") or over what the loss divides by, as a cross entropy does ("targets").
+
+    With `bound`, what it divides by is kept away from 0.
+    """
 
     by: str
+    bound: Bound | None = None
 
     def collector(self, rows: int) -> Collector:
-        return _Weighted(self.by, counts=False)
+        return _Weighted(self.by, counts=False) if self.bound is None else _Bounded(self.bound)
 
 
 @dataclass(frozen=True)
@@ -228,6 +242,24 @@ class _Weighted:
         return self._sum / self._weight if self._weight else self._of_nothing
 
 
+class _Bounded:
+    """A mean whose parts were divided by what counts in them, kept away from 0, as the whole is once."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._sum: Any = 0.0
+        self._counted = 0.0
+
+    def add(self, value: Any, weight: Weight) -> None:
+        if not (value.is_floating_point() if isinstance(value, torch.Tensor) else isinstance(value, float)):
+            raise Unforeseen
+        self._sum = detached(value) * weight.divided_by + self._sum
+        self._counted += weight.targets
+
+    def result(self) -> Any:
+        return self._sum / self._bound(self._counted)
+
+
 class _Rows:
     """Rows written into one tensor made for all of them; `cat` at the end would hold everything twice."""
 
@@ -291,9 +323,13 @@ class _Container:
         return trees.rebuilt(self._like, [collector.result() for collector in self._collectors])
 
 
-def contains(rule: Rule, wanted: Rule) -> bool:
-    """Whether `rule` is `wanted`, or has it for one of its values."""
-    return rule == wanted or (isinstance(rule, Inside) and any(contains(inner, wanted) for inner in rule.rules))
+def means_over_targets(rule: Rule) -> int:
+    """How many values of a result are means over what the loss divides by."""
+    if isinstance(rule, Inside):
+        return sum(map(means_over_targets, rule.rules))
+    if isinstance(rule, Array):
+        return means_over_targets(rule.rule)
+    return int(isinstance(rule, Mean) and rule.by == "targets")
 
 
 def detached(value: Any) -> Any:

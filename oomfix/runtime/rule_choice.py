@@ -122,10 +122,13 @@ def _choose_scalar(whole: Any, parts: list[Any], weights: Sequence[Weight], coun
     first = weights[0]
     by_targets = any(weight.targets * first.rows != weight.rows * first.targets for weight in weights)
     total = Sum(counts)
-    for rule in (Mean("targets"), Mean("rows"), total):
+    rules: list[Rule] = [total]
+    if not counts:
         # an average of counts is a count of nothing; without cross entropies both means are one
-        if (isinstance(rule, Mean) and counts) or (rule == Mean("targets") and not by_targets):
-            continue
+        rules = [*([Mean("targets")] if by_targets else []), Mean("rows"), total]
+        if first.bound is not None:
+            rules.insert(0, Mean("targets", first.bound))
+    for rule in rules:
         collector = rule.collector(0)
         for part, weight in zip(parts, weights, strict=True):
             collector.add(part, weight)

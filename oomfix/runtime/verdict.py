@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from oomfix.runtime.bounds import Bound
 from oomfix.runtime.left_attributes import LeftAttribute
 from oomfix.runtime.outputs import Rule
 from oomfix.runtime.whole_draws import DrawnSize
@@ -20,6 +21,7 @@ class Verdict:
         nll_losses: cross entropies with a mean that the forward computes. If `units` is not "targets" although
             there are some, what they divide by must be the same for every sample.
         divisors: which of the means that the program takes itself count, see `divisors`; `units` is "targets" then.
+        bound: how these are kept away from 0, if they are.
         from_nothing: of rows that have nothing that counts, these were seen to be 0.
         means: how many its loss has besides that the program takes itself; 0 also where a loop over samples takes them.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
@@ -43,6 +45,7 @@ class Verdict:
     units: str = "rows"
     nll_losses: int = 0
     divisors: tuple[int, ...] = ()
+    bound: Bound | None = None
     from_nothing: bool = False
     means: int = 0
     held: bool = False

@@ -17,7 +17,7 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.divisor_check import by_divisors
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
-from oomfix.runtime.judging import DEPEND
+from oomfix.runtime.judging import BENDS, DEPEND
 from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.result_check import Found, by_results, confirmed
@@ -81,7 +81,7 @@ def check(
         return verdict
     if verdict.rule is not None:
         verdict = _confirmed_closer(rows, found, few, sharded)
-    if verdict.rule is None and verdict.reason in (DEPEND, GRADIENTS_DEPEND) and trains and not sharded:
+    if verdict.rule is None and verdict.reason in (DEPEND, GRADIENTS_DEPEND, BENDS) and trains and not sharded:
         return _with_rows_that_fit(few, partial(by_divisors, rows, found.how)) or verdict
     return verdict
 

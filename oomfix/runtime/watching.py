@@ -5,6 +5,7 @@ Far cheaper than watching every operation (`probe.Probe`), and enough for a forw
 
 import functools
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -89,30 +90,47 @@ class HeldOut:
         return any(self.decisions)
 
 
+@dataclass(frozen=True)
+class Bent:
+    """What went into a function that bends, or was compared.
+
+    Attributes:
+        value: empty where it has rows, or is large.
+        computed: it was not there before the run.
+    """
+
+    value: torch.Tensor
+    computed: bool = False
+
+    def is_nothing(self) -> bool:
+        """Whether it is one number, computed, and 0."""
+        return self.computed and self.value.numel() == 1 and not bool(self.value)
+
+
 class _Compared:
     """A number that was read off a tensor, and tells when it is compared: a program may branch on it."""
 
-    _bent: list[torch.Tensor]
-    _tensor: torch.Tensor
+    _bent: list[Bent]
+    _source: Bent
 
-    def told(self, bent: list[torch.Tensor], tensor: torch.Tensor) -> "_Compared":
-        self._bent, self._tensor = bent, tensor
+    def told(self, bent: list[Bent], source: Bent) -> "_Compared":
+        self._bent, self._source = bent, source
         return self
 
     def __lt__(self, other: Any) -> Any:
-        self._bent.append(self._tensor)
+        self._bent.append(self._source)
         return super().__lt__(other)  # type: ignore[misc]
 
     def __le__(self, other: Any) -> Any:
-        self._bent.append(self._tensor)
+        self._bent.append(self._source)
         return super().__le__(other)  # type: ignore[misc]
 
     def __gt__(self, other: Any) -> Any:
-        self._bent.append(self._tensor)
+        self._bent.append(self._source)
         return super().__gt__(other)  # type: ignore[misc]
 
     def __ge__(self, other: Any) -> Any:
-        self._bent.append(self._tensor)
+        self._bent.append(self._source)
         return super().__ge__(other)  # type: ignore[misc]
 
 
@@ -156,7 +174,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.nll_weights: list[float] = []
         self.selected_among: list[int] = []
-        self.bent: list[torch.Tensor] = []
+        self.bent: list[Bent] = []
         self.calls = 0
         self.masks = ComputedMasks(rows, gaps)
         self._rows = rows
@@ -185,7 +203,9 @@ class Watch(TorchFunctionMode):
         elif kind is _Kind.SELECTS:
             self._select(args, kwargs)
         elif kind in (_Kind.BENDS, _Kind.COMPARES):
-            self.bent += [self._kept(value) for value in args if isinstance(value, torch.Tensor)]
+            bent = [self._kept(value) for value in args if isinstance(value, torch.Tensor)]
+            # the numbers that `where` chooses from are often 0
+            self.bent += [replace(one, computed=False) for one in bent] if func.__name__ == "where" else bent
             if func.__name__.endswith("_"):
                 self._about_to_write(args)
         elif kind is _Kind.DRAWS_INDICES:
@@ -194,7 +214,7 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if kind is _Kind.DISTINGUISHES and simulation.assumption is None:
             values = result[0] if isinstance(result, tuple) else result
-            self.bent.append(torch.tensor(values.numel()))
+            self.bent.append(Bent(torch.tensor(values.numel())))
         return self.masks.computed(result) if kind in (_Kind.COMPARES, _Kind.MASKS) else result
 
     def _read(self, number: Any, tensor: torch.Tensor) -> Any:
@@ -204,11 +224,13 @@ class Watch(TorchFunctionMode):
         is_count = isinstance(number, int) and not isinstance(number, bool)
         return _Count(number).told(self.bent, self._kept(tensor)) if is_count else number
 
-    def _kept(self, value: torch.Tensor) -> torch.Tensor:
+    def _kept(self, value: torch.Tensor) -> Bent:
         if value.is_complex() or value.layout != torch.strided or value.is_nested:
-            return torch.empty(0)
+            return Bent(torch.empty(0))
         has_rows = value.dim() > 0 and value.shape[0] == self._rows
-        return torch.empty(0) if has_rows or value.numel() > _MOST_ENTRIES else value.detach().clone()
+        if has_rows or value.numel() > _MOST_ENTRIES:
+            return Bent(torch.empty(0))
+        return Bent(value.detach().clone(), value.untyped_storage()._cdata not in self._outside)
 
     def _about_to_write(self, args: tuple[Any, ...]) -> None:
         for written in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:

@@ -15,10 +15,11 @@ import torch
 
 from oomfix.runtime.accumulation import Slot, Window
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.divisors import Means, are_one, divisors, means, numbers, weights
+from oomfix.runtime.bounds import Bounds
+from oomfix.runtime.divisors import Counted, Means, are_one, common_bound, divisors, means, numbers, weights
 from oomfix.runtime.gradients import GradientsAside
 from oomfix.runtime.normaliser import mean_nll_weights
-from oomfix.runtime.outputs import Weight
+from oomfix.runtime.outputs import Weight, means_over_targets
 from oomfix.runtime.verdict import Verdict
 
 
@@ -57,7 +58,8 @@ class Weighing:
         """
         if not self._slot.units:
             self._slot.units, self._slot.decided_by = verdict.units, verdict
-        if self._slot.units != verdict.units:
+        decided = self._slot.decided_by
+        if self._slot.units != verdict.units or (decided is not None and decided.bound != verdict.bound):
             raise CannotSplit("its window is averaged in another way, which was decided at its first batch", verdict)
 
     def share(self, weight: Weight) -> float:
@@ -70,16 +72,25 @@ class Weighing:
             return 1.0 / length
         if self._slot.units == "rows":
             return divisor.share(weight.rows, length * self._batch.size)
-        # the mean loss of no targets is NaN, and NaN times 0 is NaN
         expected = length * weight.targets * self._batch.size / weight.rows
-        return divisor.share(weight.targets, expected) if weight.targets else 0.0
+        if weight.bound is None:
+            # the mean loss of no targets is NaN, and NaN times 0 is NaN
+            return divisor.share(weight.targets, expected) if weight.targets else 0.0
+        divisor.bound = weight.bound
+        return divisor.share_of(weight.targets, weight.divided_by, expected or length * self._batch.size)
 
-    def share_of_whole(self, loss: torch.Tensor, verdict: Verdict | None) -> float:
+    def asks_for_bounds(self, verdict: Verdict | None) -> bool:
+        """Whether what the losses divide by is to be noted as they are computed."""
+        decided = (verdict, self._slot.decided_by)
+        return any(one is not None and one.bound is not None for one in decided)
+
+    def share_of_whole(self, loss: torch.Tensor, verdict: Verdict | None, bounds: Bounds | None = None) -> float:
         """The factor for the loss of a whole batch; decides what a window is averaged over at its first call.
 
         Args:
             loss: with its graph.
             verdict: what is known about the forward.
+            bounds: what was noted as it was computed.
 
         Raises:
             RuntimeError: the window is averaged in a way that this loss does not allow any more.
@@ -92,7 +103,7 @@ class Weighing:
         size = self._batch.size if takes_batch else max(self._window.samples, 1)
         if slot.units and not verdict.divides:
             verdict = slot.decided_by or verdict  # a call that failed in parts may have left nothing known
-        divided_by = weights(loss, verdict)
+        divided_by = weights(loss, verdict, bounds)
         if not slot.units:
             slot.decided_by = verdict
             # where the rows checked could not tell, a single cross entropy is what the loss is a mean of
@@ -109,13 +120,15 @@ class Weighing:
                 "first call of this accumulation window, and what it divides by cannot be read now; use the same loss "
                 "throughout a window, and compile the model without its loss"
             )
-        if max(divided_by) != min(divided_by):
+        first, expected = divided_by[0], slot.decided_by.bound if slot.decided_by is not None else None
+        if any(one != first for one in divided_by) or first.bound != expected:
+            told = [one.divided_by for one in divided_by]
             raise RuntimeError(
-                f"{self._name}: its cross entropies had the same targets at the first call of this accumulation "
-                f"window, and now divide by {divided_by}, which cannot be weighed apart any more; use the same targets "
-                "throughout a window"
+                f"{self._name}: its cross entropies (or the means that a mask leaves) had the same targets at the "
+                f"first call of this accumulation window, and now divide by {told}, which cannot be weighed apart any "
+                "more; use the same targets, and the same least divisor, throughout a window"
             )
-        return self.share(Weight(size, divided_by[0]))
+        return self.share(Weight(size, first.amount, first.divided_by, first.bound))
 
     def check_targets(self, loss: torch.Tensor, verdict: Verdict) -> None:
         """Refuse micro-batches of a window that is averaged over targets, where means have their own.
@@ -149,7 +162,7 @@ class Weighing:
                 "and FSDP2 has averaged their gradients already. Use batches of one size, drop_last=True, or one "
                 "larger batch in place of a window; forward_backward splits it as memory asks for"
             )
-        seen = self._slot.divisor.total
+        seen = self._slot.divisor.divides_by()
         self._slot.put_back()
         self._slot.divisor.expected = seen
         self._slot.remember()
@@ -184,23 +197,29 @@ class Shares:
 
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
+        self._means_returned = 0 if verdict.rule is None else means_over_targets(verdict.rule)
         self._first: list[float] | None = None
         self._first_means: Means | None = None
         self._first_divisors: tuple[float, list[float]] | None = None
         self._has_targets = False
 
-    def divided_by(self, loss: torch.Tensor, rows: int) -> list[float]:
+    def divided_by(self, loss: torch.Tensor, rows: int, bounds: Bounds | None = None) -> list[Counted]:
         """What the means that count in the loss of a micro-batch divide by; none where it hides them, or has none.
+
+        Args:
+            loss: with its graph.
+            rows: samples in the micro-batch.
+            bounds: what was noted as it was computed.
 
         Raises:
             CannotSplit: it shows less, or something else, than a check saw.
         """
         verdict = self._verdict
         if verdict.divisors:
-            return self._divided_by_hand(loss)
+            return self._divided_by_hand(loss, bounds)
         targets = weights(loss, verdict) if verdict.nll_losses else []
         if verdict.means:
-            of_targets = targets[0] if targets else 0
+            of_targets = targets[0].amount if targets else 0
             self._expect_in_proportion(loss, {"rows": rows, "targets": of_targets, "calls": 1}[verdict.units])
         return targets
 
@@ -208,13 +227,16 @@ class Shares:
         """The batch runs whole, unless a check of it shows more; its window still has to know what to divide by."""
         return CannotSplit(reason, replace(self._verdict, rule=None, reason=reason, undecided=True))
 
-    def _divided_by_hand(self, loss: torch.Tensor) -> list[float]:
-        found = means(loss, self._verdict.divisors)
+    def _divided_by_hand(self, loss: torch.Tensor, bounds: Bounds | None) -> list[Counted]:
+        found = means(loss, self._verdict.divisors, bounds)
         if found is None:
             return []
         self._first_means = self._first_means or found
-        if not found.is_like(self._first_means):
+        if not found.is_like(self._first_means) or common_bound(found.counted) != (True, self._verdict.bound):
             raise self._open("the means in its loss are others in a part of it")
+        first = found.counted[0]
+        if first.bound is not None and first.bound.is_felt(first.amount) and self._means_returned > 1:
+            raise self._open("a part of it divides by a least number, and what else it returns may not")
         if found.hide_something() or (not self._verdict.from_nothing and found.may_count_nothing()):
             raise self._open(
                 "a part of it has nothing that its loss is a mean of, or little enough to be taken for nothing"
@@ -233,7 +255,7 @@ class Shares:
             if not math.isclose(amount, expected) and not math.isclose(amount * first, expected * weight):
                 raise self._open("the means in its loss divide by more in one part of it than in another")
 
-    def of(self, rows: int, targets: list[float]) -> Weight:
+    def of(self, rows: int, targets: list[Counted]) -> Weight:
         """The weight of a micro-batch of `rows` samples, whose means divide by `targets`.
 
         Raises:
@@ -245,17 +267,18 @@ class Shares:
             raise CannotSplit(
                 "what it divides by cannot be read off the loss (it is in compiled code, or no part of it)"
             )
-        if self._verdict.one_part and targets[0]:
+        amounts = [target.amount for target in targets]
+        if self._verdict.one_part and amounts[0]:
             if self._has_targets:
                 raise self._open("few of the rows that were checked had targets that count")
             self._has_targets = True
         if self._verdict.units != "calls":
             # all in proportion to the first mean, or to the samples
-            base = targets[0] if self._verdict.units == "targets" else rows
+            base = amounts[0] if self._verdict.units == "targets" else rows
             if self._first is None and base:
-                self._first = [target / base for target in targets]
+                self._first = [amount / base for amount in amounts]
             # nothing is in proportion to nothing, whatever comes after it
-            first = self._first or [0.0] * len(targets)
-            if any(abs(t - of_first * base) > 1e-6 * abs(base) for t, of_first in zip(targets, first, strict=False)):
+            first = self._first or [0.0] * len(amounts)
+            if any(abs(a - of_first * base) > 1e-6 * abs(base) for a, of_first in zip(amounts, first, strict=False)):
                 raise CannotSplit("the parts of its loss are means over different numbers of targets")
-        return Weight(rows, targets[0])
+        return Weight(rows, targets[0].amount, targets[0].divided_by, targets[0].bound)

@@ -33,9 +33,6 @@ COUPLED: dict[str, Loss] = {
         (((output - target) ** 2).sum(-1) * mask).sum() / mask.sum() + (output**2).mean()
     ),
     "divided by a norm": lambda output, target, mask: (output - target).pow(2).sum() / target.norm(),
-    "at least one": lambda output, target, mask: (
-        (((output - target) ** 2).mean(-1) * mask).sum() / mask.sum().clamp(min=1)
-    ),
     "at least one by hand": lambda output, target, mask: (
         (((output - target) ** 2).mean(-1) * mask).sum() / max(int(mask.sum()), 1)
     ),
@@ -54,9 +51,67 @@ COUPLED: dict[str, Loss] = {
         (((output - target) ** 2).sum(-1) * mask).sum() / mask.sum() / mask.sum(1).max()
     ),
     "by what it trains": lambda output, target, mask: ((output - target) ** 2).sum() / output.exp().sum(),
+    # what is kept away from 0 in one place is not in another, or goes elsewhere too
+    "bounded and not": lambda output, target, mask: (
+        masked(output, target, mask) / mask.sum().clamp(min=1) + masked(output, -target, mask) / (mask.sum() + 1e-8)
+    ),
+    "bounded of other masks": lambda output, target, mask: (
+        masked(output, target, mask) / mask.sum().clamp(min=1)
+        + masked(output[:, :3], -target[:, :3], mask[:, :3]) / mask[:, :3].sum().clamp(min=1)
+    ),
+    "bounded twice": lambda output, target, mask: (
+        masked(output, target, mask) / mask.sum().clamp(min=1) / mask.sum().clamp(min=1)
+    ),
+    "bounded at both ends": lambda output, target, mask: masked(output, target, mask) / mask.sum().clamp(1, 30),
+    "bounded by a tensor": lambda output, target, mask: (
+        masked(output, target, mask) / mask.sum().clamp(mask.new_ones(()))
+    ),
+    "bounded norm": lambda output, target, mask: masked(output, target, mask) / target.norm().clamp(min=1),
+    "bounded and counted": lambda output, target, mask: also_counted(output, target, mask),
+    "bounded and joined": lambda output, target, mask: also_joined(output, target, mask),
+    "bounded and read": lambda output, target, mask: also_read(output, target, mask),
     "pairs": lambda output, target, mask: (
         ((output @ output.transpose(1, 2)).mean(2) * mask).sum() / mask.sum() * output.mean()
     ),
+}
+
+
+def masked(output: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (((output - target) ** 2).mean(-1) * mask).sum()
+
+
+def also_counted(output: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    count = mask.sum().clamp(min=1)
+    return (((output - target) ** 2).mean(-1) * (mask / count)).sum() + masked(output, -target, mask) / count
+
+
+def also_joined(output: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    count = mask.sum().clamp(min=1)
+    return masked(output, target, mask) / count * (torch.stack([count, count]).mean() / count)
+
+
+def also_read(output: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    count = mask.sum().clamp(min=1)
+    return masked(output, target, mask) / count * (2 if count.tolist() > 16 else 1)
+
+
+# what a mask leaves, kept away from 0: nearly 14 entries of each of three parts, 42 of a batch
+BOUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "at least one": lambda mask: mask.sum().clamp(min=1),
+    "of torch": lambda mask: torch.clamp(mask.sum(), min=1),
+    "by position": lambda mask: mask.sum().clamp(1.0),
+    "of its own name": lambda mask: mask.sum().clamp_min(1e-6),
+    "in place": lambda mask: mask.sum().clamp_(min=1),
+    "of a whole number": lambda mask: mask.bool().sum().clamp(min=1),
+    "a little added": lambda mask: mask.sum() + 1e-8,
+    "to a little": lambda mask: 1e-8 + mask.sum(),
+    "added in place": lambda mask: mask.sum().add_(1e-8),
+    "one added": lambda mask: mask.sum() + 1,
+    "all features": lambda mask: 5 * mask.sum().clamp(min=1),
+    "of all features": lambda mask: (mask.sum() * 5).clamp(min=1) + 1e-8,
+    "cast": lambda mask: mask.sum(dtype=torch.float32).clamp(min=1).to(mask.dtype),
+    "more than a part has": lambda mask: mask.sum().clamp(min=16),
+    "more than a batch has": lambda mask: mask.sum().clamp(min=1000),
 }
 
 
@@ -69,6 +124,7 @@ def batches(count: int, masks: str = "ragged") -> list[tuple[torch.Tensor, torch
     """Sequences of other lengths.
 
     They are "full" in the first three batches; "empty" for two of three parts, or so from the third batch on ("later").
+    Or there is "nothing" in every second batch.
     """
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -79,6 +135,8 @@ def batches(count: int, masks: str = "ragged") -> list[tuple[torch.Tensor, torch
             lengths[:] = TIMES
         if masks == "empty" or (masks == "later" and number > 1):
             lengths[4:] = 0
+        if masks == "nothing" and number % 2:
+            lengths[:] = 0
         found.append((x, y, (torch.arange(TIMES) < lengths).double()))
     return found
 
@@ -104,6 +162,47 @@ def test_means_over_what_a_mask_leaves_train_in_parts_as_whole(name, masks):
     split, calls = trained(MEANS[name], data, micro_batches=3)
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
     assert calls == 10
+
+
+@pytest.mark.parametrize("masks", ["ragged", "full", "empty", "later", "nothing"])
+@pytest.mark.parametrize("name", BOUNDED)
+def test_means_whose_divisor_is_kept_away_from_0_train_in_parts_as_whole(name, masks):
+    """No part divides by the least number, or some, or all, or the batch does too, where every second one is empty."""
+    data = batches(10, masks)
+
+    def loss(output, target, mask):
+        return masked(output, target, mask) / BOUNDED[name](mask)
+
+    whole, _ = trained(loss, data)
+    split, calls = trained(loss, data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    # few rows that are below a bound do not tell a mean from a sum
+    assert calls == 10 or "more" in name
+
+
+@pytest.mark.parametrize("masks", ["ragged", "empty", "later", "nothing"])
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        lambda mask: mask.sum().clamp(min=1),
+        lambda mask: mask.sum().clamp(min=16),
+        lambda mask: mask.sum() + 1e-8,
+        lambda mask: max(int(mask.sum()), 1),
+        lambda mask: max(mask.sum(), 1),
+        lambda mask: mask.sum() if mask.sum() > 0 else 1,
+        lambda mask: torch.maximum(mask.sum(), torch.tensor(1.0)),
+    ],
+)
+def test_terms_of_what_is_not_left_are_weighed_by_what_the_parts_really_divide_by(bounded, masks):
+    """As the background is in a detector's loss: a part that leaves nothing divides by the least number, not by 0."""
+    data = batches(10, masks)
+
+    def loss(output, target, mask):
+        return (output - target).abs().sum() / bounded(mask)
+
+    whole, _ = trained(loss, data)
+    split, _ = trained(loss, data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
 
 
 def test_they_are_split_from_the_first_call_on_where_masks_are_full_too():
@@ -205,6 +304,67 @@ def test_a_loop_over_samples_of_other_lengths_is_split():
     assert calls == 4
 
 
+def test_a_bound_that_changes_is_followed():
+    """By a schedule, between two checks: at its seventh batch it is more than a part has, and the batch."""
+    found = []
+    for sizes in ({}, {"micro_batches": 3}):
+        runtime.reset()
+        memory, model, least = runtime.preset("16gb", precision="fp32", **sizes), network(), [1]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number, (x, y, mask) in enumerate(batches(10)):
+            least[0] = 100 if number > 5 else 1
+            memory.forward_backward(
+                lambda x, y, mask, model=model, least=least: (
+                    masked(model(x), y, mask) / mask.sum().clamp(min=least[0])
+                ),
+                x, y, mask,
+            )  # fmt: skip
+            memory.step(optimizer)
+        found.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+        (known,) = memory._forwards
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+    assert known.split_calls >= 6
+
+
+@pytest.mark.parametrize("masks", ["ragged", "empty", "later", "nothing"])
+def test_results_beside_a_bounded_mean_are_those_of_the_batch(masks):
+    """What is not bounded is no number for a part of which nothing is left, and is one for the batch."""
+    model = network()
+
+    def forward(x, y, mask):
+        error = masked(model(x), y, mask)
+        bounded = error / mask.sum().clamp(min=1)
+        return bounded, bounded.item(), (error / mask.sum()).detach(), mask.sum()
+
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=3)
+    for x, y, mask in batches(10, masks):
+        found = memory.forward_backward(forward, x, y, mask)
+        for one, other in zip(found, forward(x, y, mask), strict=True):
+            expected = other.detach() if isinstance(other, torch.Tensor) else other
+            torch.testing.assert_close(one, expected, rtol=1e-12, atol=0, equal_nan=True)
+    (known,) = memory._forwards
+    # a part that divides by the least number does not tell which of the others do
+    assert (known.split_calls > 0) == (masks != "empty")
+
+
+@pytest.mark.parametrize("masks", ["ragged", "empty", "nothing"])
+def test_a_bounded_mean_of_a_model_in_bf16_is_split(masks):
+    """Its masks are in bf16 too, which holds such counts as they are."""
+    found = []
+    for sizes in ({}, {"micro_batches": 3}):
+        runtime.reset()
+        memory, model = runtime.preset("16gb", precision="bf16", **sizes), network().float()
+        for x, y, mask in batches(4, masks):
+            memory.forward_backward(
+                lambda x, y, mask, model=model: masked(model(x), y, mask) / mask.sum().clamp(min=1),
+                *(x.float(), y.float(), mask.bfloat16()),
+            )
+        found.append(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]))
+        (known,) = memory._forwards
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-2 * float(found[0].abs().max()))
+    assert known.split_calls == 4
+
+
 def test_means_over_masks_of_their_own_are_not_weighed_alike():
     """One leaves nothing of the first part, from the third batch on."""
 
@@ -238,6 +398,32 @@ def test_metrics_beside_it_are_those_of_the_batch():
     found = runtime.preset("16gb", precision="fp32", micro_batches=5).forward_backward(forward, x, y, mask)
     for one, other in zip(found, forward(x, y, mask), strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("masks", ["ragged", "full", "empty", "nothing", "first of nothing"])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("name", ["at least one", "one added", "a little added"])
+def test_a_window_of_bounded_means_is_bounded_once(name, splits, masks):
+    """Over all that the masks of its batches leave: at its end it is known whether that is less than the bound."""
+    data, model = batches(4, masks), network()
+    if masks == "first of nothing":
+        data[0][2][:] = 0
+
+    def loss(output, target, mask):
+        return masked(output, target, mask) / BOUNDED[name](mask)
+
+    memory = runtime.preset("16gb", precision="fp32", **({"micro_batches": 3} if splits else {}))
+    # what the loss is a mean of is known from a window before
+    for number, (x, y, mask) in enumerate(memory.accumulate([*batches(4), *data], 4)):
+        if number == 4:
+            model.zero_grad()
+        memory.forward_backward(lambda x, y, mask: loss(model(x), y, mask), x, y, mask)
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    x, y, mask = (torch.cat(tensors) for tensors in zip(*data, strict=True))
+    loss(model(x), y, mask).backward()
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("splits", [False, True])
