@@ -37,27 +37,25 @@ class Divisor:
         self.total = total
         self.bound = bound
 
-    def share(self, amount: float, expected: float) -> float:
+    def share(self, amount: float, expected: float, divided_by: float = 0.0) -> float:
         """The factor for a loss that stands for `amount`; `expected` is the window's, were all like this.
 
         0 for a loss that stands for nothing: the mean over an empty batch is NaN, and has nothing to add.
-        """
-        return self.share_of(amount, amount, expected) if amount else 0.0
 
-    def share_of(self, amount: float, divided_by: float, expected: float) -> float:
-        """As `share`, for a loss that was divided by another number than the amount."""
+        Args:
+            divided_by: what the loss was divided by, if it was another number than the amount.
+        """
+        divided_by = divided_by or amount
+        if not divided_by:
+            return 0.0
         if not self.expected:
             self.expected = expected
         self.total += amount
         return divided_by / self.expected
 
-    def divides_by(self) -> float:
-        """What the whole window divides by, as far as it has come."""
-        return self.total if self.bound is None else self.bound(self.total)
-
     def correction(self) -> float:
         """The factor by which gradients are off because the window held more or less than expected."""
-        whole = self.divides_by()
+        whole = self.total if self.bound is None else self.bound(self.total)
         return self.expected / whole if self.expected and whole else 1.0
 
     def copy(self) -> "Divisor":

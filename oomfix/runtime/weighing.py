@@ -73,16 +73,16 @@ class Weighing:
         if self._slot.units == "rows":
             return divisor.share(weight.rows, length * self._batch.size)
         expected = length * weight.targets * self._batch.size / weight.rows
-        if weight.bound is None:
-            # the mean loss of no targets is NaN, and NaN times 0 is NaN
-            return divisor.share(weight.targets, expected) if weight.targets else 0.0
         divisor.bound = weight.bound
-        return divisor.share_of(weight.targets, weight.divided_by, expected or length * self._batch.size)
+        # the mean loss of no targets is NaN, and NaN times 0 is NaN, unless it is divided by a least number
+        return divisor.share(weight.targets, expected or length * self._batch.size, weight.divided_by)
 
     def asks_for_bounds(self, verdict: Verdict | None) -> bool:
         """Whether what the losses divide by is to be noted as they are computed."""
-        decided = (verdict, self._slot.decided_by)
-        return any(one is not None and one.bound is not None for one in decided)
+        decided = self._slot.decided_by
+        return (verdict is not None and verdict.bound is not None) or (
+            decided is not None and decided.bound is not None
+        )
 
     def share_of_whole(self, loss: torch.Tensor, verdict: Verdict | None, bounds: Bounds | None = None) -> float:
         """The factor for the loss of a whole batch; decides what a window is averaged over at its first call.
@@ -121,7 +121,7 @@ class Weighing:
                 "throughout a window, and compile the model without its loss"
             )
         first, expected = divided_by[0], slot.decided_by.bound if slot.decided_by is not None else None
-        if any(one != first for one in divided_by) or first.bound != expected:
+        if divided_by != [first] * len(divided_by) or first.bound != expected:
             told = [one.divided_by for one in divided_by]
             raise RuntimeError(
                 f"{self._name}: its cross entropies (or the means that a mask leaves) had the same targets at the "
@@ -162,9 +162,9 @@ class Weighing:
                 "and FSDP2 has averaged their gradients already. Use batches of one size, drop_last=True, or one "
                 "larger batch in place of a window; forward_backward splits it as memory asks for"
             )
-        seen = self._slot.divisor.divides_by()
+        expected = self._slot.divisor.expected / self._slot.divisor.correction()
         self._slot.put_back()
-        self._slot.divisor.expected = seen
+        self._slot.divisor.expected = expected
         self._slot.remember()
 
     def put_back(self) -> None:
@@ -197,7 +197,6 @@ class Shares:
 
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
-        self._means_returned = 0 if verdict.rule is None else means_over_targets(verdict.rule)
         self._first: list[float] | None = None
         self._first_means: Means | None = None
         self._first_divisors: tuple[float, list[float]] | None = None
@@ -234,8 +233,9 @@ class Shares:
         self._first_means = self._first_means or found
         if not found.is_like(self._first_means) or common_bound(found.counted) != (True, self._verdict.bound):
             raise self._open("the means in its loss are others in a part of it")
-        first = found.counted[0]
-        if first.bound is not None and first.bound.is_felt(first.amount) and self._means_returned > 1:
+        first, rule = found.counted[0], self._verdict.rule
+        is_felt = first.bound is not None and first.bound.is_felt(first.amount)
+        if is_felt and rule is not None and means_over_targets(rule) > 1:
             raise self._open("a part of it divides by a least number, and what else it returns may not")
         if found.hide_something() or (not self._verdict.from_nothing and found.may_count_nothing()):
             raise self._open(
