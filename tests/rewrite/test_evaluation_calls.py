@@ -44,6 +44,12 @@ def test_collected_outputs_are_evaluated_by_the_manager_without_gradients():
     assert "with torch.no_grad():\n    for x, y in loader:\n        out = memory.evaluate(net, x)\n" in text
 
 
+def test_a_module_that_does_without_torch_evaluates_through_the_manager_of_its_try():
+    head = "import torch\nfrom torch import nn\n"
+    optional = f"try:\n{textwrap.indent(head, '    ')}except ImportError:\n    torch = None\n"
+    assert "out = memory.evaluate(net, x)\n" in rewritten(TRAINING.replace(head, optional) + EVALUATION).text
+
+
 def test_it_evaluates_the_same_to_the_bit_whole_and_in_parts():
     before = run(TRAINING + EVALUATION)
     assert_same_bits(before, run(after(EVALUATION), preset="off"))
