@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import EVALUATES, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.evaluation import no_grad_edits
+from oomfix.script.no_grad import no_grad_edits
 
 
 class EvalWithGrad(Rule):

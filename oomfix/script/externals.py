@@ -50,30 +50,15 @@ class Externals(Methods):
             if last == "set_grad_enabled":
                 self._set_grad(context)
             return context
-        if name in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
-            return Value(Kind.TENSOR, Graph.MAYBE)
-        if name == "itertools.repeat" and arguments:
-            return Value(Kind.SEQUENCE, items=(arguments[0],))
-        if name == "deepspeed.initialize":
-            return self._engine(node, keywords.get("model", UNKNOWN))
-        if name == "functools.partial" and arguments and arguments[0].kind is Kind.EXTERNAL:
-            return self._partial(arguments[0], arguments[1:], keywords)
+        if (known := self._of_one_name(node, name, arguments, keywords)) is not None:
+            return known
         if "." not in name and (builtin := self._builtin(node, name, given)) is not None:
             return builtin
-        if name in ("torch.autograd.grad", "torch.autograd.backward"):
-            return self._functional_backward(node, name, arguments, keywords)
         if last in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"):
             self.trace.clips.append(Clip(node, self.site(), self.trace.next_order(), gradients=self.state.gradients))
             return NUMBER
-        if name == "torch.load":
-            return LOADED
-        if name == "torch.cuda.empty_cache":
-            self.note_call(name, node)
-            return NONE
         if name.startswith("torchmetrics."):
             return NUMBER
-        if name == "copy.deepcopy" and given and given[0].kind is Kind.MODULE:
-            return self.copied(given[0], self.trace.number("made", id(node), self.way))
         if torch_facts.wraps_module(name):
             return self._wrapped(name, given)
         without_weights = name == "torch.nn.Sequential" and given and all(part.kind is Kind.LOSS for part in given)
@@ -87,24 +72,7 @@ class Externals(Methods):
             return flatten(given[0]) if name.startswith("tqdm") and given else NUMBER
         if torch_facts.runs_module(last) and node.args:
             return self.run_argument(node, arguments, keywords)
-        kind = torch_facts.kind_of_call(name)
-        if kind is Kind.LOSS and combine(given).graph:
-            return self._through_loss(given)  # `Loss(out, y)`: a function under the name of a class
-        if (
-            kind is Kind.OPTIMIZER
-            and path is not None
-            and name.split(".")[0] != "torch"
-            and not self._has_parameters(node)
-        ):
-            kind = None
-        if kind is not None:
-            made = Value(
-                kind,
-                ref=(name, self.trace.number("made", id(node), self.way)),
-                divisors=torch_facts.summed_by(keywords),
-            )
-            if name == "torch.nn.Sequential" and self._are_frozen_parts(node.args):
-                self.state.frozen[made.ref] = True
+        if (made := self._of_a_kind(node, name, path, given, keywords)) is not None:
             return made
         if name.startswith("torch."):
             return self.computed(self._torch_function(name, last, given, keywords))
@@ -112,6 +80,46 @@ class Externals(Methods):
             return flatten(given[0]) if given else UNKNOWN
         unseen = self._unknown(node, path, arguments, keywords, imported=True)
         return Value(Kind.TRAINER) if torch_facts.is_trainer(name) else unseen
+
+    def _of_one_name(
+        self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]
+    ) -> Value | None:
+        """What a function that is known by its whole name gives."""
+        match name:
+            case "torch.nn.Parameter" | "torch.nn.parameter.Parameter":
+                return Value(Kind.TENSOR, Graph.MAYBE)
+            case "torch.autograd.grad" | "torch.autograd.backward":
+                return self._functional_backward(node, name, arguments, keywords)
+            case "torch.load":
+                return LOADED
+            case "torch.cuda.empty_cache":
+                self.note_call(name, node)
+                return NONE
+            case "deepspeed.initialize":
+                return self._engine(node, keywords.get("model", UNKNOWN))
+            case "itertools.repeat" if arguments:
+                return Value(Kind.SEQUENCE, items=(arguments[0],))
+            case "functools.partial" if arguments and arguments[0].kind is Kind.EXTERNAL:
+                return self._partial(arguments[0], arguments[1:], keywords)
+            case "copy.deepcopy" if arguments and arguments[0].kind is Kind.MODULE:
+                return self.copied(arguments[0], self.trace.number("made", id(node), self.way))
+        return None
+
+    def _of_a_kind(
+        self, node: ast.Call, name: str, path: str | None, given: list[Value], keywords: dict[str, Value]
+    ) -> Value | None:
+        """An optimizer, a network, a criterion..., by what its name says."""
+        kind = torch_facts.kind_of_call(name)
+        if kind is Kind.LOSS and combine(given).graph:
+            return self._through_loss(given)  # `Loss(out, y)`: a function under the name of a class
+        elsewhere = path is not None and name.split(".")[0] != "torch"
+        if kind is None or (kind is Kind.OPTIMIZER and elsewhere and not self._has_parameters(node)):
+            return None
+        number = self.trace.number("made", id(node), self.way)
+        made = Value(kind, ref=(name, number), divisors=torch_facts.summed_by(keywords))
+        if name == "torch.nn.Sequential" and self._are_frozen_parts(node.args):
+            self.state.frozen[made.ref] = True
+        return made
 
     def _are_frozen_parts(self, parts: list[ast.expr]) -> bool:
         """`*list(net.children())[:-1]` of a frozen network, and nothing else."""

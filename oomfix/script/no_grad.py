@@ -1,0 +1,110 @@
+"""Taking gradients off an evaluation pass, where nothing that is run with it may need them."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from oomfix.script.definitions import Function
+from oomfix.script.edits import Edit, line_start, newline_of, wrap
+from oomfix.script.named_like import looks_like_differentiating, looks_like_logging, looks_like_training
+from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
+from oomfix.script.trace import Forward, Loop
+
+if TYPE_CHECKING:
+    from oomfix.script import Script
+
+
+def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
+    """Take gradients off an evaluation pass: decorate its function where it never trains, else wrap its loop.
+
+    Empty where neither is certain: the forward is trained through on another way, its result goes out of sight, or
+    torch is not imported under its own name.
+    """
+    if "torch" not in script.imports.names.get("torch", ()) or forward.escaped:
+        return ()
+    function = forward.site.function
+    if function is None:
+        return _wrapped_loop(script, forward)
+    if script.trains_in(function.node) or _leaves_a_graph(script, function.node):
+        return _wrapped_loop(script, forward)
+    if isinstance(function.node, ast.Lambda) or function.node in script.nodes_trained_through:
+        return ()
+    node = function.node
+    if isinstance(node, ast.AsyncFunctionDef) or _may_need_gradients_out_of_sight(script, node):
+        return _wrapped_loop(script, forward)
+    # Right above `def`: other decorators (property, classmethod, a web route) take the function as it then is.
+    start = script.source.offset(node.lineno, node.col_offset)
+    margin = script.source.text[line_start(script.source, start) : start]
+    return (Edit(start, start, f"@torch.no_grad(){newline_of(script.source)}{margin}"),)
+
+
+def _leaves_a_graph(script: Script, node: ast.AST) -> bool:
+    """Whether another forward in it leaves its graph to what is out of sight, such as the value of what was done."""
+    return any(
+        forward.escaped and forward.records_graph and _is_inside(forward, node)
+        for forward in script.trace.forwards.values()
+    )
+
+
+def _is_inside(forward: Forward, node: ast.AST) -> bool:
+    return node in forward.site.loops or any(function.node is node for function in forward.site.functions)
+
+
+def _may_need_gradients_out_of_sight(script: Script, node: ast.AST) -> bool:
+    """`finetune(model, loader)`, `adversary.perturb(x, y)`: calls out of sight that are named as if they need them."""
+    calls = [child for child in walk(node) if isinstance(child, ast.Call) and child not in script.trace.followed]
+    if any(call.args and looks_like_differentiating(path_of(call.func) or "") for call in calls):
+        return True
+    return any(
+        looks_like_training((path_of(call.func) or "").rsplit(".", 1)[-1])
+        for call in calls
+        if not (isinstance(call.func, ast.Attribute) and (not call.args or _counts(script, call.func, call.args)))
+    )
+
+
+def _counts(script: Script, method: ast.Attribute, given: list[ast.expr]) -> bool:
+    """`losses.update(loss.item(), x.size(0))`, `bar.update(1)`: a meter, by its name or class, is given a number."""
+    if not any(map(_is_a_number, given)):
+        return False
+    if method.attr != "update":
+        return method.attr.startswith("update_") and looks_like_logging(method.attr)
+    path = path_of(method.value)
+    names = () if path is None else (path, *script.makers_of(path))
+    return any(looks_like_logging(name) or "tqdm" in name for name in names)
+
+
+def _is_a_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return (path_of(node.func) or "").rsplit(".", 1)[-1] in ("item", "size", "len", "time")
+    if isinstance(node, ast.BinOp):
+        return _is_a_number(node.left) or _is_a_number(node.right)
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+    return isinstance(node, ast.Constant)
+
+
+def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
+    """Wrap the outermost loop around the forward, in its own function, in which nothing trains."""
+    here = forward.node.lineno
+    for loop in forward.site.loops:
+        encloses = loop.lineno <= here <= (loop.end_lineno or loop.lineno)
+        if (
+            loop in script.trace.framework_loops
+            or not encloses
+            or not _within(loop, forward.site.function)
+            or script.trains_in(loop)
+            or _leaves_a_graph(script, loop)
+        ):
+            continue
+        if not _may_need_gradients_out_of_sight(script, loop):
+            return wrap(script.source, [loop], "with torch.no_grad():")
+    return ()
+
+
+def _within(loop: Loop, function: Function | None) -> bool:
+    if function is None:
+        return True
+    node = function.node
+    return node.lineno <= loop.lineno <= (node.end_lineno or node.lineno)
