@@ -127,15 +127,36 @@ class Calls(Externals):
         if name == "get" and receiver.graph and len(given) > 1:
             return receiver.with_graph(Graph.MAYBE)  # `parts.get("kl", 0.0)` of a loss in parts: perhaps numbers
         if receiver.kind is Kind.TENSOR or receiver.graph or divisors_of(name, given):
-            result = self._tensor_method(name, receiver, given)
-            if name in ("div_", "mul_") and isinstance(node.func, ast.Attribute):
-                self.assign(node.func.value, result, self.statement)
-            elif name in ("add_", "sub_") and isinstance(node.func, ast.Attribute) and arguments:
-                self._add_in_place(node, node.func.value, result, arguments[0])
-            elif self.is_for_effect(node) and receiver.origins <= self.trace.unseen and result.origins:
-                # `loss.add_batch(out, y)` of an object that runs the backward itself
-                self.assign(node.func.value, result, self.statement)  # type: ignore[attr-defined]
+            return self._method_of_tensor(node, receiver, name, arguments, given)
+        return self._method_of_unknown(node, receiver, name, path, arguments, keywords)
+
+    def _method_of_tensor(
+        self, node: ast.Call, receiver: Value, name: str, arguments: list[Value], given: list[Value]
+    ) -> Value:
+        """What a method of a tensor gives; one that works in place changes what its name holds."""
+        result = self._tensor_method(name, receiver, given)
+        if not isinstance(node.func, ast.Attribute):
             return result
+        if name in ("div_", "mul_"):
+            self.assign(node.func.value, result, self.statement)
+        elif name in ("add_", "sub_") and arguments:
+            self._add_in_place(node, node.func.value, result, arguments[0])
+        elif self.is_for_effect(node) and receiver.origins <= self.trace.unseen and result.origins:
+            # `loss.add_batch(out, y)` of an object that runs the backward itself
+            self.assign(node.func.value, result, self.statement)
+        return result
+
+    def _method_of_unknown(
+        self,
+        node: ast.Call,
+        receiver: Value,
+        name: str,
+        path: str | None,
+        arguments: list[Value],
+        keywords: dict[str, Value],
+    ) -> Value:
+        """What a method gives, by its name and that of its object."""
+        given = [*arguments, *keywords.values()]
         if name in STORING:
             return self._store_unknown(node, receiver, name, given)
         moved = name in ("to", "cuda") or (name == "type" and bool(given))
