@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
+from oomfix.profile.compat import OutOfMemoryError
 from oomfix.runtime.divisors import counting, divisors, numbers
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -347,6 +348,23 @@ def test_results_beside_a_bounded_mean_are_those_of_the_batch(masks):
     assert (known.split_calls > 0) == (masks != "empty")
 
 
+def test_a_bounded_mean_of_a_compiled_model_runs_whole():
+    """What compiled code calls is not seen, and what sees it would be compiled with it; from the fourth batch on."""
+    found = []
+    for sizes in ({}, {"micro_batches": 3}):
+        runtime.reset()
+        memory, model = runtime.preset("16gb", precision="fp32", **sizes), network()
+        for number, (x, y, mask) in enumerate(batches(6, "empty")):
+            if number == 3 and sizes:
+                model.compile(backend="eager")
+            memory.forward_backward(
+                lambda x, y, mask, model=model: masked(model(x), y, mask) / mask.sum().clamp(min=1), x, y, mask
+            )
+        found.append(torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+    assert [known.split_calls for known in memory._forwards] == [3, 0]
+
+
 @pytest.mark.parametrize("masks", ["ragged", "empty", "nothing"])
 def test_a_bounded_mean_of_a_model_in_bf16_is_split(masks):
     """Its masks are in bf16 too, which holds such counts as they are."""
@@ -467,6 +485,29 @@ def test_divisors_are_read_in_the_order_of_the_terms():
     assert numbers([divisor.amount for divisor in divisors(loss)]) == [4.0, 3.0, 20.0, 20.0]
     assert divisors(x.sum() / x.exp().sum()) == []
     assert divisors(x.sum()) == []
+
+
+@pytest.mark.parametrize("failing", [2, 5, 12])
+def test_a_call_that_runs_out_of_memory_forgets_what_was_counted(failing):
+    """Of a window of four batches in three parts each: what is counted again was not counted before."""
+    data, model, parts = batches(4, "empty"), network(), []
+
+    def forward(x, y, mask):
+        parts.extend([len(x)] if len(x) == 4 else [])
+        if len(parts) == failing and len(x) == 4:
+            raise OutOfMemoryError("CUDA out of memory.")
+        return masked(model(x), y, mask) / (mask.sum() + 1)
+
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=3)
+    for x, y, mask in memory.accumulate(data, 4):
+        memory.forward_backward(forward, x, y, mask)
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    x, y, mask = (torch.cat(tensors) for tensors in zip(*data, strict=True))
+    (masked(model(x), y, mask) / (mask.sum() + 1)).backward()
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
+    assert len(parts) >= failing
 
 
 @pytest.mark.gpu
