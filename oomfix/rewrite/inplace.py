@@ -119,7 +119,8 @@ class InPlace:
 
         It stays where the optimizer or the loop is in another file, which may leave gradients behind or read them;
         where another one may come after it, whose parameters have gathered gradients meanwhile (stages of a training);
-        and where an exception may skip the step and the training goes on with the gradients of that batch.
+        behind what is given the network, as an attack is that runs a backward of its own out of sight; and where an
+        exception may skip the step and the training goes on with the gradients of that batch.
         """
         if not self._one_optimizer or any(isinstance(verdict.loop, StepFunction) for verdict in verdicts):
             return None
@@ -136,12 +137,29 @@ class InPlace:
         reset = next((other for other in block[: block.index(backward)] if _resets(other, path)), None)
         if reset is None:
             return None
+        if any(self._hands_network_on(other, verdicts[0]) for other in block[: block.index(reset)]):
+            return None
         passed = block[block.index(reset) : block.index(statement)]
         if any(leaves(other) or (reads_gradients(other) and not _clips(other)) for other in passed):
             return None
         if self._blocks.may_be_skipped_by_exceptions(statement):
             return None
         return reset if len(list(self._script.calls_of_method("zero_grad"))) == 1 else None
+
+    def _hands_network_on(self, statement: ast.stmt, verdict: Verdict) -> bool:
+        """Whether a statement gives the network to something, or asks something that was made of it."""
+        networks = {forward.path for forward in verdict.loop.forwards} - {None}
+        keepers = {
+            path_of(target)
+            for node in walk(self._source.tree)
+            if isinstance(node, ast.Assign) and _is_given(node.value, networks)
+            for target in node.targets
+        } - {None}
+        for call in (node for node in walk(statement) if isinstance(node, ast.Call)):
+            asked = {path_of(call.func), path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None}
+            if _is_given(call, networks) or (asked & keepers) - networks:
+                return True
+        return False
 
     def _backwards_by_scope(self, verdicts: list[Verdict]) -> dict[Scope | None, list[ast.stmt]]:
         """The statements that run backwards, by the function or module they are in."""
@@ -274,6 +292,11 @@ def _is_made_again(node: ast.Call, blocks: Blocks) -> bool:
         return False
     bound = {name for statement in loop.body for name in names_bound(statement)}
     return not any(names_read(argument) & bound for argument in node.args)
+
+
+def _is_given(value: ast.expr, networks: set[str | None]) -> bool:
+    given = (*value.args, *(keyword.value for keyword in value.keywords)) if isinstance(value, ast.Call) else ()
+    return any(path_of(one) in networks for one in given)
 
 
 def _resets(statement: ast.stmt, path: str | None) -> bool:

@@ -84,3 +84,36 @@ for x, y in loader:
 """
     )
     assert [loop.rewrite for loop in after.loops] == ["in-place"]
+
+
+OUT_OF_SIGHT = """\
+import types
+library = types.ModuleType("library")
+exec('''
+import torch.nn.functional as F
+class Attack:
+    def __init__(self, net):
+        self.net = net
+    def __call__(self, x, y):
+        x = x.clone().requires_grad_()
+        F.cross_entropy(self.net(x), y).backward()
+        return (x + 0.1 * x.grad.sign()).detach()
+''', library.__dict__)
+attack = library.Attack(model)
+
+for x, y in loader * 3:
+    harder = {attacked}(x, y)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(harder), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("attacked", ["attack", "library.Attack(model)"])
+def test_gradients_are_reset_behind_an_attack_out_of_sight(attacked):
+    text = TOP + OUT_OF_SIGHT.replace("{attacked}", attacked)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
