@@ -1,18 +1,20 @@
-"""What the functions of a file leave behind when they are called, and whether they train or draw random numbers."""
+"""What calls of a file's functions leave behind; whether they train, draw random numbers or fetch batches."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from oomfix.rewrite.effects import calls_in, changed_paths, draws_random_numbers, trains
+from oomfix.rewrite.effects import calls_in, changed_paths, draws_random_numbers, fetches, trains
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
 _MOST_ATTRIBUTES = 48  # the runtime takes objects with many more for data, and does not look for state in them
+_LOADER = re.compile(r"loader\w*$", re.IGNORECASE)
 
 
 class Effect(NamedTuple):
@@ -51,6 +53,7 @@ class Helpers:
         self._known: dict[int, Effect | None] = {}
         self._drawing: dict[int, bool] = {}
         self._training: dict[int, bool] = {}
+        self._fetching: dict[int, bool] = {}
 
     def draw_random_numbers(self, node: ast.AST) -> bool:
         """Whether a node is seen to draw random numbers, itself or in a function of the file."""
@@ -76,6 +79,20 @@ class Helpers:
             self._training[id(function)] = any(self.train(statement) for statement in function.body)
         return self._training[id(function)]
 
+    def fetch(self, node: ast.AST) -> bool:
+        """Whether a node fetches a batch, itself or in a function of the file."""
+        return fetches(node) or any(
+            self._fetches(function) for call in calls_in(node) for function in self._functions.by(call)
+        )
+
+    def _fetches(self, function: FunctionNode) -> bool:
+        if id(function) not in self._fetching:
+            self._fetching[id(function)] = False
+            calls = [call for statement in function.body for call in calls_in(statement)]
+            others = (other for call in calls for other in self._functions.by(call))
+            self._fetching[id(function)] = any(map(_goes_on, calls)) or any(map(self._fetches, others))
+        return self._fetching[id(function)]
+
     def lasting_effect(self, node: ast.AST) -> Effect | None:
         """What a call of the file's own functions leaves behind; None where nothing can be seen."""
         return _worst(self._effects(node, None))
@@ -100,6 +117,16 @@ class Helpers:
         found += [effect for statement in function.body for effect in self._effects(statement, own or "")]
         self._known[id(function)] = _worst(found)
         return self._known[id(function)]
+
+
+def _goes_on(call: ast.Call) -> bool:
+    """`next(batches)`, `next(iter(loader))`, but not `next(net.parameters())`, or the first of a list."""
+    if path_of(call.func) != "next" or not call.args:
+        return False
+    source = call.args[0]
+    if isinstance(source, ast.Call) and path_of(source.func) == "iter" and source.args:
+        return bool(_LOADER.search(path_of(source.args[0]) or ""))
+    return path_of(source) is not None
 
 
 def _worst(effects: Iterable[Effect]) -> Effect | None:

@@ -145,7 +145,7 @@ class Slicer:
             ahead = (site.block[index] for index in chain if index < trained[0])
             drawn = any(self._helpers.draw_random_numbers(statement) for statement in ahead)
             return [trained[0], running[0]] if drawn else [running[0], trained[0]]
-        calls = [index for index in chain if _may_compute(site.block[index])]
+        calls = [index for index in chain if self._may_compute(site.block[index])]
         if network_is_known:
             calls = [index for index in calls if self._takes_network(site.block[index])]
         if calls:
@@ -183,6 +183,10 @@ class Slicer:
             paths = {path for path in paths if path.split(".")[0] not in bound} | paths_read(statement)
         return sorted(chain)
 
+    def _may_compute(self, statement: ast.stmt) -> bool:
+        calls_out = any(effects.last_name(call) not in PREPARATION for call in effects.calls_in(statement))
+        return calls_out and not self._helpers.fetch(statement)
+
     def _started_before(self, site: Site, chosen: list[int], chain: list[int]) -> int | None:
         """A statement that starts what the slice goes on with: `loss = 0`, `losses = []`."""
         statements = [site.block[index] for index in chosen]
@@ -209,7 +213,7 @@ class Slicer:
             raise CannotLift(f"line {line} waits for other processes on the way to the loss")
         if effects.switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients on the way to the loss")
-        if effects.fetches(statement):
+        if self._helpers.fetch(statement):
             raise CannotLift(f"line {line} fetches a batch on the way to the loss, and would do so for every part")
         for node in nodes_of_scope(statement):
             if isinstance(node, ast.Delete | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.ClassDef):
@@ -327,8 +331,3 @@ def _read_before_bound(name: str, statements: list[ast.stmt]) -> bool:
         if name in definitely_bound([statement]):
             return False
     return False
-
-
-def _may_compute(statement: ast.stmt) -> bool:
-    calls_out = any(effects.last_name(call) not in PREPARATION for call in effects.calls_in(statement))
-    return calls_out and not effects.fetches(statement)
