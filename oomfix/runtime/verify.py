@@ -80,13 +80,13 @@ def check(
     if trust or simulation.assumption is not None:
         return verdict
     if verdict.rule is not None:
-        verdict = _confirmed_closer(rows, found, few, sharded)
+        verdict = _confirmed_closer(rows, found, few, with_gradients=trains and not sharded)
     if verdict.rule is None and verdict.reason in (DEPEND, GRADIENTS_DEPEND, BENDS) and trains and not sharded:
         return _with_rows_that_fit(few, partial(by_divisors, rows, found.how)) or verdict
     return verdict
 
 
-def _confirmed_closer(rows: FewRows, found: Found, few: list[int], sharded: bool) -> Verdict:
+def _confirmed_closer(rows: FewRows, found: Found, few: list[int], with_gradients: bool) -> Verdict:
     """A verdict that allows a split, or the one that refuses it after a closer look at masks and gradients."""
     verdict = found.verdict
     how = replace(found.how, light=not verdict.drew)
@@ -95,7 +95,7 @@ def _confirmed_closer(rows: FewRows, found: Found, few: list[int], sharded: bool
         if masked is not None and masked.rule is None and not masked.undecided:
             return masked
     # a graph needs more memory than the runs of a check without one
-    gradients = None if sharded else _with_rows_that_fit(few, partial(by_gradients, rows, how))
+    gradients = _with_rows_that_fit(few, partial(by_gradients, rows, how)) if with_gradients else None
     if gradients is not None and gradients.rule is None and not gradients.undecided:
         return gradients
     if gradients is None:

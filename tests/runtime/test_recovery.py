@@ -331,6 +331,23 @@ def test_a_coupled_batch_is_checkpointed_before_anything_is_given_up(relative_er
     assert relative_error(model, reference) < 1e-12
 
 
+@pytest.mark.parametrize("preset", ["16gb", "off"])
+def test_evaluation_has_no_gradients_whole_or_in_pieces(preset):
+    model, seen = nn.Linear(6, 4), []
+
+    def forward(x):
+        seen.append((len(x), torch.is_grad_enabled()))
+        if preset != "off" and len(seen) == 1:
+            raise OutOfMemoryError("CUDA out of memory.")
+        return model(x)
+
+    memory = runtime.preset(preset)
+    result = memory.evaluate(forward, torch.randn(8, 6))
+    assert len(result) == 8 and not result.requires_grad and model.weight.grad is None
+    assert not any(enabled for _, enabled in seen)
+    assert (len(seen) > 1) == (preset != "off")
+
+
 def test_evaluation_goes_on_in_pieces_with_the_results_of_the_whole():
     model = Net().eval()
     x, y = torch.randn(13, 6), torch.randint(0, 4, (13,))
