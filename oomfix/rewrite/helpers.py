@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from oomfix.rewrite.effects import calls_in, changed_paths, draws_random_numbers, fetches, trains
+from oomfix.rewrite.effects import calls_in, changed_paths, draws_random_numbers, fetches, last_name, trains
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of
@@ -71,6 +71,16 @@ class Helpers:
         """Whether a node is seen to run a backward or a step, itself or in a function of the file."""
         return trains(node) or any(
             self._trains(function) for call in calls_in(node) for function in self._functions.by(call)
+        )
+
+    def reset_gradients(self, node: ast.AST) -> bool:
+        """Whether a node calls a function of the file that resets gradients."""
+        return any(
+            last_name(inner) == "zero_grad"
+            for call in calls_in(node)
+            for function in self._functions.by(call)
+            for statement in function.body
+            for inner in calls_in(statement)
         )
 
     def _trains(self, function: FunctionNode) -> bool:

@@ -209,6 +209,8 @@ class Slicer:
             raise CannotLift(f"`{keyword}` in line {line} leaves the part that the loss is computed in")
         if self._helpers.train(statement):
             raise CannotLift(f"line {line} runs a step or another backward on the way to the loss")
+        if self._helpers.reset_gradients(statement) and not any(map(effects.is_zero_grad, lift.site.block)):
+            raise CannotLift(f"line {line} resets gradients on the way to the loss, and nothing else does")
         if effects.meets_other_processes(statement):
             raise CannotLift(f"line {line} waits for other processes on the way to the loss")
         if effects.switches_mode(statement):

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
 from tests.rewrite.small_loops import TOP, apply, loop_of
 
 
@@ -136,3 +136,24 @@ def test_a_comment_above_a_reset_that_goes_stays_with_what_follows():
         """
     assert "    # loss\n    loss = F.cross" in loop_of(body.format(""))
     assert "    # loss\n\n    # of classes\n    loss = F.cross" in loop_of(body.format("# of classes\n            "))
+
+
+def test_a_loss_whose_function_alone_resets_gradients_stays_in_place():
+    """What the step before left in them would be added to those of the loss."""
+    body = """\
+def loss_of(x, y):
+    optimizer.zero_grad()
+    return F.cross_entropy(model(x), y)
+
+for x, y in loader * 4:
+    {ahead}
+    loss = loss_of(x, y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+    alone, beside = (TOP + body.format(ahead=ahead) for ahead in ("pass", "optimizer.zero_grad()"))
+    assert [loop.rewrite for loop in rewritten(alone).loops] == ["in-place"]
+    assert [loop.rewrite for loop in rewritten(beside).loops] == ["micro-batched"]
+    for text in (alone, beside):
+        assert_close(run(text), run(rewritten(text, micro_batches=3).text))
