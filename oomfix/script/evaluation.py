@@ -42,13 +42,15 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
         for scope in backward.site.scopes
         if isinstance(scope, Guard)
     }
+    differentiated = {origin for backward in trace.backwards if backward.is_grad_call for origin in backward.origins}
+    needed = trace.backpropagated | differentiated
     trained_by = _trained_by_their_function(trace)
     trained_methods = _methods_trained_through(trace)
     return [
         forward
         for forward in trace.forwards.values()
         if (forward.direct or _method(forward) in trained_methods)
-        and forward.origin not in trace.backpropagated
+        and forward.origin not in needed
         and (
             (_is_evaluation(forward, training_runs, trained) and not _is_trained_out_of_sight(forward, trace))
             or (_is_between_steps(forward, in_training_mode) and not _feeds_a_network(forward, trace))

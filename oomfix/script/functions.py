@@ -10,7 +10,13 @@ from functools import reduce
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import Hints
-from oomfix.script.named_like import looks_like_forward, looks_like_logging, looks_like_loss, looks_like_module
+from oomfix.script.named_like import (
+    abbreviates_loss,
+    looks_like_forward,
+    looks_like_logging,
+    looks_like_loss,
+    looks_like_module,
+)
 from oomfix.script.names import MOVES, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
@@ -177,6 +183,15 @@ class Functions(Core):
                 return False
         return True
 
+    def _has_no_weights(self, cls: Class) -> bool:
+        """`class Agreement(nn.Module)`, whose forward computes with what it is given and with settings alone."""
+        forward = cls.methods.get("forward")
+        if forward is None or cls.base_names != ["torch.nn.Module"] or cls.has_own_parameters:
+            return False
+        gives = any(isinstance(node, ast.Return) and node.value is not None for node in forward.nodes)
+        own = {node.attr for node in forward.nodes if isinstance(node, ast.Attribute) and path_of(node.value) == "self"}
+        return gives and self._is_bare(forward) and not any(map(looks_like_module, own))
+
     def _too_deep(self, function: Function) -> bool:
         depth, frame = 0, self.frame
         while frame.caller is not None:
@@ -219,7 +234,8 @@ class Functions(Core):
         instance = Instance(cls, number)
         kind = Kind.INSTANCE
         if cls.is_module:
-            kind = Kind.LOSS if looks_like_loss(cls.name) and not cls.name.startswith(("Model", "Net")) else Kind.MODULE
+            named = looks_like_loss(cls.name) and not cls.name.startswith(("Model", "Net"))
+            kind = Kind.LOSS if named or self._has_no_weights(cls) else Kind.MODULE
         value = Value(kind, ref=instance)
         constructor = cls.find("__init__")
         if constructor is not None:
@@ -256,10 +272,15 @@ def _asks_one_network(function: Function) -> bool:
 
 
 def _only_keeps_books(path: str, for_effect: bool) -> bool:
-    """`self.out.detach()` reads a tensor, and `self.head.grow(8)`, as a statement, changes a part and runs none."""
+    """`self.out.detach()` reads a tensor, and `self.head.grow(8)`, as a statement, changes a part and runs none.
+
+    `self.criterion(out, y)` runs no network either.
+    """
     _, name, *inner = path.split(".")
     last = inner[-1] if inner else name
     if name in BOOKKEEPING or last in BOOKKEEPING:
+        return True
+    if looks_like_loss(name) and not abbreviates_loss(name):
         return True
     if inner and last in LEAVING_THE_GRAPH | INTEGER_RESULTS | MOVES:
         return True

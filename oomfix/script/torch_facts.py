@@ -59,7 +59,7 @@ MODEL_PACKAGES = frozenset("dlib mediapipe spacy".split())
 _TRANSFORM = re.compile(
     r"^((torchvision|torchaudio|torchio|monai)\.transforms|kornia\.augmentation)\.(\w+\.)*[A-Z]|(^|\.)\w*(Spectrogram|MFCC)$"
 )
-_LOSS_CLASS = re.compile(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion")
+_LOSS_CLASS = re.compile(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion|^LabelSmooth")
 _OPTIMIZER_CLASS = re.compile(
     r"^(torch\.optim\.(?!lr_scheduler|swa_utils)\w+|.*\b(Adam\w*|AdamW\w*|SGD|RMSprop|Adagrad|Adafactor|Lamb|LAMB|RAdam|Lion|"
     r"\w*Optimizer|BertAdam|AdaBelief|SAM|NoamOpt|ScheduledOptim|MADGRAD|Ranger))$"

@@ -1007,3 +1007,25 @@ def test_a_network_in_training_mode_whose_backward_is_nowhere_in_sight_is_traine
 )
 def test_training_mode_alone_does_not_make_a_pass_a_training(report, name, mode, rest, line):
     assert ("OOM201", line) in report(TRAINED_OUT_OF_SIGHT.format(name=name, mode=mode, rest=rest))
+
+
+@pytest.mark.parametrize("keeps", ["", ", create_graph=True", ", retain_graph=True"])
+def test_what_is_differentiated_by_its_input_is_no_evaluation(report, keeps):
+    code = f"""
+        import torch
+
+        def residual(model, points):
+            model.eval()
+            x = points.requires_grad_(True)
+            u = model(x)
+            slope = torch.autograd.grad(u.sum(), x{keeps})[0]
+            return (slope + u).pow(2).mean().item()
+
+        def train(model):
+            for x, y in loader:
+                criterion(model(x), y).backward()
+                optimizer.step()
+            print(residual(model, grid))
+    """
+    assert ("OOM201", 6) not in report(code)
+    assert ("OOM201", 6) in report(code.replace("torch.autograd.grad(u.sum(), x", "difference(x"))

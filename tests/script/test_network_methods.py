@@ -322,3 +322,54 @@ def test_a_loss_of_the_weights_alone_runs_no_network(report, term, found):
             optimizer.step()
     """
     assert report(code) == found
+
+
+OWN_CLASS = """
+    import torch
+    from torch import nn
+
+    class Agreement(nn.Module):
+        def __init__(self, limit, encoder):
+            super().__init__()
+            {made}
+
+        def forward(self, a, b):
+            {gives}
+
+    model = Net().cuda()
+    agreement = Agreement(0.1, encoder)
+    for x, y in loader:
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(x)
+        loss = agreement(out, y)
+        loss.backward()
+        optimizer.step()
+    for x, y in test_loader:
+        with torch.no_grad():
+            out = model(x)
+        print(agreement(out, y))
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "gives"),
+    [
+        ("self.limit = limit", "return ((a - b).abs() / self.limit).mean()"),
+        ("self.criterion = nn.KLDivLoss()", "return self.criterion(a.log(), b)"),
+        ("pass", "return self.apart(a, b)\n\n        def apart(self, a, b):\n            return (a - b).abs()"),
+    ],
+)
+def test_a_module_without_weights_is_no_network(report, made, gives):
+    assert report(OWN_CLASS.format(made=made, gives=gives)) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "gives"),
+    [
+        ("self.head = nn.Linear(3, 3)", "return (self.head(a) - b).mean()"),
+        ("self.scale = nn.Parameter(torch.ones(3))", "return (self.scale * a - b).mean()"),
+        ("self.encoder = encoder", "return distance(self.encoder, a, b)"),
+    ],
+)
+def test_a_module_with_weights_is_one(report, made, gives):
+    assert [code for code, _ in report(OWN_CLASS.format(made=made, gives=gives))] == ["OOM201", "OOM202"]
