@@ -5,10 +5,10 @@ calls with the arguments it calls them with, and then into every function that n
 the way (a forward with gradients off, a loss that is kept) is written down as events; rules are questions about them.
 
 One class follows, built in layers that each know one thing more; a file stands for each: `core` (names, and where an
-event happens), `functions` (calls into the file), `networks` (modes and freezing), `forwards`, `training` (backwards,
-steps), `contexts_by_hand`, `containers` (what is kept), `unseen` (calls out of sight), `methods` (of networks),
-`externals` (what is imported), `calls` (what is called), `expressions`, `statements`, `entering` (contexts), `flow`
-(branches and loops) and `follow` (the whole file). `values` and `state` are what they pass on, `trace` is what comes
+event happens), `functions` (calls into the file; `weights` says which run a network), `networks` (modes and freezing),
+`forwards`, `training` (backwards, steps), `contexts_by_hand`, `containers` (what is kept), `unseen` (calls out of
+sight), `methods` (of networks), `externals` (what is imported), `calls` (what is called), `expressions`, `statements`,
+`entering` (contexts), `flow` (branches and loops) and `follow` (the whole file). `values` and `state` are what they pass on, `trace` is what comes
 out. What rules ask of it has a file each: `loops`, `windows`, `habit`, `evaluation`, `no_grad`, `retention`, `carried`,
 `reuse`, `precision`, `devices`, `handed_over`, `gradients`, `removal`.
 """

@@ -11,16 +11,12 @@ from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import Hints
 from oomfix.script.named_like import (
-    abbreviates_loss,
-    looks_like_forward,
     looks_like_logging,
     looks_like_loss,
-    looks_like_module,
 )
-from oomfix.script.names import MOVES, path_of
+from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
-from oomfix.script.torch_facts import BOOKKEEPING, INTEGER_RESULTS, LEAVING_THE_GRAPH
 from oomfix.script.trace import Guard, Trace
 from oomfix.script.values import (
     UNKNOWN,
@@ -29,6 +25,7 @@ from oomfix.script.values import (
     combine,
     join,
 )
+from oomfix.script.weights import has_no_weights, is_bare
 
 _MAX_DEPTH = 24
 _MAX_CALLS_OF_ONE_FUNCTION = 24
@@ -63,7 +60,7 @@ class Functions(Core):
         receiver: Value | None = bound
         if receiver is not None and not function.is_static:
             if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
-                runs_network = not self._is_bare(function) and not self._is_in_constructor_of(receiver)
+                runs_network = not is_bare(function) and not self._is_in_constructor_of(receiver)
                 runs_network = runs_network and not _asks_one_network(function)
                 runs_network = runs_network and not (self.is_for_effect(node) and looks_like_logging(function.name))
                 if self.enclosing_forward is None and runs_network:
@@ -165,33 +162,6 @@ class Functions(Core):
             frame = frame.caller
         return False
 
-    def _is_bare(self, function: Function, seen: frozenset[str] = frozenset()) -> bool:
-        """A method that runs no submodule, itself or through other methods: bookkeeping, or a loss."""
-        for_effect = {id(child.value) for child in function.nodes if isinstance(child, ast.Expr)}
-        for child in function.nodes:
-            path = path_of(_without_index(child.func)) if isinstance(child, ast.Call) else None
-            if path is None or not path.startswith("self."):
-                if isinstance(child, ast.For) and _calls_what_it_takes(child):
-                    return False
-                continue
-            name = path.split(".")[1]
-            own = function.owner.find(name) if function.owner is not None else None
-            if own is not None and path == f"self.{name}":
-                if name not in seen and not self._is_bare(own, seen | {name}):
-                    return False
-            elif not _only_keeps_books(path, id(child) in for_effect):
-                return False
-        return True
-
-    def _has_no_weights(self, cls: Class) -> bool:
-        """`class Agreement(nn.Module)`, whose forward computes with what it is given and with settings alone."""
-        forward = cls.methods.get("forward")
-        if forward is None or cls.base_names != ["torch.nn.Module"] or cls.has_own_parameters:
-            return False
-        gives = any(isinstance(node, ast.Return) and node.value is not None for node in forward.nodes)
-        own = {node.attr for node in forward.nodes if isinstance(node, ast.Attribute) and path_of(node.value) == "self"}
-        return gives and self._is_bare(forward) and not any(map(looks_like_module, own))
-
     def _too_deep(self, function: Function) -> bool:
         depth, frame = 0, self.frame
         while frame.caller is not None:
@@ -235,7 +205,7 @@ class Functions(Core):
         kind = Kind.INSTANCE
         if cls.is_module:
             named = looks_like_loss(cls.name) and not cls.name.startswith(("Model", "Net"))
-            kind = Kind.LOSS if named or self._has_no_weights(cls) else Kind.MODULE
+            kind = Kind.LOSS if named or has_no_weights(cls) else Kind.MODULE
         value = Value(kind, ref=instance)
         constructor = cls.find("__init__")
         if constructor is not None:
@@ -269,34 +239,6 @@ def _asks_one_network(function: Function) -> bool:
     parts = [path for path in called if path is not None and path.count(".") == 1 and path.startswith("self.")]
     parts = [path for path in parts if owner is None or owner.find(path.removeprefix("self.")) is None]
     return function.evaluates and len(parts) == 1
-
-
-def _only_keeps_books(path: str, for_effect: bool) -> bool:
-    """`self.out.detach()` reads a tensor, and `self.head.grow(8)`, as a statement, changes a part and runs none.
-
-    `self.criterion(out, y)` runs no network either.
-    """
-    _, name, *inner = path.split(".")
-    last = inner[-1] if inner else name
-    if name in BOOKKEEPING or last in BOOKKEEPING:
-        return True
-    if looks_like_loss(name) and not abbreviates_loss(name):
-        return True
-    if inner and last in LEAVING_THE_GRAPH | INTEGER_RESULTS | MOVES:
-        return True
-    return for_effect and not looks_like_forward(last) and not looks_like_module(name)
-
-
-def _without_index(called: ast.expr) -> ast.expr:
-    """`self.heads` of `self.heads[i]`: what is called is one of its parts."""
-    return called.value if isinstance(called, ast.Subscript) else called
-
-
-def _calls_what_it_takes(loop: ast.For) -> bool:
-    """`for layer in self.layers: x = layer(x)`: the parts of a network run one by one."""
-    own = any(isinstance(node, ast.Attribute) and path_of(node.value) == "self" for node in walk(loop.iter))
-    taken = {node.id for node in walk(loop.target) if isinstance(node, ast.Name)}
-    return own and any(isinstance(node, ast.Call) and path_of(node.func) in taken for node in walk(loop))
 
 
 def _shown(function: Function) -> Iterator[tuple[str, str | None]]:
