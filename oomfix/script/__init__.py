@@ -8,9 +8,9 @@ One class follows, built in layers that each know one thing more; a file stands 
 event happens), `functions` (calls into the file; `weights` says which run a network), `networks` (modes and freezing),
 `forwards`, `training` (backwards, steps), `contexts_by_hand`, `containers` (what is kept), `unseen` (calls out of
 sight), `methods` (of networks), `externals` (what is imported), `calls` (what is called), `expressions`, `statements`,
-`entering` (contexts), `flow` (branches and loops) and `follow` (the whole file). `values` and `state` are what they pass on, `trace` is what comes
-out. What rules ask of it has a file each: `loops`, `windows`, `habit`, `evaluation`, `no_grad`, `retention`, `carried`,
-`reuse`, `precision`, `devices`, `handed_over`, `gradients`, `removal`.
+`entering` (contexts), `flow` (branches and loops) and `follow` (the whole file). `values` and `state` are what they
+pass on, `trace` is what comes out. What rules ask of it has a file each: `loops`, `windows`, `habit`, `evaluation`,
+`no_grad`, `retention`, `carried`, `reuse`, `precision`, `devices`, `handed_over`, `gradients`, `removal`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Devices:
     @cached_property
     def are_left_open(self) -> bool:
         """Whether nothing is decided here: no GPU is hidden, no other device is named, and none that is never used."""
-        return not (self._hides_gpus or self._overruled or self._runs_elsewhere or self._unused)
+        return not (self._hides_gpus or self._overruled or self._runs_elsewhere or self._unused_devices)
 
     @cached_property
     def _hides_gpus(self) -> bool:
@@ -116,7 +116,7 @@ class Devices:
 
     @cached_property
     def _unused(self) -> list[ast.stmt | ast.alias]:
-        """`self.device = torch.device("cuda")` or `import USE_CUDA`, and nothing of that name anywhere else."""
+        """Devices that are never used, and what is imported in vain, such as `import USE_CUDA`."""
         imported = [
             alias
             for node in self._nodes
@@ -124,7 +124,12 @@ class Devices:
             for alias in node.names
             if self._words[alias.asname or alias.name] == 1
         ]
-        return imported + [
+        return [*imported, *self._unused_devices]
+
+    @cached_property
+    def _unused_devices(self) -> list[ast.stmt]:
+        """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
+        return [
             node
             for node in self._nodes
             if isinstance(node, ast.Assign)

@@ -38,6 +38,7 @@ TRAINER = """
         FUNCTION,
         TRAINER,
         FUNCTION.replace("        for x", "        model = torch.compile(model)\n        for x"),
+        FUNCTION.replace("import torch\n", "import torch\n    from os import path\n"),
         # a function in between, which nothing calls either
         FUNCTION + "\n    def train_all(model, loaders):\n        for loader in loaders:\n"
         "            train(model, loader, make(model), torch.nn.MSELoss())\n",
