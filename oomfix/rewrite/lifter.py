@@ -88,10 +88,17 @@ class _Lifter:
             for forward in self._script.trace.forwards.values()
             if not self._only_resets(forward) and last_name(forward.node) not in PREPARATION
         ]
-        runs_forward = _Runs(source.tree, {id(forward.node) for forward in forwards})
+        calls_run = _CallsRun(source.tree)
+        of_networks = {id(forward.node) for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
-        is_trained = _Trains(source.tree, trained, self._script.backwards)
-        self._slicer = Slicer(source.tree, Helpers(source.tree), runs_forward, is_trained, self._takes_network)
+        is_trained = _Trains(calls_run, trained, self._script.backwards)
+        self._slicer = Slicer(
+            source.tree,
+            Helpers(source.tree),
+            lambda node: not of_networks.isdisjoint(calls_run(node)),
+            is_trained,
+            self._takes_network,
+        )
         self._function = Names(source.tree).free("forward", "forward_batch")
         self._lifting = Lifting(reading.layout, manager)
         self.state: str | None = None
@@ -242,21 +249,25 @@ class _Trains:
     """Whether a node runs a network whose graph is still there behind it, as that of an attack on its inputs is not.
 
     Args:
-        tree: the module.
+        calls_run: the calls that run in a node.
         forwards: those that record a graph.
         backwards: those of the script; one in the same node that keeps no graph leaves nothing to go through.
     """
 
-    def __init__(self, tree: ast.Module, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
-        self._runs = [(_Runs(tree, {id(f.node)}), self._ends_of(tree, f, backwards)) for f in forwards]
-
-    @staticmethod
-    def _ends_of(tree: ast.Module, forward: Forward, backwards: Sequence[Backward]) -> _Runs:
-        ends = {id(event.node) for event in backwards if forward.origin in event.origins and not _keeps_graph(event)}
-        return _Runs(tree, ends)
+    def __init__(self, calls_run: _CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
+        self._calls_run = calls_run
+        ends: dict[int, set[int]] = {}
+        for event in backwards:
+            if not _keeps_graph(event):
+                for origin in event.origins:
+                    ends.setdefault(origin, set()).add(id(event.node))
+        self._ends: dict[int, list[set[int]]] = {}
+        for forward in forwards:
+            self._ends.setdefault(id(forward.node), []).append(ends.get(forward.origin, set()))
 
     def __call__(self, node: ast.AST) -> bool:
-        return any(runs(node) and not ends(node) for runs, ends in self._runs)
+        run = self._calls_run(node)
+        return any(not ends & run for call in run & self._ends.keys() for ends in self._ends[call])
 
 
 def _keeps_graph(event: Backward) -> bool:
@@ -264,23 +275,27 @@ def _keeps_graph(event: Backward) -> bool:
     return any(not (isinstance(one.value, ast.Constant) and not one.value.value) for one in given)
 
 
-class _Runs:
-    """Whether one of some calls runs in a node: it stands there, or in a function of the file that is called there."""
+class _CallsRun:
+    """The calls, by their id, that run in a node: they stand there, or in a function of the file that is called there.
 
-    def __init__(self, tree: ast.Module, calls: set[int]) -> None:
-        self._calls = calls
+    Args:
+        tree: the module.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
         self._functions = FunctionsCalled(tree)
-        self._known: dict[int, bool] = {}
+        self._known: dict[int, set[int]] = {}
 
-    def __call__(self, node: ast.AST) -> bool:
-        return any(
-            id(child) in self._calls or any(map(self._in_function, self._functions.by(child)))
-            for child in walk(node)
-            if isinstance(child, ast.Call)
-        )
+    def __call__(self, node: ast.AST) -> set[int]:
+        run: set[int] = set()
+        for call in (child for child in walk(node) if isinstance(child, ast.Call)):
+            run.add(id(call))
+            for function in self._functions.by(call):
+                run |= self._in_function(function)
+        return run
 
-    def _in_function(self, function: FunctionNode) -> bool:
+    def _in_function(self, function: FunctionNode) -> set[int]:
         if id(function) not in self._known:
-            self._known[id(function)] = False
-            self._known[id(function)] = any(self(statement) for statement in function.body)
+            self._known[id(function)] = set()
+            self._known[id(function)] = set().union(*map(self, function.body))
         return self._known[id(function)]
