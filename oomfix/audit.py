@@ -108,7 +108,7 @@ class _Analysis:
 
     def loops(self) -> list[dict[str, Any]]:
         """What is known of each training loop, by line."""
-        if not any(word in self._code for word in TRAINS):
+        if not any(holds(self._code, need) for need in TRAINS):
             return []
         return self._try("the search for training loops", lambda: [loop.to_json() for loop in self._script.loops])
 

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 Need = bytes | tuple[bytes, ...]
 """A byte string that a file holds, or several, all of which it holds."""
 
-TRAINS = (b".backward(", b"forward_backward(", b"scaler(")
-"""What a file that trains holds: a backward, the runtime's call, or a scaler object that does both."""
+TRAINS: tuple[Need, ...] = (b".backward(", b"forward_backward(", (b"scaler(", b"optim"))
+"""What a file that trains holds: a backward, the runtime's call, or a scaler object that does both.
+
+`self.scaler(x)` of a network that scales its inputs stands in files that optimize nothing.
+"""
 
 _EVALUATING = (
     b"def validate(",

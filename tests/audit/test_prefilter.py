@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oomfix.audit import Auditor
 from oomfix.prefilter import Prefilter
 from oomfix.rules import all_rules
-from oomfix.rules.base import holds
+from oomfix.rules.base import TRAINS, holds
 
 NEEDS = [need for rule in all_rules() for need in rule.needs]
 WORDS = sorted({word for need in NEEDS for word in ((need,) if isinstance(need, bytes) else need)})
@@ -78,3 +78,11 @@ def test_few_files_of_a_large_library_are_read():
     files = [path.read_bytes() for path in Path(folder).rglob("*.py")]
     prefilter = Prefilter(NEEDS)
     assert sum(map(prefilter.passes, files)) < 0.05 * len(files)
+
+
+@pytest.mark.parametrize(
+    ("call", "is_read"),
+    [(b"loss_scaler(loss, optimizer)", True), (b"x, scale = self.scaler(x)", False), (b"loss.backward()", True)],
+)
+def test_a_network_that_scales_its_inputs_does_not_train(call: bytes, is_read: bool):
+    assert Prefilter(TRAINS).passes(b"def forward(self, x):\n    " + call) is is_read
