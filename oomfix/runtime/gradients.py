@@ -15,7 +15,8 @@ class GradientsAside:
     """Gradients of one call, apart from those that were there before it.
 
     A leaf that is covered has its gradient taken off, so that a backward which fails half way leaves nothing in
-    it; `merge` adds both in the end, `put_back` forgets the call's.
+    it; `merge` adds both in the end, `put_back` forgets the call's. A forward of the whole batch finds them where
+    they were (`lend`), since a `zero_grad` inside of it means them.
 
     Attributes:
         held: the gradients that leaves held before the call, by the id of the leaf.
@@ -23,6 +24,8 @@ class GradientsAside:
 
     def __init__(self) -> None:
         self._covered: dict[int, torch.Tensor] = {}
+        self._reset: set[int] = set()
+        self._lent: dict[int, int] = {}
         self.held: dict[int, torch.Tensor] = {}
 
     @property
@@ -50,10 +53,33 @@ class GradientsAside:
                 self.held[id(leaf)] = leaf.grad
                 leaf.grad = None
 
-    def drop(self) -> None:
-        """Forget what this call has accumulated so far."""
+    def lend(self) -> None:
+        """Give leaves their earlier gradients for the time of a forward of the whole batch, which may reset them."""
+        for key, earlier in self.held.items():
+            self._covered[key].grad = earlier
+            self._lent[key] = earlier._version
+
+    def take_back(self) -> None:
+        """Take the earlier gradients off again. What the forward has reset is gone, as it would be without us."""
+        for key, earlier in self.held.items():
+            leaf = self._covered[key]
+            if leaf.grad is earlier:
+                leaf.grad = None
+            else:
+                self._reset.add(key)
+
+    def drop(self) -> bool:
+        """Forget what this call has accumulated so far, and reset.
+
+        Returns:
+            Whether the earlier gradients are what they were: a forward that failed may have written into them.
+        """
+        unchanged = all(self.held[key]._version == version for key, version in self._lent.items())
+        self._lent.clear()
+        self._reset.clear()
         for leaf in self.leaves:
             leaf.grad = None
+        return unchanged
 
     def put_back(self) -> None:
         """Leave the gradients as they were before the call."""
@@ -70,6 +96,8 @@ class GradientsAside:
         """Add the earlier gradients to those of this call."""
         totals, additions = [], []
         for key, earlier in self.held.items():
+            if key in self._reset:
+                continue
             leaf = self._covered[key]
             if leaf.grad is not None:
                 totals.append(earlier)

@@ -195,7 +195,8 @@ class Iteration:
             lost.append("its batch")
             self.known.writes_batch = True
         self._cover_unseen()
-        self._gradients.drop()
+        if not self._gradients.drop():
+            lost.append("gradients of earlier calls")
         if self.weighing is not None:
             self.weighing.put_back()
         if self.room is not None:
@@ -253,8 +254,12 @@ class Iteration:
     def _run_whole(self, scaler: torch.amp.GradScaler) -> Any:
         verdict = self.known.verdict
         bounds = Bounds() if self.weighing is not None and self.weighing.asks_for_bounds(verdict) else None
+        if self._gradients.held:
+            self._gradients.lend()
         with bounds or nullcontext():
             result = self._call(self.batch.args, self.batch.kwargs)
+        if self._gradients.held:
+            self._gradients.take_back()
         if self.trains:
             loss = self.loss_of(result)
             if not loss.requires_grad:

@@ -141,7 +141,7 @@ class Splitter:
             name = iteration.known.name
             self._say(
                 f"{name}: it writes {', '.join(lost[:3])} itself, which was not foreseen at this call: what it wrote "
-                "before it ran out of memory stays, and is written again. From now on it is put back.",
+                "before it ran out of memory stays, and is written again. From now on it is put back where it can be.",
                 f"lost {name}",
             )
 

@@ -1,5 +1,7 @@
 """Training programs as people write them: gradients, results and weights are those of whole batches, split or not."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -299,6 +301,24 @@ def test_a_forward_that_changes_gradients_itself_runs_whole(make, filled):
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
         assert whole_because() is not None
+
+
+@pytest.mark.parametrize("make", [of_an_attack, beginning_with_zero_grad, with_a_backward_of_its_own])
+@pytest.mark.parametrize("filled", [False, True], ids=["taken off", "filled with zeros"])
+@pytest.mark.parametrize("more", [{}, {"micro_batches": 3}], ids=["whole", "in parts"])
+def test_a_forward_resets_the_gradients_of_the_call_before(make, filled, more):
+    """Nothing else does: they are there when it begins, as they would be without a manager."""
+    model, plain = network(), network()
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
+    for optimizer in optimizers:
+        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=not filled)
+    forward, as_written = make(model, optimizers[0]), make(plain, optimizers[1])
+    memory, x, y = runtime.preset("16gb", **more), rows(12, 6), labels(12)
+    for _ in range(5):
+        as_written(x, y).backward()
+        memory.forward_backward(forward, x, y)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_a_term_that_an_epoch_kept_on_the_model_turns_on_is_seen_at_once():

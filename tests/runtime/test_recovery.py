@@ -491,3 +491,19 @@ def test_an_evaluation_in_pieces_warns_where_layers_normalise_by_the_batch(train
     memory.evaluate(lambda x: norm(Trouble.apply(x)), x)
     assert memory.report().retries == 1
     assert ("normalisation is by fewer samples" in caplog.text) == trains
+
+
+def test_earlier_gradients_that_a_failed_forward_wrote_into_are_named(caplog):
+    """Its own backward adds to them in place, and would again when it starts anew."""
+    model = nn.Linear(6, 4)
+    memory = runtime.preset("16gb")
+
+    def forward(x):
+        model(x).mean().backward()
+        return model(Trouble.apply(x)).pow(2).mean()
+
+    memory.forward_backward(forward, torch.randn(4, 6))
+    Trouble.where, Trouble.limit = "forward", 4
+    with pytest.raises(DoesNotFitError):
+        memory.forward_backward(forward, torch.randn(12, 6))
+    assert "gradients of earlier calls" in caplog.text
