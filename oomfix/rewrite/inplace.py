@@ -51,11 +51,6 @@ class InPlace:
         return _makes_one_optimizer(self._script, self._blocks)
 
     @cached_property
-    def _harmless(self) -> set[str]:
-        """Calls that run no backward out of sight: functions of the file, in which it would be seen, and saving."""
-        return {"torch.save", *(node.name for node in self._source.tree.body if isinstance(node, ast.FunctionDef))}
-
-    @cached_property
     def _gradients_are_read(self) -> bool:
         return _gradients_read_elsewhere(self._script)
 
@@ -124,8 +119,8 @@ class InPlace:
 
         It stays where the optimizer or the loop is in another file, which may leave gradients behind or read them;
         where another one may come after it, whose parameters have gathered gradients meanwhile (stages of a training);
-        where something out of sight is given the network between a step and the next reset, as an attack is that runs a
-        backward of its own; and where an exception may skip the step and the training goes on with the gradients of
+        where something is given the network between a step and the next reset, as an attack is that runs a backward of
+        its own out of sight; and where an exception may skip the step and the training goes on with the gradients of
         that batch.
         """
         if not self._one_optimizer or any(isinstance(verdict.loop, StepFunction) for verdict in verdicts):
@@ -154,7 +149,10 @@ class InPlace:
         return reset if len(list(self._script.calls_of_method("zero_grad"))) == 1 else None
 
     def _hands_network_on(self, statement: ast.stmt, verdict: Verdict) -> bool:
-        """Whether a statement gives the network to something out of sight, or asks something that was made of it."""
+        """Whether a statement gives the network to something, or asks something that was made of it.
+
+        A function of the file may hand it on to something out of sight.
+        """
         networks = {forward.path for forward in verdict.loop.forwards} - {None}
         keepers = {
             path_of(target)
@@ -163,7 +161,7 @@ class InPlace:
             for target in node.targets
         } - {None}
         for call in (node for node in walk(statement) if isinstance(node, ast.Call)):
-            if (path_of(call.func) or "") in self._harmless:
+            if path_of(call.func) == "torch.save":
                 continue
             asked = {path_of(call.func), path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None}
             if _is_given(call, networks) or (asked & keepers) - networks:

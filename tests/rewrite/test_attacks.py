@@ -121,14 +121,18 @@ def test_gradients_are_reset_behind_an_attack_out_of_sight(attacked):
 
 @pytest.mark.parametrize(
     ("behind", "folded"),
-    [("harder = attack(x, y)", False), ("library.Attack(model)(x, y)", False), ("right = measured(model, x, y)", True)],
+    [
+        ("harder = attack(x, y)", False),
+        ("library.Attack(model)(x, y)", False),
+        ("harder = handed_on(model, x, y)", False),
+        ("torch.save(model, io.BytesIO())", True),
+    ],
 )
 def test_gradients_are_reset_ahead_of_the_loss_where_something_out_of_sight_may_leave_some(behind, folded):
     text = TOP + OUT_OF_SIGHT.replace("    harder = {attacked}(x, y)\n", "").replace("model(harder)", "model(x)")
     text = text.replace("    print(", f"    {behind}\n    print(")
-    text = text.replace(
-        "attack = ", "def measured(net, x, y):\n    return (net(x).argmax(1) == y).sum().item()\n\nattack = "
-    )
+    own = "import io\n\ndef handed_on(net, x, y):\n    return library.Attack(net)(x, y)\n\n"
+    text = text.replace("attack = library", f"{own}attack = library")
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert ("optimizer.zero_grad()" not in after.text) is folded
