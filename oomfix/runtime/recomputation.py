@@ -110,8 +110,23 @@ def undone(module: nn.Module) -> Iterator[Changes]:
 def recomputation_contexts(
     block: nn.Module, conduct: Conduct
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds the forward (nothing) and its recomputation: the `context_fn` of torch's checkpoint."""
-    return nullcontext(), _without_trace(block, conduct, OutsideTorch() if conduct.draws_outside_torch else None)
+    """What surrounds the forward (nothing) and its recomputations: the `context_fn` of torch's checkpoint."""
+    draws_of_forward = OutsideTorch() if conduct.draws_outside_torch else None
+    return nullcontext(), _EnteredAgain(lambda: _without_trace(block, conduct, draws_of_forward))
+
+
+class _EnteredAgain(AbstractContextManager[None]):
+    """A context made anew each time it is entered: torch enters the one it was given in every backward."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._made = self._make()
+        self._made.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._made.__exit__(*error)
 
 
 @contextmanager

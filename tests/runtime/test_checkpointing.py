@@ -242,6 +242,60 @@ def test_random_numbers_of_python_and_numpy_are_drawn_again():
         assert checkpointed[2:] == plain[2:]
 
 
+class Drawing(Block):
+    """Draws from every generator, counts its runs, and updates statistics."""
+
+    def __init__(self):
+        super().__init__(normalise=True)
+        self.runs = 0
+
+    def forward(self, x, scale=1.0):
+        self.runs += 1
+        return super().forward(torch.tanh((random.random() + float(np.random.rand())) * x))
+
+
+def penalised(model, batch):
+    """A gradient penalty differentiates its own backward."""
+    batch = batch.clone().requires_grad_()
+    loss = model(batch).square().mean()
+    (gradient,) = torch.autograd.grad(loss, batch, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+
+
+def retained(model, batch):
+    output = model(batch)
+    output.square().mean().backward(retain_graph=True)
+    output.sin().mean().backward()
+
+
+def taken_twice(model, batch):
+    output, parameters = model(batch), list(model.parameters())
+    first = torch.autograd.grad(output.square().mean(), parameters, retain_graph=True)
+    second = torch.autograd.grad(output.sin().mean(), parameters)
+    for parameter, a, b in zip(parameters, first, second, strict=True):
+        parameter.grad = a - 3 * b
+
+
+@pytest.mark.parametrize("backwards", [penalised, retained, taken_twice], ids=lambda run: run.__name__)
+def test_several_backwards_go_through_one_forward(backwards):
+    reference = seeded(Network, block=Drawing).train()
+    model, batch = copy.deepcopy(reference), torch.randn(16, 8)
+    enable_checkpointing(model)
+    for _ in range(2):
+        states = []
+        for net in (reference, model):
+            net.zero_grad()
+            random.seed(3)
+            np.random.seed(3)
+            torch.manual_seed(3)
+            backwards(net, batch)
+            states.append((random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()))
+        assert states[0] == states[1]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(map(torch.equal, model.buffers(), reference.buffers()))
+    assert [block.runs for block in model.blocks] == [2] * 4
+
+
 def test_attributes_change_as_often_as_forward_runs():
     class Counting(Block):
         def __init__(self):

@@ -77,6 +77,20 @@ def test_backward_draws_the_random_numbers_of_forward(relative_error):
     assert torch.equal(torch.get_rng_state(), after)
 
 
+def test_several_backwards_go_through_the_chunks():
+    model, (pixels, _) = TwoTowers(dropout=0.3).double(), pairs()
+    together, apart = ([], [])
+    for gradients, backwards in ((together, 1), (apart, 2)):
+        torch.manual_seed(1)
+        images = runtime.encode_in_chunks(model.encode_image, pixels, rows=5)
+        losses = images.square().sum(), images.sin().sum()
+        parameters = [*model.image.parameters(), *model.shared.parameters()]
+        for loss in (sum(losses),) if backwards == 1 else losses:
+            gradients.append(torch.autograd.grad(loss, parameters, retain_graph=True))
+    for whole_gradient, *parts in zip(together[0], *apart, strict=True):
+        assert torch.allclose(whole_gradient, sum(parts), rtol=1e-12, atol=1e-12)
+
+
 def test_running_statistics_are_updated_once_per_chunk():
     model = TwoTowers(normalise=True).double()
     reference, (pixels, tokens) = copy.deepcopy(model), pairs(20)
