@@ -157,3 +157,111 @@ for x, y in loader * 4:
     assert [loop.rewrite for loop in rewritten(beside).loops] == ["micro-batched"]
     for text in (alone, beside):
         assert_close(run(text), run(rewritten(text, micro_batches=3).text))
+
+
+EPOCHS = """\
+import copy, io
+
+def validate(net):
+    with torch.no_grad():
+        return sum(F.cross_entropy(net(x), y).item() for x, y in loader)
+
+class Best:
+    def __init__(self, net):
+        self.net = net
+    def keep(self):
+        torch.save(self.net, io.BytesIO())
+
+best = Best(model)
+for epoch in range(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    BEHIND
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "validate(model)",
+        "best.keep()",
+        "torch.save(model, io.BytesIO())",
+        "average = copy.deepcopy(model)",
+        "print(type(model), isinstance(model, nn.Module))",
+        "wrapped = nn.DataParallel(model)",
+    ],
+)
+def test_a_reset_goes_where_all_that_is_given_the_network_is_in_sight(behind):
+    text = TOP + EPOCHS.replace("BEHIND", behind)
+    after = rewritten(text)
+    assert "zero_grad" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "validate_elsewhere(model)",
+        "validate_elsewhere(net=[model])",
+        "validate_elsewhere(lambda x: model(x))",
+        "nn.DataParallel(model).fool()",
+        "validate_elsewhere(nn.DataParallel(model))",
+        "validate_elsewhere(best)",
+        "validate_elsewhere(best.net)",
+        "copies = [model]\n    validate_elsewhere(copies)",
+    ],
+)
+def test_a_reset_stays_where_another_file_is_given_the_network(behind):
+    text = "from elsewhere import validate_elsewhere\n" + TOP + EPOCHS.replace("BEHIND", behind)
+    text = rewritten(text).text
+    assert ("optimizer.zero_grad()" in text) is ("fool" not in behind)
+    assert "memory.step(optimizer)" in text
+
+
+@pytest.mark.parametrize("given", ["model.named_parameters()", "model", "list(model.parameters())"])
+@pytest.mark.parametrize("reset", ["ahead", "behind"])
+def test_gradients_stay_for_what_may_read_them_behind_the_step(given, reset):
+    """Out of sight: `plot_gradients(model.named_parameters())` of another file."""
+    text = TOP + textwrap.dedent(f"""\
+        import types
+        library = types.ModuleType("library")
+        exec('''
+        def look(given):
+            given = given.parameters() if hasattr(given, "parameters") else given
+            tensors = [one[1] if isinstance(one, tuple) else one for one in given]
+            print(sum(float(tensor.grad.abs().sum()) for tensor in tensors))
+        ''', library.__dict__)
+        for x, y in loader:
+            {"optimizer.zero_grad()" if reset == "ahead" else "pass"}
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            library.look({given})
+            {"optimizer.zero_grad()" if reset == "behind" else "pass"}
+        """)
+    after = rewritten(text)
+    assert "memory.step(optimizer, zero_grad=False)" in after.text
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+
+
+def test_a_reset_stays_where_the_network_comes_from_another_file():
+    loop = "def train(model, loader):\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    loop += "    for x, y in loader:\n        optimizer.zero_grad()\n        loss = model(x).sum()\n"
+    loop += "        loss.backward()\n        optimizer.step()\n"
+    assert "optimizer.zero_grad()" in rewritten(f"import torch\n\n{loop}").text
+    assert "optimizer.zero_grad()" in rewritten(f"import torch\n\n{loop}\ndef main(net):\n    train(net, [])\n").text
+    assert "optimizer.zero_grad()" in rewritten(f"import torch\nfrom nets import net\n\n{loop}\ntrain(net, [])\n").text
+    assert "zero_grad" not in rewritten(f"import torch\n\n{loop}\ntrain(torch.nn.Linear(4, 2), [])\n").text
+    trainer = "class Trainer:\n    def __init__(self, model):\n        self.model = model\n"
+    trainer += "        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    def train(self, loader):\n"
+    trainer += "        for x, y in loader:\n            self.optimizer.zero_grad()\n"
+    trainer += (
+        "            loss = self.model(x).sum()\n            loss.backward()\n            self.optimizer.step()\n"
+    )
+    assert "zero_grad()" in rewritten(f"import torch\n\n{trainer}").text
+    assert "zero_grad" not in rewritten(f"import torch\n\n{trainer}\nTrainer(torch.nn.Linear(4, 2)).train([])\n").text

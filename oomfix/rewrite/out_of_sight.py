@@ -1,0 +1,163 @@
+"""What a file gives its network to that stands in other files: an attack there may run a backward of its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.liveness import FunctionNode, Scope
+from oomfix.script import Script
+from oomfix.script.names import path_of
+from oomfix.script.nodes import children, walk
+
+_LEAVING_GRADIENTS_ALONE = frozenset(
+    "torch.save torch.compile torch.jit.script torch.nn.DataParallel torch.nn.parallel.DataParallel copy.deepcopy "
+    "torch.nn.parallel.DistributedDataParallel torch.nn.SyncBatchNorm.convert_sync_batchnorm".split()
+)
+_BUILTIN = frozenset("print isinstance issubclass type id len str repr hasattr getattr setattr callable list".split())
+_OF_PARAMETERS = frozenset({"parameters", "named_parameters"})
+
+
+class OutOfSight:
+    """The calls by which other files get hold of a network, under any name that it has in this file.
+
+    Names are followed through the whole file, whatever function they stand in: two networks of one name count as one.
+
+    Args:
+        script: the script.
+        blocks: where its nodes stand.
+        networks: what its loops run forwards of.
+    """
+
+    def __init__(self, script: Script, blocks: Blocks, networks: set[str]) -> None:
+        self._blocks = blocks
+        self._imports = script.imports
+        self._calls = [node for node in script.imports.nodes if isinstance(node, ast.Call)]
+        self._assignments = [node for node in script.imports.nodes if isinstance(node, ast.Assign)]
+        self._functions: dict[str, list[FunctionNode]] = {}
+        for node in script.imports.nodes:
+            if isinstance(node, FunctionNode):
+                self._functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.ClassDef):
+                starts = (one for one in node.body if isinstance(one, FunctionNode) and one.name == "__init__")
+                self._functions.setdefault(node.name, []).extend(starts)
+        self._names = self._all_names(networks)
+
+    def calls(self) -> Iterator[ast.Call]:
+        """The calls that give the network to what may run a backward of its own."""
+        for call in self._calls:
+            if any(map(self._is_network, _given(call))) and not self._is_in_sight(call):
+                yield call
+
+    def calls_with_parameters(self) -> Iterator[ast.Call]:
+        """The calls that give the network, or its parameters, to what may read their gradients."""
+        for call in self._calls:
+            given = list(_given(call))
+            if any(self._is_network(one) or self._is_of_parameters(one) for one in given):
+                if not self._is_in_sight(call):
+                    yield call
+
+    def comes_from_elsewhere(self, loop: ast.AST) -> bool:
+        """Whether another file gives the network to a loop, and may have run a backward through it before."""
+        if any(self._imports.names.get(name.split(".")[0]) for name in self._names):
+            return True
+        scope = self._blocks.scope_of(loop)
+        waiting = [] if scope is None else [scope]
+        seen: list[Scope] = []
+        for scope in waiting:
+            if scope in seen or not isinstance(scope, FunctionNode):
+                continue
+            seen.append(scope)
+            owner = next((one for one in self._blocks.ancestors(scope) if isinstance(one, ast.ClassDef)), None)
+            starts = [] if owner is None else self._functions[owner.name]
+            for function in (scope, *starts):
+                if any(argument.arg in self._names for argument in _arguments(function) if argument.arg != "self"):
+                    name = owner.name if owner is not None and function in starts else function.name
+                    callers = [call for call in self._calls if last_name(call) == name]
+                    if not callers:
+                        return True
+                    waiting += [caller for call in callers if (caller := self._blocks.scope_of(call)) is not None]
+        return False
+
+    def _all_names(self, networks: set[str]) -> set[str]:
+        """The paths that stand for the networks, for what holds them, and for what wraps them."""
+        names = set(networks)
+        while True:
+            known = len(names)
+            self._names = names
+            for call in self._calls:
+                names |= set(self._names_through(call))
+            for assignment in self._assignments:
+                targets = [path_of(target) for target in assignment.targets]
+                value = assignment.value
+                if self._is_network(value) or (
+                    isinstance(value, ast.Call) and any(map(self._is_network, _given(value)))
+                ):
+                    names.update(target for target in targets if target is not None)
+                if any(map(self._is_network, assignment.targets)):
+                    inner = _given(value) if isinstance(value, ast.Call) and self._wraps(value) else (value,)
+                    names.update(path for path in map(path_of, inner) if path is not None)
+            if len(names) == known:
+                return names
+
+    def _names_through(self, call: ast.Call) -> Iterator[str]:
+        """What the network is called within a function of the file that gets it, and by those who call the function."""
+        for function in self._meant(call):
+            for argument, value in _pairs(call, function):
+                path = path_of(value)
+                if self._is_network(value):
+                    yield argument.arg
+                elif argument.arg in self._names and path is not None:
+                    yield path
+
+    def _meant(self, call: ast.Call) -> list[FunctionNode]:
+        """The functions of the file that a call may run; of a class, what makes its objects."""
+        return [] if self._imports.qualified(call.func) else self._functions.get(last_name(call), [])
+
+    def _wraps(self, call: ast.Call) -> bool:
+        return bool(self._imports.qualified(call.func) & _LEAVING_GRADIENTS_ALONE)
+
+    def _is_in_sight(self, call: ast.Call) -> bool:
+        if self._meant(call) or self._wraps(call):
+            return True
+        return isinstance(call.func, ast.Name) and call.func.id in _BUILTIN
+
+    def _is_network(self, value: ast.expr) -> bool:
+        """Whether a value is the network, a part of it, or holds it; what it computes is not."""
+        path = path_of(value)
+        if path == "self":
+            return any(name.split(".")[0] == "self" for name in self._names)
+        if path is not None:
+            return any(path == name or path.startswith(f"{name}.") for name in self._names - {"self"})
+        if isinstance(value, ast.Call):
+            return self._wraps(value) and any(map(self._is_network, _given(value)))
+        if isinstance(value, ast.Lambda):
+            return any(self._is_network(child) for child in walk(value.body) if isinstance(child, ast.Name))
+        return any(self._is_network(child) for child in children(value) if isinstance(child, ast.expr))
+
+    def _is_of_parameters(self, value: ast.expr) -> bool:
+        return any(
+            isinstance(child, ast.Attribute) and child.attr in _OF_PARAMETERS and self._is_network(child.value)
+            for child in walk(value)
+        )
+
+
+def _given(call: ast.Call) -> tuple[ast.expr, ...]:
+    return (*call.args, *(keyword.value for keyword in call.keywords))
+
+
+def _arguments(function: FunctionNode) -> list[ast.arg]:
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
+def _pairs(call: ast.Call, function: FunctionNode) -> Iterator[tuple[ast.arg, ast.expr]]:
+    """The parameters of a function, and what a call gives for them."""
+    arguments = _arguments(function)
+    places = arguments[1:] if arguments and arguments[0].arg in ("self", "cls") else arguments
+    yield from zip(places, call.args, strict=False)
+    by_name = {argument.arg: argument for argument in arguments}
+    for keyword in call.keywords:
+        if keyword.arg in by_name:
+            yield by_name[keyword.arg], keyword.value

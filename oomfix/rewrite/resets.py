@@ -1,0 +1,203 @@
+"""Which resets of gradients go with the manager's step, which stay, and where the step leaves gradients alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import last_name, leaves
+from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope
+from oomfix.rewrite.out_of_sight import OutOfSight
+from oomfix.rewrite.prepare import is_optimizer_class
+from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.step_functions import StepFunction
+from oomfix.rewrite.verdict import Verdict
+from oomfix.script import Script
+from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
+
+
+class Resets:
+    """The `zero_grad` lines of a file, and what its steps may do in their place.
+
+    Args:
+        script: the script.
+        blocks: where its nodes stand.
+        verdicts: its training loops.
+    """
+
+    def __init__(self, script: Script, blocks: Blocks, verdicts: Sequence[Verdict]) -> None:
+        self._script = script
+        self._blocks = blocks
+        self._verdicts = verdicts
+
+    def behind(self, step: ast.stmt, optimizer: str | None) -> ast.stmt | None:
+        """`optimizer.zero_grad()` behind the step in its block, where nothing in between looks at gradients."""
+        block = self._blocks.block_of(step)
+        for other in block[block.index(step) + 1 :]:
+            if _resets(other, optimizer):
+                return other
+            if reads_gradients(other) or leaves(other) or _calls_backward(other) or not isinstance(other, ast.Expr):
+                return None
+            if any(node in self._readers_out_of_sight for node in walk(other)):
+                return None
+        return None
+
+    def ahead(self, step: ast.stmt, optimizer: str | None) -> ast.stmt | None:
+        """`optimizer.zero_grad()` ahead of the one backward of the file, in one block with it and the one step.
+
+        It stays where the network, the optimizer or the loop is in another file, which may leave gradients behind or
+        read them; where another one may come after it, whose parameters have gathered gradients meanwhile (stages of a
+        training); where something out of sight is given the network anywhere but between the reset and the step, as an
+        attack is that runs a backward of its own; and where an exception may skip the step and the training goes on
+        with the gradients of that batch.
+        """
+        if not self._one_optimizer or any(isinstance(verdict.loop, StepFunction) for verdict in self._verdicts):
+            return None
+        if len(self._verdicts) != 1 or len(self._verdicts[0].steps) != 1 or len(self._verdicts[0].backwards) != 1:
+            return None
+        if self._verdicts[0].kept_steps:
+            return None
+        if len({id(event.node) for event in self._script.backwards}) != 1 or self._gradients_are_read:
+            return None
+        backward = self._blocks.statement_of(self._verdicts[0].backwards[0].node)
+        block = self._blocks.block_of(step)
+        if backward not in block or block.index(backward) > block.index(step):
+            return None
+        reset = next((other for other in block[: block.index(backward)] if _resets(other, optimizer)), None)
+        if reset is None:
+            return None
+        passed = block[block.index(reset) : block.index(step)]
+        if any(leaves(other) or (reads_gradients(other) and not _clips(other)) for other in passed):
+            return None
+        if self._out_of_sight.comes_from_elsewhere(self._verdicts[0].loop.node):
+            return None
+        if self._readers_in_loop(reset, step) or not _all_within(self._out_of_sight.calls(), passed):
+            return None
+        if self._blocks.may_be_skipped_by_exceptions(step):
+            return None
+        return reset if len(list(self._script.calls_of_method("zero_grad"))) == 1 else None
+
+    def comes_round(self, step: ast.stmt, optimizer: str | None) -> bool:
+        """Whether an optimizer's gradients are reset on every way from its step to the next backward, read by none."""
+        if optimizer is None or self._gradients_are_read:
+            return False
+        for backward in self._backwards_by_scope.get(self._blocks.scope_of(step), ()):
+            reset = next((other for other in self._run_ahead(backward) if _resets(other, optimizer)), None)
+            if reset is not None and self._is_only_step_between(step, backward):
+                return not self._readers_in_loop(reset, step)
+        return False
+
+    @cached_property
+    def _one_optimizer(self) -> bool:
+        return _makes_one_optimizer(self._script, self._blocks)
+
+    @cached_property
+    def _gradients_are_read(self) -> bool:
+        return _gradients_read_elsewhere(self._script)
+
+    @cached_property
+    def _out_of_sight(self) -> OutOfSight:
+        paths = {forward.path for verdict in self._verdicts for forward in verdict.loop.forwards}
+        return OutOfSight(self._script, self._blocks, {path for path in paths if path is not None})
+
+    @cached_property
+    def _readers_out_of_sight(self) -> list[ast.Call]:
+        return list(self._out_of_sight.calls_with_parameters())
+
+    def _readers_in_loop(self, reset: ast.stmt, step: ast.stmt) -> list[ast.Call]:
+        """The calls out of sight that may read gradients between a step and the next reset."""
+        loop = self._blocks.loop_of(step)
+        return [
+            call
+            for call in self._readers_out_of_sight
+            if not reset.lineno <= call.lineno <= step.lineno
+            and (any(parent is loop for parent in self._blocks.ancestors(call)) or "grad" in last_name(call).lower())
+        ]
+
+    @cached_property
+    def _backwards_by_scope(self) -> dict[Scope | None, list[ast.stmt]]:
+        """The statements that run backwards, by the function or module they are in."""
+        found: dict[Scope | None, list[ast.stmt]] = {}
+        for verdict in self._verdicts:
+            for event in verdict.backwards:
+                statement = self._blocks.statement_of(event.node)
+                found.setdefault(self._blocks.scope_of(statement), []).append(statement)
+        return found
+
+    def _run_ahead(self, backward: ast.stmt) -> Iterator[ast.stmt]:
+        """The statements that always run before a backward in its iteration: those above it, in blocks around it."""
+        current: ast.stmt = backward
+        loop = self._blocks.loop_of(backward)
+        while True:
+            block = self._blocks.block_of(current)
+            yield from block[: block.index(current)]
+            parent = next(self._blocks.ancestors(current))
+            if parent is loop or not isinstance(parent, ast.stmt) or parent is self._blocks.scope_of(backward):
+                return
+            current = parent
+
+    def _is_only_step_between(self, step: ast.stmt, backward: ast.stmt) -> bool:
+        """Whether the step follows this backward in the same iteration, so that the reset comes round after it."""
+        loop = self._blocks.loop_of(backward)
+        return step.lineno > backward.lineno and loop is not None and loop in list(self._blocks.ancestors(step))
+
+
+def _makes_one_optimizer(script: Script, blocks: Blocks) -> bool:
+    """Whether a file makes an optimizer, and no second one for what the first one trains or leaves alone."""
+    made = [
+        node
+        for node in script.imports.nodes
+        if isinstance(node, ast.Call)
+        and (last_name(node) == "configure_optimizers" or is_optimizer_class(script, node.func))
+    ]
+    apart = blocks.exclude_each_other
+    if any(not apart(one, other) for number, one in enumerate(made) for other in made[:number]):
+        return False
+    return bool(made) and not any(_is_made_again(node, blocks) for node in made)
+
+
+def _is_made_again(node: ast.Call, blocks: Blocks) -> bool:
+    """Whether an optimizer is made in a loop, of something that was made ahead of the loop."""
+    loop = blocks.loop_of(node)
+    if loop is None:
+        return False
+    bound = {name for statement in loop.body for name in names_bound(statement)}
+    return not any(names_read(argument) & bound for argument in node.args)
+
+
+def _all_within(calls: Iterable[ast.Call], statements: Sequence[ast.stmt]) -> bool:
+    within = {id(node) for statement in statements for node in walk(statement)}
+    return all(id(call) in within for call in calls)
+
+
+def _resets(statement: ast.stmt, path: str | None) -> bool:
+    return (
+        path is not None
+        and isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Attribute)
+        and statement.value.func.attr == "zero_grad"
+        and path_of(statement.value.func.value) == path
+    )
+
+
+def _calls_backward(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Call) and last_name(node) == "backward" for node in nodes_of_scope(statement))
+
+
+def _clips(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Call) and last_name(node).startswith("clip_") for node in walk(statement))
+
+
+def _gradients_read_elsewhere(script: Script) -> bool:
+    """Whether anything in the file reads `.grad`, perhaps after a step."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "grad"
+        and isinstance(node.ctx, ast.Load)
+        and "autograd" not in (path_of(node) or "")
+        for node in script.imports.nodes
+    )
