@@ -72,7 +72,7 @@ class Discovery:
         if stat.S_ISDIR(state.st_mode):
             return self._walk(path, _patterns(root, exclude))
         if not stat.S_ISREG(state.st_mode):
-            self.problems.append((path, f"{_kind(state)}, expected a file or folder; standard input is `-`"))
+            self.problems.append((path, f"{_kind(state)}, expected a file or folder"))
             return []
         return [Found(path, state, named=True)] if self.is_new(state) else []
 

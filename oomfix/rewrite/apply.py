@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from oomfix.parsing import parse
 from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
-from oomfix.rewrite.edits import apply_edits, line_before, with_lines
+from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, findings_in, fix_locally
@@ -121,7 +120,7 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     if options.runtime:
         current, loops, ended = rewrite_loops(script, options)
         unused = unused_amp_imports(source.tree, current.tree, Layout(current))
-        current = _changed(current, apply_edits(current.text, unused))
+        current = with_text(current, apply_edits(current.text, unused))
     last = fix_locally(current, rules, options.wants_finding, options.target_torch)
     text = last.text
     found = last.found
@@ -129,7 +128,7 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
         found = findings_in(script, rules)
         wanted = [one for one in found if options.wants_finding(one) and one.code not in _NOT_COUNTED_HERE]
         ended += tuple(_gone(wanted, source, last.found, current))
-    changed = _changed(current, text)
+    changed = with_text(current, text)
     wanted = [one for one in found if options.wants_finding(one) and one.fix is None]
     left = [one for one in last.left if one.fix is None]
     unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, left, changed))
@@ -165,12 +164,6 @@ def _still_there(found: Sequence[Finding], before: Source, left: Sequence[Findin
     return [finding for finding in found if id(finding) in still]
 
 
-def _changed(source: Source, text: str) -> Source:
-    if text == source.text:
-        return source
-    return Source(source.path, text, parse(text), encoding=source.encoding, bom=source.bom)
-
-
 # -- loops ---------------------------------------------------------------------------------------------------------
 
 _Rewritten = tuple[Source, tuple[LoopOutcome, ...], tuple[Fixed, ...]]
@@ -184,7 +177,7 @@ def rewrite_loops(script: Script, options: Options) -> _Rewritten:
     """
     reading = Reading(script)
     if "apex" in script.source.text and (edits := apex_edits(reading)):
-        current = _changed(script.source, apply_edits(script.source.text, edits))
+        current = with_text(script.source, apply_edits(script.source.text, edits))
         rewritten, loops, fixed = _rewrite_read(Reading(Script.read(current, options.target_torch)), options)
         if len(loops) == len(reading.loops) and all(loop.rewrite != "none" for loop in loops):
             return rewritten, tuple(_before(loop, script.source.text, edits) for loop in loops), fixed
@@ -219,7 +212,7 @@ def _end_autocast(reading: Reading) -> tuple[Source, tuple[Fixed, ...]]:
         return source, ()
     edits = end_autocast_edits(reading)
     fixed = tuple(Fixed("OOM305", line, "backward inside of autocast") for line in edits)
-    return _changed(source, apply_edits(source.text, edits.values())), fixed
+    return with_text(source, apply_edits(source.text, edits.values())), fixed
 
 
 def _with_metrics_apart(reading: Reading, options: Options) -> _Rewritten:
@@ -230,7 +223,7 @@ def _with_metrics_apart(reading: Reading, options: Options) -> _Rewritten:
         return found
     edits = metric_edits(reading)
     while edits:
-        moved = _changed(source, apply_edits(source.text, [edit for of_loop in edits.values() for edit in of_loop]))
+        moved = with_text(source, apply_edits(source.text, [edit for of_loop in edits.values() for edit in of_loop]))
         other = _rewrite_loops(Reading(Script.read(moved, options.target_torch)), options)
         split = {loop.line for loop in other[1] if loop.rewrite == "micro-batched"}
         if edits.keys() <= split:

@@ -116,6 +116,8 @@ def apply(
         if hasattr(stream, "reconfigure"):
             # a path or a line of a file may hold what the terminal's encoding has not
             stream.reconfigure(errors="backslashreplace")
+    if "-" in paths:
+        raise click.UsageError("-: scripts are changed where they stand, expected a file or folder, no standard input")
     options = _options(preset, micro_batches, clip_norm, no_runtime, only, ignore)
     rewriter = Rewriter(all_rules(), options)
     writes = not (diff or check or check_equivalence)

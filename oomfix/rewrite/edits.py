@@ -6,11 +6,32 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from oomfix.parsing import Unreadable, parse
 from oomfix.rules.base import Edit, Finding
+from oomfix.source import Source
 
 
 class EditsOverlap(ValueError):
     """Edits that cannot be made together: a defect of whoever made them."""
+
+
+class EditsBreakSource(ValueError):
+    """Edits that leave a text which is no Python: a defect of whoever made them."""
+
+
+def with_text(source: Source, text: str) -> Source:
+    """A source with a new text; the same object where nothing changed.
+
+    Raises:
+        EditsBreakSource: the new text is no Python.
+    """
+    if text == source.text:
+        return source
+    try:
+        tree = parse(text)
+    except Unreadable as problem:
+        raise EditsBreakSource(str(problem)) from problem
+    return Source(source.path, text, tree, encoding=source.encoding, bom=source.bom)
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:

@@ -12,7 +12,7 @@ from oomfix.own_presets import Chosen, choose
 from oomfix.parsing import ForeignLanguage, Unreadable
 from oomfix.rewrite.apply import Applied, LoopOutcome, Options, Unfixed, apply_to
 from oomfix.rewrite.cells import NotebookText, in_cells
-from oomfix.rewrite.edits import EditsOverlap
+from oomfix.rewrite.edits import EditsBreakSource, EditsOverlap
 from oomfix.rewrite.local import Fixed
 from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
 from oomfix.rewrite.step_functions import training_loops
@@ -151,6 +151,9 @@ class Rewriter:
             return FileOutcome(path, errors=(str(problem),))
         except EditsOverlap:
             return FileOutcome(path, errors=("left as it is: its changes get in each other's way; please report it",))
+        except EditsBreakSource as problem:
+            said = f"left as it is: the result would be no Python ({problem}); please report it"
+            return FileOutcome(path, errors=(said,))
         except OSError as error:
             return FileOutcome(path, errors=(f"cannot read: {error.strerror}",))
         except RecursionError:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from oomfix.parsing import Unreadable
 from oomfix.rewrite.apply import LoopOutcome, Options, rewrite_loops
 from oomfix.rewrite.cells import NotebookText, in_cells
-from oomfix.rewrite.edits import EditsOverlap
+from oomfix.rewrite.edits import EditsBreakSource, EditsOverlap
 from oomfix.rewrite.notebook_json import CannotRestore
 from oomfix.rewrite.verdict import Form
 from oomfix.script import Script
@@ -41,6 +41,8 @@ def loop_forms(script: Script, data: bytes, count: int, target_torch: tuple[int,
         return [LoopForm("none", str(problem))] * count
     except EditsOverlap:
         return [LoopForm("none", "its changes get in each other's way")] * count
+    except EditsBreakSource as problem:
+        return [LoopForm("none", f"the result would be no Python ({problem})")] * count
     if len(outcomes) != count:
         return [LoopForm("none", "the loops of this file are not told apart once some are rewritten")] * count
     return [LoopForm(outcome.rewrite, outcome.reason) for outcome in outcomes]

@@ -48,7 +48,7 @@ class Layout:
 
     def margin(self, statement: ast.stmt) -> str:
         """The white space before a statement; of the line it is on."""
-        line = self.source.lines[statement.lineno - 1]
+        line = _from_form_feed(self.source.lines[statement.lineno - 1])
         return line[: len(line) - len(line.lstrip(" \t"))]
 
     def own_lines(self, statement: ast.stmt) -> Lines | None:
@@ -107,6 +107,8 @@ class Layout:
         result = []
         for number in range(lines.first, lines.last + 1):
             line = self.source.lines[number - 1]
+            if number not in self.inside_strings:
+                line = _from_form_feed(line)
             if number in self.inside_strings or not line.strip():
                 result.append(line if number in self.inside_strings else "")
             elif line.startswith(before):
@@ -122,6 +124,12 @@ class Layout:
 
     def _end_of_line(self, number: int) -> int:
         return self.source.line_starts[number - 1] + len(self.source.lines[number - 1])
+
+
+def _from_form_feed(line: str) -> str:
+    """A line as it is read: a form feed in front of a statement starts its indentation again."""
+    start = len(line) - len(line.lstrip(" \t\f"))
+    return line[line.rfind("\f", 0, start) + 1 :]
 
 
 def _lines_inside_strings(source: Source) -> set[int]:

@@ -6,9 +6,8 @@ import ast
 from collections.abc import Callable
 
 from oomfix import presets
-from oomfix.parsing import parse
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.edits import apply_edits, line_before, with_lines
+from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.fetched_batches import name_batches
 from oomfix.rewrite.inplace import InPlace
 from oomfix.rewrite.joined_lines import separate
@@ -104,7 +103,7 @@ class LoopRewriter:
                 self._note(scaling)
                 layout = Layout(rewritten)
                 removals = unused_scalers(rewritten.tree, self._manager, layout)
-                return _changed(rewritten, apply_edits(rewritten.text, removals))
+                return with_text(rewritten, apply_edits(rewritten.text, removals))
             self._leave(_why_nothing_is_gained)
         return self._source
 
@@ -293,7 +292,7 @@ class _Stages:
     def edit(self, edits: list[Edit]) -> None:
         """Make one round of edits."""
         self._rounds.append((self.source.text, edits))
-        self.source = _changed(self.source, apply_edits(self.source.text, edits))
+        self.source = with_text(self.source, apply_edits(self.source.text, edits))
 
     def with_lines_before(self, reason: str) -> str:
         """A reason with the lines of the script as it was, not as it is now."""
@@ -325,9 +324,3 @@ def _first_use(source: Source, blocks: Blocks, edits: list[Edit], manager: str) 
     lines = [source.position(edit.start)[0] for edit in edits]
     lines += [node.lineno for node in walk(source.tree) if isinstance(node, ast.Name) and node.id == manager]
     return min((line for line in lines if line not in inside), default=len(source.lines) + 1)
-
-
-def _changed(source: Source, text: str) -> Source:
-    if text == source.text:
-        return source
-    return Source(source.path, text, parse(text), encoding=source.encoding, bom=source.bom)

@@ -115,8 +115,8 @@ def test_paths_that_overlap_give_each_file_once(tree: Path):
         ("empty", "no Python files or notebooks in this folder"),
         ("ignored", "no Python files or notebooks in this folder (1 left out as ignored, hidden or generated)"),
         ("broken.py", "a link to nowhere.py, which does not exist"),
-        ("pipe.py", "a FIFO, expected a file or folder; standard input is `-`"),
-        ("/dev/null", "a character device, expected a file or folder; standard input is `-`"),
+        ("pipe.py", "a FIFO, expected a file or folder"),
+        ("/dev/null", "a character device, expected a file or folder"),
         ("x.py/y.py", "cannot read: Not a directory"),
     ],
 )

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from oomfix.rewrite import files
 from oomfix.rewrite.command import apply
-from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.edits import apply_edits, with_text
 from oomfix.rules.base import Edit
 
 RUN = CliRunner()
@@ -129,6 +129,24 @@ def test_a_defect_in_the_changes_of_one_file_stops_no_other(folder, monkeypatch)
     assert "train.py: left as it is: its changes get in each other's way; please report it" in done.output
     assert (folder / "train.py").read_text() == TRAIN
     assert "memory.step" in (folder / "package" / "engine.py").read_text()
+
+
+def test_changes_that_leave_no_python_are_our_fault_not_that_of_the_file(folder, monkeypatch):
+    def breaking(source, rules, options):
+        return with_text(source, source.text.replace("for ", "for\\ "))
+
+    monkeypatch.setattr(files, "apply_to", breaking)
+    done = RUN.invoke(apply, ["--preset", "16gb", "train.py"])
+    assert done.exit_code == 2
+    assert "train.py: left as it is: the result would be no Python (cannot parse: line" in done.output
+    assert done.output.endswith("; please report it\n")
+    assert (folder / "train.py").read_text() == TRAIN
+
+
+def test_standard_input_is_no_file_to_change():
+    done = RUN.invoke(apply, ["--preset", "16gb", "-"], input=TRAIN)
+    assert done.exit_code == 2
+    assert "-: scripts are changed where they stand, expected a file or folder, no standard input" in done.output
 
 
 def test_without_a_preset_all_are_named(folder):

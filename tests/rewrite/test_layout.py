@@ -128,3 +128,27 @@ def test_a_blank_line_ahead_of_the_backward_stays_ahead_of_what_follows_it():
     assert below.format("\n") in loop_of(body)
     assert below.format("") in loop_of(body.replace("print(loss.shape)\n\n", "print(loss.shape)\n"))
     assert below.format("\n") in loop_of(body.replace("loss.backward()\n", "loss.backward()\n\n"))
+
+
+def test_a_form_feed_in_front_of_a_statement_is_no_part_of_its_margin():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+        \f
+            loss = F.cross_entropy(model(x), y)
+        \f    if loss > 0:
+        \f        loss = loss * 2
+            loss.backward()
+        \f    optimizer.step()
+        """)
+    assert text == textwrap.dedent("""\
+        for x, y in loader:
+            def forward(x, y):
+                loss = F.cross_entropy(model(x), y)
+                if loss > 0:
+                    loss = loss * 2
+                return loss
+
+            memory.forward_backward(forward, x, y)
+        \f    memory.step(optimizer)
+        """)
