@@ -12,8 +12,8 @@ from oomfix.script import Script
 from oomfix.script.names import path_of
 from oomfix.script.nodes import children, walk
 
-_LEAVING_GRADIENTS_ALONE = frozenset(
-    "torch.save torch.compile torch.jit.script torch.nn.DataParallel torch.nn.parallel.DataParallel copy.deepcopy "
+_WRAPPING = frozenset(
+    "torch.compile torch.jit.script torch.nn.DataParallel torch.nn.parallel.DataParallel copy.deepcopy "
     "torch.nn.parallel.DistributedDataParallel torch.nn.SyncBatchNorm.convert_sync_batchnorm".split()
 )
 _BUILTIN = frozenset("print isinstance issubclass type id len str repr hasattr getattr setattr callable list".split())
@@ -37,12 +37,15 @@ class OutOfSight:
         self._calls = [node for node in script.imports.nodes if isinstance(node, ast.Call)]
         self._assignments = [node for node in script.imports.nodes if isinstance(node, ast.Assign)]
         self._functions: dict[str, list[FunctionNode]] = {}
+        self._methods: dict[str, list[FunctionNode]] = {}
         for node in script.imports.nodes:
-            if isinstance(node, FunctionNode):
+            if isinstance(node, ast.ClassDef):
+                for method in (one for one in node.body if isinstance(one, FunctionNode)):
+                    self._methods.setdefault(method.name, []).append(method)
+                    if method.name == "__init__":
+                        self._functions.setdefault(node.name, []).append(method)
+            elif isinstance(node, FunctionNode):
                 self._functions.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.ClassDef):
-                starts = (one for one in node.body if isinstance(one, FunctionNode) and one.name == "__init__")
-                self._functions.setdefault(node.name, []).extend(starts)
         self._names = self._all_names(networks)
 
     def calls(self) -> Iterator[ast.Call]:
@@ -71,7 +74,7 @@ class OutOfSight:
                 continue
             seen.append(scope)
             owner = next((one for one in self._blocks.ancestors(scope) if isinstance(one, ast.ClassDef)), None)
-            starts = [] if owner is None else self._functions[owner.name]
+            starts = [] if owner is None else self._functions.get(owner.name, [])
             for function in (scope, *starts):
                 if any(argument.arg in self._names for argument in _arguments(function) if argument.arg != "self"):
                     name = owner.name if owner is not None and function in starts else function.name
@@ -114,14 +117,19 @@ class OutOfSight:
 
     def _meant(self, call: ast.Call) -> list[FunctionNode]:
         """The functions of the file that a call may run; of a class, what makes its objects."""
-        return [] if self._imports.qualified(call.func) else self._functions.get(last_name(call), [])
+        if self._imports.qualified(call.func):
+            return []
+        return (self._methods if isinstance(call.func, ast.Attribute) else self._functions).get(last_name(call), [])
 
     def _wraps(self, call: ast.Call) -> bool:
-        return bool(self._imports.qualified(call.func) & _LEAVING_GRADIENTS_ALONE)
+        return bool(self._imports.qualified(call.func) & _WRAPPING)
 
     def _is_in_sight(self, call: ast.Call) -> bool:
         if self._meant(call) or self._wraps(call):
             return True
+        qualified = self._imports.qualified(call.func)
+        if qualified and all(name.startswith("torch.") and not name.startswith("torch.autograd") for name in qualified):
+            return True  # torch saves, clips and optimizes; it attacks nothing
         return isinstance(call.func, ast.Name) and call.func.id in _BUILTIN
 
     def _is_network(self, value: ast.expr) -> bool:

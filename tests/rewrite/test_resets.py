@@ -210,6 +210,7 @@ def test_a_reset_goes_where_all_that_is_given_the_network_is_in_sight(behind):
         "validate_elsewhere(lambda x: model(x))",
         "nn.DataParallel(model).fool()",
         "validate_elsewhere(nn.DataParallel(model))",
+        "elsewhere.validate(model)",
         "validate_elsewhere(best)",
         "validate_elsewhere(best.net)",
         "copies = [model]\n    validate_elsewhere(copies)",
