@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from oomfix.presets import Preset
 from oomfix.rewrite.added_keyword import added_keyword
-from oomfix.rewrite.host_data import HostData
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.loaders import Loaders
 from oomfix.rewrite.moved_batches import moves_batches
+from oomfix.rewrite.torchvision_data import TorchvisionData
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
 from oomfix.script.edits import Edit, replace
-from oomfix.script.nodes import walk
+from oomfix.script.scopes import Scopes
 
 _POSITIONAL = (
     "dataset",
@@ -30,7 +30,9 @@ _POSITIONAL = (
 )
 _OWN_BATCHES = frozenset({"collate_fn", "pin_memory", "pin_memory_device"})
 _DRAWN_AHEAD = frozenset({"sampler", "batch_sampler", "persistent_workers"})
-_ELSEWHERE = re.compile(r"set_default_(device|tensor_type)|with torch\.device|default_collate|torch\.cuda\.device\(")
+_ELSEWHERE = re.compile(
+    r"set_default_(device|tensor_type)|set_video_backend|with torch\.device|default_collate|torch\.cuda\.device\("
+)
 """What makes tensors on a GPU, or batches of another kind, where nothing that is seen of the data says so."""
 _CARD = re.compile(r"cuda:(?!0$)")
 _CHOOSES_CARD = re.compile(r"\bset_device\(|CUDA_VISIBLE_DEVICES")
@@ -63,8 +65,9 @@ def loader_arguments(script: Script, layout: Layout, preset: Preset, verdicts: S
     """
     if "DataLoader" not in script.source.text:
         return []
-    loaders = Loaders(script)
-    pinning = _Pinning(script, loaders)
+    scopes = Scopes(script.source.tree)
+    loaders = Loaders(script, scopes)
+    pinning = _Pinning(script, scopes, loaders)
     written: dict[str, Written] = {}
     for verdict in verdicts:
         loop = verdict.loop.node
@@ -85,10 +88,11 @@ def loader_arguments(script: Script, layout: Layout, preset: Preset, verdicts: S
 class _Pinning:
     """Decides which loaders may page-lock their batches."""
 
-    def __init__(self, script: Script, loaders: Loaders) -> None:
+    def __init__(self, script: Script, scopes: Scopes, loaders: Loaders) -> None:
         self._script = script
+        self._scopes = scopes
         self._loaders = loaders
-        self._data = HostData(loaders.origins, script.imports)
+        self._data = TorchvisionData(scopes, script.imports)
         self._allowed = self._is_allowed()
 
     def is_certain(self, call: ast.Call, loop: ast.For) -> bool:
@@ -101,9 +105,7 @@ class _Pinning:
         if isinstance(size, ast.Constant) and size.value is None:
             return False
         return (
-            moves_batches(loop, self._loaders.origins)
-            and call not in self._loaders.kept
-            and self._data.holds(given["dataset"])
+            moves_batches(loop, self._scopes) and call not in self._loaders.kept and self._data.holds(given["dataset"])
         )
 
     def _is_allowed(self) -> bool:
@@ -114,7 +116,7 @@ class _Pinning:
         text = self._script.source.text
         if _ELSEWHERE.search(text) or not self._script.devices.may_be_cuda:
             return False
-        texts = (node.value for node in walk(self._script.source.tree) if isinstance(node, ast.Constant))
+        texts = (node.value for node in self._script.imports.nodes if isinstance(node, ast.Constant))
         named = any(isinstance(one, str) and _CARD.search(one) for one in texts)
         return not named or bool(_CHOOSES_CARD.search(text))
 

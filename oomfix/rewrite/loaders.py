@@ -1,35 +1,57 @@
-"""Which `DataLoader` a loop goes over: through the names, dictionaries, parameters and functions of the file."""
+"""Which `DataLoader` a loop goes over: through the names, containers, parameters and functions of the file."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.origins import Origin, Origins, part_of
+from oomfix.rewrite.functions_called import FunctionsCalled, fits
+from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope_body
 from oomfix.script import Script
+from oomfix.script.scopes import Scopes
 
 _LOADERS = frozenset({"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"})
-_HANDING_ON = frozenset("enumerate tqdm zip track".split())
+_HANDING_ON = frozenset("enumerate tqdm zip track iter".split())
 """What gives the batches of a loader one by one."""
 _KEEPING = frozenset("list tuple set sorted cycle tee".split())
+_ANY = "*"
+"""A key that is computed: any of those that a container has."""
+_MOST_KEYS = 3
+
+_Part = tuple[ast.expr, tuple[Any, ...]]
+"""A value, and the keys under which a part of it is meant: `(make_loaders(), (0,))`."""
 
 
 class Loaders:
     """The loaders of a script.
 
-    Attributes:
-        origins: where the values of the file come from.
+    Where one may be gone over is told by names: it is what an argument is of use for, and decides nothing else.
+
+    Args:
+        script: the file.
+        scopes: its variables.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, scopes: Scopes) -> None:
         self._script = script
-        self.origins = Origins(script.source.tree)
+        self._scopes = scopes
+        self._functions = FunctionsCalled(script.source.tree)
+        self._calls: dict[str, list[ast.Call]] = {}
+        self._attributes: dict[str, list[ast.expr]] = {}
+        for node in script.imports.nodes:
+            if isinstance(node, ast.Call):
+                self._calls.setdefault(last_name(node), []).append(node)
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Attribute):
+                        self._attributes.setdefault(target.attr, []).append(node.value)
 
     def of(self, loop: ast.For) -> list[ast.Call]:
-        """The calls of `DataLoader` that make what a loop goes over."""
-        return list(dict.fromkeys(self._behind(loop.iter, set())))
+        """The calls of `DataLoader` that may make what a loop goes over."""
+        return self._behind(loop.iter)
 
     @cached_property
     def kept(self) -> set[ast.Call]:
@@ -37,60 +59,72 @@ class Loaders:
         found: set[ast.Call] = set()
         for node in self._script.imports.nodes:
             if isinstance(node, ast.Call) and last_name(node) in _KEEPING:
-                found.update(*(self._behind(argument, set()) for argument in node.args))
-            elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp):
-                found.update(*(self._behind(generator.iter, set()) for generator in node.generators))
+                found.update(*map(self._behind, node.args))
+            elif isinstance(node, ast.comprehension):
+                found.update(self._behind(node.iter))
         return found
 
-    def _behind(self, node: Origin, seen: set[Hashable]) -> Iterator[ast.Call]:
+    def _behind(self, node: ast.expr) -> list[ast.Call]:
         """The calls that make the loaders which a value is, or whose batches it gives."""
-        if node in seen:
-            return
-        seen.add(node)
-        if isinstance(node, ast.Call) and self._is_loader(node):
-            yield node
-            return
-        values = self._entries(node.value, node.slice, seen) if isinstance(node, ast.Subscript) else self._values(node)
-        for value in values:
-            yield from self._behind(value, seen)
+        found: list[ast.Call] = []
+        waiting: list[_Part] = [(node, ())]
+        for value, keys in waiting:
+            if isinstance(value, ast.Call) and self._script.imports.qualified(value.func) & _LOADERS:
+                found.append(value)
+            elif len(keys) <= _MOST_KEYS:
+                waiting += [part for part in self._values(value, keys) if part not in waiting]
+        return list(dict.fromkeys(found))
 
-    def _values(self, node: Origin) -> list[Origin]:
-        """The values that another one is, as far as they are known for certain."""
+    def _values(self, node: ast.expr, keys: tuple[Any, ...]) -> Iterator[_Part]:
+        """What a value may be, or give the batches of."""
         match node:
-            case ast.Call() if last_name(node) in _HANDING_ON:
-                return list(node.args)
-            case ast.Call():
-                return self.origins.returned_by(node) or []
             case ast.Name(ctx=ast.Load()):
-                variable = self.origins.scopes.variable(node)
-                return [] if variable is None else self.origins.of_variable(variable) or []
+                variable = self._scopes.variable(node)
+                for binding in () if variable is None else variable.bindings:
+                    yield from ((value, (*place, *keys)) for value, place in self._bound(binding))
             case ast.Attribute():
-                return self.origins.of_attribute(node) or []
+                yield from ((value, keys) for value in self._attributes.get(node.attr, ()))
+            case ast.Call() if last_name(node) in _HANDING_ON:
+                yield from ((argument, ()) for argument in node.args)
+            case ast.Call():
+                inside = (one for function in self._functions.by(node) for one in nodes_of_scope_body(function))
+                yield from ((one.value, keys) for one in inside if isinstance(one, ast.Return) and one.value)
             case ast.IfExp():
-                return [node.body, node.orelse]
-        return []
+                yield from ((node.body, keys), (node.orelse, keys))
+            case ast.Subscript():
+                yield node.value, (_key(node.slice), *keys)
+            case ast.Dict() | ast.Tuple() | ast.List() if keys:
+                named = map(_key, node.keys) if isinstance(node, ast.Dict) else range(len(node.elts))
+                values = node.values if isinstance(node, ast.Dict) else node.elts
+                wanted, *rest = keys
+                yield from (
+                    (value, tuple(rest))
+                    for key, value in zip(named, values, strict=True)
+                    if _ANY in (key, wanted) or key == wanted
+                )
 
-    def _entries(self, node: Origin, key: ast.expr, seen: set[Hashable]) -> Iterator[Origin]:
-        """What a container may hold under a key: `loaders["train"]`, `loaders[phase]`, `make_loaders()[0]`."""
-        if isinstance(node, ast.Dict):
-            known = key.value if isinstance(key, ast.Constant) else None
-            for name, value in zip(node.keys, node.values, strict=True):
-                if known is None or (isinstance(name, ast.Constant) and name.value == known):
-                    yield value
-        elif isinstance(node, ast.DictComp):
-            yield node.value
-        elif isinstance(node, ast.Tuple | ast.List):
-            if isinstance(key, ast.Constant) and isinstance(key.value, int):
-                yield part_of(node, [key.value])
-        elif (node, key) not in seen:
-            seen.add((node, key))
-            for holder in self._values(node):
-                yield from self._entries(holder, key, seen)
+    def _bound(self, binding: ast.AST) -> Iterator[_Part]:
+        """What an assignment binds a name to, or what calls give for a parameter."""
+        if isinstance(binding, ast.arg):
+            yield from ((value, ()) for value in self._given_for(binding))
+        elif (assigned := self._scopes.assigned(binding)) is not None:
+            value, place = assigned
+            yield value, () if place is None else (place,)
 
-    def _is_loader(self, call: ast.Call) -> bool:
-        """Whether a call makes a loader of torch, under a name that is imported in sight."""
-        root: ast.expr = call.func
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        bound = isinstance(root, ast.Name) and self.origins.scopes.variable(root) is not None
-        return bound and bool(self._script.imports.qualified(call.func) & _LOADERS)
+    def _given_for(self, parameter: ast.arg) -> Iterator[ast.expr]:
+        function = self._scopes.bound_by(parameter).scope.node
+        if not isinstance(function, FunctionNode):
+            return
+        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        owner = self._scopes.parent(function)
+        name = function.name
+        if isinstance(owner, ast.ClassDef):
+            names, name = names[1:], owner.name if name == "__init__" else name
+        for call in self._calls.get(name, ()):
+            if fits(function.args, names, call):
+                given = dict(zip(names, call.args, strict=False)) | {one.arg: one.value for one in call.keywords}
+                yield from (value for name, value in given.items() if name == parameter.arg)
+
+
+def _key(node: ast.expr | None) -> Any:
+    return node.value if isinstance(node, ast.Constant) else _ANY

@@ -7,67 +7,34 @@ import re
 
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import names_bound_by_target
-from oomfix.rewrite.origins import Origin, Origins, parameter_for
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
+from oomfix.script.scopes import Scopes
 
-_DEVICE = re.compile(r"device|cuda", re.IGNORECASE)
+_DEVICE = re.compile(r"(^|\.)\w*(device|cuda)\w*$", re.IGNORECASE)
 _SAME_MEMORY = frozenset("view squeeze unsqueeze flatten items values".split())
 """Methods whose result lies where their object lies."""
-_MOST_CALLS = 3
-_MOST_NAMES = 4
-
-Block = ast.For | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def moves_batches(loop: ast.For, origins: Origins) -> bool:
-    """Whether a part of a batch is moved to the GPU in a loop, or in a function of the file that it is given to.
+def moves_batches(loop: ast.For, scopes: Scopes) -> bool:
+    """Whether a part of a batch is moved to the GPU in a loop.
 
-    What is computed of it ahead (`x.float().cuda()`) lies in other memory than the loader's.
+    What is computed of it ahead (`x = x.float()`, `x = x.cuda()`) lies in other memory than the loader's.
     """
-    return _moves(loop, names_bound_by_target(loop.target), origins, _MOST_CALLS)
-
-
-def _moves(block: Block, names: set[str], origins: Origins, calls: int) -> bool:
-    nodes = [node for statement in block.body for node in walk(statement)]
-    parts = _parts(nodes, names)
-    for node in nodes:
-        if not isinstance(node, ast.Call):
-            continue
-        if _is_move(node, parts, origins) and not _is_computed(node, parts, nodes, origins):
+    parts = names_bound_by_target(loop.target)
+    for statement in loop.body:
+        inside = list(walk(statement))
+        for node in inside:
+            if isinstance(node, ast.comprehension) and _is_part(node.iter, parts):
+                parts |= names_bound_by_target(node.target)
+        if any(isinstance(node, ast.Call) and _is_move(node, parts, scopes) for node in inside):
             return True
-        function = origins.function_of(node) if calls else None
-        for argument in [] if function is None else [*node.args, *(keyword.value for keyword in node.keywords)]:
-            if function is not None and _is_part(argument, parts):
-                parameter = parameter_for(node, argument, function)
-                if parameter is not None and _moves(function, {parameter.arg}, origins, calls - 1):
-                    return True
-    return False
-
-
-def _parts(nodes: list[ast.AST], names: set[str]) -> set[str]:
-    """The names of a batch and of its parts."""
-    parts: set[str] = set()
-    more = set(names)
-    while more:
-        parts |= more
-        more = set()
-        for node in nodes:
+        for node in inside:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    more |= _parts_bound(target, node.value, parts)
-            elif isinstance(node, ast.comprehension) and _is_part(node.iter, parts):
-                more |= names_bound_by_target(node.target)
-        more -= parts
-    return parts
-
-
-def _parts_bound(target: ast.expr, value: ast.expr, parts: set[str]) -> set[str]:
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        return {
-            name for one, other in zip(target.elts, value.elts, strict=True) for name in _parts_bound(one, other, parts)
-        }
-    return names_bound_by_target(target) if _is_part(value, parts) else set()
+                    bound = names_bound_by_target(target)
+                    parts = parts | bound if _is_part(node.value, parts) else parts - bound
+    return False
 
 
 def _is_part(node: ast.expr, parts: set[str]) -> bool:
@@ -77,6 +44,8 @@ def _is_part(node: ast.expr, parts: set[str]) -> bool:
             return node.id in parts
         case ast.Subscript() | ast.Attribute():
             return _is_part(node.value, parts)
+        case ast.Tuple() | ast.List():
+            return all(_is_part(one, parts) for one in node.elts)
         case ast.Call(func=ast.Attribute() as method) if method.attr in _SAME_MEMORY:
             return _is_part(method.value, parts)
         case ast.Call(args=[given]) if last_name(node) == "Variable":
@@ -84,47 +53,29 @@ def _is_part(node: ast.expr, parts: set[str]) -> bool:
     return False
 
 
-def _is_move(call: ast.Call, parts: set[str], origins: Origins) -> bool:
+def _is_move(call: ast.Call, parts: set[str], scopes: Scopes) -> bool:
     if not isinstance(call.func, ast.Attribute) or not _is_part(call.func.value, parts):
         return False
-    where = call.args[:1] or [keyword.value for keyword in call.keywords if keyword.arg == "device"]
-    if call.func.attr == "cuda":
-        return not where or _may_be_current_card(where[0], origins)
-    return call.func.attr == "to" and bool(where) and _may_be_current_card(where[0], origins)
+    given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "device")]
+    if not given:
+        return call.func.attr == "cuda"
+    return call.func.attr in ("to", "cuda") and _may_be_current_card(given[0], scopes)
 
 
-def _may_be_current_card(node: Origin, origins: Origins, known: int = _MOST_NAMES) -> bool:
-    """`device`, `"cuda"`, `torch.device("cuda")`, `0`: neither `"cpu"`, nor the number of the process."""
+def _may_be_current_card(node: ast.expr, scopes: Scopes | None) -> bool:
+    """`device`, `"cuda"`, `torch.device("cuda")`, `0`: neither `"cpu"`, nor the number of the process.
+
+    Without `scopes`, a name is taken at its word.
+    """
     match node:
         case ast.Constant():
             return node.value in ("cuda", "cuda:0", 0)
-        case ast.Call() if last_name(node) == "device" and node.args:
-            return _may_be_current_card(node.args[0], origins, known)
+        case ast.Call():
+            return last_name(node) == "device" and bool(node.args) and _may_be_current_card(node.args[0], scopes)
         case ast.IfExp():
-            return any(_may_be_current_card(one, origins, known) for one in (node.body, node.orelse))
-        case ast.Name() | ast.Attribute() if not _DEVICE.search((path_of(node) or "").rsplit(".", 1)[-1]):
-            return False
-        case ast.Name(ctx=ast.Load()) if known:
-            variable = origins.scopes.variable(node)
-            found = None if variable is None else origins.of_variable(variable)
-            return not found or any(_may_be_current_card(one, origins, known - 1) for one in found)
-        case ast.Attribute() if known and (found := origins.of_attribute(node)):
-            return any(_may_be_current_card(one, origins, known - 1) for one in found)
-    return True
-
-
-def _is_computed(move: ast.Call, parts: set[str], nodes: list[ast.AST], origins: Origins) -> bool:
-    """Whether what is moved was computed from the batch, under the name of the batch, on a line ahead."""
-    assert isinstance(move.func, ast.Attribute)
-    root: ast.expr = move.func.value
-    while isinstance(root, ast.Subscript | ast.Attribute):
-        root = root.value
-    return any(
-        isinstance(node, ast.Assign)
-        and node.lineno < move.lineno
-        and isinstance(root, ast.Name)
-        and any(isinstance(target, ast.Name) and target.id == root.id for target in node.targets)
-        and not _is_part(node.value, parts)
-        and not (isinstance(node.value, ast.Call) and _is_move(node.value, parts, origins))
-        for node in nodes
-    )
+            return any(_may_be_current_card(one, scopes) for one in (node.body, node.orelse))
+        case ast.Name() if scopes is not None and (variable := scopes.variable(node)) is not None:
+            values = [found[0] for binding in variable.bindings if (found := scopes.assigned(binding)) is not None]
+            if values:
+                return any(_may_be_current_card(value, None) for value in values)
+    return bool(_DEVICE.search(path_of(node) or ""))

@@ -101,6 +101,22 @@ class Scopes:
         """The variable that a binding (see `Variable.bindings`) belongs to."""
         return self._bound_by[node]
 
+    def assigned(self, binding: ast.AST) -> tuple[ast.expr, int | None] | None:
+        """What an assignment binds a name to, and the place in it where several are unpacked that stand elsewhere.
+
+        None for any other binding, and where a tuple is unpacked within another.
+        """
+        statement = self.parent(binding)
+        if isinstance(statement, ast.Assign):
+            return statement.value, None
+        around = self.parent(statement)
+        if not isinstance(statement, ast.Tuple) or not isinstance(around, ast.Assign):
+            return None
+        value, place = around.value, statement.elts.index(binding)  # type: ignore[arg-type]
+        if isinstance(value, ast.Tuple) and len(value.elts) == len(statement.elts):
+            return value.elts[place], None
+        return value, place
+
     def parent(self, node: ast.AST) -> ast.AST:
         """The node directly above; the module's is the module."""
         return self._parents.get(node, self.module.node)
