@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+_open: list[object] = []  # one entry for each context that is active
+
 
 @contextmanager
 def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
@@ -27,8 +29,8 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
     what is left is that the peak of that backward is not on top of them. For batches that
     `memory.forward_backward` splits, call `memory.step` instead; inside the context it runs batches whole.
 
-    Not to be had with it: clipping by the norm of all gradients, a GradScaler (fp16), and gradients that processes
-    exchange after backward (DDP, FSDP).
+    Not to be had with it: clipping by the norm of all gradients, a GradScaler (fp16), gradients that processes
+    exchange after backward (DDP, FSDP), and windows of `memory.accumulate`. The manager refuses them inside.
 
     Args:
         optimizers: every optimizer whose parameters are to be stepped.
@@ -39,6 +41,8 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
             backwards in one context, or a retry after out of memory); the optimizer keeps counts per group, which
             stepping parameters one at a time would change. Parameters stepped before the error stay stepped: go
             back to a checkpoint.
+
+    Parameters that several of the optimizers hold are stepped by each of them, in the order given.
 
     It saves where gradients are at the peak, in training with few activations: GPT-2 124M on one sample of 128 tokens
     peaks at 1.91 GiB instead of 2.34, and not at all at batch 16 of 1024 tokens (simulated A100); on a CPU a smaller
@@ -60,12 +64,11 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
                 "have exchanged it; call optimizer.step() after backward"
             )
     stepped: set[torch.Tensor] = set()
-    places = {
-        parameter: (optimizer, index)
-        for optimizer in optimizers
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    places: dict[torch.Tensor, list[tuple[torch.optim.Optimizer, int]]] = {}
+    for optimizer in dict.fromkeys(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                places.setdefault(parameter, []).append((optimizer, index))
 
     def step(parameter: torch.Tensor) -> None:
         if parameter in stepped:
@@ -74,18 +77,49 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
                 "backward. Some parameters hold this step already: load a checkpoint, or start again."
             )
         stepped.add(parameter)
-        _step_alone(*places[parameter], parameter)
+        for optimizer, index in places[parameter]:
+            _step_alone(optimizer, index, parameter)
         parameter.grad = None
 
-    handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in places if parameter.requires_grad]
+    handles = [
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+        for parameter in places
+        if parameter.requires_grad
+    ]
+    _open.append(stepped)
     try:
         yield
         for parameter in places:
             if parameter.grad is not None:
                 step(parameter)
     finally:
+        _open.pop()
         for handle in handles:
             handle.remove()
+
+
+def check_gradients_are_final(scaled: bool, clipped: bool, windowed: bool) -> None:
+    """Refuse a backward inside of `optimizer_in_backward` whose gradients are not what a step may take yet.
+
+    Args:
+        scaled: they are those of a loss that a scaler has multiplied.
+        clipped: they are to be clipped before the step.
+        windowed: they belong to an accumulation window.
+
+    Raises:
+        RuntimeError: one of these inside of the context.
+    """
+    reasons = {
+        "multiplied by the loss scale (precision fp16)": scaled,
+        "clipped by the norm of all (clip_norm)": clipped,
+        "weighed when their accumulation window closes": windowed,
+    }
+    why = [reason for reason, holds in reasons.items() if holds]
+    if _open and why:
+        raise RuntimeError(
+            f"optimizer_in_backward: gradients are {' and '.join(why)}, and it steps before that; call "
+            "memory.step(optimizer) after backward instead"
+        )
 
 
 def _step_alone(optimizer: torch.optim.Optimizer, index: int, parameter: torch.Tensor) -> None:

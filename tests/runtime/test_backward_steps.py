@@ -132,6 +132,21 @@ def test_two_optimizers_step_in_one_backward():
     assert (first[0].item(), second[0].item()) == (0.5, 0.75)
 
 
+def test_a_parameter_of_two_optimizers_is_stepped_by_both():
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 4)
+    model, x = copy.deepcopy(reference), torch.randn(3, 4)
+    for net in (reference, model):
+        first = torch.optim.SGD(net.parameters(), lr=0.1)
+        second = torch.optim.AdamW([net.weight], lr=0.01)
+        with runtime.optimizer_in_backward(first, second, first) if net is model else nullcontext():
+            net(x).square().mean().backward()
+        if net is reference:
+            first.step()
+            second.step()
+    assert_same(model, reference)
+
+
 def test_a_second_backward_in_one_context_is_refused():
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -196,6 +211,40 @@ def test_the_manager_runs_whole_inside_and_never_steps_twice():
     with runtime.optimizer_in_backward(optimizer):
         memory.forward_backward(lambda x: model(x).square().mean(), x)
     assert_same(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("policies", "k", "why"),
+    [
+        ({"precision": "fp16"}, 1, "multiplied by the loss scale"),
+        ({"clip_norm": 1.0}, 1, "clipped by the norm of all"),
+        ({}, 2, "weighed when their accumulation window closes"),
+    ],
+)
+@pytest.mark.parametrize("call", ["forward_backward", "backward"])
+def test_what_a_manager_does_to_gradients_before_a_step_is_refused_inside(policies, k, why, call):
+    model = nn.Linear(8, 1)
+    before = copy.deepcopy(model)
+    memory = runtime.preset("16gb", **{"precision": "fp32", **policies})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in memory.accumulate([torch.randn(4, 8)] * 2, k):
+        with pytest.raises(RuntimeError, match=why), runtime.optimizer_in_backward(optimizer):
+            if call == "backward":
+                memory.backward(model(x).square().mean())
+            else:
+                memory.forward_backward(lambda x: model(x).square().mean(), x)
+    assert_same(model, before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_was_refused_inside_goes_on_outside():
+    model = nn.Linear(8, 1)
+    memory = runtime.preset("16gb", precision="fp32", clip_norm=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with runtime.optimizer_in_backward(optimizer):
+        pass
+    memory.forward_backward(lambda x: model(x).square().mean(), torch.randn(4, 8))
+    memory.step(optimizer)
 
 
 class FailsOnce(torch.autograd.Function):
