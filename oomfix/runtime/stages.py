@@ -1,5 +1,6 @@
 """Between the stages of a training: what belonged to one is freed before the next begins."""
 
+import gc
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from oomfix.runtime.oom import free_what_is_left
 
 _log = logging.getLogger("oomfix")
 _MIB = 2**20
+_FREED = (torch.optim.Optimizer, nn.Module, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,11 @@ def free(*things: Any) -> Freed:
     Raises:
         TypeError: something else; drop your own references to it instead.
 
-    A freed optimizer refuses to step, a freed module is on the "meta" device, a freed tensor is empty.
+    A freed optimizer refuses to step, a freed module is on the "meta" device, a freed tensor is empty. The graph of a
+    view goes when nothing refers to the view any more, and is counted as held until then.
     """
+    for thing in things:
+        _check(thing)
     storages: dict[int, tuple[weakref.ref[Any], int]] = {}
     for thing in things:
         _note(_tensors_of(thing), storages)
@@ -76,17 +81,16 @@ class Stage:
     freed: Freed | None = None
     _optimizers: "weakref.WeakSet[torch.optim.Optimizer]" = field(default_factory=weakref.WeakSet)
     _older: "weakref.WeakSet[torch.optim.Optimizer]" = field(default_factory=weakref.WeakSet)
-    _parameters: "weakref.WeakSet[torch.Tensor]" = field(default_factory=weakref.WeakSet)
+    # by address, since sets compare tensors by their numbers
+    _parameters: "dict[int, weakref.ref[torch.Tensor]]" = field(default_factory=dict)
 
     def _meets(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self._optimizers or optimizer in self._older:
             return
-        if optimizer.state:
-            self._older.add(optimizer)
-            return
         self._optimizers.add(optimizer)
         # the optimizer may be gone when the stage ends, its gradients are not
-        self._parameters.update(parameter for group in optimizer.param_groups for parameter in group["params"])
+        for group in optimizer.param_groups:
+            self._parameters.update((id(parameter), weakref.ref(parameter)) for parameter in group["params"])
 
 
 @contextmanager
@@ -98,7 +102,8 @@ def stage(name: str, keep: Iterable[torch.optim.Optimizer] = ()) -> Iterator[Sta
         with runtime.stage("everything"):
             train(model, torch.optim.AdamW(model.parameters(), lr=1e-5), epochs=60)
 
-    The optimizers of a stage are those that make their first step in it.
+    The optimizers of a stage are those that step in it and had no state when it began: one that goes on from a
+    checkpoint belongs to the stage in which it was made.
 
     Args:
         name: for the log.
@@ -108,6 +113,9 @@ def stage(name: str, keep: Iterable[torch.optim.Optimizer] = ()) -> Iterator[Sta
     """
     current = Stage(name)
     current._older.update(keep)
+    current._older.update(
+        thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer) and thing.state
+    )
     handle = register_optimizer_step_pre_hook(current._meets)
     try:
         yield current
@@ -115,14 +123,26 @@ def stage(name: str, keep: Iterable[torch.optim.Optimizer] = ()) -> Iterator[Sta
         handle.remove()
         optimizers = list(current._optimizers)
         storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        _note((p.grad for p in current._parameters if p.grad is not None), storages)
-        for parameter in current._parameters:
+        parameters = [parameter for reference in current._parameters.values() if (parameter := reference()) is not None]
+        _note((parameter.grad for parameter in parameters if parameter.grad is not None), storages)
+        for parameter in parameters:
             parameter.grad = None
         for optimizer in optimizers:
             _note(_tensors_of(optimizer), storages)
             _empty(optimizer)
         current.freed = _collected(storages)
         _log.info("stage %s: %s (%d optimizers)", name, current.freed, len(optimizers))
+
+
+def _check(thing: Any) -> None:
+    if isinstance(thing, list | dict):
+        for item in _items(thing):
+            _check(item)
+    elif not isinstance(thing, _FREED) and thing is not None and not isinstance(thing, str | int | float | bool):
+        raise TypeError(
+            f"things: got {type(thing).__name__}, expected optimizers, modules, tensors, and lists and "
+            "dictionaries of these; drop your own references to other things"
+        )
 
 
 def _tensors_of(thing: Any) -> Iterator[torch.Tensor]:
@@ -163,11 +183,6 @@ def _empty(thing: Any) -> None:
         for item in _items(thing):
             _empty(item)
         thing.clear()
-    elif thing is not None and not isinstance(thing, str | int | float | bool):
-        raise TypeError(
-            f"things: got {type(thing).__name__}, expected optimizers, modules, tensors, and lists and "
-            "dictionaries of these; drop your own references to other things"
-        )
 
 
 def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:

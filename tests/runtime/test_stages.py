@@ -88,9 +88,15 @@ def test_tensors_and_lists_of_them_lose_their_data_and_graph():
     assert losses == [] and hidden.numel() == 0 and hidden.grad_fn is None
 
 
-def test_what_cannot_be_emptied_is_refused():
-    with pytest.raises(TypeError, match="things: got function"):
-        runtime.free(lambda: None)
+def test_what_cannot_be_emptied_is_refused_before_anything_is_freed():
+    model = network()
+    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(3)
+    train(model, optimizer)
+    for mistake in (lambda: None, [batch, (batch,)]):
+        with pytest.raises(TypeError, match=r"things: got (function|tuple)"):
+            runtime.free(optimizer, batch, mistake)
+    assert len(optimizer.state) == 4 and batch.numel() == 3
+    train(model, optimizer)
 
 
 def test_nothing_of_a_stage_is_alive_in_the_next(caplog):
@@ -132,6 +138,44 @@ def test_optimizers_of_before_and_kept_ones_stay():
     train(kept, outlives)
     with pytest.raises(RuntimeError, match="keep="):
         inside.step()
+
+
+def test_two_optimizers_of_a_stage_may_share_parameters():
+    model = network()
+    with runtime.stage("head") as head:
+        optimizers = [torch.optim.AdamW(model.parameters()) for _ in range(2)]
+        for optimizer in optimizers:
+            train(model, optimizer)
+        tensors = [state for optimizer in optimizers for state in state_of(optimizer)]
+    assert [ref() for ref in tensors] == [None] * 24
+    assert head.freed.freed_bytes == 5 * nbytes(model.parameters()) + 2 * 16
+
+
+def test_a_stage_inside_a_stage_frees_its_own():
+    model = network()
+    with runtime.stage("outer") as outer:
+        first = torch.optim.AdamW(model.parameters())
+        train(model, first)
+        with runtime.stage("inner"):
+            second = torch.optim.AdamW(model.parameters())
+            train(model, second)
+            inner = state_of(second)
+        assert [ref() for ref in inner] == [None] * 12
+        train(model, first)
+    assert outer.freed.freed_bytes == 3 * nbytes(model.parameters()) + 16
+
+
+def test_an_optimizer_that_goes_on_from_a_checkpoint_is_one_of_the_stage():
+    model = network()
+    before = torch.optim.AdamW(model.parameters())
+    train(model, before)
+    with runtime.stage("head"):
+        resumed = torch.optim.AdamW(model.parameters())
+        resumed.load_state_dict(copy.deepcopy(before.state_dict()))
+        train(model, resumed)
+        tensors = state_of(resumed)
+    assert [ref() for ref in tensors] == [None] * 12
+    assert len(before.state) == 4
 
 
 def test_a_stage_that_fails_is_freed_too():
