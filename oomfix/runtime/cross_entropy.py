@@ -1,12 +1,10 @@
 """Cross entropy over many classes without the copies: a few rows of logits at a time."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from oomfix.runtime import compat
@@ -48,9 +46,10 @@ def chunked_cross_entropy(
 
     For a language model shift the targets, not the logits (`pad(ids[:, 1:], (0, 1), value=-100)`): a slice of the
     logits would be copied. Values and gradients differ from torch's by rounding. The mean without class weights is
-    reduced by torch's own NLL loss, where `memory.forward_backward` reads what it divides by. Second derivatives are
-    not to be had. GPT-2 124M with 16 x 1024 tokens under bf16 peaks at 17.35 GiB instead of 23.42 (simulated A100);
-    on a CPU a smaller version takes 1.05 times as long (bench/results/techniques-cpu.md).
+    reduced by torch's own NLL loss, where `memory.forward_backward` reads what it divides by. A gradient that is to be
+    differentiated again (`create_graph=True`) takes torch's memory. GPT-2 124M with 16 x 1024 tokens under bf16 peaks
+    at 17.35 GiB instead of 23.42 (simulated A100); on a CPU a smaller version takes 1.05 times as long
+    (bench/results/techniques-cpu.md).
     """
     _check(logits, target, weight, reduction, label_smoothing, rows)
     classes = logits.shape[-1]
@@ -99,7 +98,7 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", without its kernels.
     """
     features = hidden.shape[-1] if hidden.dim() else 0
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != features:
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != features or not len(linear_weight):
         raise ValueError(
             f"linear_weight: got shape {tuple(linear_weight.shape)}, expected [classes, {features}], the last "
             f"dimension of hidden"
@@ -182,9 +181,12 @@ class _FromLogits(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
         logits, target, normaliser = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            (alias,) = _aliases(logits)
+            losses, _ = ctx.spec.losses(alias.to(_precise(logits)), target)
+            return *_with_a_graph(losses, [alias], ctx.needs_input_grad, upstream), None, None
         gradient = torch.empty_like(logits)
         for into, chunk, *rest in _chunks(ctx.spec.rows, gradient, logits, target, normaliser, upstream):
             # a copy, which the gradient is written over
@@ -217,10 +219,15 @@ class _FromHidden(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # type: ignore[override]
         hidden, weight, bias, target, normaliser = ctx.saved_tensors
         precise, dtype = _precise(hidden), ctx.dtype
+        if torch.is_grad_enabled():
+            inputs = _aliases(hidden, weight, bias)
+            with torch.autocast(hidden.device.type, enabled=False):
+                logits = _logits(inputs[0].to(dtype), inputs[1].to(dtype), inputs[2], precise)
+            losses, _ = ctx.spec.losses(logits, target)
+            return *_with_a_graph(losses, inputs, ctx.needs_input_grad, upstream), None, None
         of_hidden, of_weight, of_bias = (
             torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, precise)) if wanted else None
             for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
@@ -243,6 +250,20 @@ class _FromHidden(torch.autograd.Function):
                 of_weight += gradient.T @ chunk
         wanted = zip((of_hidden, of_weight, of_bias), (hidden, weight, bias), strict=True)
         return *(None if g is None else g.to(tensor.dtype) for g, tensor in wanted), None, None
+
+
+def _aliases(*tensors: torch.Tensor | None) -> list[Any]:
+    """Each apart, though two may be the same tensor."""
+    return [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+
+
+def _with_a_graph(
+    losses: torch.Tensor, inputs: list[Any], wanted: Sequence[bool], upstream: torch.Tensor
+) -> Iterator[torch.Tensor | None]:
+    """Gradients of `losses` that can be differentiated again; None where `wanted` says so."""
+    chosen = [tensor for tensor, is_wanted in zip(inputs, wanted, strict=False) if is_wanted]
+    found = iter(torch.autograd.grad(losses, chosen, upstream, create_graph=True))
+    return (next(found) if is_wanted else None for _, is_wanted in zip(inputs, wanted, strict=False))
 
 
 def _chunks(rows: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -289,8 +310,10 @@ def _check(
     rows: int | None,
     classes: int | None = None,
 ) -> None:
-    if not values.is_floating_point() or values.dim() < 1:
-        raise ValueError(f"input: got {values.dtype} of shape {tuple(values.shape)}, expected floats [..., n]")
+    if not values.is_floating_point() or values.dim() < 1 or not values.shape[-1]:
+        raise ValueError(
+            f"input: got {values.dtype} of shape {tuple(values.shape)}, expected floats [..., n] of one class or more"
+        )
     if target.dtype != torch.int64 or target.shape != values.shape[:-1]:
         raise ValueError(
             f"target: got {target.dtype} of shape {tuple(target.shape)}, expected class numbers (int64) of shape "
@@ -299,9 +322,11 @@ def _check(
     classes = values.shape[-1] if classes is None else classes
     if weight is not None and weight.shape != (classes,):
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected [{classes}], one per class")
+    if weight is not None and weight.requires_grad:
+        raise ValueError("weight: got one that requires a gradient, expected constants: weight.detach()")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction: got {reduction!r}, expected 'mean', 'sum' or 'none'")
-    if not 0 <= smoothing <= 1 or math.isnan(smoothing):
+    if not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
         raise ValueError(f"label_smoothing: got {smoothing!r}, expected a share from 0 to 1")
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         raise ValueError(f"rows: got {rows!r}, expected a whole number of at least 1, or None")

@@ -56,6 +56,21 @@ def test_the_loss_and_its_gradient_are_those_of_torch(data, options):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-15)
 
 
+def test_what_differentiates_a_gradient_is_that_of_torch(data):
+    logits, target = data
+
+    def penalised():
+        loss = F.cross_entropy(logits, target)
+        (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+        return torch.autograd.grad(loss + gradient.square().sum(), logits)[0]
+
+    expected = penalised()
+    context = ChunkedLosses()
+    with context:
+        found = penalised()
+    assert context.saved_bytes and torch.allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
 def weighted(logits, target):
     return F.cross_entropy(logits, target.clamp(min=0), weight=torch.rand(CLASSES, dtype=logits.dtype))
 

@@ -82,6 +82,31 @@ def test_tokens_need_not_be_flattened():
     assert each.shape == (4, 5)
 
 
+def second_derivatives(loss, leaves):
+    first = torch.autograd.grad(loss.sum(), leaves, create_graph=True)
+    return torch.autograd.grad(loss.sum() + sum(gradient.square().sum() for gradient in first), leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_gradients_that_are_differentiated_again_are_torchs(kind):
+    """A gradient penalty, or an inner step that is learned through."""
+    hidden, layer, target = problem()
+    options, leaves = settings(kind, torch.float64), (hidden, layer.weight, layer.bias)
+    expected = second_derivatives(functional.cross_entropy(layer(hidden), target, **options), leaves)
+    chunked = runtime.chunked_cross_entropy(layer(hidden), target, rows=7, **options)
+    assert_close(second_derivatives(chunked, leaves), expected, 1e-12)
+    linear = runtime.linear_cross_entropy(hidden, layer.weight, target, linear_bias=layer.bias, rows=7, **options)
+    assert_close(second_derivatives(linear, leaves), expected, 1e-12)
+
+
+def test_a_frozen_head_is_differentiated_again_too():
+    hidden, layer, target = problem()
+    layer.requires_grad_(False)
+    expected = second_derivatives(functional.cross_entropy(layer(hidden), target), [hidden])
+    found = runtime.linear_cross_entropy(hidden, layer.weight, target, linear_bias=layer.bias, rows=7)
+    assert_close(second_derivatives(found, [hidden]), expected, 1e-12)
+
+
 def test_a_frozen_head_gets_no_gradient():
     hidden, layer, target = problem()
     layer.requires_grad_(False)
@@ -177,8 +202,10 @@ def test_split_by_the_manager_padded_gradients_are_those_of_the_batch(loss, rela
         ({"target": torch.zeros(3, dtype=torch.int64)}, "target: got torch.int64 of shape"),
         ({"target": torch.zeros(23)}, "target: got torch.float32"),
         ({"weight": torch.ones(5)}, "weight: got shape"),
+        ({"weight": torch.ones(13, requires_grad=True)}, "weight: got one that requires a gradient"),
         ({"reduction": "max"}, "reduction: got 'max'"),
         ({"label_smoothing": 1.5}, "label_smoothing: got 1.5"),
+        ({"label_smoothing": "much"}, "label_smoothing: got 'much'"),
         ({"rows": 0}, "rows: got 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -198,6 +225,15 @@ def test_a_head_of_another_width_is_refused():
         runtime.linear_cross_entropy(hidden, torch.zeros(13, 9), target)
     with pytest.raises(ValueError, match="linear_bias: got shape"):
         runtime.linear_cross_entropy(hidden, torch.zeros(13, 8), target, linear_bias=torch.zeros(8))
+
+
+def test_no_classes_are_refused():
+    with pytest.raises(
+        ValueError, match=r"input: got torch.float32 of shape \(3, 0\), expected .* of one class or more"
+    ):
+        runtime.chunked_cross_entropy(torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"linear_weight: got shape \(0, 8\)"):
+        runtime.linear_cross_entropy(torch.zeros(3, 8), torch.zeros(0, 8), torch.zeros(3, dtype=torch.int64))
 
 
 def test_an_empty_batch_is_torchs_too():
