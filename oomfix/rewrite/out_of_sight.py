@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import FunctionNode, Scope
 from oomfix.script import Script
+from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import path_of
 from oomfix.script.nodes import children, walk
 
@@ -16,7 +18,8 @@ _WRAPPING = frozenset(
     "torch.compile torch.jit.script torch.nn.DataParallel torch.nn.parallel.DataParallel copy.deepcopy "
     "torch.nn.parallel.DistributedDataParallel torch.nn.SyncBatchNorm.convert_sync_batchnorm".split()
 )
-_BUILTIN = frozenset("print isinstance issubclass type id len str repr hasattr getattr setattr callable list".split())
+_LOOKING_ON = ("torch.", "torchinfo.", "torchsummary.", "thop.", "copy.", "pickle.", "wandb.")
+"""Packages that save, clip, step, count or draw what they are given, and attack nothing; but for `torch.autograd`."""
 _OF_PARAMETERS = frozenset({"parameters", "named_parameters"})
 
 
@@ -93,15 +96,8 @@ class OutOfSight:
             for call in self._calls:
                 names |= set(self._names_through(call))
             for assignment in self._assignments:
-                targets = [path_of(target) for target in assignment.targets]
-                value = assignment.value
-                if self._is_network(value) or (
-                    isinstance(value, ast.Call) and any(map(self._is_network, _given(value)))
-                ):
-                    names.update(target for target in targets if target is not None)
-                if any(map(self._is_network, assignment.targets)):
-                    inner = _given(value) if isinstance(value, ast.Call) and self._wraps(value) else (value,)
-                    names.update(path for path in map(path_of, inner) if path is not None)
+                for target in assignment.targets:
+                    names |= set(self._names_by(target, assignment.value))
             if len(names) == known:
                 return names
 
@@ -114,6 +110,30 @@ class OutOfSight:
                     yield argument.arg
                 elif argument.arg in self._names and path is not None:
                     yield path
+
+    def _names_by(self, target: ast.expr, value: ast.expr) -> Iterator[str]:
+        """What an assignment calls the network, or what it makes it of."""
+        path = path_of(target)
+        if path is not None and self._is_network(target):
+            inner = _given(value) if isinstance(value, ast.Call) and self._wraps(value) else (value,)
+            yield from (path for path in map(path_of, inner) if path is not None)
+        for returned in self._returned(value):
+            if path is not None and self._is_network(returned):
+                yield path
+            elif isinstance(target, ast.Tuple) and isinstance(returned, ast.Tuple):
+                for place, part in zip(target.elts, returned.elts, strict=False):
+                    yield from self._names_by(place, part)
+
+    def _returned(self, value: ast.expr) -> Iterator[ast.expr]:
+        """What a value may be: what the functions of the file return, what their classes are given."""
+        if not isinstance(value, ast.Call):
+            yield value
+            return
+        yield from _given(value) if self._wraps(value) else ()
+        for function in self._meant(value):
+            if function.name == "__init__":
+                yield from _given(value)
+            yield from (node.value for node in walk(function) if isinstance(node, ast.Return) and node.value)
 
     def _meant(self, call: ast.Call) -> list[FunctionNode]:
         """The functions of the file that a call may run; of a class, what makes its objects."""
@@ -128,9 +148,11 @@ class OutOfSight:
         if self._meant(call) or self._wraps(call):
             return True
         qualified = self._imports.qualified(call.func)
-        if qualified and all(name.startswith("torch.") and not name.startswith("torch.autograd") for name in qualified):
-            return True  # torch saves, clips and optimizes; it attacks nothing
-        return isinstance(call.func, ast.Name) and call.func.id in _BUILTIN
+        if qualified:
+            return all(name.startswith(_LOOKING_ON) and not name.startswith("torch.autograd") for name in qualified)
+        if isinstance(call.func, ast.Attribute):
+            return isinstance(call.func.value, ast.Constant)  # `"...".format(model)`
+        return isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)
 
     def _is_network(self, value: ast.expr) -> bool:
         """Whether a value is the network, a part of it, or holds it; what it computes is not."""
@@ -138,7 +160,9 @@ class OutOfSight:
         if path == "self":
             return any(name.split(".")[0] == "self" for name in self._names)
         if path is not None:
-            return any(path == name or path.startswith(f"{name}.") for name in self._names - {"self"})
+            part = looks_like_module(path.rpartition(".")[2])
+            names = self._names - {"self"}
+            return path in names or (part and any(path.startswith(f"{name}.") for name in names))
         if isinstance(value, ast.Call):
             return self._wraps(value) and any(map(self._is_network, _given(value)))
         if isinstance(value, ast.Lambda):

@@ -172,6 +172,12 @@ class Best:
     def keep(self):
         torch.save(self.net, io.BytesIO())
 
+def report(score):
+    print("score", score)
+
+def validated(net):
+    return net, validate(net)
+
 best = Best(model)
 for epoch in range(2):
     for x, y in loader:
@@ -193,6 +199,8 @@ for epoch in range(2):
         "average = copy.deepcopy(model)",
         "print(type(model), isinstance(model, nn.Module))",
         "wrapped = nn.DataParallel(model)",
+        "score = validate(model); report(score)",
+        "print('{}'.format(sum(p.numel() for p in model.parameters())), 'x'.join([str(model)]))",
     ],
 )
 def test_a_reset_goes_where_all_that_is_given_the_network_is_in_sight(behind):
@@ -214,6 +222,8 @@ def test_a_reset_goes_where_all_that_is_given_the_network_is_in_sight(behind):
         "validate_elsewhere(best)",
         "validate_elsewhere(best.net)",
         "copies = [model]\n    validate_elsewhere(copies)",
+        "wrapped = nn.DataParallel(model)\n    validate_elsewhere(wrapped)",
+        "net, score = validated(model)\n    validate_elsewhere(net)",
     ],
 )
 def test_a_reset_stays_where_another_file_is_given_the_network(behind):
@@ -266,3 +276,8 @@ def test_a_reset_stays_where_the_network_comes_from_another_file():
     )
     assert "zero_grad()" in rewritten(f"import torch\n\n{trainer}").text
     assert "zero_grad" not in rewritten(f"import torch\n\n{trainer}\nTrainer(torch.nn.Linear(4, 2)).train([])\n").text
+
+
+def test_gradients_stay_for_what_says_that_it_reads_them_once_an_epoch():
+    text = "from elsewhere import plot_gradients\n" + TOP + EPOCHS.replace("BEHIND", "plot_gradients(model)")
+    assert "memory.step(optimizer, zero_grad=False)" in rewritten(text).text
