@@ -1,5 +1,8 @@
 """Attention that never keeps its probabilities, whichever kernels there are."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -62,23 +65,15 @@ def attention(
             found = functional.scaled_dot_product_attention(*of_four, mask, dropout, causal, scale=scale)
             return found.view(found.shape[len(missing) :])
         rows = _rows_for(query, key)
+    attend: Callable[..., torch.Tensor] = functools.partial(functional.scaled_dot_product_attention, scale=scale)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, mask)):
+        attend = functools.partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=dropout > 0)
     blocks = []
-    for start in range(0, query.shape[-2], rows):
+    for start in range(0, max(query.shape[-2], 1), rows):
         stop = min(start + rows, query.shape[-2])
         seen = min(stop, key.shape[-2]) if causal else key.shape[-2]
-        blocks.append(
-            checkpoint(
-                functional.scaled_dot_product_attention,
-                query[..., start:stop, :],
-                key[..., :seen, :],
-                value[..., :seen, :],
-                _causal_mask(start, stop, seen, query.device) if causal else _mask_rows(mask, start, stop),
-                dropout,
-                scale=scale,
-                use_reentrant=False,
-                preserve_rng_state=dropout > 0,
-            )
-        )
+        allowed = _causal_mask(start, stop, seen, query.device) if causal else _mask_rows(mask, start, stop)
+        blocks.append(attend(query[..., start:stop, :], key[..., :seen, :], value[..., :seen, :], allowed, dropout))
     return torch.cat(blocks, dim=-2)
 
 
@@ -114,7 +109,13 @@ def _check(
         raise ValueError(f"value: got {value.shape[-2]} tokens, expected {key.shape[-2]}, as many as key has")
     if mask is not None and causal:
         raise ValueError("mask: got one together with causal=True, expected one of them; write both into the mask")
+    if mask is not None:
+        tokens = (key.shape[-2], query.shape[-2])
+        # a block would take what rows there are for its own
+        if any(n not in (1, count) for n, count in zip(reversed(mask.shape), tokens, strict=False)):
+            expected = f"one to be broadcast to [..., {tokens[1]}, {tokens[0]}]"
+            raise ValueError(f"mask: got {tuple(mask.shape)}, expected {expected}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout: got {dropout!r}, expected a probability from 0 to below 1")
-    if rows is not None and (not isinstance(rows, int) or rows < 1):
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         raise ValueError(f"rows: got {rows!r}, expected a whole number above 0, or None")

@@ -58,7 +58,7 @@ def encode_in_chunks(
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows: got {rows!r}, expected a whole number of samples, at least 1")
     cut = Batch(batch, named, batch_size)
-    chunks = balanced(cut.size, math.ceil(cut.size / rows))
+    chunks = balanced(cut.size, max(1, math.ceil(cut.size / rows)))
     if not torch.is_grad_enabled():
         return _concatenated([_checked(encode, cut, start, stop) for start, stop in chunks])
     modules = nn.ModuleList(dict.fromkeys(reachable_modules(encode, (batch, named))))
@@ -91,14 +91,14 @@ def contrastive_loss(
         The mean of the two cross entropies, a scalar in fp32 (float64 for float64 embeddings).
 
     Raises:
-        ValueError: the shapes differ, or are not [samples, features].
+        ValueError: the shapes differ, are not [samples, features], or hold no sample.
 
     Source: Radford et al. 2021, "Learning Transferable Visual Models From Natural Language Supervision".
     """
-    if first.shape != second.shape or first.dim() != 2:
+    if first.shape != second.shape or first.dim() != 2 or not len(first):
         raise ValueError(
             f"first, second: got shapes {tuple(first.shape)} and {tuple(second.shape)}, expected the same "
-            "[samples, features]"
+            "[samples, features], of one sample or more"
         )
     own = torch.arange(len(first), device=first.device)
     scaled = first * scale

@@ -116,6 +116,22 @@ def test_dropout_is_drawn_again_in_backward():
     assert float(((found - whole).norm() / whole.norm()).detach()) > 0.5
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("shape", [(0, 2, 6, 4), (3, 2, 0, 4)], ids=["samples", "queries"])
+def test_what_is_empty_stays_empty(shape, rows):
+    query, key = torch.randn(shape, requires_grad=True), torch.randn(*shape[:2], 6, 4)
+    found = runtime.attention(query, key, key, rows=rows)
+    assert found.shape == query.shape
+    found.sum().backward()
+    assert query.grad.shape == query.shape
+
+
+def test_blocks_compile_where_nothing_asks_for_gradients():
+    query = torch.randn(2, 3, 8, 4)
+    compiled = torch.compile(lambda query: runtime.attention(query, query, query, rows=3), backend="aot_eager")
+    assert torch.allclose(compiled(query), runtime.attention(query, query, query))
+
+
 @pytest.mark.parametrize(("card", "fits"), [("a100-80gb", True), ("t4", False)])
 def test_a_card_without_a_kernel_gets_blocks(card, fits):
     """bf16 has a memory-efficient kernel from Ampere on."""
@@ -137,9 +153,13 @@ def test_mistakes_are_named():
         ((query[0, 0], key, value), {}, "query: got (4,)"),
         ((query.long(), key, value), {}, "query: got (2, 7, 4) of torch.int64"),
         ((query, key, value, MASKS["boolean"]), {"causal": True}, "mask: got one together with causal=True"),
+        ((query, key, value, torch.zeros(5, 9)), {"rows": 4}, "mask: got (5, 9), expected one to be broadcast to"),
+        ((query, key, value, torch.zeros(14, 9)), {"rows": 4}, "mask: got (14, 9)"),
+        ((query, key, value, torch.zeros(7, 8)), {}, "broadcast to [..., 7, 9]"),
         ((query, key, value), {"dropout": 1.0}, "dropout: got 1.0"),
         ((query, key, value), {"rows": 0}, "rows: got 0"),
         ((query, key, value), {"rows": 2.5}, "rows: got 2.5"),
+        ((query, key, value), {"rows": True}, "rows: got True"),
     ):
         with pytest.raises(ValueError, match=r".*") as error:
             runtime.attention(*arguments, **options)

@@ -164,6 +164,14 @@ def test_containers_come_back_whole():
     assert torch.equal(found["both"][0], x) and torch.equal(found["both"][1], -x)
 
 
+def test_a_batch_without_samples_comes_back_empty():
+    model = TwoTowers()
+    found = runtime.encode_in_chunks(model.encode_image, torch.randn(0, 12), rows=4)
+    assert found.shape == (0, 8)
+    found.sum().backward()
+    assert not model.image[0].weight.grad.any()
+
+
 def test_without_gradients_nothing_is_run_twice():
     calls = []
     with torch.no_grad():
@@ -214,6 +222,11 @@ def test_clip_from_transformers():
     gradients = list(zip(model.parameters(), reference.parameters(), strict=True))
     largest = max(float(expected.grad.abs().max()) for _, expected in gradients)
     assert max(float((found.grad - expected.grad).abs().max()) for found, expected in gradients) < 1e-12 * largest
+
+
+def test_no_samples_have_no_contrastive_loss():
+    with pytest.raises(ValueError, match=r"first, second: got shapes \(0, 8\) and \(0, 8\), .* of one sample or more"):
+        runtime.contrastive_loss(torch.zeros(0, 8), torch.zeros(0, 8))
 
 
 def test_mistakes_are_named():
