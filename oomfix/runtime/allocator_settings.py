@@ -34,12 +34,11 @@ def configure_allocator(
     too where that is set already). Afterwards it tells the running allocator, which applies settings to the
     segments that it makes from then on; so call it first. CUDA is not started.
     """
-    if max_split_size_mb is not None and max_split_size_mb <= 20:
+    if max_split_size_mb is not None and not (isinstance(max_split_size_mb, int) and max_split_size_mb > 20):
         raise ValueError(f"max_split_size_mb: got {max_split_size_mb!r}, expected more than 20 (MiB)")
-    if garbage_collection_threshold is not None and not 0 < garbage_collection_threshold < 1:
-        raise ValueError(
-            f"garbage_collection_threshold: got {garbage_collection_threshold!r}, expected a share between 0 and 1"
-        )
+    threshold = garbage_collection_threshold
+    if threshold is not None and not (isinstance(threshold, float) and 0 < threshold < 1):
+        raise ValueError(f"garbage_collection_threshold: got {threshold!r}, expected a share between 0 and 1")
     asked = {
         "expandable_segments": expandable_segments,
         "max_split_size_mb": max_split_size_mb,
@@ -73,7 +72,7 @@ def memory_fraction(share: float, device: int | torch.device | None = None) -> N
 
     CUDA is not started: before it runs, the limit waits until it does.
     """
-    if not 0 < share <= 1:
+    if not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(f"share: got {share!r}, expected a share above 0, at most 1")
     torch.cuda._lazy_call(lambda: torch.cuda.set_per_process_memory_fraction(share, device))  # type: ignore[no-untyped-call]
 

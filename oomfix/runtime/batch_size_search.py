@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from oomfix.runtime import trees
+from oomfix.runtime.arguments import shown
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 from oomfix.runtime.random_state import RandomState
 
@@ -48,6 +49,7 @@ def find_batch_size(
 
     Raises:
         DoesNotFitError: not even `multiple_of` samples fit.
+        TypeError: `run` is no function, or something in `restore` has no state.
         ValueError: a number out of its range.
 
     A larger batch trains differently. Where the batch size is part of a recipe, keep it and let
@@ -58,7 +60,19 @@ def find_batch_size(
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
     if most < multiple_of:
         raise ValueError(f"most: got {most!r}, expected at least multiple_of, {multiple_of}")
+    if not callable(run):
+        raise TypeError(
+            f"run: got {shown(run)}, expected a function that makes one training step with a batch of a given size"
+        )
+    if not isinstance(restore, Iterable) or isinstance(restore, nn.Module):
+        raise TypeError(f"restore: got {shown(restore)}, expected a list of models and optimizers")
     restore = list(restore)
+    for thing in restore:
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise TypeError(
+                f"restore: got {shown(thing)} in it, expected models and optimizers, with state_dict and "
+                "load_state_dict"
+            )
     kept = [(thing, copy.deepcopy(trees.map_leaves(_on_host, thing.state_dict()))) for thing in restore]
     generators = RandomState()
     try:

@@ -40,7 +40,7 @@ class CacheJanitor:
     """
 
     def __init__(self, unused_share: float = 0.3, every: int = 100, device: int | torch.device | None = None) -> None:
-        if not 0 < unused_share < 1:
+        if not isinstance(unused_share, int | float) or not 0 < unused_share < 1:
             raise ValueError(f"unused_share: got {unused_share!r}, expected a share between 0 and 1")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every: got {every!r}, expected a whole number of steps, at least 1")

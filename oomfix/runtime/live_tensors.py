@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from oomfix.runtime import simulation, trees
+from oomfix.runtime.arguments import shown
 from oomfix.runtime.origins import is_users, live_origins
 
 _MIB = 2**20
@@ -109,12 +110,15 @@ def oom_report(error: BaseException | None = None, *, top: int = 10, device_type
         device_type: which tensors count; None: those on the GPU if CUDA runs, else all.
 
     Raises:
+        TypeError: `error` is no exception.
         ValueError: `top` is below 1.
 
     Looks at every object of the process, which takes up to seconds: not for every step.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise ValueError(f"top: got {top!r}, expected a whole number of at least 1")
+    if error is not None and not isinstance(error, BaseException):
+        raise TypeError(f"error: got {shown(error)}, expected the exception, or None")
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if device_type is None and on_cuda:
         device_type = "cuda"

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from oomfix.runtime import compat
+from oomfix.runtime.arguments import shown
 
 Step = Literal["fused", "for-loop", "as it was"]
 
@@ -32,11 +33,16 @@ def use_lean_step(optimizer: torch.optim.Optimizer) -> Step:
         where it has none, or is asked for something (`differentiable`, `capturable`) that excludes it;
         "as it was" for optimizers without such a choice.
 
+    Raises:
+        TypeError: `optimizer` is none.
+
     The forms differ by rounding. It saves where the step is the peak, in training with few
     activations: GPT-2 124M on one sample of 128 tokens peaks at 2.17 GiB instead of 2.34, and not at all at batch 16
     of 1024 tokens (simulated A100); on a CPU a smaller version takes 0.77 times as long
     (bench/results/techniques-cpu.md).
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer: got {shown(optimizer)}, expected a torch optimizer")
     groups = optimizer.param_groups
     if not type(optimizer).__module__.startswith("torch.optim") or not all("foreach" in group for group in groups):
         return "as it was"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from oomfix.runtime import trees
+from oomfix.runtime.arguments import shown
 from oomfix.runtime.oom import free_what_is_left
 
 _log = logging.getLogger("oomfix")
@@ -109,8 +110,13 @@ def stage(name: str, keep: Iterable[torch.optim.Optimizer] = ()) -> Iterator[Sta
         name: for the log.
         keep: optimizers that outlive the stage.
 
+    Raises:
+        TypeError: `keep` is no list of them.
+
     An error in the stage frees them too. A stage inside a stage frees its own.
     """
+    if not isinstance(keep, Iterable):
+        raise TypeError(f"keep: got {shown(keep)}, expected a list of optimizers")
     current = Stage(name)
     current._older.update(keep)
     current._older.update(

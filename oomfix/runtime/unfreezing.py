@@ -1,8 +1,11 @@
 """Progressive unfreezing: parts of a model begin to train at given epochs, so that memory grows by phases."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import SupportsIndex
 
 from torch import nn
+
+from oomfix.runtime.arguments import shown
 
 
 class ProgressiveUnfreezing:
@@ -24,6 +27,7 @@ class ProgressiveUnfreezing:
             it). A parameter named twice trains from the earlier epoch.
 
     Raises:
+        TypeError: `model` is no module, or `phases` no mapping.
         ValueError: a name that `model` does not have, or an epoch below 0.
 
     BatchNorm in a frozen part goes on updating its statistics in training mode, as torch does.
@@ -33,6 +37,10 @@ class ProgressiveUnfreezing:
     """
 
     def __init__(self, model: nn.Module, phases: Mapping[int, Sequence[str]]) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: got {shown(model)}, expected a torch.nn.Module")
+        if not isinstance(phases, Mapping):
+            raise TypeError(f"phases: got {shown(phases)}, expected a mapping of epochs to lists of names")
         self._phases: dict[int, list[nn.Parameter]] = {}
         for epoch in sorted(phases):
             if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
@@ -50,7 +58,12 @@ class ProgressiveUnfreezing:
 
         Returns:
             The parameters that began to train with this call.
+
+        Raises:
+            TypeError: `epoch` is no whole number.
         """
+        if not isinstance(epoch, SupportsIndex):
+            raise TypeError(f"epoch: got {shown(epoch)}, expected a whole number")
         due = [parameter for first, parameters in self._phases.items() if first <= epoch for parameter in parameters]
         new = [parameter for parameter in dict.fromkeys(due) if not parameter.requires_grad]
         for parameter in new:
