@@ -91,7 +91,10 @@ class Signature:
         return found - ahead - lift.site.bound_before
 
     def _find_deletes(self, lift: Lift, unread: set[str]) -> set[str]:
-        """Note the `del` of names that nothing else reads; returns the names that have to stay for their `del`."""
+        """Note the `del` of names that nothing else reads; returns the names that have to stay for their `del`.
+
+        One between the slice and its backward goes where all that it deletes lives in the function now.
+        """
         loop, scope = lift.site.iteration, lift.site.scope
         inside = {id(node) for statement in (loop or scope).body for node in nodes_of_scope(statement)}
         moved = {id(node) for statement in (*lift.lifted, *lift.after) for node in nodes_of_scope(statement)}
@@ -105,7 +108,11 @@ class Signature:
         for node in nodes_of_scope_body(scope):
             if isinstance(node, ast.Delete):
                 names = {target.id for target in node.targets if isinstance(target, ast.Name)} & unread
-                if id(node) in inside and id(node) not in moved:
+                if node in lift.after and len(names - rebound) == len(node.targets):
+                    lift.after.remove(node)
+                elif id(node) in moved:
+                    kept |= names
+                elif id(node) in inside:
                     kept |= names & rebound
                     lift.deletes[node] = names - rebound
                 else:

@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 
-from tests.rewrite.small_loops import apply, loop_of
+from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+from tests.rewrite.small_loops import TOP, apply, loop_of
 
 
 def test_the_slice_becomes_a_function_and_what_stood_between_follows_the_call():
@@ -167,6 +168,36 @@ def test_names_that_are_only_deleted_leave_the_del():
         """)
     assert "        return loss\n" in text
     assert text.endswith("    print(loss.item())\n    del loss, x\n")
+
+
+@pytest.mark.parametrize(
+    ("deleting", "left"),
+    [
+        ("del out", False),
+        ("del out, scores", False),
+        ("# no longer needed\n    del (out)", False),
+        ("del out, x", True),
+        ("del x", True),
+        ("if len(x) > 5: del out", True),
+        ("for n in range(1): del out", True),
+    ],
+)
+def test_names_may_be_deleted_between_the_loss_and_its_backward(deleting, left):
+    text = f"""\
+for x, y in loader * 2:
+    optimizer.zero_grad()
+    out = model(x)
+    scores = out.log_softmax(1)
+    loss = F.nll_loss(scores, y)
+    {deleting}
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+    after = rewritten(TOP + text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert (" del " in after.text) is left
+    assert_same_bits(run(TOP + text), run(after.text, preset="off"))
 
 
 def test_a_name_deleted_behind_the_loop_is_still_there():
