@@ -184,6 +184,11 @@ def switches_mode(node: ast.AST) -> bool:
     )
 
 
+def keeps_gradients(node: ast.AST) -> bool:
+    """Whether a node asks for the gradient of something computed, which a backward then leaves there or gives away."""
+    return any(last_name(call) in ("retain_grad", "register_hook") for call in calls_in(node))
+
+
 def may_reset_gradients(statement: ast.stmt) -> bool:
     """Whether a statement resets gradients, or calls for its effect something that might."""
     if any("grad" in last_name(call) and "no_grad" not in last_name(call) for call in calls_in(statement)):

@@ -217,6 +217,8 @@ class Slicer:
             raise CannotLift(f"line {line} switches layers or gradients on the way to the loss")
         if self._helpers.fetch(statement):
             raise CannotLift(f"line {line} fetches a batch on the way to the loss, and would do so for every part")
+        if effects.keeps_gradients(statement):
+            raise CannotLift(f"line {line} keeps a gradient on the way to the loss, which would be one of a part")
         for node in nodes_of_scope(statement):
             if isinstance(node, ast.Delete | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.ClassDef):
                 raise CannotLift(f"line {node.lineno} holds `{type(node).__name__.lower()}` on the way to the loss")

@@ -694,3 +694,28 @@ def test_a_batch_that_may_be_an_object_of_a_kind_that_is_not_cut_is_named(networ
     (loop,) = rewritten(TOP + body).loops
     assert loop.rewrite == "micro-batched"
     assert [note.startswith(told or "") for note in loop.notes] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"),
+    [
+        ("out.retain_grad()", "out.grad.abs().sum().item()"),
+        ("out.register_hook(lambda gradient: kept.append(gradient.abs().sum().item()))", "kept[-1]"),
+    ],
+)
+def test_a_gradient_that_is_kept_of_an_output_is_that_of_the_whole_batch(asked, read):
+    text = f"""\
+kept = []
+for x, y in loader * 3:
+    optimizer.zero_grad()
+    out = model(x)
+    {asked}
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+    optimizer.step()
+    print({read})
+"""
+    after = rewritten(TOP + text, micro_batches=3)
+    reason = "line 12 keeps a gradient on the way to the loss, which would be one of a part"
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("in-place", reason)]
+    assert_same_bits(run(TOP + text), run(after.text))
