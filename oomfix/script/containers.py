@@ -10,6 +10,7 @@ from oomfix.script.contexts_by_hand import ContextsByHand
 from oomfix.script.named_like import looks_like_logging
 from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.values import (
+    MISSING,
     NONE,
     NUMBER,
     UNKNOWN,
@@ -64,9 +65,11 @@ class Containers(ContextsByHand):
 
     def _put(self, node: ast.Call, target: ast.expr, receiver: Value, given: list[Value]) -> None:
         content = combine(given)
-        if not content.graph:
-            return
         binding = self.binding_of(target)
+        if not content.graph:
+            if binding is not None and _lists_constants(receiver):
+                self.assign(target, Value(Kind.CONTAINER), binding.statement, binding.loops)
+            return
         loops = binding.loops if binding is not None else self._loops_of_root(target)
         value = given[len(node.args) - 1]
         kept = self.keep(node, path_of(target) or ast.unparse(target), node.args[-1], value, "store", loops)
@@ -122,3 +125,8 @@ class Containers(ContextsByHand):
         place = left_by_methods(node.func.value) if isinstance(node.func, ast.Attribute) else None
         binding = self.binding_of(place) if place is not None else None
         return UNKNOWN if binding is None else binding.value
+
+
+def _lists_constants(value: Value) -> bool:
+    """`["train", "val"]`, all of which is known as long as nothing is added."""
+    return bool(value.items) and all(item.constant is not MISSING for item in value.items or ())

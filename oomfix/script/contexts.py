@@ -90,15 +90,6 @@ def autocast_under(effects: frozenset[str], autocast: Autocast | None) -> Autoca
     return autocast
 
 
-def is_literal_loop(node: ast.expr) -> list[Value] | None:
-    """The values of `for phase in ["train", "val"]`: two to four literals; None for any other iterable."""
-    if isinstance(node, ast.Tuple | ast.List | ast.Set) and 2 <= len(node.elts) <= 4:
-        elements = [element for element in node.elts if isinstance(element, ast.Constant)]
-        if len(elements) == len(node.elts):
-            return [Value(Kind.NUMBER, constant=element.value) for element in elements]
-    return None
-
-
 def held_elsewhere(path: str | None) -> frozenset[str] | None:
     """What a context out of sight may do, by its name: `with amp_autocast():`, `with ctx:`; None for any other."""
     name = (path or "").rsplit(".", 1)[-1].lower()

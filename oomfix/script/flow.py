@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from oomfix.script.chains import ends_always_taken
-from oomfix.script.contexts import is_literal_loop
 from oomfix.script.core import Path
 from oomfix.script.entering import Entering
 from oomfix.script.freezing import frozen_by
@@ -15,6 +14,7 @@ from oomfix.script.hints import Hints
 from oomfix.script.names import path_of
 from oomfix.script.narrowing import narrowed_by
 from oomfix.script.nodes import walk
+from oomfix.script.phases import Phase, phases_told_apart, phases_written
 from oomfix.script.pieces import pieces_of
 from oomfix.script.sides import asked_by, bound_by, recall, remember
 from oomfix.script.state import Binding, Frame, State
@@ -25,14 +25,11 @@ from oomfix.script.values import (
     Graph,
     Kind,
     Value,
-    constant,
     flatten,
 )
 
 _MAX_WAYS = 30
 """How often a statement is followed on average, before what is left is given up."""
-_MOST_PHASES = 4
-"""A loop over more than these is one over many things alike."""
 
 
 class Flow(Entering):
@@ -189,8 +186,8 @@ class Flow(Entering):
                 end.grad = grad
 
     def _for(self, node: ast.For | ast.AsyncFor) -> None:
-        literals = is_literal_loop(node.iter) or self._phases_told_apart(node)
         source = self.evaluate(node.iter)
+        phases = phases_written(node, source) or phases_told_apart(node, self.frame.function, self.hints)
         if self.loops and self._is_over_parts(node.iter):
             self.trace.loops_over_parts.add(node)
         if flatten(source).graph:
@@ -202,22 +199,13 @@ class Flow(Entering):
                 self.trace.pieces_of_batches.add(node)
         if (frozen := frozen_by(node)) is not None:
             self.freeze(*frozen)
-        if literals is not None:
-            self._rounds_over(node, literals)
+        element = self.element(source)
+        if phases:
+            self._rounds_over(node, element, phases)
         else:
-            element = self.element(source)
             self._loop(node, lambda: self.assign(node.target, element, node))
         if self.frame.state is not None:
             self._block(node.orelse)
-
-    def _phases_told_apart(self, node: ast.For | ast.AsyncFor) -> list[Value] | None:
-        """`for split in splits:` with `if split == "train":` in it: one round trains, and there are others."""
-        function = self.frame.function.node if self.frame.function is not None else None
-        target = node.target.id if isinstance(node.target, ast.Name) else ""
-        told = self.hints.told_apart.get((None if isinstance(function, ast.Lambda) else function, target), set())
-        training = sorted(text for text in told if "train" in text.lower())
-        others = sorted(told.difference(training)) or ["other"]
-        return [constant(text) for text in (*training, *others)][:_MOST_PHASES] if training else None
 
     def _is_over_parts(self, iterable: ast.expr) -> bool:
         """A display, or a list that this very iteration has made, also through `zip` and `enumerate`."""
@@ -247,15 +235,15 @@ class Flow(Entering):
         if self.frame.state is not None:
             self._block(node.orelse)
 
-    def _rounds_over(self, node: ast.For | ast.AsyncFor, values: list[Value]) -> None:
-        """A loop over a few literals (`for phase in ["train", "val"]`) is followed once for each."""
+    def _rounds_over(self, node: ast.For | ast.AsyncFor, element: Value, phases: list[Phase]) -> None:
+        """A loop over a few phases (`for phase in ["train", "val"]`) is followed once for each."""
         way = self.way
-        for index, value in enumerate(values):
+        for index, phase in enumerate(phases):
             self.way = (*way, id(node), index)
-            literal = value.constant
 
-            def bind(literal: Any = literal) -> None:
-                self.assign(node.target, constant(literal), node)
+            def bind(phase: Phase = phase) -> None:
+                self.assign(node.target, element, node)
+                self.assign(phase.target, phase.value, node)
 
             self._round(node, bind)
             if self.frame.state is None:
