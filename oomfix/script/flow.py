@@ -54,6 +54,8 @@ class Flow(Entering):
             self.steps += 1
             self.visited.add(id(statement))
             self.statement = statement
+            if self.loops and isinstance(statement, ast.Raise) and statement is not statements[-1]:
+                continue  # somebody stopped a loop here to look at something; the script is what it was written for
             method = _STATEMENTS.get(type(statement))
             if method is not None:
                 method(self, statement)

@@ -1029,3 +1029,42 @@ def test_what_is_differentiated_by_its_input_is_no_evaluation(report, keeps):
     """
     assert ("OOM201", 6) not in report(code)
     assert ("OOM201", 6) in report(code.replace("torch.autograd.grad(u.sum(), x", "difference(x"))
+
+
+STOPPED = """
+    import torch
+
+    for epoch in range(10):
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            {stop}
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    print(model(first))
+"""
+
+
+@pytest.mark.parametrize(
+    "stop", ["raise Exception", "raise SystemExit('look at the shapes')", "print(loss); raise KeyboardInterrupt"]
+)
+def test_a_raise_left_over_in_a_loop_hides_nothing_behind_it(report, stop):
+    assert report(STOPPED.format(stop=stop)) == [("OOM201", 11)]
+
+
+@pytest.mark.parametrize("stop", ["if loss.isnan(): raise ValueError", "assert loss < 1e3", "pass"])
+def test_a_raise_that_a_test_decides_is_none(report, stop):
+    assert report(STOPPED.format(stop=stop)) == [("OOM201", 11)]
+
+
+def test_what_stands_behind_a_raise_outside_of_loops_never_runs(report):
+    code = """
+        import torch
+
+        def evaluate(model, loader):
+            raise NotImplementedError("moved to evaluation.py")
+            for x, y in loader:
+                print(model(x).argmax(1))
+    """
+    assert report(code) == []
