@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from oomfix.script.as_arrays import gives_arrays
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.values import Kind, Value
@@ -58,6 +59,11 @@ class Function:
     def nodes(self) -> list[ast.AST]:
         """Its node and everything below it, level by level: it is asked about many times."""
         return list(walk(self.node))
+
+    @cached_property
+    def gives_arrays(self) -> bool:
+        """Whether all that it returns are arrays, through which nothing goes back."""
+        return gives_arrays(self.nodes)
 
     @property
     def evaluates(self) -> bool:

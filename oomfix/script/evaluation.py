@@ -7,6 +7,7 @@ import re
 from collections.abc import Hashable
 
 from oomfix.script.acting import acts_in_environment
+from oomfix.script.as_arrays import leaves_as_array
 from oomfix.script.definitions import Function
 from oomfix.script.named_like import looks_like_loss
 from oomfix.script.names import path_of
@@ -16,9 +17,8 @@ from oomfix.script.trace import Forward, Guard, Loop, Site, Trace
 from oomfix.script.windows import is_window_test
 
 _EVALUATION_DATA = re.compile(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECASE)
-_EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev|eval|infer|predict)", re.IGNORECASE)
-
 _AS_NUMBERS = frozenset(("numpy", "tolist", "item"))
+_EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev|eval|infer|predict)", re.IGNORECASE)
 
 
 def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forward]:
@@ -52,7 +52,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
         if (forward.direct or _method(forward) in trained_methods)
         and forward.origin not in needed
         and (
-            (_is_evaluation(forward, training_runs, trained) and not _is_trained_out_of_sight(forward, trace))
+            (_is_evaluation(forward, trace, training_runs, trained) and not _is_trained_out_of_sight(forward, trace))
             or (_is_between_steps(forward, in_training_mode) and not _feeds_a_network(forward, trace))
             or acts_in_environment(forward, trace)
             or _is_a_sample(forward, training_runs, waited_for)
@@ -73,7 +73,9 @@ def _method(forward: Forward) -> Hashable:
     return path, function.owner if function is not None and path.startswith("self.") else None
 
 
-def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tuple[int, Hashable]]) -> bool:
+def _is_evaluation(
+    forward: Forward, trace: Trace, training_runs: set[int], trained: list[tuple[int, Hashable]]
+) -> bool:
     site = forward.site
     # An action may leave with its log probability, and a loss out of sight go back through that.
     acted = forward.escaped and any(function.acts for function in site.functions)
@@ -91,7 +93,7 @@ def _is_evaluation(forward: Forward, training_runs: set[int], trained: list[tupl
     if forward.made_for_evaluation:
         return True
     within_training = any(run in training_runs for run in site.runs[:-1])
-    if not within_training and _is_returned_as_array(forward):
+    if not within_training and _is_returned_as_array(forward, trace):
         return True
     if site.loop is None:
         # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
@@ -107,17 +109,25 @@ def _is_trained_out_of_sight(forward: Forward, trace: Trace) -> bool:
     return not (site.within_evaluation or _says_evaluation(site.loop))
 
 
-def _is_returned_as_array(forward: Forward) -> bool:
+def _is_returned_as_array(forward: Forward, trace: Trace) -> bool:
     """`return self.net(x).detach().numpy()`: whoever asks for it gets numbers, through which nothing goes back."""
     function = forward.site.function
-    return function is not None and any(
-        isinstance(node, ast.Return)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr in _AS_NUMBERS
-        and any(part is forward.node for part in walk(node.value))
-        for node in function.nodes
-    )
+    if function is None:
+        return False
+    if any(_ends_in_numbers(node, forward) for node in function.nodes):
+        return True
+    if not function.gives_arrays:
+        return False
+    networks = {other.node for other in trace.forwards.values()}
+    return leaves_as_array(forward.node, function.nodes, lambda call: call in networks or call in trace.followed)
+
+
+def _ends_in_numbers(node: ast.AST, forward: Forward) -> bool:
+    """`return self.net(x).sum().item()`."""
+    match node:
+        case ast.Return(ast.Call(ast.Attribute(attr=method)) as value) if method in _AS_NUMBERS:
+            return any(part is forward.node for part in walk(value))
+    return False
 
 
 def _makes_a_loss(function: Function | None) -> bool:

@@ -234,6 +234,8 @@ class Follower(Flow):
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""
         if function.name == "forward":
             return True
+        if function.gives_arrays:
+            return False
         return self._is_part_of_forward(function) or not (owner.training_methods or function.evaluates)
 
     def _instance_for(self, owner: Class) -> Value:

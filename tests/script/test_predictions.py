@@ -303,3 +303,69 @@ def test_a_network_that_is_asked_for_numbers_needs_no_graph(report, returned, fo
 def test_numbers_that_a_training_iteration_asks_for_may_be_a_target(report):
     code = AS_ARRAY.format(returned="self.net(x).detach().numpy()", target="torch.as_tensor(self(x))")
     assert report(code) == []
+
+
+GIVING_ARRAYS = """
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+
+    class VAE(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = torch.nn.Linear(8, 2)
+            self.decoder = torch.nn.Linear(2, 8)
+
+        def forward(self, x):
+            return self.decoder(self.encoder(x))
+        {training}
+
+        def {name}(self, z):
+            z = torch.as_tensor(z)
+            out = self.decoder(z)
+            {rest}
+"""
+TRAINING = """
+        def fit(self, loader, optimizer):
+            for x, _ in loader:
+                optimizer.zero_grad()
+                (self.decoder(self.encoder(x)) - x).pow(2).mean().backward()
+                optimizer.step()
+"""
+LINE = 16
+
+
+@pytest.mark.parametrize("training", ["", TRAINING], ids=["trained elsewhere", "trained here"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "return out.cpu().detach().numpy()",
+        "out = F.softmax(out, dim=-1)\n            return out.detach().cpu().numpy()",
+        "images = out.view(-1, 2, 4).data\n            return images.tolist()",
+        "return np.asarray(out.detach().cpu())",
+        "images = out.detach().cpu().numpy()\n            return [image.tolist() for image in images]",
+        "image = out.detach().numpy()[0]\n            return image.reshape(2, 4).astype('uint8')",
+        "return out.argmax(1).numpy(), z.numpy()",
+    ],
+)
+def test_a_method_of_a_network_that_gives_arrays_needs_no_graph(report, training, rest):
+    code = GIVING_ARRAYS.format(training=training, name="from_prior", rest=rest)
+    line = LINE + 1 + training.count("\n")
+    assert [found for found in report(code) if found[0] == "OOM201"] == [("OOM201", line)]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "return out",
+        "return out, out.detach().numpy()",
+        "slope = gradient_of(out, z)\n            return slope.detach().numpy()",
+        "slope = torch.autograd.grad(out.sum(), z)[0]\n            return slope.numpy()",
+        "self.last = out\n            return out.detach().numpy()",
+        "return z.numpy()",
+        "return int(np.prod(out.size()))",
+        "table = np.zeros(8)\n            return table",
+    ],
+)
+def test_what_may_be_differentiated_before_it_is_given_away_is_left_alone(report, rest):
+    assert report(GIVING_ARRAYS.format(training="", name="from_prior", rest=rest)) == []
