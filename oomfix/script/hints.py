@@ -18,6 +18,7 @@ from oomfix.script.named_like import (
     is_loss_not_weight,
     looks_like_loss,
     looks_like_module,
+    looks_like_network_with_loss,
     looks_like_part,
     looks_like_scaler,
 )
@@ -67,9 +68,13 @@ class Hints:
     """Called paths whose result (or whose n-th result) is backpropagated somewhere in the file."""
 
     def is_loss(self, path: str) -> bool:
-        """Whether a called path is usually a criterion; a mere abbreviation says less than its uses (`self.ctc`)."""
+        """Whether a called path is usually a criterion.
+
+        A mere abbreviation says less than its uses (`self.ctc`), and so does a network that is named after its loss.
+        """
         last = path.rsplit(".", 1)[-1]
-        named = looks_like_loss(path) and not (abbreviates_loss(last) and path in self.modules)
+        used_as_network = path in self.modules and (abbreviates_loss(last) or looks_like_network_with_loss(last))
+        named = looks_like_loss(path) and not used_as_network
         return named or (path in self.named_losses and path not in self.modules)
 
     @cached_property

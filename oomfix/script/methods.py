@@ -7,6 +7,7 @@ import ast
 from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL
 from oomfix.script.named_like import (
+    is_letter_of_part,
     looks_like_detaching,
     looks_like_forward,
     looks_like_loss,
@@ -39,7 +40,7 @@ class Methods(Unseen):
         if name in ("forward", "__call__") and isinstance(node.func, ast.Attribute):
             method = self._own(receiver, "forward")
             return self.forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
-        if name in SAME_MODULE:
+        if name in SAME_MODULE or name == "clone":
             return receiver
         if name in ("no_sync", "join"):
             return NULL
@@ -66,7 +67,7 @@ class Methods(Unseen):
         grad = self.state.grad
         if self._always_without_graph(name):
             self.state.grad = Graph.NO
-        part = looks_like_module(name) or looks_like_part(name)
+        part = looks_like_module(name) or looks_like_part(name) or is_letter_of_part(name)
         if part and not arguments and not keywords and self.is_for_effect(node):
             return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
         direct = part or (runs_network(name) and bool(arguments or keywords) and not _evaluates_itself(receiver))

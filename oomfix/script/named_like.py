@@ -21,6 +21,7 @@ _PART_NAME = re.compile(
     r"^(pi|mu|phi|psi|[fgqv]|fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|neck|embedding|"
     r"bottleneck|features|\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding))_?\d*$"
 )
+_LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits?|loss|embeddings?)$",
     re.IGNORECASE,
@@ -55,6 +56,7 @@ _VERB = re.compile(
 )
 _DATA_NAME = re.compile(r"tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$", re.IGNORECASE)
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
+_NETWORK_WITH_LOSS = re.compile(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
 _LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
 _WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
 _OPTIMIZER_NAME = re.compile(
@@ -93,6 +95,14 @@ def looks_like_part(name: str) -> bool:
     return bool(_PART_NAME.match(name)) and not _VERB.match(name)
 
 
+def is_letter_of_part(name: str) -> bool:
+    """Whether what is called of a network is named by a letter, as the parts are of which its paper speaks: `net.Q(x)`.
+
+    To be asked of a call only: `self.K` may be a number.
+    """
+    return bool(_LETTER_PART_NAME.match(name))
+
+
 def looks_like_detaching(name: str) -> bool:
     """Whether a function out of sight is named like one that takes the graph off what it is given."""
     return bool(_DETACHING.search(name))
@@ -124,6 +134,11 @@ def looks_like_loss(name: str) -> bool:
     """Whether a called name is usually a criterion."""
     last = name.rsplit(".", 1)[-1].split("[", 1)[0]
     return bool(_LOSS_NAME.search(last) or _LOSS_ABBREVIATION.match(last))
+
+
+def looks_like_network_with_loss(name: str) -> bool:
+    """Whether a name speaks of a network and its loss in one: `loss_model`, where uses say that it is trained."""
+    return bool(_NETWORK_WITH_LOSS.search(name))
 
 
 def looks_like_optimizer(name: str) -> bool:

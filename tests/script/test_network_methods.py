@@ -373,3 +373,121 @@ def test_a_module_without_weights_is_no_network(report, made, gives):
 )
 def test_a_module_with_weights_is_one(report, made, gives):
     assert [code for code, _ in report(OWN_CLASS.format(made=made, gives=gives))] == ["OOM201", "OOM202"]
+
+
+TWO_PARTS = """
+    import torch
+
+    def accuracy(model, loader):
+        model.eval()
+        right = 0
+        for x, y in loader:
+            out = model.{part}(x)
+            right += (out.argmax(1) == y).sum().item()
+        return right
+"""
+
+
+@pytest.mark.parametrize("part", ["Q", "G1", "Fp", "D_2", "decoder"])
+def test_a_part_that_is_named_by_a_letter_is_one_where_it_is_called(report, part):
+    assert report(TWO_PARTS.format(part=part)) == [("OOM201", 7)]
+
+
+@pytest.mark.parametrize("part", ["Scale", "GetQ", "history", "NAME", "to"])
+def test_any_other_name_says_nothing_of_a_part(report, part):
+    assert report(TWO_PARTS.format(part=part)) == []
+
+
+def test_a_setting_that_is_named_by_a_letter_makes_no_network(report):
+    code = """
+        import torch
+        from torch import nn
+
+        class Scaled(nn.Module):
+            def __init__(self, K):
+                super().__init__()
+                self.K = K
+
+            def forward(self, x):
+                return x * self.K
+
+        scaled = Scaled(3)
+        for x, y in val_loader:
+            print(scaled(x).sum().item())
+    """
+    assert report(code) == []
+
+
+CLONED = """
+    import torch
+
+    def adapt(learner, batch):
+        x, y = batch
+        error = criterion(learner(x.cuda()), y)
+        learner.adapt(error)
+        return criterion(learner(x.cuda()), y)
+
+    maml = library.MAML(net, lr=0.1)
+    optimizer = torch.optim.Adam(maml.parameters())
+    for iteration in range(1000):
+        optimizer.zero_grad()
+        for batch in tasks:
+            error = adapt(maml.{copied}(), batch)
+            error.backward()
+        optimizer.step()
+"""
+
+
+def test_a_clone_of_a_network_is_one(report):
+    assert report(CLONED.format(copied="clone")) == [("OOM202", 5), ("OOM202", 7)]
+
+
+def test_a_clone_without_gradients_holds_no_graph(report):
+    code = """
+        import torch
+        kept = []
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                copied = loss.clone()
+            kept.append(copied)
+    """
+    assert report(code) == []
+
+
+NAMED_AFTER_A_LOSS = """
+    import torch
+
+    class Trainer:
+        def __init__(self, {name}, optimizer):
+            self.{name} = {name}.cuda()
+            self.optimizer = optimizer
+
+        def run(self, loader, mode="train"):
+            for x, y in loader:
+                out, losses = self.{name}(x, y)
+                loss = losses.mean()
+                if mode == "train":
+                    self.optimizer.zero_grad()
+                    loss.backward()
+                    self.optimizer.step()
+                print(loss.item())
+
+        def fit(self):
+            self.{name}.train()
+            self.run(self.train_loader)
+            self.{name}.eval()
+            self.run(self.val_loader, mode="val")
+"""
+
+
+@pytest.mark.parametrize("name", ["loss_model", "loss_net", "loss_network", "model_with_loss", "model"])
+def test_a_network_that_is_named_after_its_loss_is_one_by_its_uses(report, name):
+    assert report(NAMED_AFTER_A_LOSS.format(name=name)) == [("OOM201", 10), ("OOM202", 10)]
+
+
+@pytest.mark.parametrize("name", ["loss_fn", "criterion", "loss_module"])
+def test_a_criterion_that_is_put_into_training_mode_is_none(report, name):
+    assert report(NAMED_AFTER_A_LOSS.format(name=name)) == []
