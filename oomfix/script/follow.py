@@ -12,8 +12,10 @@ from oomfix.script.named_like import looks_like_state
 from oomfix.script.names import USUAL_NAMES, path_of, unpacked
 from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
+from oomfix.script.taken_off import always_taken_off
 from oomfix.script.trace import Trace
 from oomfix.script.values import (
+    NO_ORIGINS,
     UNKNOWN,
     Graph,
     Kind,
@@ -65,6 +67,7 @@ class Follower(Flow):
         names = Names(own={name: Binding(Value(Kind.EXTERNAL, ref=ref), (), None) for name, ref in known.items()})
         super().__init__(Frame(None, State(names)), Trace(), read_hints(nodes))
         self.tree = tree
+        self._nodes = nodes
         self._instances: dict[Class, Value] = {}
         self._modes: dict[Class, dict[object, bool]] = {}
         self._invented_calls: list[ast.Call] = []
@@ -156,11 +159,17 @@ class Follower(Flow):
             self.trace.backpropagated |= flatten(result).origins | self._left_on_objects(earlier)
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
         leaving = flatten(_without_state(returned, function)).origins
+        if leaving and function.name in self._always_taken_off:
+            leaving = NO_ORIGINS
         for origin in flatten(returned).origins:
             if origin in self.trace.forwards:
                 self.trace.forwards[origin].escaped |= origin in leaving
             elif origin in self.trace.keeps:
                 self.trace.keeps[origin].returned = True
+
+    @cached_property
+    def _always_taken_off(self) -> frozenset[str]:
+        return always_taken_off(self._nodes)
 
     def _left_on_objects(self, earlier: int) -> frozenset[int]:
         """Where the graphs come from that attributes hold which were bound since."""

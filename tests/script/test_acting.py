@@ -253,3 +253,64 @@ def test_arrays_that_an_imported_helper_makes_leave_no_graph(evaluations, helper
                 self.optimizer.step()
     """
     assert evaluations(code) == found
+
+
+HELD_BY_A_LIST = """
+    import torch
+    from networks import Policy
+
+    class Agent:
+        def __init__(self, size):
+            self.actor = Policy(size).cuda()
+
+        def {name}(self, observation):
+            action = self.actor(observation)
+            return action + 0.1
+
+    class Agents:
+        def __init__(self, sizes):
+            self.agents = []
+            for size in sizes:
+                self.agents.append(Agent(size))
+
+        def choose(self, state):
+            actions = []
+            for i, agent in enumerate(self.agents):
+                {taken}
+                actions.append(action)
+            return actions
+
+        def learn(self, batch, targets):
+            for agent, x in zip(self.agents, batch):
+                loss = criterion(agent.actor(x), targets)
+                loss.backward()
+                self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "action = agent.get_action(state[i]).squeeze(0).detach().cpu().numpy().tolist()",
+        "action = agent.get_action(state[i]).argmax(-1)",
+        "action = agent.get_action(observation=state[i]).data.cpu().numpy()[0]",
+        "chosen = agent.get_action(state[i]); action = chosen.detach().cpu().numpy()",
+        "chosen = agent.get_action(state[i]); print(chosen.argmax().item()); action = chosen.cpu().detach()",
+    ],
+)
+def test_an_action_that_all_callers_take_off_the_graph_needs_none(evaluations, taken):
+    assert evaluations(HELD_BY_A_LIST.format(name="get_action", taken=taken)) == [9]
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "action = agent.get_action(state[i])",
+        "action = agent.get_action(state[i]).squeeze(0)",
+        "chosen = agent.get_action(state[i]); action = chosen.detach(); self.last = chosen",
+        "action = agent.get_action(state[i]).item(); self.last = agent.get_action(state[i])",
+        "action = agent.get_action",
+    ],
+)
+def test_an_action_that_one_of_them_keeps_may_be_trained_through(evaluations, taken):
+    assert evaluations(HELD_BY_A_LIST.format(name="get_action", taken=taken)) == []
