@@ -63,8 +63,11 @@ class Devices:
         """
         if self._hides_gpus:
             return False
-        idle = [*self._overruled, *self._unused, *self._said]
+        followed, names = self._devices_of_tensors
+        idle = [*self._overruled, *self._unused, *self._said, *followed]
         text = _SEED.sub("", _DEVICE_OF_A_TENSOR.sub("", self._without(idle)))
+        if names:
+            text = re.sub(rf"(?:\bdevice\s*=|\.to\()\s*(?:{'|'.join(names)})\b", "", text)
         if self._overruled or self._runs_elsewhere:
             return bool(_CUDA.search(_IDLE_CALL.sub("", text)))
         return bool(_CUDA.search(text) or _DEVICE.search(text))
@@ -127,6 +130,20 @@ class Devices:
         return [*imported, *self._unused_devices]
 
     @cached_property
+    def _devices_of_tensors(self) -> tuple[list[ast.stmt], list[str]]:
+        """`device = x.device`: the statements, and the names that are never anything else."""
+        other = {node.arg for node in self._nodes if isinstance(node, ast.arg)}
+        found: list[tuple[str, ast.Assign]] = []
+        for node in self._nodes:
+            for name, value in _pairs(node) if isinstance(node, ast.Assign) else ():
+                if _DEVICE_OF_A_TENSOR.fullmatch(f"device={ast.unparse(value)}"):
+                    found.append((name, node))
+                else:
+                    other.add(name)
+        alone = [(name, node) for name, node in found if name not in other]
+        return [node for _, node in alone], sorted({re.escape(name) for name, _ in alone})
+
+    @cached_property
     def _unused_devices(self) -> list[ast.stmt]:
         """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
         return [
@@ -140,8 +157,8 @@ class Devices:
 
     @cached_property
     def _words(self) -> Counter[str]:
-        """How often each word stands in the file, other than as a name of torch's."""
-        return Counter(re.findall(r"(?<!torch\.)\b\w+\b", self._source.text))
+        """How often each word stands in the file, other than as a name of torch's or in a comment."""
+        return Counter(re.findall(r"(?<!torch\.)\b\w+\b", self._without([])))
 
     def _without(self, nodes: list[ast.stmt | ast.expr | ast.alias]) -> str:
         """The text of the file without its comments and these nodes."""
@@ -176,6 +193,15 @@ def _only_decides(statement: ast.stmt, path: str) -> bool:
 def _targets(statement: ast.Assign) -> list[str]:
     """The names, attributes and entries that a statement assigns to."""
     return [path for target in statement.targets if (path := path_of(target)) is not None]
+
+
+def _pairs(statement: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a statement binds, and the value of each, as far as it is written down."""
+    for target in statement.targets:
+        listed = target.elts if isinstance(target, ast.Tuple) else [target]
+        values = statement.value.elts if isinstance(statement.value, ast.Tuple) else []
+        written = values if len(values) == len(listed) else [statement.value] * len(listed)
+        yield from ((name.id, value) for name, value in zip(listed, written, strict=True) if isinstance(name, ast.Name))
 
 
 def _is_one_of(node: ast.expr, devices: frozenset[str]) -> bool:

@@ -99,9 +99,47 @@ SEEDED = "if torch.cuda.is_available():\n    torch.cuda.manual_seed_all(0)"
         (("from config import SIZE, USE_CUDA", "print(SIZE)"), False),
         (("from config import SIZE, USE_CUDA", "if USE_CUDA: print(SIZE)"), True),
         (("target = y.to(out.dtype)",), False),
+        (('device = torch.device("cuda:0")', "# model = model.to(device)"), False),
+        (('device = torch.device("cuda:0")', "model = model.to(device)"), True),
+        (('device = torch.device("cuda:0")  # the first', "model = model.to(device)  # device"), True),
         (("target = y.to(out)",), True),
     ],
 )
 def test_what_puts_nothing_on_a_gpu_says_nothing_of_one(read, lines, cuda):
     loop = "for x, y in loader:\n    criterion(model(x), y).backward()\n    optimizer.step()\n"
     assert read("\n".join(["import torch", *lines, loop])).devices.may_be_cuda is cuda
+
+
+@pytest.mark.parametrize(
+    ("lines", "cuda"),
+    [
+        (("device = x.device", "mask = torch.rand(4, device=device)"), False),
+        (("dev = x.device", "mask = torch.rand(4).to(dev)"), False),
+        (("rows, device = x.shape[0], x.device", "mask = torch.rand(rows, device=device)"), False),
+        (("device = x.device", "model.to(device)", "device = args.device"), True),
+        (("device = args.device", "mask = torch.rand(4, device=device)"), True),
+        (("device = model.device", "mask = torch.rand(4, device=device)"), True),
+        (("device = x.device", "mask = torch.rand(4, device=device)", "x = x.cuda()"), True),
+        (("device = x.device", "if str(device) == 'cuda': pass"), True),
+    ],
+)
+def test_a_name_for_where_another_tensor_is_says_nothing_either(read, lines, cuda):
+    body = "\n".join(f"    {line}" for line in lines)
+    code = f"import torch\nfor x, y in loader:\n{body}\n    criterion(model(x), y).backward()\n    optimizer.step()\n"
+    assert read(code).devices.may_be_cuda is cuda
+
+
+def test_a_device_that_a_function_is_given_may_be_the_gpu(read):
+    code = """
+        import torch
+
+        def masked(x):
+            device = x.device
+            return torch.rand(4, device=device)
+
+        def train(net, loader, device):
+            for x, y in loader:
+                criterion(net(masked(x)), y).backward()
+                optimizer.step()
+    """
+    assert read(code).devices.may_be_cuda
