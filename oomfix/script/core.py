@@ -188,8 +188,7 @@ class Core(ABC):
         known = value.graph is Graph.YES or value.kind not in (Kind.UNKNOWN, Kind.TENSOR)
         if known or path is None or self.state.grad is not Graph.YES:
             return value
-        node = self.frame.function.node if self.frame.function is not None else None
-        if scoped(path, None if isinstance(node, ast.Lambda) else node) not in self.hints.backwarded:
+        if not self._is_backwarded(path):
             return value
         if value.kind is Kind.TENSOR and value.graph is Graph.NO:
             return value
@@ -202,6 +201,16 @@ class Core(ABC):
             scaled=value.scaled,
             carried_from=value.carried_from,
         )
+
+    def _is_backwarded(self, path: str) -> bool:
+        """Whether a backward runs on a name of this function, or on what it is summed into."""
+        node = self.frame.function.node if self.frame.function is not None else None
+        return scoped(path, None if isinstance(node, ast.Lambda) else node) in self.hints.backwarded
+
+    def is_made_to_be_backpropagated(self) -> bool:
+        """Whether this statement assigns to a name on which a backward runs."""
+        targets = self.statement.targets if isinstance(self.statement, ast.Assign) else []
+        return any(self._is_backwarded(path) for path in map(path_of, targets) if path is not None)
 
     def unseen_forward(self, path: str) -> frozenset[int]:
         """The origin of a graph that was made out of sight, by the path of what holds or makes it."""

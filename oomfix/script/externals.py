@@ -65,7 +65,10 @@ class Externals(Methods):
         if torch_facts.has_no_weights(name) or without_weights:
             return Value(Kind.LOSS)  # as of a criterion, what it gives carries no graph but that of what goes in
         if name.startswith("numpy."):
-            self.trace.read_by_numpy |= combine([flatten(value) for value in given]).origins
+            content = combine([flatten(value) for value in given])
+            self.trace.read_by_numpy |= content.origins
+            if content.graph and self.is_made_to_be_backpropagated():
+                return content.with_graph(Graph.MAYBE)  # an array of tensors, summed up
         if torch_facts.is_plain(name):
             if name.startswith("collections."):
                 return Value(Kind.CONTAINER)

@@ -16,15 +16,17 @@ _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 
 def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
     """Everything that is kept with its graph beyond an iteration and never backpropagated."""
-    # What is backpropagated on any way is a term of a loss, not a log; what numpy reads requires no gradients.
-    seen = {
-        keep.node
-        for number, keep in trace.keeps.items()
-        if number in trace.backpropagated or number in trace.read_by_numpy
-    }
     backwards_of: dict[Function | None, list[Backward]] = {}
     for backward in trace.backwards:
         backwards_of.setdefault(backward.site.function, []).append(backward)
+    # What is backpropagated on any way is a term of a loss, not a log; what numpy reads requires no gradients, unless
+    # a backward runs on it.
+    seen = {
+        keep.node
+        for number, keep in trace.keeps.items()
+        if number in trace.backpropagated
+        or (number in trace.read_by_numpy and not _is_differentiated(keep, backwards_of.get(keep.site.function, ())))
+    }
     for keep in trace.keeps.values():
         if keep.manner == "add" and _goes_in_again(keep, trace):
             continue
@@ -38,6 +40,17 @@ def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
         if grows:
             seen.add(keep.node)
             yield keep
+
+
+def _is_differentiated(keep: Keep, backwards: Iterable[Backward]) -> bool:
+    """Whether a backward of its function runs on the very name that is kept."""
+    kept = path_of(keep.value)
+    return kept is not None and any(
+        path_of(part) == kept
+        for backward in backwards
+        for part in walk(backward.node)
+        if isinstance(part, ast.Name | ast.Attribute)
+    )
 
 
 def _grows_by_iteration(

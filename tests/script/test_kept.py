@@ -732,3 +732,56 @@ def test_a_list_takes_what_a_network_gives_which_may_be_a_list_of_tags(report, t
             return tags
     """
     assert [line for code, line in report(code) if code in ("OOM101", "OOM102")] == found
+
+
+@pytest.mark.parametrize(
+    "read",
+    ["np.array(losses)", "plt.plot(np.asarray(losses))", "np.mean(losses)", "np.save('losses', losses)", "losses"],
+)
+def test_a_loss_that_a_backward_runs_on_has_a_graph_whatever_numpy_is_given(report, read):
+    code = f"""
+        import numpy as np
+        import torch
+
+        losses = []
+        for epoch in range(9):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss)
+        print({read})
+    """
+    assert kept(report(code)) == [("OOM102", 11)]
+
+
+ARRAY_OF_TERMS = """
+    import numpy as np
+    import torch
+
+    for episode in range(99):
+        terms, rewards = [], []
+        while not done:
+            action, log_probability = sample(policy(torch.as_tensor(state)))
+            state, reward, done, _ = env.step(action)
+            terms.append(log_probability)
+            rewards.append(reward)
+        {loss}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "loss = np.array(rewards) * np.array(terms); loss = -np.sum(loss) / 4",
+        "loss = -np.sum(np.array(rewards) * np.array(terms))",
+        "loss = -np.dot(np.array(terms), rewards).mean()",
+        "loss = -sum(terms)",
+    ],
+)
+def test_an_array_of_terms_is_trained_through(report, loss):
+    assert [found for found in report(ARRAY_OF_TERMS.format(loss=loss)) if found[0] != "OOM202"] == []
