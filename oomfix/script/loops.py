@@ -7,7 +7,7 @@ import re
 from itertools import takewhile
 
 from oomfix.script.named_like import looks_like_module
-from oomfix.script.names import path_of
+from oomfix.script.names import path_of, without_moves
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop
@@ -58,11 +58,48 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
         loop.backwards.append(backward)
         loop.runs.add(backward.site.runs[backward.site.loops.index(node)])
         loop.framework = loop.framework or backward.framework or ("apex" if backward.site.apex else None)
+    for node in [node for node, loop in loops.items() if _is_over_trainings(loop, loops, trace)]:
+        del loops[node]
     _collect_forwards(loops, trace)
     _collect_steps(loops, trace)
     for loop in loops.values():
         loop.window = find_window(loop, trace)
     return sorted(loops.values(), key=lambda loop: loop.line)
+
+
+def _is_over_trainings(loop: TrainingLoop, loops: dict[Loop, TrainingLoop], trace: Trace) -> bool:
+    """Whether each round makes the network anew and trains it in a loop of its own, with a backward beside that."""
+    inside = (backward for other in loops.values() if other is not loop for backward in other.backwards)
+    if not any(loop.node in backward.site.loops for backward in inside):
+        return False
+    trained = [forward for backward in loop.backwards for forward in trace.forwards_of(backward.origins)]
+    return bool(trained) and all(_is_made_by_each_round(forward, loop.node) for forward in trained)
+
+
+def _is_made_by_each_round(forward: Forward, loop: Loop) -> bool:
+    """`net = Net(size).to(device)` in the loop, and what a call in it hands over is that."""
+    nodes = list(walk(loop))
+    made = {
+        target
+        for node in nodes
+        if isinstance(node, ast.Assign) and _is_object(without_moves(node.value))
+        for target in map(path_of, node.targets)
+    }
+    called = (forward.path or "").split(".")[0]
+    names = {called} | {
+        path_of(argument)
+        for function in forward.site.functions
+        for node in nodes
+        if isinstance(node, ast.Call) and path_of(node.func) == function.name
+        for parameter, argument in zip(function.node.args.args, node.args, strict=False)
+        if parameter.arg == called
+    }
+    return bool(names & made)
+
+
+def _is_object(value: ast.expr) -> bool:
+    """`Net(size)`, `networks.Net(size)`."""
+    return isinstance(value, ast.Call) and (path_of(value.func) or "").rsplit(".", 1)[-1][:1].isupper()
 
 
 def find_batch_loops(trace: Trace, training: list[TrainingLoop]) -> set[Loop]:

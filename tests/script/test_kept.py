@@ -736,7 +736,7 @@ def test_a_list_takes_what_a_network_gives_which_may_be_a_list_of_tags(report, t
 
 @pytest.mark.parametrize(
     "read",
-    ["np.array(losses)", "plt.plot(np.asarray(losses))", "np.mean(losses)", "np.save('losses', losses)", "losses"],
+    ["np.array(losses)", "plt.plot(np.asarray(losses))", "np.mean(losses)", "np.save('log', losses)", "losses"],
 )
 def test_a_loss_that_a_backward_runs_on_has_a_graph_whatever_numpy_is_given(report, read):
     code = f"""

@@ -331,3 +331,60 @@ def test_a_backward_for_hooks_that_read_gradients_trains_nothing(read, hook, res
             {rest}
     """
     assert [loop.line for loop in read(code).loops] == lines
+
+
+REFINED = """
+    import torch
+
+    def fit(net, epochs):
+        optimizer = torch.optim.Adam(net.parameters())
+        for epoch in range(epochs):
+            optimizer.zero_grad()
+            net(points).pow(2).mean().backward()
+            optimizer.step()
+        refiner = torch.optim.LBFGS(net.parameters())
+
+        def closure():
+            refiner.zero_grad()
+            loss = net(points).pow(2).mean()
+            loss.backward()
+            return loss
+
+        {refine}
+
+    for seed in range(5):
+        {made}
+        fit(net, 1000)
+"""
+
+
+@pytest.mark.parametrize("refine", ["refiner.step(closure)", "closure(); refiner.step()"])
+@pytest.mark.parametrize(
+    "made", ["net = Net().cuda()", "net = networks.PINN(width=seed)", "torch.manual_seed(seed); net = Net()"]
+)
+def test_a_loop_over_whole_trainings_is_no_batch_loop_although_a_backward_stands_behind_theirs(read, refine, made):
+    assert [loop.line for loop in read(REFINED.format(refine=refine, made=made)).loops] == [5]
+
+
+def test_it_is_none_under_whatever_name_the_network_is_handed_over(read):
+    code = REFINED.format(refine="refiner.step(closure)", made="model = Net()").replace(
+        "fit(net, 1000)", "fit(model, 9)"
+    )
+    assert [loop.line for loop in read(code).loops] == [5]
+
+
+@pytest.mark.parametrize("made", ["net = net.train()", "net = source.clone()", "batch = Batch(seed)"])
+def test_a_loop_that_goes_on_with_its_network_trains(read, made):
+    assert [loop.line for loop in read(REFINED.format(refine="refiner.step(closure)", made=made)).loops] == [5, 19]
+
+
+def test_a_loop_over_seeds_whose_network_takes_one_step_trains(read):
+    code = """
+        import torch
+
+        for seed in range(5):
+            net = Net()
+            net(points).pow(2).mean().backward()
+            optimizer.step()
+    """
+    assert [loop.line for loop in read(code).loops] == [3]
