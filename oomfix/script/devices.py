@@ -134,8 +134,8 @@ class Devices:
         """`device = x.device`: the statements, and the names that are never anything else."""
         other = {node.arg for node in self._nodes if isinstance(node, ast.arg)}
         found: list[tuple[str, ast.Assign]] = []
-        for node in self._nodes:
-            for name, value in _pairs(node) if isinstance(node, ast.Assign) else ():
+        for node in (node for node in self._nodes if isinstance(node, ast.Assign)):
+            for name, value in _pairs(node):
                 if _DEVICE_OF_A_TENSOR.fullmatch(f"device={ast.unparse(value)}"):
                     found.append((name, node))
                 else:
