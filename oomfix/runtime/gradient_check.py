@@ -29,8 +29,7 @@ def by_gradients(few: FewRows, how: Runs, count: int, gaps: Sequence[float | Non
     # chosen before the runs, in which each look at a parameter is watched
     see = partial(_loss_and_gradients, _compared_in(few), next_node())
     evidence = few.compared(count, how, see, gaps)
-    verdict = _judge(evidence)
-    return None if evidence.failure else replace(verdict, means=evidence.means, calls=evidence.calls)
+    return None if evidence.failure else replace(_judge(evidence), means=evidence.means, calls=evidence.calls)
 
 
 def _compared_in(few: FewRows) -> list[torch.Tensor]:

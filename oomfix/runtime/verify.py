@@ -26,6 +26,7 @@ from oomfix.runtime.verdict import Verdict
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
 _FEW_ROWS = 5  # a part of one row would lose its dimension where a forward squeezes
 _FEWEST_ROWS = 3  # the least that make two unequal parts
+_TRIES = 2
 
 _T = TypeVar("_T")
 
@@ -94,8 +95,11 @@ def _confirmed_closer(rows: FewRows, found: Found, few: list[int], with_gradient
         masked = _with_rows_that_fit([found.rows, 2], by_gaps)
         if masked is not None and masked.rule is None and not masked.undecided:
             return masked
-    # a graph needs more memory than the runs of a check without one
-    gradients = _with_rows_that_fit(few, partial(by_gradients, rows, how)) if with_gradients else None
+    gradients = None
+    if with_gradients:
+        # a graph needs more memory than the runs of a check without one; but a part of one row may fail
+        compared = partial(by_gradients, rows, how)
+        gradients = _with_rows_that_fit(few, compared) or _with_rows_that_fit([found.rows], compared)
     if gradients is not None and gradients.rule is None and not gradients.undecided:
         return gradients
     if gradients is None:
@@ -108,13 +112,17 @@ def _odd(count: int) -> int:
 
 
 def _with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:
-    """What `run` returns for the most rows that memory allows; None if it allows none."""
+    """What `run` returns for the most rows that memory allows; None if it allows none.
+
+    Fewer rows may show less, so every number is tried twice: what filled the memory may have been freed by then.
+    """
     for count in sorted({count for count in counts if count >= 2}, reverse=True):
-        try:
-            return run(count)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        # outside the `except`, where the frames that failed are gone
-        free_what_is_left(thorough=True)
+        for _ in range(_TRIES):
+            try:
+                return run(count)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            # outside the `except`, where the frames that failed are gone
+            free_what_is_left(thorough=True)
     return None

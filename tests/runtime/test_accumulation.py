@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from oomfix import runtime
+from oomfix.runtime.compat import OutOfMemoryError
 from tests.runtime.through import through
 
 
@@ -326,3 +327,29 @@ def test_a_backward_through_a_reentrant_checkpoint_is_refused_where_its_gradient
     else:
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
             train()
+
+
+# -- out of memory while it is looked for what a window is a mean of -------------------------------------------
+
+
+@pytest.mark.parametrize("failing", range(1, 7))
+@pytest.mark.parametrize("ignored", [-100, 3], ids=["samples", "targets"])
+def test_a_check_that_runs_out_of_memory_decides_what_it_would_have(model, failing, ignored):
+    """Fewer rows than it has run out of memory on may show less: a part of one row loses its dimension."""
+    data, memory, sizes = batches(24, 22), runtime.preset("16gb", precision="fp32"), []
+
+    def loss(out, y):
+        return F.cross_entropy(out.squeeze()[:, :4], y, ignore_index=ignored) + 0.5 * F.cross_entropy(
+            2 * out, y, ignore_index=ignored
+        )
+
+    def forward(x, y):
+        sizes.append(len(x))
+        if len(sizes) == failing:
+            raise OutOfMemoryError("CUDA out of memory.")
+        return loss(model(x), y)
+
+    for x, y in memory.accumulate(data, 2):
+        memory.forward_backward(forward, x, y)
+    assert close(model.weight.grad, gradient(model, data, loss))
+    assert sizes[failing - 1] < len(data[0][0])

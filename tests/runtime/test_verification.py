@@ -565,3 +565,36 @@ def test_a_check_under_autocast_takes_no_more_memory_than_a_micro_batch():
         memory.forward_backward(forward, x)
         assert card.peak_bytes <= 1.02 * by_hand
     assert memory.report().forwards[0].micro_batches == 4
+
+
+def squeezed(model, extra):
+    """Fails on a single sample, whose dimension is lost."""
+
+    def forward(x, y):
+        out = model(x).squeeze()
+        return F.mse_loss(out[:, 0], y.to(out.dtype)) + extra(out)
+
+    return forward
+
+
+@pytest.mark.parametrize("size", range(6, 20))
+def test_what_fails_on_one_row_is_split_where_micro_batches_have_more(size, relative_error):
+    model = nn.Linear(6, 4).double()
+    reference, (x, y) = copy.deepcopy(model), (torch.randn(size, 6).double(), torch.arange(size) % 4)
+    squeezed(reference, torch.mean)(x, y).backward()
+    memory = runtime.preset("16gb", micro_batches=2)
+    memory.forward_backward(squeezed(model, torch.mean), x, y)
+    assert relative_error(model, reference) < 1e-12
+    (known,) = memory._forwards
+    assert known.split_calls == (size >= 9)
+
+
+def test_what_fails_on_one_row_has_its_gradients_compared_on_more():
+    """A number of the batch that is 1 whatever it holds: only gradients show that samples depend on each other."""
+    model = nn.Linear(6, 4)
+
+    def spread(out):
+        return out.std() / out.std().detach()
+
+    assert verdict_of(squeezed(model, torch.mean), model).rule is not None
+    assert verdict_of(squeezed(model, spread), model).rule is None
