@@ -1,5 +1,6 @@
 """Gradients of a call, apart from those that were there before it, so that a failed call leaves no trace."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.kept_tensors import KeptTensors
 
 CHANGES_GRADIENTS = "it changes gradients itself, by a backward or a zero_grad inside of it"
 
@@ -25,7 +27,7 @@ class GradientsAside:
     def __init__(self) -> None:
         self._covered: dict[int, torch.Tensor] = {}
         self._reset: set[int] = set()
-        self._lent: dict[int, int] = {}
+        self._lent: KeptTensors | None = None
         self.held: dict[int, torch.Tensor] = {}
 
     @property
@@ -53,36 +55,45 @@ class GradientsAside:
                 self.held[id(leaf)] = leaf.grad
                 leaf.grad = None
 
-    def lend(self) -> None:
-        """Give leaves their earlier gradients for the time of a forward of the whole batch, which may reset them."""
+    def lend(self, copies: bool) -> None:
+        """Give leaves their earlier gradients for the time of a forward of the whole batch, which may reset them.
+
+        Args:
+            copies: keep in host memory what they hold: the forward may write into them, and fail.
+        """
+        self._lent = KeptTensors(self.held.values(), largest=sys.maxsize if copies else 0)
         for key, earlier in self.held.items():
             self._covered[key].grad = earlier
-            self._lent[key] = earlier._version
 
-    def take_back(self) -> None:
-        """Take the earlier gradients off again. What the forward has reset is gone, as it would be without us."""
+    def take_back(self) -> bool:
+        """Take the earlier gradients off again. What the forward has reset is gone, as it would be without us.
+
+        Returns:
+            Whether the forward has written into some.
+        """
         for key, earlier in self.held.items():
             leaf = self._covered[key]
             if leaf.grad is earlier:
                 leaf.grad = None
             else:
                 self._reset.add(key)
+        return self._lent is not None and self._lent.written()
 
     def drop(self) -> bool:
-        """Forget what this call has accumulated so far, and reset.
+        """Forget what this call has accumulated so far, reset, and written into earlier gradients.
 
         Returns:
-            Whether the earlier gradients are what they were: a forward that failed may have written into them.
+            Whether the earlier gradients are what they were: False if a copy is missing.
         """
-        unchanged = all(self.held[key]._version == version for key, version in self._lent.items())
-        self._lent.clear()
         self._reset.clear()
         for leaf in self.leaves:
             leaf.grad = None
-        return unchanged
+        return self._lent is None or self._lent.restore()
 
     def put_back(self) -> None:
         """Leave the gradients as they were before the call."""
+        if self._lent is not None:
+            self._lent.restore()
         for leaf in self.leaves:
             leaf.grad = self.earlier(leaf)
 
@@ -117,6 +128,11 @@ class GradientsNoted:
 
     def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
         self._noted = [(leaf, leaf.grad, 0 if leaf.grad is None else leaf.grad._version) for leaf in leaves]
+
+    def grown(self) -> bool:
+        """Whether something has been added to one since, or written into it."""
+        now = ((leaf.grad, gradient, version) for leaf, gradient, version in self._noted if leaf.grad is not None)
+        return any(grad is not gradient or grad._version != version for grad, gradient, version in now)
 
     def put_back(self) -> bool:
         """Whether something has changed them since; every leaf has the one again that it had."""

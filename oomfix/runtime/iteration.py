@@ -197,6 +197,7 @@ class Iteration:
         self._cover_unseen()
         if not self._gradients.drop():
             lost.append("gradients of earlier calls")
+            self.known.writes_gradients = True
         if self.weighing is not None:
             self.weighing.put_back()
         if self.room is not None:
@@ -254,12 +255,10 @@ class Iteration:
     def _run_whole(self, scaler: torch.amp.GradScaler) -> Any:
         verdict = self.known.verdict
         bounds = Bounds() if self.weighing is not None and self.weighing.asks_for_bounds(verdict) else None
-        if self._gradients.held:
-            self._gradients.lend()
+        # most calls find no gradients, and are known to leave none
+        call = self._call_among_gradients if self._gradients.held or self.known.explores else self._call
         with bounds or nullcontext():
-            result = self._call(self.batch.args, self.batch.kwargs)
-        if self._gradients.held:
-            self._gradients.take_back()
+            result = call(self.batch.args, self.batch.kwargs)
         if self.trains:
             loss = self.loss_of(result)
             if not loss.requires_grad:
@@ -271,6 +270,18 @@ class Iteration:
             if share:
                 self._backward(loss, share, scaler)
         return outputs.detached(result)
+
+    def _call_among_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward of the whole batch, which finds the gradients that were there before the call."""
+        known = self.known
+        if self._gradients.held:
+            self._gradients.lend(copies=known.writes_gradients)
+        noted = GradientsNoted(known.telling_leaves()) if self.trains and known.explores else None
+        result = self._call(args, kwargs)
+        known.writes_gradients = known.writes_gradients or (noted is not None and noted.grown())
+        if self._gradients.held and self._gradients.take_back():
+            known.writes_gradients = True
+        return result
 
     def _run_parts(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
         verdict = self.known.verdict

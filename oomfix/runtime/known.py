@@ -41,6 +41,7 @@ class Known:
         keeps_cpu_generator: at every call: it runs on a card, or was seen to draw from torch's generator for the CPU.
         draws_outside_torch: it was seen to draw from Python's or NumPy's generator.
         writes_batch: it was seen to write its batch in place.
+        writes_gradients: it was seen to run a backward of its own into gradients, or to fill them with zeros.
         model_calls: runs its models under autocast; None: it computes in fp32.
         unseen: leaves that its loss was not seen to reach, and might.
         split_calls: how many went well in micro-batches.
@@ -65,6 +66,7 @@ class Known:
         self.keeps_cpu_generator = False
         self.draws_outside_torch = False
         self.writes_batch = False
+        self.writes_gradients = False
         self._leaves: list[weakref.ref[torch.Tensor]] = []
         self.unseen: list[weakref.ref[torch.Tensor]] = []
         self.model_calls: ModelCalls | None = None

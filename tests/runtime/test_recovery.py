@@ -493,15 +493,50 @@ def test_an_evaluation_in_pieces_warns_where_layers_normalise_by_the_batch(train
     assert ("normalisation is by fewer samples" in caplog.text) == trains
 
 
-def test_earlier_gradients_that_a_failed_forward_wrote_into_are_named(caplog):
-    """Its own backward adds to them in place, and would again when it starts anew."""
-    model = nn.Linear(6, 4)
-    memory = runtime.preset("16gb")
+def with_a_backward_of_its_own(model, begins=0):
+    """Its own backward adds to the gradients that are there, before it may run out of memory; from a call on."""
+    calls = []
 
     def forward(x):
-        model(x).mean().backward()
+        calls.append(len(x))
+        if len(calls) > begins:
+            model(x).mean().backward()
         return model(Trouble.apply(x)).pow(2).mean()
 
+    return forward
+
+
+@pytest.mark.parametrize("filled", [False, True], ids=["none before", "zeros before"])
+def test_earlier_gradients_that_a_forward_writes_into_are_put_back(filled, monkeypatch, caplog):
+    """Whether the call ends in an error or in a second try: as if it had never begun."""
+    model, memory = nn.Linear(6, 4).double(), runtime.preset("16gb")
+    forward, plain = with_a_backward_of_its_own(model), copy.deepcopy(model)
+    as_written = with_a_backward_of_its_own(plain)
+    first, second = torch.randn(4, 6).double(), torch.randn(12, 6).double()
+    for parameter in (*model.parameters(), *plain.parameters()) if filled else ():
+        parameter.grad = torch.zeros_like(parameter)
+    memory.forward_backward(forward, first)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    Trouble.where, Trouble.limit = "forward", 4
+    with pytest.raises(DoesNotFitError):
+        memory.forward_backward(forward, second)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+    monkeypatch.setattr(splitter, "free_what_is_left", lambda thorough: setattr(Trouble, "where", None))
+    memory = runtime.preset("16gb", clip_norm=1.0)
+    memory.forward_backward(forward, first)
+    Trouble.where = "forward"
+    memory.forward_backward(forward, second)
+    Trouble.where = None
+    for batch in (first, first, second):
+        as_written(batch).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+    assert "gradients of earlier calls" not in caplog.text
+
+
+def test_earlier_gradients_that_a_forward_writes_into_for_the_first_time_are_named(caplog):
+    model, memory = nn.Linear(6, 4), runtime.preset("16gb")
+    forward = with_a_backward_of_its_own(model, begins=1)
     memory.forward_backward(forward, torch.randn(4, 6))
     Trouble.where, Trouble.limit = "forward", 4
     with pytest.raises(DoesNotFitError):
