@@ -10,6 +10,7 @@ from torch import nn
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.compat import OutOfMemoryError
+from oomfix.runtime.oom import DoesNotFitError
 from oomfix.runtime.sizing import OptimizerRoom, Sizing, fixed_parts, least_parts, limit_memory
 from tests.torch_versions import needs_fused_on_cpu
 
@@ -74,6 +75,26 @@ def test_no_micro_batch_of_a_fixed_number_is_a_single_sample(size, asked):
 def test_layers_that_compare_samples_get_two():
     assert least_parts(5, 2, least_rows=2) == 2
     assert least_parts(5, 2, least_rows=1) == 3
+
+
+@pytest.mark.parametrize(
+    ("norm", "fewest"), [(nn.BatchNorm1d(6), 2), (nn.BatchNorm1d(6).eval(), 1), (nn.Identity(), 1)]
+)
+def test_a_micro_batch_is_a_single_sample_only_where_no_layer_compares_samples(norm, fewest):
+    """However little memory there is."""
+    model, sizes, limit = nn.Sequential(norm, nn.Linear(6, 4)), [], [fewest]
+
+    def forward(x, y):
+        sizes.append(len(x))
+        if torch.is_grad_enabled() and len(x) > limit[-1]:
+            raise OutOfMemoryError("CUDA out of memory.")
+        return F.cross_entropy(model(x), y)
+
+    runtime.preset("16gb").forward_backward(forward, torch.randn(8, 6), torch.arange(8) % 4)
+    assert sizes[-4:] == [fewest] * 4
+    with pytest.raises(DoesNotFitError, match=rf"and {fewest} sample\(s\) at a time do not fit"):
+        limit.append(0)
+        runtime.preset("16gb").forward_backward(forward, torch.randn(8, 6), torch.arange(8) % 4)
 
 
 def test_a_size_is_not_taken_for_fitting_when_the_optimizer_will_not():

@@ -9,6 +9,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.accumulation import Window, windows
+from oomfix.runtime.compat import OutOfMemoryError
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 4, (8,), generator=torch.Generator().manual_seed(2))
@@ -62,6 +63,21 @@ def test_off_keeps_the_precision_of_the_script(monkeypatch):
     assert got.dtype == torch.bfloat16
     assert torch.equal(loss, expected)
     assert torch.equal(model.weight.grad, reference.weight.grad)
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "evaluate"])
+def test_off_lets_an_error_of_memory_through_as_torch_raised_it(call, monkeypatch):
+    monkeypatch.setenv("OOMFIX_PRESET", "off")
+    model, sizes = nn.Linear(6, 4), []
+
+    def forward(x, y):
+        sizes.append(len(x))
+        raise OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(OutOfMemoryError, match=r"^CUDA out of memory\.$") as raised:
+        getattr(runtime.preset("16gb"), call)(forward, model(X), Y)
+    assert raised.type is OutOfMemoryError
+    assert sizes == [len(X)]
 
 
 def test_autocast_by_hand_follows_the_preset_but_not_against_the_script():
@@ -337,6 +353,7 @@ def test_making_a_manager_touches_no_cuda(monkeypatch):
 
     for name in ("_lazy_init", "mem_get_info", "get_device_capability", "current_device"):
         monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = nn.Linear(2, 2)
     assert runtime.preset("auto").prepare(model) is model
 
