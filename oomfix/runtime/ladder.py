@@ -5,10 +5,10 @@ too small to fill a core), and need a third of the memory. Where samples depend 
 keeps state, and where a single sample does not fit, these are left, in the order of what they cost
 (bench/results/techniques-cpu.md):
 
-1. chunked loss: cross entropies over large logits a few rows at a time. 1.05 times the time, a quarter of the peak of
+1. chunked loss: cross entropies over large logits a few rows at a time. 1.05 times the time, a quarter less peak for
    GPT-2 at batch 16; nothing where logits are small.
 2. checkpointing: the blocks run again in backward. 1.16 to 1.48 times the time on a CPU, 1.28 as published for GPUs,
-   and half to two thirds of the peak.
+   and a third to three quarters less peak.
 3. offloading: what is saved for backward waits in host memory, and what modules keep as attributes (attention maps)
    too. No arithmetic, but each byte crosses the bus twice (15.5 GiB each way per step for GPT-2 at batch 16), so it is
    the last.

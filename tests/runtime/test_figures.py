@@ -10,6 +10,7 @@ from oomfix import runtime
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "techniques-cpu.md"
+COMPARISON = ROOT / "bench" / "results" / "comparison-cpu.md"
 QUOTING = [name for name in runtime.__all__ if RESULTS.name in (inspect.getdoc(getattr(runtime, name)) or "")]
 BESIDE = ("plain loop", "checkpointing and offloading")
 FIGURE = re.compile(r"(?<!torch )\b\d+\.\d\d\b")
@@ -73,3 +74,23 @@ def test_the_list_of_examples_quotes_micro_batches():
     found = {technique: cells for name, technique, cells in rows() if name == workload}
     assert found["plain loop"][0] == plain
     assert (found["4 micro-batches by hand"][0], found["4 micro-batches by hand"][3]) == (peak, elapsed)
+
+
+def test_the_readme_quotes_the_comparison():
+    said = " ".join((ROOT / "README.md").read_text().split())
+    quoted = re.search(
+        r"`(?P<preset>\w+)` trains (?P<vit>\S+) at batch 64 in (?P<vit_peak>\S+) GiB where the plain fp32 loop takes "
+        r"(?P<vit_plain>\S+), and (?P<gpt>GPT-2 124M) at 16 times 1024 tokens in (?P<gpt_peak>\S+) instead of "
+        r"(?P<gpt_plain>[\d.]+);",
+        said,
+    ).groupdict()
+    for model in ("vit", "gpt"):
+        table = COMPARISON.read_text().split(f"### {quoted[model]}, ")[1].split("### ")[0]
+        peaks = {
+            cells[1]: cells[2] for cells in (re.split(r"\s*\|\s*", line) for line in table.splitlines()) if cells[2:]
+        }
+        assert peaks["plain loop, fp32"] == quoted[f"{model}_plain"]
+        assert peaks[f"oomfix, preset {quoted['preset']}"] == quoted[f"{model}_peak"]
+        by_hand, *others = (float(peak) for loop, peak in peaks.items() if "4 micro-batches, checkpointing" in loop)
+        assert len(others) == 3
+        assert all(peak <= 1.02 * by_hand for peak in others)  # "peak where the same techniques by hand do"
