@@ -6,13 +6,15 @@ import ast
 import builtins
 from collections.abc import Iterator
 
+from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import FunctionNode, Scope
 from oomfix.script import Script
-from oomfix.script.named_like import looks_like_module
+from oomfix.script.named_like import looks_like_differentiating, looks_like_module, looks_like_training
 from oomfix.script.names import path_of
 from oomfix.script.nodes import children, walk
+from oomfix.script.torch_facts import BOOKKEEPING, CONTAINERS
 
 _WRAPPING = frozenset(
     "torch.compile torch.jit.script torch.nn.DataParallel torch.nn.parallel.DataParallel copy.deepcopy "
@@ -21,6 +23,10 @@ _WRAPPING = frozenset(
 _LOOKING_ON = ("torch.", "torchinfo.", "torchsummary.", "thop.", "copy.", "pickle.", "wandb.")
 """Packages that save, clip, step, count or draw what they are given, and attack nothing; but for `torch.autograd`."""
 _OF_PARAMETERS = frozenset({"parameters", "named_parameters"})
+_COLLECTING = frozenset({"list", "tuple", "filter"})
+_RUNNING = frozenset({"forward", "__call__"})
+"""Methods that run a network, under whatever name they are handed on."""
+_OF_MODULES = BOOKKEEPING | {"train", "requires_grad_"}
 
 
 class OutOfSight:
@@ -38,7 +44,7 @@ class OutOfSight:
         self._blocks = blocks
         self._imports = script.imports
         self._calls = [node for node in script.imports.nodes if isinstance(node, ast.Call)]
-        self._assignments = [node for node in script.imports.nodes if isinstance(node, ast.Assign)]
+        self._bindings = [binding for node in script.imports.nodes for binding in bindings(node)]
         self._functions: dict[str, list[FunctionNode]] = {}
         self._methods: dict[str, list[FunctionNode]] = {}
         for node in script.imports.nodes:
@@ -49,21 +55,27 @@ class OutOfSight:
                         self._functions.setdefault(node.name, []).append(method)
             elif isinstance(node, FunctionNode):
                 self._functions.setdefault(node.name, []).append(node)
+        self._called_by = {
+            **{f"self.{name}": _called_by(functions) for name, functions in self._methods.items()},
+            **{name: _called_by(functions) for name, functions in self._functions.items()},
+        }
         self._names = self._all_names(networks)
+        self._parameters = {path_of(target) for target, value in self._bindings if self._collects_parameters(value)} - {
+            None
+        }
 
     def calls(self) -> Iterator[ast.Call]:
         """The calls that give the network to what may run a backward of its own."""
         for call in self._calls:
-            if any(map(self._is_network, _given(call))) and not self._is_in_sight(call):
+            if self._asks_network(call) or (any(map(self._is_network, _given(call))) and not self._is_in_sight(call)):
                 yield call
 
     def calls_with_parameters(self) -> Iterator[ast.Call]:
         """The calls that give the network, or its parameters, to what may read their gradients."""
         for call in self._calls:
-            given = list(_given(call))
-            if any(self._is_network(one) or self._is_of_parameters(one) for one in given):
-                if not self._is_in_sight(call):
-                    yield call
+            given = any(self._is_network(one) or self._is_of_parameters(one) for one in _given(call))
+            if self._asks_network(call) or (given and not self._is_in_sight(call)):
+                yield call
 
     def comes_from_elsewhere(self, loop: ast.AST) -> bool:
         """Whether another file gives the network to a loop, and may have run a backward through it before."""
@@ -95,9 +107,8 @@ class OutOfSight:
             self._names = names
             for call in self._calls:
                 names |= set(self._names_through(call))
-            for assignment in self._assignments:
-                for target in assignment.targets:
-                    names |= set(self._names_by(target, assignment.value))
+            for target, value in self._bindings:
+                names |= set(self._names_by(target, value))
             if len(names) == known:
                 return names
 
@@ -114,15 +125,27 @@ class OutOfSight:
     def _names_by(self, target: ast.expr, value: ast.expr) -> Iterator[str]:
         """What an assignment calls the network, or what it makes it of."""
         path = path_of(target)
-        if path is not None and self._is_network(target):
-            inner = _given(value) if isinstance(value, ast.Call) and self._wraps(value) else (value,)
-            yield from (path for path in map(path_of, inner) if path is not None)
+        if path in self._names:
+            yield from self._parts(value)
         for returned in self._returned(value):
             if path is not None and self._is_network(returned):
                 yield path
             elif isinstance(target, ast.Tuple) and isinstance(returned, ast.Tuple):
                 for place, part in zip(target.elts, returned.elts, strict=False):
                     yield from self._names_by(place, part)
+
+    def _parts(self, value: ast.expr) -> Iterator[str]:
+        """The paths of what a network is made of, by the value that is bound to its name."""
+        path = path_of(value)
+        if path is not None:
+            yield path
+        elif isinstance(value, ast.Call):
+            whole = self._imports.qualified(value.func) & CONTAINERS
+            for given in value.args if whole else value.args[:1] if self._wraps(value) else ():
+                yield from self._parts(given)
+        elif isinstance(value, ast.List | ast.Tuple | ast.Starred):
+            for child in children(value):
+                yield from self._parts(child) if isinstance(child, ast.expr) else ()
 
     def _returned(self, value: ast.expr) -> Iterator[ast.expr]:
         """What a value may be: what the functions of the file return, what their classes are given."""
@@ -133,6 +156,7 @@ class OutOfSight:
         for function in self._meant(value):
             if function.name == "__init__":
                 yield from _given(value)
+                yield from (kept for node in function.body for target, kept in bindings(node) if path_of(target))
             yield from (node.value for node in walk(function) if isinstance(node, ast.Return) and node.value)
 
     def _meant(self, call: ast.Call) -> list[FunctionNode]:
@@ -144,6 +168,20 @@ class OutOfSight:
     def _wraps(self, call: ast.Call) -> bool:
         return bool(self._imports.qualified(call.func) & _WRAPPING)
 
+    def _asks_network(self, call: ast.Call) -> bool:
+        """Whether a call is of a method of the network, out of sight, whose name says that it trains or differentiates.
+
+        `model.update(x)`, `net.plot_grads()`; and of an object that holds it, `self.after_step(x)` of a trainer's base.
+        """
+        method = call.func
+        if not isinstance(method, ast.Attribute) or method.attr in _OF_MODULES or self._meant(call):
+            return False
+        if not self._is_network(method.value):
+            return False
+        return (
+            "grad" in method.attr.lower() or looks_like_training(method.attr) or looks_like_differentiating(method.attr)
+        )
+
     def _is_in_sight(self, call: ast.Call) -> bool:
         if self._meant(call) or self._wraps(call):
             return True
@@ -152,28 +190,64 @@ class OutOfSight:
             return all(name.startswith(_LOOKING_ON) and not name.startswith("torch.autograd") for name in qualified)
         if isinstance(call.func, ast.Attribute):
             return isinstance(call.func.value, ast.Constant)  # `"...".format(model)`
-        return isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)
+        return isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id) and call.func.id != "setattr"
 
     def _is_network(self, value: ast.expr) -> bool:
         """Whether a value is the network, a part of it, or holds it; what it computes is not."""
         path = path_of(value)
-        if path == "self":
-            return any(name.split(".")[0] == "self" for name in self._names)
         if path is not None:
-            part = looks_like_module(path.rpartition(".")[2])
             names = self._names - {"self"}
-            return path in names or (part and any(path.startswith(f"{name}.") for name in names))
+            if path in names or self._called_by.get(path, set()) & names:
+                return True
+            if any(name.startswith((f"{path}.", f"{path}[")) for name in names):
+                return True
+            return _names_a_part(path) and any(path.startswith((f"{name}.", f"{name}[")) for name in names)
         if isinstance(value, ast.Call):
             return self._wraps(value) and any(map(self._is_network, _given(value)))
         if isinstance(value, ast.Lambda):
             return any(self._is_network(child) for child in walk(value.body) if isinstance(child, ast.Name))
-        return any(self._is_network(child) for child in children(value) if isinstance(child, ast.expr))
+        return any(map(self._is_network, _held(value)))
 
     def _is_of_parameters(self, value: ast.expr) -> bool:
-        return any(
+        return path_of(value) in self._parameters or any(
             isinstance(child, ast.Attribute) and child.attr in _OF_PARAMETERS and self._is_network(child.value)
             for child in walk(value)
         )
+
+    def _collects_parameters(self, value: ast.expr) -> bool:
+        """`list(model.parameters())`, `[p for p in model.parameters() if p.requires_grad]`; not what is summed up."""
+        if isinstance(value, ast.ListComp):
+            return self._collects_parameters(value.generators[0].iter)
+        if not isinstance(value, ast.Call):
+            return False
+        if path_of(value.func) in _COLLECTING and value.args:
+            return self._collects_parameters(value.args[-1])
+        method = value.func
+        return isinstance(method, ast.Attribute) and method.attr in _OF_PARAMETERS and self._is_network(method.value)
+
+
+def _names_a_part(path: str) -> bool:
+    """Whether a path into a network ends in one: `model.encoder`, `nets["student"]`, `layers[0]`, `model.forward`."""
+    last = path.rpartition(".")[2]
+    item = last.rpartition("[")[2].rstrip("]")
+    return item.isdigit() or last in _RUNNING or looks_like_module(item.strip("'\""))
+
+
+def _held(value: ast.expr) -> list[ast.expr]:
+    """The expressions that are all of a value, or one of which it is."""
+    if isinstance(value, ast.IfExp):
+        return [value.body, value.orelse]
+    if isinstance(value, ast.NamedExpr | ast.Subscript | ast.Await):
+        return [value.value]
+    whole = ast.List | ast.Tuple | ast.Set | ast.Dict | ast.Starred | ast.BoolOp | ast.ListComp | ast.DictComp
+    return [child for child in children(value) if isinstance(child, ast.expr)] if isinstance(value, whole) else []
+
+
+def _called_by(functions: list[FunctionNode]) -> set[str]:
+    """The paths of what functions call; of none that runs a backward, which is seen."""
+    calls = [node for function in functions for node in walk(function) if isinstance(node, ast.Call)]
+    paths = {path for path in (path_of(call.func) for call in calls) if path is not None}
+    return set() if any(last_name(call) == "backward" for call in calls) else paths
 
 
 def _given(call: ast.Call) -> tuple[ast.expr, ...]:
@@ -189,6 +263,8 @@ def _pairs(call: ast.Call, function: FunctionNode) -> Iterator[tuple[ast.arg, as
     arguments = _arguments(function)
     places = arguments[1:] if arguments and arguments[0].arg in ("self", "cls") else arguments
     yield from zip(places, call.args, strict=False)
+    if function.args.vararg is not None:
+        yield from ((function.args.vararg, value) for value in call.args[len(places) :])
     by_name = {argument.arg: argument for argument in arguments}
     for keyword in call.keywords:
         if keyword.arg in by_name:

@@ -95,7 +95,7 @@ _PARAMETERLESS = frozenset(
 _PLAIN_NN = frozenset(
     {"Parameter", "ParameterList", "ParameterDict", "utils", "init", "functional", "parallel", "Buffer"}
 )
-_CONTAINERS = frozenset({"torch.nn.ModuleList", "torch.nn.Sequential", "torch.nn.ModuleDict"})
+CONTAINERS = frozenset({"torch.nn.ModuleList", "torch.nn.Sequential", "torch.nn.ModuleDict"})
 BOOKKEEPING = frozenset(
     "parameters append add_ named_parameters modules named_modules children named_children buffers "
     "named_buffers state_dict "
@@ -176,7 +176,7 @@ def is_trainer(qualified: str) -> bool:
 def holds_networks(value: Value) -> bool:
     """Whether a value is `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`, whose parts are networks as well."""
     made_by = value.ref[0] if value.kind is Kind.MODULE and isinstance(value.ref, tuple) else None
-    return made_by in _CONTAINERS
+    return made_by in CONTAINERS
 
 
 def summed_by(keywords: dict[str, Value]) -> frozenset[str]:

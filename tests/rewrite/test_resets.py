@@ -160,7 +160,7 @@ for x, y in loader * 4:
 
 
 EPOCHS = """\
-import copy, io
+import copy, io, pprint
 
 def validate(net):
     with torch.no_grad():
@@ -177,6 +177,12 @@ def report(score):
 
 def validated(net):
     return net, validate(net)
+
+def run_network(x):
+    return model(x)
+
+def handed_on(function, *given):
+    return function(*given)
 
 best = Best(model)
 for epoch in range(2):
@@ -199,6 +205,7 @@ for epoch in range(2):
         "average = copy.deepcopy(model)",
         "print(type(model), isinstance(model, nn.Module))",
         "wrapped = nn.DataParallel(model)",
+        "pprint.pformat({'state': model.state_dict(), 'size': len(y) if model is not None else 0})",
         "score = validate(model); report(score)",
         "print('{}'.format(sum(p.numel() for p in model.parameters())), 'x'.join([str(model)]))",
     ],
@@ -216,7 +223,7 @@ def test_a_reset_goes_where_all_that_is_given_the_network_is_in_sight(behind):
         "validate_elsewhere(model)",
         "validate_elsewhere(net=[model])",
         "validate_elsewhere(lambda x: model(x))",
-        "nn.DataParallel(model).fool()",
+        "nn.DataParallel(model).eval()",
         "validate_elsewhere(nn.DataParallel(model))",
         "elsewhere.validate(model)",
         "validate_elsewhere(best)",
@@ -224,16 +231,36 @@ def test_a_reset_goes_where_all_that_is_given_the_network_is_in_sight(behind):
         "copies = [model]\n    validate_elsewhere(copies)",
         "wrapped = nn.DataParallel(model)\n    validate_elsewhere(wrapped)",
         "net, score = validated(model)\n    validate_elsewhere(net)",
+        "other: nn.Module = model\n    validate_elsewhere(other)",
+        "if (other := model): validate_elsewhere(other)",
+        "for other in (model, best.net): validate_elsewhere(other)",
+        "for _, other in enumerate([model]): validate_elsewhere(other)",
+        "for other in {'student': model}.values(): validate_elsewhere(other)",
+        "[validate_elsewhere(other) for other in [model]]",
+        "with contextlib.nullcontext(model) as other: validate_elsewhere(other)",
+        "setattr(validate_elsewhere, 'net', model)",
+        "kept.net = model\n    validate_elsewhere(kept)",
+        "kept['net'] = model\n    validate_elsewhere(kept)",
+        "other = model if epoch else best.net\n    validate_elsewhere(other)",
+        "forward = model.forward\n    validate_elsewhere(forward)",
+        "validate_elsewhere(run_network)",
+        "validate_elsewhere(model[0])",
+        "validate_elsewhere(layer)",
+        "handed_on(validate_elsewhere, 0, model)",
+        "model.train_on(loader)",
     ],
 )
 def test_a_reset_stays_where_another_file_is_given_the_network(behind):
-    text = "from elsewhere import validate_elsewhere\n" + TOP + EPOCHS.replace("BEHIND", behind)
+    top = TOP.replace("model = nn.Linear(4, 2)", "layer = nn.Linear(4, 2)\nmodel = nn.Sequential(layer)")
+    text = "from elsewhere import validate_elsewhere\n" + top + EPOCHS.replace("BEHIND", behind)
     text = rewritten(text).text
-    assert ("optimizer.zero_grad()" in text) is ("fool" not in behind)
+    assert ("optimizer.zero_grad()" in text) is ("eval" not in behind)
     assert "memory.step(optimizer)" in text
 
 
-@pytest.mark.parametrize("given", ["model.named_parameters()", "model", "list(model.parameters())"])
+@pytest.mark.parametrize(
+    "given", ["model.named_parameters()", "model", "list(model.parameters())", "weights", "trainable"]
+)
 @pytest.mark.parametrize("reset", ["ahead", "behind"])
 def test_gradients_stay_for_what_may_read_them_behind_the_step(given, reset):
     """Out of sight: `plot_gradients(model.named_parameters())` of another file."""
@@ -246,6 +273,8 @@ def test_gradients_stay_for_what_may_read_them_behind_the_step(given, reset):
             tensors = [one[1] if isinstance(one, tuple) else one for one in given]
             print(sum(float(tensor.grad.abs().sum()) for tensor in tensors))
         ''', library.__dict__)
+        weights = list(model.parameters())
+        trainable = [weight for weight in model.parameters() if weight.requires_grad]
         for x, y in loader:
             {"optimizer.zero_grad()" if reset == "ahead" else "pass"}
             loss = F.cross_entropy(model(x), y)
