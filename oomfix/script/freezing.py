@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from oomfix.script.names import path_of
+from oomfix.script.nodes import only_argument
 
 
 def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, bool] | None:
@@ -36,5 +37,5 @@ def _sets_training(statement: ast.stmt, parameter: str | None) -> bool | None:
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         if path_of(call.func) == f"{parameter}.requires_grad_":
-            value = call.args[0] if call.args else ast.Constant(True)
+            value = only_argument(call) or ast.Constant(True)
     return value.value if isinstance(value, ast.Constant) and isinstance(value.value, bool) else None

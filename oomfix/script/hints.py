@@ -23,7 +23,7 @@ from oomfix.script.named_like import (
     looks_like_scaler,
 )
 from oomfix.script.names import MOVES, path_of, without_moves
-from oomfix.script.nodes import Scope
+from oomfix.script.nodes import Scope, only_argument
 
 _MODULE_METHODS = frozenset(
     "parameters named_parameters modules named_modules children named_children buffers eval train requires_grad_ "
@@ -149,7 +149,7 @@ def _thaws(statement: ast.Assign) -> bool:
     return set_here and not _is_false(statement.value)
 
 
-def _is_false(value: ast.expr) -> bool:
+def _is_false(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
 
 
@@ -180,7 +180,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         return
     receiver = path_of(node.func.value)
     method = node.func.attr
-    if method == "requires_grad_" and not any(map(_is_false, node.args)):
+    if method == "requires_grad_" and not _is_false(only_argument(node)):
         hints.thaws = True
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value

@@ -7,6 +7,7 @@ import ast
 from oomfix.script.definitions import Instance
 from oomfix.script.functions import Functions
 from oomfix.script.names import path_of
+from oomfix.script.nodes import only_argument
 from oomfix.script.values import Graph, Kind, Value
 
 _OF_THE_WHOLE = frozenset(
@@ -70,7 +71,8 @@ class Networks(Functions):
 
     def _requires_grad(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         """`net.requires_grad_(False)`."""
-        value = self.evaluate(node.args[0]).constant if node.args else True
+        given = only_argument(node)
+        value = True if given is None else self.evaluate(given).constant
         if isinstance(value, bool):
             self.freeze(function.value, not value)
         if value is True and isinstance(function.value, ast.Call):

@@ -64,6 +64,12 @@ def walk(root: ast.AST) -> Iterator[ast.AST]:
         found += children(node)
 
 
+def only_argument(call: ast.Call) -> ast.expr | None:
+    """What a function of one parameter is given, by its place or its name; None where nothing is."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return given[0] if given else None
+
+
 def encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
     """Whether one statement of a function stands within another."""
     return outer is not inner and outer.lineno <= inner.lineno and (inner.end_lineno or 0) <= (outer.end_lineno or 0)

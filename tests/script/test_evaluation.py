@@ -247,7 +247,12 @@ def test_a_context_that_is_made_elsewhere_is_not_judged(report, held):
 
 @pytest.mark.parametrize(
     "freezing",
-    ["net.requires_grad_(False)", "for p in net.parameters(): p.requires_grad = False"],
+    [
+        "net.requires_grad_(False)",
+        "net.requires_grad_(requires_grad=False)",
+        "for p in net.parameters(): p.requires_grad = False",
+        "for p in net.parameters(): p.requires_grad_(requires_grad=False)",
+    ],
 )
 def test_a_frozen_network_records_nothing(report, freezing):
     code = f"""

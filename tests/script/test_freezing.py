@@ -183,6 +183,7 @@ def test_parts_that_a_method_trains_again_are_not_frozen(report, thawed):
     """
     assert report(code) == [("OOM201", 9)]
     assert report(code.replace(thawed, "part.requires_grad_(False)")) == []
+    assert report(code.replace(thawed, "part.requires_grad_(requires_grad=False)")) == []
 
 
 @pytest.mark.parametrize(
