@@ -22,7 +22,7 @@ from oomfix.terminal import write_lines
 if TYPE_CHECKING:
     from oomfix.rewrite.what_if import WhatIf
 
-_DEFAULT_GPU = "a100"
+_DEFAULT_GPU = "a100-40gb"
 _PLACEHOLDER, _FIRST_SIZE = "{}", 8
 
 

@@ -94,7 +94,7 @@ def test_gpu_and_budget_win(folder, monkeypatch):
 def test_without_a_preset_the_script_runs_as_it_is(folder, monkeypatch):
     simulator = Simulator(monkeypatch)
     RUN.invoke(profile, ["--format", "json", str(folder / "train.py")])
-    assert simulator.options["--gpu"] == "a100" and "--budget" not in simulator.options
+    assert simulator.options["--gpu"] == "a100-40gb" and "--budget" not in simulator.options
     assert simulator.contents == {}
 
 
