@@ -33,7 +33,11 @@ _HARMLESS = re.compile(
     r"lr|learning_rate|warmup|sched|anneal|start|push|count|meter|measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put",
     re.IGNORECASE,
 )
-_COLLECTIVES = frozenset("all_reduce reduce all_gather broadcast barrier".split())
+_COLLECTIVES = frozenset(
+    "all_reduce reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter all_to_all broadcast "
+    "barrier".split()
+)
+_PROCESSES = re.compile(r"(^|[._])i?dist(ributed)?(\.|$)")
 _RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform uniform_ bernoulli "
     "bernoulli_ multinomial exponential_ dropout shuffle choice choices sample rsample random randrange permutation "
@@ -99,7 +103,7 @@ def changed_paths(statement: ast.stmt) -> set[str]:
 
 
 def _changed_by(call: ast.Call) -> set[str]:
-    if isinstance(call.func, ast.Attribute) and not _is_collective(call):
+    if isinstance(call.func, ast.Attribute) and not is_collective(call):
         receiver = _root(call.func.value)
         return set() if _OUTPUT_RECEIVERS.search(receiver) and last_name(call) != "zero_grad" else {receiver}
     if _READING.match(last_name(call)):
@@ -203,18 +207,19 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
     return False
 
 
-def meets_other_processes(node: ast.AST) -> bool:
-    """Whether a node runs a collective operation, for which every process has to come as often."""
-    return any(map(_is_collective, calls_in(node)))
+def is_collective(call: ast.Call) -> bool:
+    """Whether a call is a collective operation, for which every process has to come as often.
 
-
-def _is_collective(call: ast.Call) -> bool:
-    return last_name(call) in _COLLECTIVES and isinstance(call.func, ast.Attribute)
+    `dist.all_reduce(x)`, but not `einops.reduce(x)`.
+    """
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in _COLLECTIVES:
+        return False
+    return bool(_PROCESSES.search(path_of(call.func.value) or ""))
 
 
 def _averages_a_result(call: ast.Call, statement: ast.stmt) -> bool:
     """`dist.all_reduce(accuracy)`, but not `for p in model.parameters(): dist.all_reduce(p)`."""
-    if not _is_collective(call):
+    if not is_collective(call):
         return False
     return not any(isinstance(node, ast.For | ast.While) for node in nodes_of_scope(statement)) and all(
         isinstance(argument, ast.Name) for argument in call.args

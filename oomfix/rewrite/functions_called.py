@@ -45,12 +45,12 @@ class FunctionsCalled:
         if any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords):
             return True
         names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-        if id(function) in self._methods and fits(function.args, names[1:], call):
+        if id(function) in self._methods and _fits(function.args, names[1:], call):
             return True
-        return fits(function.args, names, call)
+        return _fits(function.args, names, call)
 
 
-def fits(arguments: ast.arguments, names: list[str], call: ast.Call) -> bool:
+def _fits(arguments: ast.arguments, names: list[str], call: ast.Call) -> bool:
     """Whether a call gives parameters, these by position or name, what they need and nothing else."""
     named = {keyword.arg for keyword in call.keywords}
     only_named = [argument.arg for argument in arguments.kwonlyargs]

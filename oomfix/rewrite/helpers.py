@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from oomfix.rewrite.effects import calls_in, changed_paths, draws_random_numbers, fetches, last_name, trains
+from oomfix.rewrite.calls_run import CallsRun
+from oomfix.rewrite.effects import (
+    calls_in,
+    changed_paths,
+    draws_random_numbers,
+    fetches,
+    is_collective,
+    last_name,
+    trains,
+)
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of
@@ -42,6 +51,7 @@ class Helpers:
 
     def __init__(self, tree: ast.Module) -> None:
         self._functions = FunctionsCalled(tree)
+        self._calls = CallsRun(self._functions)
         self._attributes: dict[int, _Attributes] = {}
         for node in walk(tree):
             if isinstance(node, ast.ClassDef):
@@ -51,57 +61,26 @@ class Helpers:
                     known = _Attributes(set(values), plain)
                     self._attributes.update((id(method), known) for method in node.body)
         self._known: dict[int, Effect | None] = {}
-        self._drawing: dict[int, bool] = {}
-        self._training: dict[int, bool] = {}
-        self._fetching: dict[int, bool] = {}
 
     def draw_random_numbers(self, node: ast.AST) -> bool:
         """Whether a node is seen to draw random numbers, itself or in a function of the file."""
-        return draws_random_numbers(node) or any(
-            self._draws(function) for call in calls_in(node) for function in self._functions.by(call)
-        )
-
-    def _draws(self, function: FunctionNode) -> bool:
-        if id(function) not in self._drawing:
-            self._drawing[id(function)] = False
-            self._drawing[id(function)] = any(self.draw_random_numbers(statement) for statement in function.body)
-        return self._drawing[id(function)]
+        return any(map(draws_random_numbers, self._calls.by(node)))
 
     def train(self, node: ast.AST) -> bool:
         """Whether a node is seen to run a backward or a step, itself or in a function of the file."""
-        return trains(node) or any(
-            self._trains(function) for call in calls_in(node) for function in self._functions.by(call)
-        )
+        return any(map(trains, self._calls.by(node)))
+
+    def meet_other_processes(self, node: ast.AST) -> bool:
+        """Whether a node is seen to wait for other processes, itself or in a function of the file."""
+        return any(map(is_collective, self._calls.by(node)))
 
     def reset_gradients(self, node: ast.AST) -> bool:
         """Whether a node calls a function of the file that resets gradients."""
-        return any(
-            last_name(inner) == "zero_grad"
-            for call in calls_in(node)
-            for function in self._functions.by(call)
-            for statement in function.body
-            for inner in calls_in(statement)
-        )
-
-    def _trains(self, function: FunctionNode) -> bool:
-        if id(function) not in self._training:
-            self._training[id(function)] = False
-            self._training[id(function)] = any(self.train(statement) for statement in function.body)
-        return self._training[id(function)]
+        return any(last_name(call) == "zero_grad" for call in self._calls.in_functions(list(calls_in(node))))
 
     def fetch(self, node: ast.AST) -> bool:
         """Whether a node fetches a batch, itself or in a function of the file."""
-        return fetches(node) or any(
-            self._fetches(function) for call in calls_in(node) for function in self._functions.by(call)
-        )
-
-    def _fetches(self, function: FunctionNode) -> bool:
-        if id(function) not in self._fetching:
-            self._fetching[id(function)] = False
-            calls = [call for statement in function.body for call in calls_in(statement)]
-            others = (other for call in calls for other in self._functions.by(call))
-            self._fetching[id(function)] = any(map(_goes_on, calls)) or any(map(self._fetches, others))
-        return self._fetching[id(function)]
+        return fetches(node) or any(map(_goes_on, self._calls.in_functions(list(calls_in(node)))))
 
     def lasting_effect(self, node: ast.AST) -> Effect | None:
         """What a call of the file's own functions leaves behind; None where nothing can be seen."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.effects import changed_paths, is_zero_grad, last_name, overlap
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
@@ -88,14 +89,14 @@ class _Lifter:
             for forward in self._script.trace.forwards.values()
             if not self._only_resets(forward) and last_name(forward.node) not in PREPARATION
         ]
-        calls_run = _CallsRun(source.tree)
-        of_networks = {id(forward.node) for forward in forwards}
+        calls_run = CallsRun(FunctionsCalled(source.tree))
+        of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         is_trained = _Trains(calls_run, trained, self._script.backwards)
         self._slicer = Slicer(
             source.tree,
             Helpers(source.tree),
-            lambda node: not of_networks.isdisjoint(calls_run(node)),
+            lambda node: not of_networks.isdisjoint(calls_run.by(node)),
             is_trained,
             self._takes_network,
         )
@@ -254,48 +255,22 @@ class _Trains:
         backwards: those of the script; one in the same node that keeps no graph leaves nothing to go through.
     """
 
-    def __init__(self, calls_run: _CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
+    def __init__(self, calls_run: CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
         self._calls_run = calls_run
-        ends: dict[int, set[int]] = {}
+        ends: dict[int, set[ast.expr]] = {}
         for event in backwards:
             if not _keeps_graph(event):
                 for origin in event.origins:
-                    ends.setdefault(origin, set()).add(id(event.node))
-        self._ends: dict[int, list[set[int]]] = {}
+                    ends.setdefault(origin, set()).add(event.node)
+        self._ends: dict[ast.expr, list[set[ast.expr]]] = {}
         for forward in forwards:
-            self._ends.setdefault(id(forward.node), []).append(ends.get(forward.origin, set()))
+            self._ends.setdefault(forward.node, []).append(ends.get(forward.origin, set()))
 
     def __call__(self, node: ast.AST) -> bool:
-        run = self._calls_run(node)
+        run: set[ast.expr] = set(self._calls_run.by(node))
         return any(not ends & run for call in run & self._ends.keys() for ends in self._ends[call])
 
 
 def _keeps_graph(event: Backward) -> bool:
     given = (keyword for keyword in event.node.keywords if keyword.arg in ("retain_graph", "create_graph", None))
     return any(not (isinstance(one.value, ast.Constant) and not one.value.value) for one in given)
-
-
-class _CallsRun:
-    """The calls, by their id, that run in a node: they stand there, or in a function of the file that is called there.
-
-    Args:
-        tree: the module.
-    """
-
-    def __init__(self, tree: ast.Module) -> None:
-        self._functions = FunctionsCalled(tree)
-        self._known: dict[int, set[int]] = {}
-
-    def __call__(self, node: ast.AST) -> set[int]:
-        run: set[int] = set()
-        for call in (child for child in walk(node) if isinstance(child, ast.Call)):
-            run.add(id(call))
-            for function in self._functions.by(call):
-                run |= self._in_function(function)
-        return run
-
-    def _in_function(self, function: FunctionNode) -> set[int]:
-        if id(function) not in self._known:
-            self._known[id(function)] = set()
-            self._known[id(function)] = set().union(*map(self, function.body))
-        return self._known[id(function)]

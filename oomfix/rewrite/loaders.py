@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.functions_called import FunctionsCalled, fits
+from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope_body
 from oomfix.script import Script
 from oomfix.script.scopes import Scopes
@@ -121,9 +121,8 @@ class Loaders:
         if isinstance(owner, ast.ClassDef):
             names, name = names[1:], owner.name if name == "__init__" else name
         for call in self._calls.get(name, ()):
-            if fits(function.args, names, call):
-                given = dict(zip(names, call.args, strict=False)) | {one.arg: one.value for one in call.keywords}
-                yield from (value for name, value in given.items() if name == parameter.arg)
+            given = [*zip(names, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
+            yield from (value for one, value in given if one == parameter.arg)
 
 
 def _key(node: ast.expr | None) -> Any:

@@ -79,8 +79,8 @@ class Slicer:
         Raises:
             CannotLift: moving it might change what the script does; says what stands in the way.
         """
-        for name in sorted(names_bound(site.root)):
-            raise CannotLift(f"line {site.root.lineno} binds {name} within what is differentiated")
+        if bound := names_bound(site.root):
+            raise CannotLift(f"line {site.root.lineno} binds {min(bound)} within what is differentiated")
         end = site.block.index(site.end)
         chain = self._dependences(site, end)
         starts = self._starts(site, chain, end, network_is_known)
@@ -211,7 +211,7 @@ class Slicer:
             raise CannotLift(f"line {line} runs a step or another backward on the way to the loss")
         if self._helpers.reset_gradients(statement) and not any(map(effects.is_zero_grad, lift.site.block)):
             raise CannotLift(f"line {line} resets gradients on the way to the loss, and nothing else does")
-        if effects.meets_other_processes(statement):
+        if self._helpers.meet_other_processes(statement):
             raise CannotLift(f"line {line} waits for other processes on the way to the loss")
         if effects.switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients on the way to the loss")

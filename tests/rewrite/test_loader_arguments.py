@@ -133,6 +133,7 @@ def test_data_sets_of_torchvision(made):
         f"torch.set_default_device('cuda')\n{MADE}",
         f"import torchvision\ntorchvision.set_video_backend('cuda')\n{MADE}",
         f"torch.set_default_tensor_type(torch.cuda.FloatTensor)\n{MADE}",
+        f"import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\n{MADE}",
         f"card = torch.device('cuda:1')\n{MADE}",
         f"rank = 0\ncard = torch.device(f'cuda:{{rank}}')\n{MADE}",
     ],
@@ -201,6 +202,7 @@ def test_batches_are_moved_in_several_ways(moved):
         "    x = x.to(torch.float32)\n",
         "    x = x.cuda(rank)\n",
         "    z = torch.randn(8, 5).to(device)\n",
+        "    z = x.new_zeros(5, device=device)\n",
         "    x = x.to('cpu')\n",
     ],
 )
@@ -330,7 +332,7 @@ def test_a_line_that_would_get_longer_than_those_of_the_file_is_broken():
     ("arguments", "expected"),
     [
         ("num_workers=2, prefetch_factor=8", "num_workers=2, prefetch_factor=2, pin_memory=True"),
-        ("num_workers=2, prefetch_factor=2", "num_workers=2, prefetch_factor=2, pin_memory=True"),
+        ("num_workers=2, prefetch_factor=1", "num_workers=2, prefetch_factor=1, pin_memory=True"),
         ("num_workers=2, prefetch_factor=k", "num_workers=2, prefetch_factor=k, pin_memory=True"),
         ("prefetch_factor=8, sampler=s", "prefetch_factor=8, sampler=s, pin_memory=True"),
         ("prefetch_factor=8, collate_fn=c", "prefetch_factor=2, collate_fn=c"),
