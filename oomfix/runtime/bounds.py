@@ -138,7 +138,7 @@ def _divides(name: str, args: Any, kwargs: Any, result: Any) -> bool:
     """Whether a call divides a number with a graph by its second argument, or only asks what a tensor is like."""
     if name == "__get__":
         return not isinstance(result, torch.Tensor)
-    is_division = name in _DIVISIONS and len(args) == 2 and not kwargs and args[0] is not args[1]
+    is_division = name in _DIVISIONS and len(args) == 2 and not kwargs
     return is_division and isinstance(result, torch.Tensor) and result.requires_grad and result.numel() == 1
 
 
