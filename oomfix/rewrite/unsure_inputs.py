@@ -59,6 +59,8 @@ def _read_in_any_case(node: ast.AST) -> set[str]:
         return set() if isinstance(node.ctx, ast.Store) else {node.id}
     if isinstance(node, ast.Lambda):
         return set()
+    if isinstance(node, ast.AnnAssign):
+        return set() if node.value is None else _read_in_any_case(node.value)
     if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
         return _read_in_any_case(node.generators[0].iter)
     if isinstance(node, ast.IfExp):
