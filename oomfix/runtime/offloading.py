@@ -68,6 +68,27 @@ class _Parked:
         return torch.empty_like(self.host, device=self.device, pin_memory=False).copy_(self.host, non_blocking=True)
 
 
+class _Kept:
+    """A tensor that stays on the device.
+
+    It is cut off from its graph: an operation that saves its own output would keep itself alive for ever. And torch
+    looks for writes in place only where nothing packs what it saves.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def restored(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"offload_activations: a tensor {list(self.tensor.shape)} of {self.tensor.dtype} that backward needs "
+                "was written in place after forward; run backward before the write, or write to a copy"
+            )
+        return self.tensor
+
+
 class HostMemory:
     """Where the tensors of one context go.
 
@@ -83,10 +104,10 @@ class HostMemory:
         self._in_flight: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Parked:
+    def pack(self, tensor: torch.Tensor) -> _Kept | _Parked:
         """What autograd keeps instead of `tensor`."""
         if not is_movable(tensor) or nbytes(tensor) < self._min_bytes or is_weight(tensor):
-            return tensor
+            return _Kept(tensor)
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._parked:
@@ -129,8 +150,8 @@ class HostMemory:
         torch.cuda.current_stream(tensor.device).wait_event(arrived)
 
 
-def _unpack(packed: torch.Tensor | _Parked) -> torch.Tensor:
-    return packed.restored() if isinstance(packed, _Parked) else packed
+def _unpack(packed: _Kept | _Parked) -> torch.Tensor:
+    return packed.restored()
 
 
 def is_movable(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -167,6 +168,43 @@ def test_out_of_memory_leaves_no_trace(moved, where):
             return model(x).square().mean()
 
     assert_bitwise(gradients(model, again), plain)
+
+
+def test_a_graph_that_no_backward_runs_through_goes_with_its_output(moved):
+    """The output of tanh is saved by tanh itself, and is too small to move."""
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4), nn.Tanh()), torch.randn(64, 32)
+    with SimulatedCard() as card:
+        with runtime.offload_activations(min_bytes=4096):
+            output = model(x)
+        assert (64, 32) in moved and (64, 4) not in moved
+        del output
+        gc.collect()
+        assert card.current_bytes == 0
+
+
+@pytest.mark.parametrize("min_bytes", [0, 1 << 20])
+def test_what_stays_may_not_be_written_before_backward_as_in_torch(moved, min_bytes):
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    with runtime.offload_activations(min_bytes):
+        loss = layer(layer(x)).sum()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"\[8, 8\] of torch.float32 .* was written in place after forward"):
+        loss.backward()
+
+
+def test_a_gradient_penalty_is_bitwise_that_without(moved):
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), torch.randn(4, 8, requires_grad=True)
+
+    def penalised(context):
+        with context:
+            (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            penalty = gradient.square().sum()
+        return torch.autograd.grad(penalty, [model[0].weight, model[0].bias, model[2].weight])
+
+    plain = penalised(nullcontext())
+    for min_bytes in (0, 1 << 20):
+        assert_bitwise(penalised(runtime.offload_activations(min_bytes)), plain)
 
 
 @pytest.mark.parametrize("allocation", [5, 25])
