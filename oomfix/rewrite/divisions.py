@@ -142,7 +142,8 @@ class Divisions:
         written = newline.join(f"{margin}{line}" for text in texts for line in text.splitlines())
         if end == len(self._source.text):
             return Edit(end, end, newline + written)
-        return Edit(end + len(newline), end + len(newline), written + newline)
+        behind = self._layout.whole(lines)[1]
+        return Edit(behind, behind, written + newline)
 
     def _check_passed(self, statement: ast.stmt, loss: str) -> None:
         """Whether a backward may run ahead of a statement between the division and it."""

@@ -122,6 +122,12 @@ class Layout:
         """The offsets of whole lines, the last line's end excluded."""
         return self.source.line_starts[lines.first - 1], self._end_of_line(lines.last)
 
+    def whole(self, lines: Lines) -> tuple[int, int]:
+        """The offsets of whole lines, the last line's end included, which may be another one than `newline`."""
+        starts = self.source.line_starts
+        end = starts[lines.last] if lines.last < len(starts) else len(self.source.text)
+        return starts[lines.first - 1], end
+
     def _end_of_line(self, number: int) -> int:
         return self.source.line_starts[number - 1] + len(self.source.lines[number - 1])
 

@@ -68,8 +68,7 @@ class Lifting:
             if lines is None or self._is_alone(statement, lift):
                 yield Edit(start, end, "pass")
             else:
-                first, last = self._layout.span(lines)
-                yield Edit(first, min(last + len(self._layout.newline), len(self._source.text)), "")
+                yield Edit(*self._layout.whole(lines), "")
 
     def _is_alone(self, statement: ast.stmt, lift: Lift) -> bool:
         """Whether a statement is all of its block."""
@@ -125,8 +124,7 @@ class Lifting:
             raise JoinedStatements(lift.reading[0].lineno)
         here = self._layout.span(first)[0]
         yield Edit(here, here, call + self._layout.newline)
-        start, end = self._layout.span(backward)
-        yield Edit(start, min(end + len(self._layout.newline), len(self._source.text)), "")
+        yield Edit(*self._layout.whole(backward), "")
 
     def _definition(self, lift: Lift, text: _Text) -> list[str]:
         body: list[str] = []

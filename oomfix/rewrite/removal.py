@@ -45,8 +45,7 @@ def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
     told = above.startswith("#") and not below.startswith("#")
     if followed and last < len(lines) and not lines[last].strip() and (not above or above.endswith(":") or told):
         last += 1
-    start, end = layout.span(own._replace(first=first, last=last))
-    return Edit(start, min(end + len(layout.newline), len(layout.source.text)), "")
+    return Edit(*layout.whole(own._replace(first=first, last=last)), "")
 
 
 def together(text: str, edits: list[Edit]) -> list[Edit]:

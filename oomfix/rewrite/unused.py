@@ -23,8 +23,7 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
         unused = {name for alias in statement.names if (name := alias.asname or alias.name) in used_before - used_now}
         if len(unused) == len(statement.names):
             if (lines := layout.own_lines(statement)) is not None:
-                start, end = layout.span(lines)
-                edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
+                edits.append(Edit(*layout.whole(lines), ""))
         elif unused:
             # imported here: most scripts import nothing that they stop using, and libcst takes a while
             from oomfix.rewrite.imported_names import without_names
@@ -60,8 +59,8 @@ def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit
                 continue
             line, above = layout.source.lines[statement.lineno - 1], layout.source.lines[statement.lineno - 2]
             if line.strip() == f"{target.id} = {held}" and not above.lstrip().startswith("#"):
-                start, end = layout.span(Lines(statement.lineno, _last_blank_line(statement, scope, layout)))
-                edits.append(Edit(start, min(end + len(layout.newline), len(layout.source.text)), ""))
+                lines = Lines(statement.lineno, _last_blank_line(statement, scope, layout))
+                edits.append(Edit(*layout.whole(lines), ""))
     return edits
 
 

@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 
-from tests.rewrite.small_loops import apply, loop_of
+from tests.rewrite.equivalence import rewritten
+from tests.rewrite.small_loops import TOP, apply, loop_of
 
 
 def test_comments_at_the_end_of_a_block_stay_in_it():
@@ -152,3 +153,28 @@ def test_a_form_feed_in_front_of_a_statement_is_no_part_of_its_margin():
             memory.forward_backward(forward, x, y)
         \f    memory.step(optimizer)
         """)
+
+
+@pytest.mark.parametrize("ends", ["\n\r\n", "\r\n\n"])
+def test_a_file_with_two_kinds_of_line_ends_is_rewritten_as_with_one(ends):
+    """Some editors write their own line ends into a file that has others."""
+    body = """\
+        scaler = torch.cuda.amp.GradScaler()
+        for i, (x, y) in enumerate(loader):
+            with torch.cuda.amp.autocast():
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+            scaler.scale(loss).backward()
+            if (i + 1) % 2 == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            del out, loss
+        """
+    text = TOP + textwrap.dedent(body)
+    expected = rewritten(text).text
+    lines = text.splitlines()
+    first, second = ends[: ends.index("\n") + 1], ends[ends.index("\n") + 1 :]
+    for count in range(1, len(lines)):
+        mixed = "".join(line + (first if number < count else second) for number, line in enumerate(lines))
+        assert rewritten(mixed).text.splitlines() == expected.splitlines()
