@@ -6,12 +6,13 @@ import ast
 from collections.abc import Callable, Sequence
 
 from oomfix.script.named_like import looks_like_logging, looks_like_loss
-from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.names import path_of, unpacked
+from oomfix.script.nodes import children, walk
 
 _METHODS = frozenset(("numpy", "tolist"))
 _ARRAYS = frozenset(("np", "numpy"))
-_TAKEN_OFF = _METHODS | {"detach", "data"}
+_TAKEN_OFF = _METHODS | {"item", "detach", "data"}
+_SHAPES = frozenset("shape size dim ndim numel device dtype".split())
 _WITHOUT_EFFECT = _ARRAYS | frozenset("torch F nn print len range zip enumerate list sum float int".split())
 _DEEPEST = 4
 """`image = out.numpy()`, and no name that is made of itself for ever."""
@@ -47,50 +48,92 @@ def _is_array(value: ast.expr, nodes: Sequence[ast.AST], depth: int) -> bool:
     return False
 
 
-def leaves_as_array(made: ast.expr, nodes: Sequence[ast.AST], is_followed: Callable[[ast.Call], bool]) -> bool:
-    """Whether a tensor goes into what its function returns, and nowhere else where it may be differentiated.
+def becomes_array(made: ast.expr, nodes: Sequence[ast.AST], is_followed: Callable[[ast.Call], bool]) -> bool:
+    """Whether a tensor becomes an array in its function, and goes nowhere else where it may be differentiated.
 
     Args:
         made: what gives the tensor.
-        nodes: those of a function that `gives_arrays`.
+        nodes: the function's.
         is_followed: whether it is known what a call does.
     """
-    names = _made_from(made, nodes)
-
-    def holds(root: ast.AST) -> bool:
-        return any(part is made or (isinstance(part, ast.expr) and path_of(part) in names) for part in walk(root))
-
-    if any("." in name or "[" in name for name in names):
-        return False
-    calls = [node for node in nodes if isinstance(node, ast.Call) and node is not made]
-    out_of_sight = (call for call in calls if not (is_followed(call) or _has_no_effect(call)))
-    if any(holds(argument) for call in out_of_sight for argument in [*call.args, *call.keywords]):
-        return False
-    return any(isinstance(node, ast.Return) and node.value is not None and holds(node.value) for node in nodes)
+    made_from = _MadeFrom(made, nodes)
+    return any(map(made_from.is_array, nodes)) and not any(made_from.leaves(node, is_followed) for node in nodes)
 
 
-def _made_from(made: ast.expr, nodes: Sequence[ast.AST]) -> set[str]:
-    """The names and places that are assigned from a value, through each other."""
-    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-    names: set[str] = set()
-    while True:
-        more = {
-            path_of(target) or ast.unparse(target)
-            for node in assigned
-            if any(part is made or (isinstance(part, ast.Name) and part.id in names) for part in walk(node.value))
-            for listed in node.targets
-            for target in (listed.elts if isinstance(listed, ast.Tuple) else [listed])
-        }
-        if more <= names:
-            return names
-        names |= more
+class _MadeFrom:
+    """What holds a tensor, or what was computed from it, in a function."""
+
+    def __init__(self, made: ast.expr, nodes: Sequence[ast.AST]) -> None:
+        self._made = made
+        bound = [pair for node in nodes for pair in _bound(node)]
+        self._with_graph = self._names_of(bound, _SHAPES | _TAKEN_OFF)
+        self._computed = self._names_of(bound, _SHAPES)
+
+    def _names_of(self, bound: list[tuple[ast.expr, ast.expr]], without: frozenset[str]) -> set[str]:
+        """The names that are bound to it, through each other, other than by some attributes."""
+        names: set[str] = set()
+        while (
+            more := {
+                part.id
+                for target, value in bound
+                if self._is_in(value, names, without)
+                for part in unpacked(target)
+                if isinstance(part, ast.Name)
+            }
+            - names
+        ):
+            names |= more
+        return names
+
+    def _is_in(self, node: ast.AST, names: set[str], without: frozenset[str]) -> bool:
+        if node is self._made or (isinstance(node, ast.Name) and node.id in names):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in without:
+            return False
+        return any(self._is_in(child, names, without) for child in children(node))
+
+    def _has_graph(self, node: ast.AST) -> bool:
+        return self._is_in(node, self._with_graph, _SHAPES | _TAKEN_OFF)
+
+    def is_array(self, node: ast.AST) -> bool:
+        """`out.cpu().numpy()`, `np.asarray(out.detach())`."""
+        if isinstance(node, ast.Call) and (path_of(node.func) or "").split(".")[0] in _ARRAYS:
+            return any(self._is_in(argument, self._computed, _SHAPES) for argument in node.args)
+        if not isinstance(node, ast.Attribute) or node.attr not in _METHODS:
+            return False
+        return self._is_in(node.value, self._computed, _SHAPES)
+
+    def leaves(self, node: ast.AST, is_followed: Callable[[ast.Call], bool]) -> bool:
+        """Whether it is returned, stored on something, or given to what is out of sight."""
+        if isinstance(node, ast.Call):
+            given = [*node.args, *node.keywords]
+            return any(map(self._has_graph, given)) and not (is_followed(node) or _has_no_effect(node))
+        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
+            return node.value is not None and self._has_graph(node.value)
+        return any(
+            not isinstance(part, ast.Name) and self._has_graph(value)
+            for target, value in _bound(node)
+            for part in unpacked(target)
+        )
+
+
+def _bound(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """What a node binds, and to what."""
+    match node:
+        case ast.Assign(targets, value):
+            return [(target, value) for target in targets]
+        case ast.AugAssign(target, _, value) | ast.AnnAssign(target, _, ast.expr() as value):
+            return [(target, value)]
+        case ast.NamedExpr(target, value) | ast.For(target, value) | ast.comprehension(target, value):
+            return [(target, value)]
+    return []
 
 
 def _has_no_effect(call: ast.Call) -> bool:
     """A call of torch, numpy or a builtin, of a tensor's own method, of a criterion, or for a log."""
     path = path_of(call.func)
     if path is None:
-        return True  # `f(x).view(shape)`
+        return isinstance(call.func, ast.Attribute)  # `f(x).view(shape)`
     root, *rest = path.split(".")
     known = root in _WITHOUT_EFFECT
     return (known and "grad" not in rest) or looks_like_loss(path) or looks_like_logging(path)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable
 
 from oomfix.script.acting import acts_in_environment
-from oomfix.script.as_arrays import leaves_as_array
+from oomfix.script.as_arrays import becomes_array
 from oomfix.script.definitions import Function
 from oomfix.script.named_like import looks_like_loss
 from oomfix.script.names import path_of
@@ -93,7 +93,7 @@ def _is_evaluation(
     if forward.made_for_evaluation:
         return True
     within_training = any(run in training_runs for run in site.runs[:-1])
-    if not within_training and _is_returned_as_array(forward, trace):
+    if not within_training and _becomes_numbers(forward, trace):
         return True
     if site.loop is None:
         # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
@@ -109,17 +109,18 @@ def _is_trained_out_of_sight(forward: Forward, trace: Trace) -> bool:
     return not (site.within_evaluation or _says_evaluation(site.loop))
 
 
-def _is_returned_as_array(forward: Forward, trace: Trace) -> bool:
+def _becomes_numbers(forward: Forward, trace: Trace) -> bool:
     """`return self.net(x).detach().numpy()`: whoever asks for it gets numbers, through which nothing goes back."""
     function = forward.site.function
     if function is None:
         return False
     if any(_ends_in_numbers(node, forward) for node in function.nodes):
         return True
-    if not function.gives_arrays:
+    trained = (*trace.backwards, *trace.steps)
+    if any(other in forward.site.functions for event in trained for other in event.site.functions):
         return False
     networks = {other.node for other in trace.forwards.values()}
-    return leaves_as_array(forward.node, function.nodes, lambda call: call in networks or call in trace.followed)
+    return becomes_array(forward.node, function.nodes, lambda call: call in networks or call in trace.followed)
 
 
 def _ends_in_numbers(node: ast.AST, forward: Forward) -> bool:

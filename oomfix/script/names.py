@@ -72,6 +72,18 @@ def without_moves(node: ast.expr) -> ast.expr:
     return node
 
 
+def receivers(node: ast.expr) -> Iterator[ast.expr]:
+    """What the methods of a chain are called on, and the last of it: `f(x).view(-1)`, `f(x)` in `f(x).view(-1)[0]`."""
+    while True:
+        yield node
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node = node.func.value
+        elif isinstance(node, ast.Subscript | ast.Attribute):
+            node = node.value
+        else:
+            return
+
+
 def unpacked(target: ast.expr) -> Iterator[ast.expr]:
     """`a`, `b` and `c` of `(a, (b, *c))`: the parts of a tuple or list, or the one that is none."""
     if isinstance(target, ast.Tuple | ast.List):

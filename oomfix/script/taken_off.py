@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
 
+from oomfix.script.names import receivers
 from oomfix.script.nodes import Scope
 from oomfix.script.torch_facts import INTEGER_RESULTS, LEAVING_THE_GRAPH
 
@@ -28,7 +28,7 @@ def always_taken_off(nodes: list[tuple[ast.AST, Scope]]) -> frozenset[str]:
     taken: set[ast.expr] = set()
     for node, _ in nodes:
         if isinstance(node, ast.Attribute) and node.attr in _TAKING:
-            taken.update(_below(node.value))
+            taken.update(receivers(node.value))
     taken_loads = Counter((scope, node.id) for node, scope in nodes if isinstance(node, ast.Name) and node in taken)
     for node, scope in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -37,18 +37,6 @@ def always_taken_off(nodes: list[tuple[ast.AST, Scope]]) -> frozenset[str]:
                 taken.add(node.value)
     calls = Counter(name for node in taken if isinstance(node, ast.Call) and (name := _name(node.func)) is not None)
     return frozenset(name for name, count in calls.items() if count == mentions[name])
-
-
-def _below(node: ast.expr) -> Iterator[ast.expr]:
-    """What the methods of a chain are called on: `x` and `f(x)` in `f(x).view(-1)[0]`."""
-    while True:
-        yield node
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            node = node.func.value
-        elif isinstance(node, ast.Subscript | ast.Attribute):
-            node = node.value
-        else:
-            return
 
 
 def _name(called: ast.expr) -> str | None:

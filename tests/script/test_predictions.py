@@ -369,3 +369,50 @@ def test_a_method_of_a_network_that_gives_arrays_needs_no_graph(report, training
 )
 def test_what_may_be_differentiated_before_it_is_given_away_is_left_alone(report, rest):
     assert report(GIVING_ARRAYS.format(training="", name="from_prior", rest=rest)) == []
+
+
+TAKEN_WITHIN = """
+    import numpy as np
+    import torch
+
+    class Robot:
+        def __init__(self, path):
+            self.model = torch.load(path, map_location="cpu")
+
+        def control(self, state):
+            out = self.model(torch.as_tensor(state))
+            {rest}
+"""
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "self.motor.move(out.detach().numpy())",
+        "left, right = out.detach().cpu().numpy()\n            return drive(left, right)",
+        "boxes, scores = out[0].data.numpy(), out[1].data.numpy()\n            return nms(boxes, scores)",
+        "out = out.softmax(-1)\n            for command in out.tolist():\n                self.send(command)",
+        "command = np.argmax(out.detach().numpy())\n            return {'command': command}",
+    ],
+)
+def test_what_becomes_an_array_in_its_function_needs_no_graph(report, rest):
+    assert report(TAKEN_WITHIN.format(rest=rest)) == [("OOM201", 9)]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "return out",
+        "self.last = out\n            return out.detach().numpy()",
+        "self.update(out)\n            return out.detach().numpy()",
+        "return {'command': out.detach().numpy(), 'out': out}",
+        "return out.shape",
+        "return int(np.prod(out.size()))",
+        "size = out.view(1, -1).shape[1]\n            return np.zeros(size)",
+        "self.critic(out, state).backward()\n            print(out.detach().numpy())",
+        "slope = torch.func.grad(self.model)(out)\n            return out.detach().numpy()",
+        "yield out\n            print(out.detach().numpy())",
+    ],
+)
+def test_what_may_go_elsewhere_beside_its_array_is_left_alone(report, rest):
+    assert [found for found in report(TAKEN_WITHIN.format(rest=rest)) if found[1] == 9] == []
