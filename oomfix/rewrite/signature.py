@@ -78,7 +78,8 @@ class Signature:
         """The names that every way of an `if` binds by running the network, and that are read behind it in any case.
 
         `if clean: out = model(x) elif adversarial: out = model(attacked(x))`, then `loss = criterion(out, y)`: on the
-        way past both, `out` has no value, or one whose graph is gone, and its backward fails.
+        way past both, `out` has no value, or one whose graph is gone, and its backward fails; unless something else in
+        the iteration binds it, as `out = out.detach()` at its end.
         """
         found: set[str] = set()
         for index, statement in enumerate(lift.lifted if lift.site.branch is None else ()):
@@ -87,8 +88,7 @@ class Signature:
                 read = read_at_once([*lift.lifted[index + 1 :], ast.Expr(lift.site.root)])
                 read -= {name for one in lift.lifted[: index + 1] for name in names_read(one)}
                 found |= read.intersection(*(definitely_bound(way) for way in ways))
-        ahead = {name for statement in self._ahead_of(lift) for name in names_bound(statement)}
-        return found - ahead - lift.site.bound_before
+        return found - _bound_besides(lift) - lift.site.bound_before
 
     def _find_deletes(self, lift: Lift, unread: set[str]) -> set[str]:
         """Note the `del` of names that nothing else reads; returns the names that have to stay for their `del`.
@@ -187,6 +187,18 @@ class Signature:
                     lift.copied.append(statement)
                 elif owner in names and owner in lift.inputs:
                     lift.copied.clear()
+
+
+def _bound_besides(lift: Lift) -> set[str]:
+    """The names that the iteration binds outside of the slice."""
+    lifted = {id(node) for statement in lift.lifted for node in nodes_of_scope(statement)}
+    body = (lift.site.iteration or lift.site.scope).body
+    return {
+        node.id
+        for statement in body
+        for node in nodes_of_scope(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in lifted
+    }
 
 
 def _read_in_any_case(lift: Lift) -> set[str]:

@@ -627,25 +627,28 @@ for x, y in loader * 3:
     loss.backward()
     optimizer.step()
     print(loss.item(), out.sum().item())
+    {last}
 """
 
 
 def test_what_the_network_gives_on_each_way_of_a_branch_is_bound_where_the_loss_reads_it():
-    text = assert_trains_the_same(WAYS.format(ahead="pass", network="model", behind="pass"))
+    text = assert_trains_the_same(WAYS.format(ahead="pass", network="model", behind="pass", last="pass"))
     assert "def forward(x, y):" in text
     assert "return loss, out" in text
 
 
 @pytest.mark.parametrize(
-    ("ahead", "network", "behind"),
+    ("ahead", "network", "behind", "last"),
     [
-        ("if y[0]: out = x[:, :2] * 1", "model", "pass"),
-        ("pass", "torch.neg", "pass"),
-        ("pass", "model", "for _ in y: out = out * 1"),
+        ("if y[0]: out = x[:, :2] * 1", "model", "pass", "pass"),
+        ("pass", "torch.neg", "pass", "pass"),
+        ("pass", "model", "for _ in y: out = out * 1", "pass"),
+        ("pass", "model", "pass", "out = out.detach()"),
+        ("pass", "model", "pass", "if y[0]: out = out.detach()"),
     ],
 )
-def test_what_may_go_on_past_all_ways_of_a_branch_keeps_the_loss_in_place(ahead, network, behind):
-    (loop,) = rewritten(TOP + WAYS.format(ahead=ahead, network=network, behind=behind)).loops
+def test_what_may_go_on_past_all_ways_of_a_branch_keeps_the_loss_in_place(ahead, network, behind, last):
+    (loop,) = rewritten(TOP + WAYS.format(ahead=ahead, network=network, behind=behind, last=last)).loops
     assert loop.rewrite == "in-place"
 
 
