@@ -49,7 +49,7 @@ def _spaced(layout: Layout, call: ast.Call, keyword: str) -> str:
 def _spaces_commas(layout: Layout, arguments: list[ast.expr | ast.keyword]) -> bool:
     """Whether the last comma between arguments has white space behind it."""
     before = layout.source.text[: bounds(layout.source, arguments[-1])[0]]
-    return len(arguments) == 1 or not before.endswith(",")
+    return not before.endswith(",")
 
 
 def _stand_apart(call: ast.Call, arguments: list[ast.expr | ast.keyword]) -> bool:

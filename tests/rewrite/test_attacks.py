@@ -134,3 +134,30 @@ def test_gradients_are_reset_ahead_of_the_loss_where_something_out_of_sight_may_
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert "optimizer.zero_grad()" in after.text
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+PENALTY = """\
+def penalty(x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, {kept})
+    return slope.norm(dim=1).mean()
+
+for x, y in loader:
+    steep = penalty(x)
+    noise = torch.rand_like(x)
+    loss = F.cross_entropy(model(x + noise), y) + steep
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("kept", ["create_graph=True", "create_graph=kept", "**{'create_graph': True}"])
+def test_a_network_whose_gradient_keeps_its_graph_runs_in_the_function(kept):
+    text = rewritten(TOP + PENALTY.format(kept=kept)).text
+    assert text.index("def forward(x, y):") < text.index("steep = penalty(x)")
+
+
+def test_a_network_whose_gradient_keeps_no_graph_runs_ahead_of_it():
+    text = rewritten(TOP + PENALTY.format(kept="create_graph=False")).text
+    assert text.index("steep = penalty(x)") < text.index("def forward(x, noise, y, steep):")
