@@ -31,13 +31,13 @@ import torch
 from torch import nn
 
 from bench.heading import heading
+from bench.on_gpu import milliseconds, told_if_out_of_memory
 from bench.rivals import is_installed, libraries
 from bench.workloads import FULL, SMALL, Batch, Workload
 from oomfix import presets, runtime
 from oomfix.presets import Preset
 from oomfix.profile.cards import find_card
 from oomfix.profile.checks import answer_checks
-from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.profile.simulated_gpu import SimulatedGPU
 
@@ -300,15 +300,6 @@ def measured_rows(key: str, device: str, rounds: int) -> list[str]:
     return [*rows, ""]
 
 
-@contextmanager
-def told_if_out_of_memory(name: str) -> Iterator[None]:
-    """What does not fit keeps nobody else from being measured."""
-    try:
-        yield
-    except OutOfMemoryError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-
-
 def model_of(workload: Workload, device: str) -> nn.Module:
     torch.manual_seed(0)
     return workload.build().to(device)
@@ -330,7 +321,7 @@ def step_milliseconds(chosen: list[Contender], workload: Workload, device: str, 
             with told_if_out_of_memory(contender.name), contender_on_gpu():
                 step = contender.step(workload, model_of(workload, device))
                 batch = batch_of(workload, device, 0)
-                times[contender.name] = [gpu_milliseconds(step, batch) for _ in range(rounds + 3)][3:]
+                times[contender.name] = [milliseconds(step, batch) for _ in range(rounds + 3)][3:]
                 del step
         return times
     steps = {contender.name: contender.step(workload, model_of(workload, device)) for contender in chosen}
@@ -356,15 +347,6 @@ def contender_on_gpu() -> Iterator[None]:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def gpu_milliseconds(step: Step, batch: Batch) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    step(batch)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
 
 
 def peak_and_loss(contender: Contender, workload: Workload, device: str) -> tuple[float, float]:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from bench.heading import heading
+from bench.on_gpu import milliseconds
 from oomfix import presets, runtime
 from oomfix.profile.simulated_card import SimulatedCard
 
@@ -157,13 +158,7 @@ def _timed(step: Step, batches: list[Batch], device: str) -> float:
         for batch in batches:
             step(batch)
         return (time.process_time() - begin) * 1000
-    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin_event.record()
-    for batch in batches:
-        step(batch)
-    end_event.record()
-    end_event.synchronize()
-    return begin_event.elapsed_time(end_event)
+    return milliseconds(lambda: [step(batch) for batch in batches])
 
 
 def median_ratio(times: list[float], reference: list[float]) -> float:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from bench.heading import heading
+from bench.on_gpu import milliseconds, told_if_out_of_memory
 from bench.workloads import FULL, SMALL, Batch, Workload
 from oomfix import runtime
 from oomfix.profile.cards import find_card
@@ -179,13 +180,9 @@ def gpu_peak_and_time(technique: Technique, workload: Workload, rounds: int) -> 
     for number in range(rounds + 3):
         if number == 3:
             torch.cuda.reset_peak_memory_stats()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step(batch)
-        end.record()
-        end.synchronize()
+        elapsed = milliseconds(step, batch)
         if number >= 3:
-            times.append(begin.elapsed_time(end))
+            times.append(elapsed)
     return torch.cuda.max_memory_allocated() / GIB, statistics.median(times)
 
 
@@ -231,13 +228,21 @@ def rows_on_cpu(key: str, rounds: int) -> list[str]:
 def rows_on_gpu(key: str, rounds: int) -> list[str]:
     workload = FULL[key]
     techniques = techniques_for(workload)
-    measured = {technique.name: gpu_peak_and_time(technique, workload, rounds) for technique in techniques}
-    whole, plain = measured[PLAIN.name]
+    measured = {}
+    for technique in techniques:
+        with told_if_out_of_memory(technique.name):
+            measured[technique.name] = gpu_peak_and_time(technique, workload, rounds)
     rows = [f"## {workload.name}", "", "| loop | peak GiB | saved | step ms | time |", "|---|---|---|---|---|"]
-    for name, (peak, elapsed) in measured.items():
-        rows.append(
-            f"| {name} | {peak:.2f} | {100 * (1 - peak / whole):.1f} % | {elapsed:.1f} | {elapsed / plain:.2f} |"
-        )
+    for technique in techniques:
+        row = f"| {technique.name} | out of memory | | | |"
+        if technique.name in measured:
+            peak, elapsed = measured[technique.name]
+            less, ratio = "-", "-"
+            if PLAIN.name in measured:
+                whole, plain = measured[PLAIN.name]
+                less, ratio = saved(peak, whole), f"{elapsed / plain:.2f}"
+            row = f"| {technique.name} | {peak:.2f} | {less} | {elapsed:.1f} | {ratio} |"
+        rows.append(row)
     return [*rows, ""]
 
 
