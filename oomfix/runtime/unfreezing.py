@@ -30,6 +30,9 @@ class ProgressiveUnfreezing:
         TypeError: `model` is no module, or `phases` no mapping.
         ValueError: a name that `model` does not have, or an epoch below 0.
 
+    DistributedDataParallel exchanges the gradients of what trained when it was made: make it anew whenever `at` returns
+    something, or the processes drift apart unseen. `memory.forward_backward` exchanges those of all that trains.
+
     BatchNorm in a frozen part goes on updating its statistics in training mode, as torch does.
 
     Source: Howard and Ruder 2018, "Universal Language Model Fine-tuning for Text Classification" (gradual

@@ -521,6 +521,28 @@ def techniques(rank):
     return {"found": found}
 
 
+def unfrozen_in_phases(rank):
+    """A part that trains from the second step on; DDP was made before, and by hand is made anew."""
+    found = []
+    for memory in (memory_of(micro_batches=2 + rank), None):
+        torch.manual_seed(0)
+        net = Net().double()
+        unfreezing = runtime.ProgressiveUnfreezing(net, {1: ["first"]})
+        model, optimizer = DistributedDataParallel(net), sgd(net)
+        for step, (x, y) in enumerate(batches(3)):
+            if unfreezing.at(step) and memory is None:
+                model = DistributedDataParallel(net)
+            if memory is None:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)  # noqa: B023
+                memory.step(optimizer)
+        found.append(net)
+    return {"error": error(*found), "spread": max(map(spread, found))}
+
+
 def clipping(rank):
     memory = memory_of(micro_batches=2)
     model = ours(made(Net), batches(3), memory, clip_norm=0.1)
@@ -677,6 +699,7 @@ CASES = {
     "evaluated in pieces": evaluated_in_pieces,
     "several models": several_models,
     "preparing": preparing,
+    "unfrozen in phases": unfrozen_in_phases,
     "clipping": clipping,
     "techniques": techniques,
     "overflow": overflow,

@@ -139,6 +139,11 @@ def test_several_models_in_one_forward(found):
     assert worst(found["several models"]) < 1e-12
 
 
+def test_parts_that_begin_to_train_are_exchanged_from_then_on(found):
+    assert worst(found["unfrozen in phases"]) < 1e-12
+    assert max(result["spread"] for result in found["unfrozen in phases"]) == 0.0
+
+
 def test_gradients_are_clipped_after_they_are_averaged(found):
     assert worst(found["clipping"]) < 1e-12
 
