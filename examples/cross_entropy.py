@@ -17,7 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from oomfix import runtime
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=64, n_embd=64, n_layer=2, n_head=2)).to(device)
+sizes = {"vocab_size": 2000, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 tokens = torch.randint(0, 2000, (8, 64), device=device)
 

@@ -1,6 +1,9 @@
 """One command runs what needs a GPU: parts that fail or hang are told, and do not keep the others from running."""
 
+import os
 import sys
+
+import pytest
 
 from bench import gpu
 
@@ -27,6 +30,24 @@ def test_the_parts_fit_the_time_of_all_with_what_each_may_take():
     assert sum(gpu.PARTS[name].minutes for name in ("tests", "comparison", "calibration")) <= 25
     for part in gpu.PARTS.values():
         assert part.minutes <= 10
+
+
+@pytest.mark.parametrize(("status", "ending"), [(0, "done"), (3, "failed")])
+def test_what_the_parts_wrote_is_copied_and_told(monkeypatch, tmp_path, capfd, status, ending):
+    results, copies = tmp_path / "results", tmp_path / "new" / "copies"
+    results.mkdir()
+    (results / "older.md").write_text("older")
+    os.utime(results / "older.md", (0, 0))
+    page = results / "techniques-cuda.md"
+    script = f"import pathlib; pathlib.Path({str(page)!r}).write_text('page'); raise SystemExit({status})"
+    monkeypatch.setattr(gpu, "RESULTS", results)
+    monkeypatch.setattr(gpu, "PARTS", {"techniques": gpu.Part(("-c", script), 1)})
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--parts", "techniques", "--to", str(copies)])
+    assert gpu.main() == (status != 0)
+    assert {path.name: path.read_text() for path in copies.iterdir()} == {"techniques-cuda.md": "page"}
+    said = capfd.readouterr().out
+    assert f"techniques: {ending} after " in said and "written: techniques-cuda.md" in said
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
