@@ -10,7 +10,7 @@ from oomfix.script.contexts import autocast_under, grad_under
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import Hints, scoped
 from oomfix.script.named_like import looks_like_module
-from oomfix.script.names import path_of
+from oomfix.script.names import path_of, root_of
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.torch_facts import holds_networks
 from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, ModuleAttribute, Site, Trace
@@ -96,11 +96,16 @@ class Core(ABC):
         binding = state.names.get(path)
         if binding is not None:
             return binding
-        root = path.split(".", 1)[0].split("[", 1)[0]
-        holder = self.holder(root)
-        if holder is None or holder.state is None:
-            return None
-        return holder.state.names.get(path)
+        root = root_of(path)
+        if root != path:
+            holder = self.holder(root)
+            return holder.state.names.get(path) if holder is not None and holder.state is not None else None
+        frame = self.module_frame if path in self.frame.globals else self.frame.closure
+        while frame is not None:
+            if frame.state is not None and (binding := frame.state.names.get(path)) is not None:
+                return binding
+            frame = frame.closure
+        return None
 
     def binding_of(self, node: ast.expr) -> Binding | None:
         """What a target (a name, an attribute, an entry) is bound to."""
@@ -121,7 +126,7 @@ class Core(ABC):
 
     def bind(self, path: str, value: Value, loops: tuple[Loop, ...], statement: ast.stmt | None) -> None:
         """Bind a path in the frame its root belongs to."""
-        root = path.split(".", 1)[0].split("[", 1)[0]
+        root = root_of(path)
         frame: Frame | None = self.frame
         if root in self.frame.globals:
             frame = self.module_frame

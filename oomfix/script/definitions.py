@@ -65,13 +65,18 @@ class Function:
         """Whether all that it returns are arrays, through which nothing goes back."""
         return gives_arrays(self.nodes)
 
-    @property
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """The names of what it is given, and of what a default that is a function is given."""
+        return frozenset(node.arg for node in walk(self.node.args) if isinstance(node, ast.arg))
+
+    @cached_property
     def evaluates(self) -> bool:
         """Whether its name says that it evaluates, tests or predicts."""
         trains = "train" in self.name.lower() or _LOSS_OF_A_PREDICTION.search(self.name)
         return bool(_EVALUATION_NAME.search(self.name)) and not trains
 
-    @property
+    @cached_property
     def acts(self) -> bool:
         """Whether it asks a policy for an action: with the action, its log probability may be wanted for a loss."""
         return bool(_ACTING_NAME.search(self.name))
@@ -133,7 +138,7 @@ class Class:
                 yield from base.ref.ancestors
                 yield base.ref
 
-    @property
+    @cached_property
     def is_module(self) -> bool:
         """Whether it is a torch module, by its bases."""
         return any(base.ref.is_module for base in self.bases if base.kind is Kind.CLASS) or any(
@@ -170,7 +175,7 @@ class Class:
         imported = [base.ref for base in self.bases if base.kind is Kind.EXTERNAL and "." in base.ref]
         return any(not name.startswith("torch.") for name in imported)
 
-    @property
+    @cached_property
     def is_lightning(self) -> bool:
         """Whether Lightning runs its training and evaluation."""
         return any(base.ref.is_lightning for base in self.bases if base.kind is Kind.CLASS) or any(

@@ -76,6 +76,8 @@ class Expressions(Calls):
         value = binding.value
         if value.kind is Kind.CONTAINER or (value.kind is Kind.UNKNOWN and not value.graph):
             bound = [entry.value for entry in self.state.names.entries(node.id)]
+            if not bound:
+                return value
             if value.kind is Kind.CONTAINER:
                 bound = [entry for entry in bound if entry.kind is Kind.TENSOR]  # not `log["loss"]`, a list of its own
             entries = combine([flatten(entry) for entry in bound])

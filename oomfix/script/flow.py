@@ -75,16 +75,16 @@ class Flow(Entering):
         if narrowing is not None and without:
             self.assign(narrowing, NUMBER, None)
         asked = asked_by(test, self.binding_of)
-        recall(self.frame, test, True, asked)
+        recall(self.frame, asked, True)
         body_end = self._branch(Guard(node, test, True), node.body)
         self.frame.state = before.branch()
-        recall(self.frame, test, False, asked)
+        recall(self.frame, asked, False)
         if narrowing is not None and not without:
             self.assign(narrowing, NUMBER, None)
         else_end = None if self._always_taken(node) else self._branch(Guard(node, test, False), node.orelse)
         sides = bound_by(before, body_end, else_end)
         self.frame.state = before.after([body_end, else_end])
-        remember(self.frame, test, sides, asked)
+        remember(self.frame, asked, sides)
         if self.frame.state is not None and (body_end is None) != (else_end is None):
             self.scopes.append(Guard(node, test, body_end is not None))
 

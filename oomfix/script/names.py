@@ -25,6 +25,11 @@ def path_of(node: ast.expr) -> str | None:
     return None
 
 
+def root_of(path: str) -> str:
+    """`self` of `self.loss`, `losses` of `losses['g']`: the name that a path starts with."""
+    return path.split(".", 1)[0].split("[", 1)[0]
+
+
 def left_by_methods(node: ast.expr) -> ast.Attribute:
     """The place of what methods out of sight leave on an object, whatever attribute they leave it in."""
     return ast.Attribute(node, "*", ast.Store())

@@ -32,27 +32,22 @@ def collect(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
     """All expressions, statements and the parts of statements, level by level, each with the function it is in."""
     found: list[tuple[ast.AST, Scope]] = [(tree, None)]
     for node, scope in found:
-        kind = node.__class__
+        kind = type(node)
         if kind is ast.FunctionDef or kind is ast.AsyncFunctionDef:
             scope = node  # type: ignore[assignment]
         for name in _FIELDS[kind]:
             value = getattr(node, name, None)
-            if value.__class__ is list:
-                found += [(child, scope) for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, ast.AST):
+            if isinstance(value, ast.AST):
                 found.append((value, scope))
+            elif value and type(value) is list:
+                found += [(child, scope) for child in value if child is not None]
     return found
 
 
 def children(node: ast.AST) -> list[ast.AST]:
     """The expressions, statements and parts of statements right below a node, in the order of the grammar."""
     found: list[ast.AST] = []
-    for name in _FIELDS[node.__class__]:
-        value = getattr(node, name, None)
-        if value.__class__ is list:
-            found += [child for child in value if isinstance(child, ast.AST)]
-        elif isinstance(value, ast.AST):
-            found.append(value)
+    _add_children(node, found)
     return found
 
 
@@ -61,7 +56,17 @@ def walk(root: ast.AST) -> Iterator[ast.AST]:
     found = [root]
     for node in found:
         yield node
-        found += children(node)
+        _add_children(node, found)
+
+
+def _add_children(node: ast.AST, found: list[ast.AST]) -> None:
+    for name in _FIELDS[type(node)]:
+        value = getattr(node, name, None)
+        if isinstance(value, ast.AST):
+            found.append(value)
+        elif value and type(value) is list:
+            # `{**other}` has no key, and a parameter that is only named perhaps no default
+            found += value if None not in value else [child for child in value if child is not None]
 
 
 def only_argument(call: ast.Call) -> ast.expr | None:

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Side, State
 
 Bound = tuple[dict[str, Any], dict[str, Any]]
+_WITH_BINDINGS = (ast.Name, ast.Attribute)
 
 
-def asked_by(test: ast.expr, binding_of: Callable[[ast.expr], Binding | None]) -> list[Binding | None] | None:
-    """The bindings that a test asks; None where it calls something."""
+@dataclass
+class Asked:
+    """A test where it is reached, and the bindings that it asks there."""
+
+    test: ast.expr
+    bindings: list[Binding | None]
+
+    @cached_property
+    def text(self) -> str:
+        """The test as it is written."""
+        return ast.unparse(self.test)
+
+
+def asked_by(test: ast.expr, binding_of: Callable[[ast.expr], Binding | None]) -> Asked | None:
+    """What a test asks; None where it calls something."""
     parts = list(walk(test))
     if any(isinstance(part, ast.Call) for part in parts):
         return None
-    return [binding_of(part) for part in parts if isinstance(part, ast.Name | ast.Attribute)]
+    return Asked(test, [binding_of(part) for part in parts if isinstance(part, _WITH_BINDINGS)])
 
 
 def bound_by(before: State, body: State | None, orelse: State | None) -> Bound | None:
@@ -27,14 +43,13 @@ def bound_by(before: State, body: State | None, orelse: State | None) -> Bound |
     return body.names.changes_over(before.names), orelse.names.changes_over(before.names)
 
 
-def remember(frame: Frame, test: ast.expr, sides: Bound | None, asked: list[Binding | None] | None) -> None:
+def remember(frame: Frame, asked: Asked | None, sides: Bound | None) -> None:
     """Keep what each side of a test has bound, beside what the names hold after both.
 
     Args:
         frame: the frame, behind the decision.
-        test: what was decided.
-        sides: what `bound_by` gave.
         asked: what `asked_by` gave.
+        sides: what `bound_by` gave.
     """
     if sides is None or asked is None or frame.state is None:
         return
@@ -45,18 +60,18 @@ def remember(frame: Frame, test: ast.expr, sides: Bound | None, asked: list[Bind
             if name.isidentifier() and isinstance(own, Binding)
         }
         if names:
-            frame.sides[ast.unparse(test), value] = Side(asked, names)
+            frame.sides[asked.text, value] = Side(asked.bindings, names)
 
 
-def recall(frame: Frame, test: ast.expr, value: bool, asked: list[Binding | None] | None) -> None:
+def recall(frame: Frame, asked: Asked | None, value: bool) -> None:
     """Bind the names that nothing has bound since to what they held on this side of the test.
 
     Nothing is bound where the test asks something that was bound since.
     """
     if asked is None or not frame.sides:
         return
-    side = frame.sides.get((ast.unparse(test), value))
-    if side is None or frame.state is None or not _same(side.asked, asked):
+    side = frame.sides.get((asked.text, value))
+    if side is None or frame.state is None or not _same(side.asked, asked.bindings):
         return
     for name, (joined, own) in side.names.items():
         if joined is not None and frame.state.names.get(name) is joined:

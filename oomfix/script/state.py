@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from oomfix.script.definitions import Function, Instance
+from oomfix.script.names import root_of
 from oomfix.script.trace import Guard, Loop
 from oomfix.script.values import Graph, Value, join
 
@@ -70,6 +71,8 @@ class Layer(Generic[Key, Held]):
     def take(self, branches: list[Layer[Key, Held]], joined: Callable[[Held, Held], Held]) -> None:
         """Write into this layer what its branches agree on, and the join of what they do not."""
         changes = [branch.changes_over(self) for branch in branches]
+        if not any(changes):
+            return
         for key in dict.fromkeys(key for change in changes for key in change):
             result: Any = None
             for change in changes:
@@ -90,9 +93,7 @@ class Names(Layer[str, Binding]):
 
     def bind(self, path: str, binding: Binding) -> None:
         """Bind a path, and forget what was known of paths below it."""
-        root = path
-        for mark in ".[":
-            root = root.split(mark, 1)[0]
+        root = root_of(path)
         if root == path:
             layer: Any = self
             while layer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from itertools import islice
 
 from oomfix.script.definitions import Instance
 from oomfix.script.forwards import Forwards
@@ -222,7 +223,7 @@ class Training(Forwards):
                 returned = flatten(self._function(node, value, [], {}))
                 for forward in self.trace.forwards_of(returned.origins):
                     forward.escaped = True
-        called = list(self.trace.forwards.values())[earlier:]
+        called = islice(self.trace.forwards.values(), earlier, None)
         return tuple(forward for forward in called if forward.records_graph)
 
     def _memory_method(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:

@@ -17,7 +17,6 @@ from oomfix.script.named_like import (
     looks_like_training,
 )
 from oomfix.script.names import path_of, without_moves
-from oomfix.script.nodes import walk
 from oomfix.script.trace import Handed
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
 
@@ -105,8 +104,7 @@ class Unseen(Containers):
     def _is_parameter(self, name: str) -> bool:
         """Whether the function around was handed it: what is handed over and called is most often a network."""
         function = self.frame.function
-        arguments = [] if function is None else walk(function.node.args)
-        return any(isinstance(argument, ast.arg) and argument.arg == name for argument in arguments)
+        return function is not None and name in function.parameters
 
     def _detached(self, node: ast.Call, content: Value) -> Value:
         """`h = repackage(h)`, `h = model.detach(h)`; as a statement of its own it works in place."""
