@@ -123,7 +123,7 @@ class Amp:
     @cached_property
     def _functions(self) -> set[str]:
         """The names of the functions of the file."""
-        return {node.name for node in self._script.imports.nodes if isinstance(node, FunctionNode)}
+        return {node.name for node in self._script.imports.nodes.functions}
 
     def unscaled(self, steps: list[Step]) -> list[ast.Call]:
         """The calls by which the script unscales by itself."""

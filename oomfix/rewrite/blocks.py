@@ -12,6 +12,7 @@ from oomfix.script.nodes import children
 Loop = ast.For | ast.AsyncFor | ast.While
 # `except*` is of Python 3.11
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+_WITH_BLOCKS = (ast.mod, ast.stmt, ast.excepthandler, ast.match_case)
 _STOPS = ("KeyboardInterrupt", "StopIteration", "SystemExit")
 
 
@@ -26,7 +27,7 @@ class Blocks:
             below = children(node)
             self._parents.update(dict.fromkeys(below, node))
             found += below
-            if isinstance(getattr(node, "body", None), list):
+            if isinstance(node, _WITH_BLOCKS):
                 self._note_blocks(node)
 
     def _note_blocks(self, node: ast.AST) -> None:

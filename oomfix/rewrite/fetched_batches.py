@@ -18,11 +18,11 @@ def name_batches(reading: Reading, manager: str) -> list[Edit]:
     Only where it is the first thing that the statement calls, so that everything runs in the order it did, and where
     nothing but the manager's autocast is entered before.
     """
-    free = Names(reading.source.tree).free("batch", "fetched_batch")
+    free = Names(reading.script).free("batch", "fetched_batch")
     done: set[ast.stmt] = set()
     edits: list[Edit] = []
-    for call in reading.script.imports.nodes:
-        if isinstance(call, ast.Call) and path_of(call.func) == f"{manager}.backward" and call.args:
+    for call in reading.script.imports.nodes.of(ast.Call):
+        if path_of(call.func) == f"{manager}.backward" and call.args:
             block = reading.blocks.block_of(reading.blocks.statement_of(call))
             for statement in block:
                 if statement not in done and (fetched := _first_fetched(statement, manager)) is not None:

@@ -6,7 +6,7 @@ import ast
 
 from oomfix.rewrite.effects import function_called
 from oomfix.rewrite.liveness import FunctionNode
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import Nodes
 
 _KEEPING_ARGUMENTS = frozenset({"staticmethod", "classmethod"})
 
@@ -15,22 +15,16 @@ class FunctionsCalled:
     """The functions and methods of a file.
 
     Args:
-        tree: the module.
+        nodes: all nodes of the file.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, nodes: Nodes) -> None:
         self._functions: dict[str, list[FunctionNode]] = {}
-        self._methods: set[int] = set()
-        self._bound_anew: set[str] = set()
-        for node in walk(tree):
-            if isinstance(node, FunctionNode):
-                self._functions.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.ClassDef):
-                self._methods.update(map(id, node.body))
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self._bound_anew.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                self._bound_anew.add(node.attr)
+        for function in nodes.functions:
+            self._functions.setdefault(function.name, []).append(function)
+        self._methods = {id(statement) for owner in nodes.of(ast.ClassDef) for statement in owner.body}
+        self._bound_anew = {node.id for node in nodes.of(ast.Name) if isinstance(node.ctx, ast.Store)}
+        self._bound_anew |= {node.attr for node in nodes.of(ast.Attribute) if isinstance(node.ctx, ast.Store)}
 
     def by(self, call: ast.Call) -> list[FunctionNode]:
         """Those that a call may run: `scores.log()` does not mean a `log(self, row)` of the file."""

@@ -20,7 +20,7 @@ from oomfix.rewrite.effects import (
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import Nodes, walk
 
 _MOST_ATTRIBUTES = 48  # the runtime takes objects with many more for data, and does not look for state in them
 _LOADER = re.compile(r"loader\w*$", re.IGNORECASE)
@@ -49,17 +49,16 @@ class _Attributes(NamedTuple):
 class Helpers:
     """The functions of a file by name, and whether calling one changes anything that outlives the call."""
 
-    def __init__(self, tree: ast.Module) -> None:
-        self._functions = FunctionsCalled(tree)
+    def __init__(self, nodes: Nodes) -> None:
+        self._functions = FunctionsCalled(nodes)
         self._calls = CallsRun(self._functions)
         self._attributes: dict[int, _Attributes] = {}
-        for node in walk(tree):
-            if isinstance(node, ast.ClassDef):
-                values = _attributes_of(node)
-                plain = {name for name, given in values.items() if all(map(_is_plain_container, given))}
-                if len(values) <= _MOST_ATTRIBUTES:
-                    known = _Attributes(set(values), plain)
-                    self._attributes.update((id(method), known) for method in node.body)
+        for owner in nodes.of(ast.ClassDef):
+            values = _attributes_of(owner)
+            plain = {name for name, given in values.items() if all(map(_is_plain_container, given))}
+            if len(values) <= _MOST_ATTRIBUTES:
+                known = _Attributes(set(values), plain)
+                self._attributes.update((id(method), known) for method in owner.body)
         self._known: dict[int, Effect | None] = {}
 
     def draw_random_numbers(self, node: ast.AST) -> bool:

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit, bounds
-from oomfix.script.nodes import walk
 
 
 def separate(reading: Reading, lines: Iterable[int]) -> list[Edit]:
     """The edits that end each line behind each of its statements; none for a block behind its own header."""
     wanted = set(lines)
-    return [edit for node in walk(reading.source.tree) for edit in _in_blocks_of(node, reading, wanted)]
+    nodes = reading.script.imports.nodes if wanted else ()
+    return [edit for node in nodes for edit in _in_blocks_of(node, reading, wanted)]
 
 
 def _in_blocks_of(node: ast.AST, reading: Reading, lines: set[int]) -> Iterator[Edit]:

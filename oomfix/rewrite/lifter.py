@@ -42,8 +42,8 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
     """
     calls = [
         node
-        for node in walk(reading.source.tree)
-        if isinstance(node, ast.Call) and path_of(node.func) == f"{manager}.backward" and node.args
+        for node in reading.script.imports.nodes.of(ast.Call)
+        if path_of(node.func) == f"{manager}.backward" and node.args
     ]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     own = calls[-len(order) :] if len(calls) == len(order) else []
@@ -83,24 +83,25 @@ class _Lifter:
     """
 
     def __init__(self, reading: Reading, manager: str) -> None:
-        source, self._script, self._blocks = reading.source, reading.script, reading.blocks
+        self._script, self._blocks = reading.script, reading.blocks
+        tree, nodes = reading.source.tree, reading.script.imports.nodes
         forwards = [
             forward
             for forward in self._script.trace.forwards.values()
             if not self._only_resets(forward) and last_name(forward.node) not in PREPARATION
         ]
-        calls_run = CallsRun(FunctionsCalled(source.tree))
+        calls_run = CallsRun(FunctionsCalled(nodes))
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         is_trained = _Trains(calls_run, trained, self._script.backwards)
         self._slicer = Slicer(
-            source.tree,
-            Helpers(source.tree),
+            tree,
+            Helpers(nodes),
             lambda node: not of_networks.isdisjoint(calls_run.by(node)),
             is_trained,
             self._takes_network,
         )
-        self._function = Names(source.tree).free("forward", "forward_batch")
+        self._function = Names(self._script).free("forward", "forward_batch")
         self._lifting = Lifting(reading.layout, manager)
         self.state: str | None = None
         self.objects: str | None = None

@@ -63,7 +63,9 @@ def loader_arguments(script: Script, layout: Layout, preset: Preset, verdicts: S
         preset: what the file is rewritten for.
         verdicts: of its loops.
     """
-    if "DataLoader" not in script.source.text:
+    text = script.source.text
+    # nothing else is pinned, or has fewer batches fetched: who makes what in the file is not asked then
+    if "DataLoader" not in text or not ("torchvision" in text or "prefetch_factor" in text):
         return []
     scopes = Scopes(script.source.tree)
     loaders = Loaders(script, scopes)
@@ -116,7 +118,7 @@ class _Pinning:
         text = self._script.source.text
         if _ELSEWHERE.search(text) or not self._script.devices.may_be_cuda:
             return False
-        texts = (node.value for node in self._script.imports.nodes if isinstance(node, ast.Constant))
+        texts = (node.value for node in self._script.imports.nodes.of(ast.Constant))
         named = any(isinstance(one, str) and _CARD.search(one) for one in texts)
         return not named or bool(_CHOOSES_CARD.search(text))
 

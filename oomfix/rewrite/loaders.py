@@ -38,16 +38,15 @@ class Loaders:
     def __init__(self, script: Script, scopes: Scopes) -> None:
         self._script = script
         self._scopes = scopes
-        self._functions = FunctionsCalled(script.source.tree)
+        self._functions = FunctionsCalled(script.imports.nodes)
         self._calls: dict[str, list[ast.Call]] = {}
         self._attributes: dict[str, list[ast.expr]] = {}
-        for node in script.imports.nodes:
-            if isinstance(node, ast.Call):
-                self._calls.setdefault(last_name(node), []).append(node)
-            elif isinstance(node, ast.Assign):
-                for target in node.targets:
-                    if isinstance(target, ast.Attribute):
-                        self._attributes.setdefault(target.attr, []).append(node.value)
+        for call in script.imports.nodes.of(ast.Call):
+            self._calls.setdefault(last_name(call), []).append(call)
+        for statement in script.imports.nodes.of(ast.Assign):
+            for target in statement.targets:
+                if isinstance(target, ast.Attribute):
+                    self._attributes.setdefault(target.attr, []).append(statement.value)
 
     def of(self, loop: ast.For) -> list[ast.Call]:
         """The calls of `DataLoader` that may make what a loop goes over."""
@@ -57,11 +56,11 @@ class Loaders:
     def kept(self) -> set[ast.Call]:
         """The calls that make a loader whose batches are all kept somewhere, as by `list(loader)`."""
         found: set[ast.Call] = set()
-        for node in self._script.imports.nodes:
-            if isinstance(node, ast.Call) and last_name(node) in _KEEPING:
-                found.update(*map(self._behind, node.args))
-            elif isinstance(node, ast.comprehension):
-                found.update(self._behind(node.iter))
+        for call in self._script.imports.nodes.of(ast.Call):
+            if last_name(call) in _KEEPING:
+                found.update(*map(self._behind, call.args))
+        for clause in self._script.imports.nodes.of(ast.comprehension):
+            found.update(self._behind(clause.iter))
         return found
 
     def _behind(self, node: ast.expr) -> list[ast.Call]:

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Callable
 
 from oomfix import presets
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.fetched_batches import name_batches
 from oomfix.rewrite.inplace import InPlace
@@ -14,7 +13,6 @@ from oomfix.rewrite.joined_lines import separate
 from oomfix.rewrite.kept_losses import name_losses
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
-from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.loader_arguments import Written, loader_arguments
 from oomfix.rewrite.loops import Judge, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
@@ -38,7 +36,6 @@ from oomfix.rewrite.window_shape import CannotFold
 from oomfix.rewrite.windows import WindowFolder
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
-from oomfix.script.nodes import walk
 from oomfix.source import Source
 
 _MOST_JOINED_LINES = 5
@@ -77,7 +74,7 @@ class LoopRewriter:
         self._target = script.target_torch
         self._loops = reading.loops
         self._known = manager_in(script)
-        self._names = Names(script.source.tree)
+        self._names = Names(script)
         self._manager = self._known or self._names.free("memory", "gpu_memory", "oomfix_memory")
         self._begun = _Stages(script.source)
         self._written_to_loaders: list[Written] = []
@@ -151,7 +148,7 @@ class LoopRewriter:
         edits += prepare_edits(self._script, self._layout, self._blocks, manager, _trained(self.verdicts))
         if self._known is None:
             edits += self._stages()
-            used = _first_use(self._source, self._blocks, edits, manager)
+            used = _first_use(self._script, edits, manager)
             overrides = {**_PRECISION[scaling], **self._overrides}
             if scaling != "ours" and any(map(reads_gradients, self._source.tree.body)):
                 # without `unscale_` ahead of them the manager does not know of the script's own clips
@@ -317,10 +314,10 @@ def _trained(verdicts: list[Verdict]) -> list[Forward]:
     return [forward for verdict in verdicts if verdict.form != "none" for forward in verdict.loop.forwards]
 
 
-def _first_use(source: Source, blocks: Blocks, edits: list[Edit], manager: str) -> int:
+def _first_use(script: Script, edits: list[Edit], manager: str) -> int:
     """The first line outside of functions that an edit changes, or that uses the manager."""
-    functions = [node for node in walk(source.tree) if isinstance(node, FunctionNode)]
-    inside = {line for node in functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    source, nodes = script.source, script.imports.nodes
+    inside = {line for node in nodes.functions for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     lines = [source.position(edit.start)[0] for edit in edits]
-    lines += [node.lineno for node in walk(source.tree) if isinstance(node, ast.Name) and node.id == manager]
+    lines += [node.lineno for node in nodes.of(ast.Name) if node.id == manager]
     return min((line for line in lines if line not in inside), default=len(source.lines) + 1)

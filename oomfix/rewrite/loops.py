@@ -180,7 +180,7 @@ class Judge:
     @cached_property
     def _called(self) -> set[str]:
         """The paths of everything that is called."""
-        called = (path_of(node.func) for node in self._script.imports.nodes if isinstance(node, ast.Call))
+        called = (path_of(node.func) for node in self._script.imports.nodes.of(ast.Call))
         return {path for path in called if path is not None}
 
     @cached_property

@@ -41,7 +41,7 @@ def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> l
     if not script.may_run_on_cuda or decided or len(loops) != len(verdicts):
         return []
     blocks = Blocks(script.source.tree)
-    if any(isinstance(node, ast.Call) and _takes_gradients(node, blocks) for node in script.imports.nodes):
+    if any(_takes_gradients(call, blocks) for call in script.imports.nodes.of(ast.Call)):
         return []
     calls: dict[ast.Call, None] = {}
     for loop, verdict in zip(loops, verdicts, strict=True):

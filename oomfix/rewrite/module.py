@@ -9,7 +9,6 @@ from oomfix.rewrite.layout import Layout, Lines
 from oomfix.script import Script
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
 
 Overrides = dict[str, object]
 
@@ -18,23 +17,19 @@ class Names:
     """Names that are free in a whole file: nothing binds or reads them anywhere.
 
     Args:
-        tree: the module.
+        script: the file.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, script: Script) -> None:
         self._taken = set(dir(builtins))
-        for node in walk(tree):
-            if isinstance(node, ast.Name):
-                self._taken.add(node.id)
-            elif isinstance(node, ast.arg):
-                self._taken.add(node.arg)
-            elif isinstance(node, ast.alias):
-                self._taken.add(node.asname or node.name.split(".")[0])
-            elif isinstance(node, ast.Global | ast.Nonlocal):
-                self._taken.update(node.names)
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                self._taken.add(node.name)
-        for statement in tree.body:
+        nodes = script.imports.nodes
+        self._taken.update(node.id for node in nodes.of(ast.Name))
+        self._taken.update(node.arg for node in nodes.of(ast.arg))
+        self._taken.update(node.asname or node.name.split(".")[0] for node in nodes.of(ast.alias))
+        self._taken.update(name for node in nodes.of(ast.Global) for name in node.names)
+        self._taken.update(name for node in nodes.of(ast.Nonlocal) for name in node.names)
+        self._taken.update(node.name for node in nodes.of(ast.ExceptHandler) if node.name)
+        for statement in script.source.tree.body:
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self._taken.add(statement.name)
 

@@ -43,7 +43,7 @@ class OutOfSight:
     def __init__(self, script: Script, blocks: Blocks, networks: set[str]) -> None:
         self._blocks = blocks
         self._imports = script.imports
-        self._calls = [node for node in script.imports.nodes if isinstance(node, ast.Call)]
+        self._calls = script.imports.nodes.of(ast.Call)
         self._bindings = [binding for node in script.imports.nodes for binding in bindings(node)]
         self._functions: dict[str, list[FunctionNode]] = {}
         self._methods: dict[str, list[FunctionNode]] = {}

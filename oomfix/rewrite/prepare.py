@@ -114,9 +114,7 @@ def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[
 
 
 def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterator[Made]:
-    for node in script.imports.nodes:
-        if not isinstance(node, ast.Call):
-            continue
+    for node in script.imports.nodes.of(ast.Call):
         statement = blocks.statement_of(node)
         targets = statement.targets if isinstance(statement, ast.Assign) and statement.value is node else []
         named = last_name(node) not in _COLLECTING and any(looks_like_optimizer(path_of(one) or "") for one in targets)
@@ -205,9 +203,8 @@ class _Models:
     def __init__(self, script: Script, blocks: Blocks) -> None:
         self._blocks = blocks
         self._calls: dict[str, list[ast.Call]] = {}
-        for node in script.imports.nodes:
-            if isinstance(node, ast.Call):
-                self._calls.setdefault(last_name(node), []).append(node)
+        for call in script.imports.nodes.of(ast.Call):
+            self._calls.setdefault(last_name(call), []).append(call)
 
     def place(self, path: str, node: ast.AST) -> Place:
         """A path as it stands at a node: attributes of `self` belong to the class."""

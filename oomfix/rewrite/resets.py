@@ -149,9 +149,8 @@ def _makes_one_optimizer(script: Script, blocks: Blocks) -> bool:
     """Whether a file makes an optimizer, and no second one for what the first one trains or leaves alone."""
     made = [
         node
-        for node in script.imports.nodes
-        if isinstance(node, ast.Call)
-        and (last_name(node) == "configure_optimizers" or is_optimizer_class(script, node.func))
+        for node in script.imports.nodes.of(ast.Call)
+        if last_name(node) == "configure_optimizers" or is_optimizer_class(script, node.func)
     ]
     apart = blocks.exclude_each_other
     if any(not apart(one, other) for number, one in enumerate(made) for other in made[:number]):
@@ -195,9 +194,6 @@ def _clips(statement: ast.stmt) -> bool:
 def _gradients_read_elsewhere(script: Script) -> bool:
     """Whether anything in the file reads `.grad`, perhaps after a step."""
     return any(
-        isinstance(node, ast.Attribute)
-        and node.attr == "grad"
-        and isinstance(node.ctx, ast.Load)
-        and "autograd" not in (path_of(node) or "")
-        for node in script.imports.nodes
+        node.attr == "grad" and isinstance(node.ctx, ast.Load) and "autograd" not in (path_of(node) or "")
+        for node in script.imports.nodes.of(ast.Attribute)
     )

@@ -33,7 +33,7 @@ def merge_branches(reading: Reading, manager: str) -> Merged:
     Only branches that train through the manager are looked at: the script never had equal ones of its own.
     """
     layout, blocks = reading.layout, reading.blocks
-    calls = [node for node in walk(reading.source.tree) if isinstance(node, ast.Call) and _method(node, manager)]
+    calls = [node for node in reading.script.imports.nodes.of(ast.Call) if _method(node, manager)]
     calls.sort(key=lambda call: (call.lineno, call.col_offset))
     backwards = [call for call in calls if _method(call, manager) == "backward"]
     edits: list[Edit] = []
@@ -47,8 +47,8 @@ def merge_branches(reading: Reading, manager: str) -> Merged:
             flags.add(ast.dump(branch.test))
             other = {id(node) for statement in branch.orelse for node in walk(statement)}
             gone |= {number for number, call in enumerate(backwards) if id(call) in other}
-    for node in walk(reading.source.tree) if flags else ():
-        if isinstance(node, ast.If) and ast.dump(node.test) in flags and _only_unscales(node, manager):
+    for node in reading.script.imports.nodes.of(ast.If) if flags else ():
+        if ast.dump(node.test) in flags and _only_unscales(node, manager):
             edits += [edit for edit in [_body_of(node, layout, blocks)] if edit is not None]
     return Merged(edits, gone)
 

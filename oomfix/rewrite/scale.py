@@ -76,10 +76,8 @@ class ScaleWatch:
     @cached_property
     def _gradients_read(self) -> list[ast.expr]:
         """Where the file reads the numbers of a gradient, but for functions that clip."""
-        nodes = self._script.imports.nodes
-        return [
-            node for node in nodes if isinstance(node, ast.expr) and self._reads_one(node) and not self._clips(node)
-        ]
+        attributes = self._script.imports.nodes.of(ast.Attribute)
+        return [node for node in attributes if self._reads_one(node) and not self._clips(node)]
 
     def _clips(self, node: ast.AST) -> bool:
         """Whether a node stands in a function that clips, before whose calls gradients are unscaled."""

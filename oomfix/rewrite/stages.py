@@ -56,8 +56,8 @@ def transitions(script: Script, blocks: Blocks) -> Iterator[Transition]:
     of the file that keep no hold of it; behind the second nothing reads it, or what was made of it.
     """
     made: dict[int, list[ast.Assign]] = {}
-    for node in script.imports.nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
+    for node in script.imports.nodes.of(ast.Assign):
+        if isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
             if len(node.targets) == 1 and is_optimizer_class(script, node.value.func):
                 made.setdefault(id(blocks.block_of(node)), []).append(node)
     functions = _Functions(script)
@@ -120,9 +120,8 @@ class _Functions:
 
     def __init__(self, script: Script) -> None:
         self._functions: dict[str, list[FunctionNode]] = {}
-        for node in script.imports.nodes:
-            if isinstance(node, FunctionNode):
-                self._functions.setdefault(node.name, []).append(node)
+        for node in script.imports.nodes.functions:
+            self._functions.setdefault(node.name, []).append(node)
 
     def lets_go(self, call: ast.Call, given: ast.Name, depth: int = _MOST_CALLS) -> bool:
         """Whether a call of a function of the file, returned, holds on to nothing of an argument."""

@@ -71,7 +71,7 @@ class WindowFolder:
         self._amp = amp
         self._manager = manager
         self._wants = wants
-        self._names = Names(script.source.tree)
+        self._names = Names(script)
 
     def fold(self, verdict: Verdict) -> Folded | None:
         """The edits for a loop's window; None where it has none, or nothing is wrong with it.
@@ -240,8 +240,7 @@ class WindowFolder:
 
     @cached_property
     def _makes_one_cycle(self) -> bool:
-        calls = (node for node in self._script.imports.nodes if isinstance(node, ast.Call))
-        return any(last_name(call) == "OneCycleLR" for call in calls)
+        return any(last_name(call) == "OneCycleLR" for call in self._script.imports.nodes.of(ast.Call))
 
     def _check_no_sums(self, verdict: Verdict, undivided: bool) -> None:
         sums = any(SUMMED in event.divisors for event in verdict.backwards)

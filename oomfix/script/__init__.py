@@ -33,7 +33,7 @@ from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.named_like import looks_like_forward, looks_like_loss
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Scope, by_function, collect, walk
+from oomfix.script.nodes import Nodes, Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
 from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
@@ -86,7 +86,7 @@ class Script:
     @cached_property
     def imports(self) -> Imports:
         """What the names of the file refer to."""
-        return Imports(self.source.tree, [node for node, _ in self._nodes])
+        return Imports(self.source.tree, Nodes(node for node, _ in self._nodes))
 
     @cached_property
     def _nodes(self) -> list[tuple[ast.AST, Scope]]:
@@ -234,22 +234,20 @@ class Script:
     @cached_property
     def _method_calls(self) -> dict[str, list[ast.Call]]:
         found: dict[str, list[ast.Call]] = {}
-        for node in self.imports.nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        for node in self.imports.nodes.of(ast.Call):
+            if isinstance(node.func, ast.Attribute):
                 found.setdefault(node.func.attr, []).append(node)
         return found
 
     def reads_attribute(self, name: str) -> bool:
         """Whether an attribute of this name is read anywhere in the file, so that a loss may be made of it."""
-        return any(
-            isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
-            for node in self.imports.nodes
-        )
+        attributes = self.imports.nodes.of(ast.Attribute)
+        return any(node.attr == name and isinstance(node.ctx, ast.Load) for node in attributes)
 
     @cached_property
     def defines_zero_grad(self) -> bool:
         """Whether a class of the file has a `zero_grad` of its own, which may take no argument."""
-        return any(isinstance(node, ast.FunctionDef) and node.name == "zero_grad" for node in self.imports.nodes)
+        return any(node.name == "zero_grad" for node in self.imports.nodes.of(ast.FunctionDef))
 
     def gradients_zeroed_by_hand(self) -> Iterator[ast.Call]:
         """`p.grad.zero_()` on each of several parameters, in a loop."""
@@ -269,7 +267,7 @@ class Script:
         around = self._by_function[value]
         if not name.isidentifier() or around is self._by_function[self.source.tree]:
             return False
-        read = (node.id for node in self.imports.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+        read = (node.id for node in self.imports.nodes.of(ast.Name) if isinstance(node.ctx, ast.Load))
         shared = (node.names for node in around if isinstance(node, ast.Global | ast.Nonlocal))
         return name not in read and not any(name in names for names in shared)
 
@@ -286,15 +284,16 @@ class Script:
         """The name or attribute that each value, or an entry of it, is assigned to, where it is assigned to one."""
         return {
             value: path_of(node.targets[0])
-            for node in self.imports.nodes
-            if isinstance(node, ast.Assign) and len(node.targets) == 1
+            for node in self.imports.nodes.of(ast.Assign)
+            if len(node.targets) == 1
             for value in _with_holders(node.value)
         }
 
     def makers_of(self, path: str) -> set[str]:
         """What is called, as it is written, for the objects that are assigned to a name or attribute."""
-        assignments = (node for node in self.imports.nodes if isinstance(node, ast.Assign))
-        return {maker for node in assignments for maker, one in assigned_calls(node) if one == path}
+        return {
+            maker for node in self.imports.nodes.of(ast.Assign) for maker, one in assigned_calls(node) if one == path
+        }
 
     def is_forward_of_network(self, forward: Forward) -> bool:
         """Whether a call runs the network itself: the module, or a method that is named like a part of its forward.

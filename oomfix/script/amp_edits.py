@@ -287,7 +287,14 @@ class AmpRewriter:
         """The dtypes that the file gives to autocast anywhere."""
         dtypes = {"set by call"} if "set_autocast" in self.source.text else set()
         for node in walk(self.source.tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("autocast"):
+            if isinstance(node, ast.Call) and _last_name(node.func).endswith("autocast"):
                 given = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "dtype")]
                 dtypes |= {self.names.path_of(dtype) or ast.unparse(dtype) for dtype in given}
         return dtypes
+
+
+def _last_name(called: ast.expr) -> str:
+    """`autocast` of `torch.cuda.amp.autocast`; empty where what is called ends with no name."""
+    if isinstance(called, ast.Attribute):
+        return called.attr
+    return called.id if isinstance(called, ast.Name) else ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.script.edits import bounds
 from oomfix.script.names import path_of
-from oomfix.script.nodes import blocks, walk
+from oomfix.script.nodes import Nodes, blocks, walk
 
 if TYPE_CHECKING:
     from oomfix.source import Source
@@ -51,7 +51,7 @@ class Devices:
         nodes: all nodes of the file.
     """
 
-    def __init__(self, source: Source, nodes: Sequence[ast.AST]) -> None:
+    def __init__(self, source: Source, nodes: Nodes) -> None:
         self._source = source
         self._nodes = nodes
 
@@ -92,10 +92,8 @@ class Devices:
         The default of a parameter is for the caller to change.
         """
         return "torch_xla" in self._source.text or any(
-            isinstance(node, ast.Assign)
-            and any(_DEVICE_NAME.search(target) for target in _targets(node))
-            and _is_one_of(node.value, _OTHER_DEVICES)
-            for node in self._nodes
+            any(_DEVICE_NAME.search(target) for target in _targets(node)) and _is_one_of(node.value, _OTHER_DEVICES)
+            for node in self._nodes.of(ast.Assign)
         )
 
     @cached_property
@@ -113,17 +111,14 @@ class Devices:
     @cached_property
     def _said(self) -> list[ast.expr]:
         """Docstrings, and other texts that stand alone."""
-        return [
-            node.value for node in self._nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        ]
+        return [node.value for node in self._nodes.of(ast.Expr) if isinstance(node.value, ast.Constant)]
 
     @cached_property
     def _unused(self) -> list[ast.stmt | ast.alias]:
         """Devices that are never used, and what is imported in vain, such as `import USE_CUDA`."""
         imported = [
             alias
-            for node in self._nodes
-            if isinstance(node, ast.ImportFrom)
+            for node in self._nodes.of(ast.ImportFrom)
             for alias in node.names
             if self._words[alias.asname or alias.name] == 1
         ]
@@ -148,9 +143,8 @@ class Devices:
         """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
         return [
             node
-            for node in self._nodes
-            if isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
+            for node in self._nodes.of(ast.Assign)
+            if isinstance(node.value, ast.Call)
             and path_of(node.value.func) == "torch.device"
             and all(self._words[target.rsplit(".", 1)[-1]] == 1 for target in _targets(node))
         ]

@@ -6,17 +6,15 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Scope, walk
+from oomfix.script.nodes import Nodes, Scope, walk
 from oomfix.script.training_loop import TrainingLoop
 
 _DIVIDING = (".grad.div_", ".grad.mul_", ".grad.data.div_", ".grad.data.mul_")
 
 
-def zeroed_by_hand(nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
+def zeroed_by_hand(nodes: Nodes) -> Iterator[ast.Call]:
     """`p.grad.zero_()` on each of several parameters, in a loop."""
-    for loop in nodes:
-        if not isinstance(loop, ast.For):
-            continue
+    for loop in nodes.of(ast.For):
         for target in walk(loop.target):
             if isinstance(target, ast.Name):
                 yield from _zeroed_gradients_of(target.id, loop)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from oomfix.script.imports import Imports
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import Nodes, walk
 from oomfix.script.trace import Forward, Trace
 
 _ON_THE_CPU = tuple(
@@ -52,9 +52,9 @@ def _names(forward: Forward) -> set[str]:
     return {".".join(parts[: end + 1]) for end in range(len(parts))}
 
 
-def _made(nodes: Sequence[ast.AST]) -> Iterator[str]:
+def _made(nodes: Nodes) -> Iterator[str]:
     """What is assigned from a call, other than one that is given its old value: `model = DataParallel(model)`."""
-    for node in nodes:
-        if isinstance(node, ast.Assign) and any(isinstance(part, ast.Call) for part in walk(node.value)):
+    for node in nodes.of(ast.Assign):
+        if any(isinstance(part, ast.Call) for part in walk(node.value)):
             read = {path_of(part) for part in walk(node.value) if isinstance(part, ast.Name | ast.Attribute)}
             yield from {path for target in node.targets if (path := path_of(target)) is not None} - read

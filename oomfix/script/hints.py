@@ -30,6 +30,9 @@ _MODULE_METHODS = frozenset(
     "forward get_parameter_groups".split()
 )
 
+_SAYING_NOTHING = (ast.Constant, ast.keyword, ast.arg)
+_OTHER_ASSIGNMENTS = (ast.AugAssign, ast.AnnAssign)
+
 
 @dataclass
 class Hints:
@@ -105,7 +108,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 hints.attributes_of_parts.add(node.attr)
             else:
                 hints.attributes[node.attr].add(scope)
-        elif isinstance(node, ast.Constant | ast.keyword | ast.arg):
+        elif isinstance(node, _SAYING_NOTHING):
             continue
         elif isinstance(node, ast.Call):
             _read_call(node, scope, hints)
@@ -130,7 +133,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                     hints.made_by.setdefault(maker, set()).add(path)
             elif isinstance(node, ast.If) and len(node.orelse) == 1:
                 hints.elifs.add(node.orelse[0])
-            elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
+            elif isinstance(node, _OTHER_ASSIGNMENTS) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
     if labelled:
         hints.labels.update(_given_for(labelled, nodes))

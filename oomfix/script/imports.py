@@ -6,24 +6,23 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.script.names import imported
+from oomfix.script.nodes import Nodes
 
 
 class Imports:
     """The imports of a file, wherever they stand, and the uses of what they bind."""
 
-    def __init__(self, tree: ast.Module, nodes: list[ast.AST]) -> None:
+    def __init__(self, tree: ast.Module, nodes: Nodes) -> None:
         self.tree = tree
         self.nodes = nodes
-        self.statements: list[ast.Import | ast.ImportFrom] = []
         self.names: dict[str, set[str]] = {}
         """Local name -> qualified names (more than one after `try`/`except ImportError`)."""
-        for node in nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self.statements.append(node)
-                if node.names[0].name != "*":
-                    for name, qualified in imported(node):
-                        self.names.setdefault(name, set()).add(qualified)
-        for statement in self.statements:
+        statements: list[ast.Import | ast.ImportFrom] = [*nodes.of(ast.Import), *nodes.of(ast.ImportFrom)]
+        for statement in statements:
+            if statement.names[0].name != "*":
+                for name, qualified in imported(statement):
+                    self.names.setdefault(name, set()).add(qualified)
+        for statement in statements:
             if statement.names[0].name == "*":
                 for name, qualified in imported(statement):
                     self.names.setdefault(name, {qualified})
@@ -52,6 +51,6 @@ class Imports:
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Every call of one of these qualified names."""
         wanted = set(names)
-        for node in self.nodes:
-            if isinstance(node, ast.Call) and self.qualified(node.func) & wanted:
+        for node in self.nodes.of(ast.Call):
+            if self.qualified(node.func) & wanted:
                 yield node

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any, TypeVar
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | None
 """The innermost function around a node; None at module level."""
+
+Kind = TypeVar("Kind", bound=ast.AST)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 _WITHOUT_NODES = frozenset(
     "ctx op ops id attr arg kind type_comment level module simple is_async conversion asname rest kwd_attrs".split()
@@ -42,6 +47,26 @@ def collect(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
             elif value and type(value) is list:
                 found += [(child, scope) for child in value if child is not None]
     return found
+
+
+class Nodes(list[ast.AST]):
+    """All nodes of a file, level by level; those of one class are sorted out once for all who ask."""
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """The nodes of a class."""
+        return self._by_kind.get(kind, [])
+
+    @cached_property
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Every function and method, but for lambdas."""
+        return [node for node in self if isinstance(node, _FUNCTIONS)]
+
+    @cached_property
+    def _by_kind(self) -> dict[type, list[Any]]:
+        found: dict[type, list[Any]] = {}
+        for node in self:
+            found.setdefault(type(node), []).append(node)
+        return found
 
 
 def children(node: ast.AST) -> list[ast.AST]:

@@ -44,7 +44,7 @@ class Precision:
     def trains_in_half(self) -> bool:
         """Whether the model itself is in 16 bits, so that autocast has nothing to do."""
         return bool(_HALF.search(self._source.text)) or any(
-            isinstance(node, ast.Assign) and _is_made_in_half(node.value) for node in self._imports.nodes
+            _is_made_in_half(node.value) for node in self._imports.nodes.of(ast.Assign)
         )
 
     @cached_property
@@ -91,10 +91,9 @@ class Precision:
     @cached_property
     def _data_scalers(self) -> set[str]:
         """The names of what scales the data (`scaler = StandardScaler()`)."""
-        assigned = [node for node in self._imports.nodes if isinstance(node, ast.Assign)]
         return {
             (path_of(node.targets[0]) or "").rsplit(".", 1)[-1]
-            for node in assigned
+            for node in self._imports.nodes.of(ast.Assign)
             if isinstance(node.value, ast.Call) and _DATA_SCALER.search(ast.unparse(node.value.func))
         }
 

@@ -5,10 +5,29 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from oomfix.script.nodes import children
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_OUTSIDE = frozenset({"decorator_list", "args", "returns", "bases", "keywords"})
+_OPENING = (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)
+"""What has a scope of its own."""
+_NAMING = (
+    ast.Name,
+    ast.alias,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.ExceptHandler,
+    ast.MatchAs,
+    ast.MatchStar,
+    ast.MatchMapping,
+    ast.Global,
+    ast.Nonlocal,
+)
+"""What binds, reads or declares a name."""
+_OUTSIDE = ("decorator_list", "args", "returns", "bases", "keywords")
 """The parts of a definition that are evaluated where the definition stands."""
 
 
@@ -139,26 +158,30 @@ class Scopes:
         stack: list[tuple[ast.AST, Scope]] = [(tree, self.module)]
         while stack:
             node, scope = stack.pop()
-            self._note(node, scope)
-            inner = self._inner(node, scope)
-            for name, value in ast.iter_fields(node):
-                where = scope if inner is None or name in _OUTSIDE else inner
-                if name == "iter" and self._is_first_generator(node):
-                    where = scope.parent or scope
-                for child in value if isinstance(value, list) else (value,):
-                    if isinstance(child, ast.AST):
-                        self._parents[child] = node
-                        stack.append((child, where))
+            if isinstance(node, _NAMING):
+                self._note(node, scope)
+            below = children(node)
+            self._parents.update(dict.fromkeys(below, node))
+            if isinstance(node, _OPENING):
+                outside, inner = self._evaluated_outside(node), self._inner(node, scope)
+                stack += [(child, scope if child in outside else inner) for child in below]
+            elif isinstance(node, ast.comprehension) and self._is_first_generator(node):
+                # its iterable is evaluated outside of the comprehension
+                stack += [(child, (scope.parent or scope) if child is node.iter else scope) for child in below]
+            else:
+                stack += [(child, scope) for child in below]
 
-    def _is_first_generator(self, node: ast.AST) -> bool:
-        """Whether a node is the clause of a comprehension whose iterable is evaluated outside of it."""
-        parent = self.parent(node)
-        return isinstance(node, ast.comprehension) and getattr(parent, "generators", [None])[0] is node
+    def _evaluated_outside(self, node: ast.AST) -> list[ast.AST]:
+        """The parts of a definition that are evaluated where the definition stands."""
+        parts: list[Any] = [getattr(node, name, None) for name in _OUTSIDE]
+        return [child for part in parts for child in (part if isinstance(part, list) else [part])]
 
-    def _inner(self, node: ast.AST, scope: Scope) -> Scope | None:
+    def _is_first_generator(self, clause: ast.comprehension) -> bool:
+        """Whether a clause is the first of its comprehension."""
+        return getattr(self.parent(clause), "generators", [None])[0] is clause
+
+    def _inner(self, node: ast.AST, scope: Scope) -> Scope:
         """The scope that a node opens, with the arguments it binds."""
-        if not isinstance(node, (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)):
-            return None
         inner = Scope(node, scope)
         self._scopes.append(inner)
         if isinstance(node, _FUNCTIONS):

@@ -5,8 +5,9 @@ import ast
 import pytest
 
 from oomfix.rewrite.functions_called import FunctionsCalled
+from oomfix.script.nodes import Nodes, walk
 
-TREE = ast.parse("""
+CODE = """
 class Journal:
     def log(self, row, *, step=None): pass
     @staticmethod
@@ -18,7 +19,8 @@ def norm_of(x, order=2, *more, **others): pass
 def sample(n, *, size): pass
 def step(model, x): pass
 step = partial(step, model)
-""")
+"""
+NODES = Nodes(walk(ast.parse(CODE)))
 
 
 @pytest.mark.parametrize(
@@ -42,4 +44,4 @@ step = partial(step, model)
     ],
 )
 def test_a_call_means_a_function_that_takes_its_arguments(call, number):
-    assert len(FunctionsCalled(TREE).by(ast.parse(call, mode="eval").body)) == number
+    assert len(FunctionsCalled(NODES).by(ast.parse(call, mode="eval").body)) == number
