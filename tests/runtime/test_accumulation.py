@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from oomfix import runtime
+from oomfix.runtime.accumulation import Totals
 from oomfix.runtime.compat import OutOfMemoryError
 from tests.runtime.through import through
 
@@ -353,3 +354,12 @@ def test_a_check_that_runs_out_of_memory_decides_what_it_would_have(model, faili
         memory.forward_backward(forward, x, y)
     assert close(model.weight.grad, gradient(model, data, loss))
     assert sizes[failing - 1] < len(data[0][0])
+
+
+def test_a_call_that_fails_in_a_later_batch_leaves_what_earlier_ones_counted():
+    totals = Totals()
+    totals.begin(position=0).divisor.share(4, expected=8)
+    slot = totals.begin(position=1)
+    slot.divisor.share(2, expected=8)
+    totals.withdraw(slot)
+    assert (slot.divisor.total, slot.calls) == (4, 1)
