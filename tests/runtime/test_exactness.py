@@ -99,6 +99,21 @@ def test_a_check_without_ignored_targets_still_finds_what_is_divided_by(relative
     assert relative_error(model, reference) < EXACT
 
 
+def test_targets_that_are_ignored_for_the_first_time_between_two_checks_are_weighed(relative_error):
+    """A check ignores some itself: on rows without any, a mean over targets looks like one over samples."""
+    model = network()
+    reference, (x, y) = copy.deepcopy(model), (torch.randn(16, 6).double(), labels(16))
+    memory = runtime.preset("16gb", micro_batches=4)
+    for call in (1, 2, 3):
+        model.zero_grad()
+        y = y if call < 3 else torch.where(torch.arange(16) < 9, y, -100)
+        memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    F.cross_entropy(reference(x), y).backward()
+    assert relative_error(model, reference) < EXACT
+    (known,) = memory._forwards
+    assert known.split_calls == 3
+
+
 def test_a_mean_over_targets_plus_a_mean_over_samples_runs_whole_once_targets_are_ignored(relative_error, caplog):
     model = network()
     reference = copy.deepcopy(model)
