@@ -206,6 +206,17 @@ def test_terms_of_what_is_not_left_are_weighed_by_what_the_parts_really_divide_b
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
 
 
+def test_a_divisor_that_few_rows_do_not_reach_runs_whole_and_says_why(caplog):
+    """What its clamp hides of the rows that are checked, it may show of a micro-batch."""
+
+    def loss(output, target, mask):
+        return masked(output, target, mask) / BOUNDED["more than a batch has"](mask)
+
+    _, calls = trained(loss, batches(4), micro_batches=3)
+    assert calls == 0
+    assert "because a number for the whole batch meets a threshold (clamp, abs, relu)" in caplog.text
+
+
 def test_they_are_split_from_the_first_call_on_where_masks_are_full_too():
     _, calls = trained(MEANS["sum by sum"], batches(10, "full"), micro_batches=3)
     assert calls == 10
