@@ -41,6 +41,7 @@ PARTS = {
     "calibration": Part(("bench/profile_calibration.py", "--write"), 6),
     "techniques": Part(("-m", "bench.techniques", "--device", "cuda", "--rounds", "10"), 7),
     "runtime": Part(("-m", "bench.runtime", "--device", "cuda", "--rounds", "10"), 4),
+    "verification": Part(("-m", "bench.verification", "--device", "cuda", "--runs", "3"), 3),
 }
 
 

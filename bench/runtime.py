@@ -18,7 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -145,13 +145,13 @@ def step_milliseconds(steps: dict[str, Step], batches: list[Batch], device: str)
     for begin in range(0, len(batches), STEPS):
         shuffle(order)
         for name in order:
-            elapsed = _timed(steps[name], batches[begin : begin + STEPS], device)
+            elapsed = timed(steps[name], batches[begin : begin + STEPS], device)
             if begin:
                 times[name].append(elapsed / STEPS)
     return times
 
 
-def _timed(step: Step, batches: list[Batch], device: str) -> float:
+def timed(step: Step, batches: list[Batch], device: str) -> float:
     """Milliseconds of one step on each of `batches`."""
     if device == "cpu":
         begin = time.process_time()
@@ -233,29 +233,6 @@ def compare(contender: Contender, workload: Workload, rounds: int) -> str:
     return f"| {contender.name} | {peak:.2f} | {statistics.median(times['it']):.2f} | {ratio} | {loss:.6f} |"
 
 
-def verification_cost(workload: Workload, runs: int = 5) -> float:
-    """Share of the first hundred steps that verifying the split takes, at two micro-batches; the median of `runs`.
-
-    Checks run at calls 1, 2, 4, ..., 64: what these steps take more than the same steps of a manager that has
-    checked already.
-    """
-    batches = workload.batches(229)
-    settled = managed(workload, "16gb", micro_batches=2)
-    for batch in batches[:129]:
-        settled(batch)
-    return statistics.median(_verification_cost(workload, settled, batches[129:]) for _ in range(runs))
-
-
-def _verification_cost(workload: Workload, settled: Step, batches: list[Batch]) -> float:
-    verified = managed(workload, "16gb", micro_batches=2)
-    extra, total = 0.0, 0.0
-    for number, batch in enumerate(batches, start=1):
-        with_check, without = (_timed(step, [batch], workload.device) for step in (verified, settled))
-        extra += with_check - without if number & (number - 1) == 0 else 0.0
-        total += without
-    return extra / total
-
-
 def shrinking_cards(workload: Workload, steps: int = 30) -> list[str]:
     """The same training on simulated cards that hold ever less of the activations."""
     batches = workload.batches(steps)
@@ -284,7 +261,6 @@ def main() -> None:
     torch.set_num_threads(1)
     workload = CUDA if arguments.device == "cuda" else CPU
     runtime.configure_allocator()
-    larger = replace(workload, samples=6 * workload.samples)
     parameters = sum(p.numel() for p in workload.model().parameters())
     lines = [
         *heading("Runtime", arguments.device, "bench.runtime"),
@@ -294,9 +270,6 @@ def main() -> None:
         "| loop | peak MiB | step ms | ratio to the loop by hand | loss after 30 steps |",
         "|---|---|---|---|---|",
         *(compare(contender, workload, arguments.rounds) for contender in contenders(workload)),
-        "",
-        f"Verifying the split takes {100 * verification_cost(workload):.2f} % of the first hundred steps, "
-        f"{100 * verification_cost(larger):.2f} % with {larger.samples} samples in a batch.",
         "",
     ]
     if arguments.device == "cpu":
