@@ -83,42 +83,42 @@ def changed_paths(statement: ast.stmt) -> set[str]:
     found: set[str] = set()
     for node in nodes_of_scope(statement):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            found.add(_root(node))
+            found.add(root_of(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr
             if name in _TAKING or (name.endswith("_") and not name.endswith("__")):
-                found.add(_root(node.func.value))
-            found |= {_root(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
+                found.add(root_of(node.func.value))
+            found |= {root_of(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
         if isinstance(node, ast.Expr):
             found |= {
-                _root(call.func.value)
+                root_of(call.func.value)
                 for call in calls_in(node)
                 if isinstance(call.func, ast.Attribute) and call.func.attr in CHANGING
             }
             if isinstance(node.value, ast.Call):
                 found |= _changed_by(node.value)
         elif isinstance(node, ast.Delete):
-            found |= {_root(target) for target in node.targets if not isinstance(target, ast.Name)}
+            found |= {root_of(target) for target in node.targets if not isinstance(target, ast.Name)}
     return found - {""} - _LIBRARIES
 
 
 def _changed_by(call: ast.Call) -> set[str]:
     if isinstance(call.func, ast.Attribute) and not is_collective(call):
-        receiver = _root(call.func.value)
+        receiver = root_of(call.func.value)
         return set() if _OUTPUT_RECEIVERS.search(receiver) and last_name(call) != "zero_grad" else {receiver}
     if _READING.match(last_name(call)):
         return set()
-    return {_root(argument) for argument in (*call.args, *(keyword.value for keyword in call.keywords))} - {""}
+    return {root_of(argument) for argument in (*call.args, *(keyword.value for keyword in call.keywords))} - {""}
 
 
-def _root(node: ast.expr) -> str:
+def root_of(node: ast.expr) -> str:
     """The access path of the object that is changed: `losses` for `losses["a"]`, `self.meter` for `self.meter.sum`."""
     while isinstance(node, ast.Subscript | ast.Starred):
         node = node.value
     if isinstance(node, ast.Attribute):
         return path_of(node.value if isinstance(node.ctx, ast.Store) else node) or ""
     if isinstance(node, ast.Call):
-        return _root(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        return root_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -200,7 +200,7 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
     for node in nodes_of_scope(statement):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             call = node.value
-            receiver = _root(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            receiver = root_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
             harmless = _HARMLESS.search(last_name(call)) or _OUTPUT_RECEIVERS.search(receiver)
             if not harmless and not _averages_a_result(call, statement):
                 return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from oomfix.rewrite.effects import function_called
 from oomfix.rewrite.liveness import FunctionNode
@@ -55,3 +56,21 @@ def _fits(arguments: ast.arguments, names: list[str], call: ast.Call) -> bool:
     needed = names[: max(len(names) - len(arguments.defaults), 0)][len(call.args) :]
     needed += [name for name, value in zip(only_named, arguments.kw_defaults, strict=True) if value is None]
     return named.issuperset(needed)
+
+
+def parameters_of(function: FunctionNode) -> list[ast.arg]:
+    """The parameters of a function, but for what gathers others."""
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
+def arguments_given(call: ast.Call, function: FunctionNode) -> Iterator[tuple[ast.arg, ast.expr]]:
+    """The parameters of a function, and what a call gives for them."""
+    arguments = parameters_of(function)
+    places = arguments[1:] if arguments and arguments[0].arg in ("self", "cls") else arguments
+    yield from zip(places, call.args, strict=False)
+    if function.args.vararg is not None:
+        yield from ((function.args.vararg, value) for value in call.args[len(places) :])
+    by_name = {argument.arg: argument for argument in arguments}
+    for keyword in call.keywords:
+        if keyword.arg in by_name:
+            yield by_name[keyword.arg], keyword.value

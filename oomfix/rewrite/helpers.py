@@ -19,6 +19,7 @@ from oomfix.rewrite.effects import (
 )
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
+from oomfix.rewrite.records import Records
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Nodes, walk
 
@@ -51,6 +52,7 @@ class Helpers:
 
     def __init__(self, nodes: Nodes) -> None:
         self._functions = FunctionsCalled(nodes)
+        self._records = Records(self._functions)
         self._calls = CallsRun(self._functions)
         self._attributes: dict[int, _Attributes] = {}
         for owner in nodes.of(ast.ClassDef):
@@ -60,6 +62,14 @@ class Helpers:
                 known = _Attributes(set(values), plain)
                 self._attributes.update((id(method), known) for method in owner.body)
         self._known: dict[int, Effect | None] = {}
+
+    def changed_paths(self, statement: ast.stmt) -> set[str]:
+        """The access paths of what a statement may change, itself or by a function of the file that adds to it."""
+        return changed_paths(statement) | self._records.added_to(statement)
+
+    def records(self, node: ast.AST) -> set[str]:
+        """The names of lists that functions of the file add to when a node runs."""
+        return self._records.added_to(node)
 
     def draw_random_numbers(self, node: ast.AST) -> bool:
         """Whether a node is seen to draw random numbers, itself or in a function of the file."""

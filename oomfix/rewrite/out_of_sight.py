@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.functions_called import arguments_given, parameters_of
 from oomfix.rewrite.liveness import FunctionNode, Scope
 from oomfix.script import Script
 from oomfix.script.named_like import looks_like_differentiating, looks_like_module, looks_like_training
@@ -91,7 +92,7 @@ class OutOfSight:
             owner = next((one for one in self._blocks.ancestors(scope) if isinstance(one, ast.ClassDef)), None)
             starts = [] if owner is None else self._functions.get(owner.name, [])
             for function in (scope, *starts):
-                if any(argument.arg in self._names for argument in _arguments(function) if argument.arg != "self"):
+                if any(argument.arg in self._names for argument in parameters_of(function) if argument.arg != "self"):
                     name = owner.name if owner is not None and function in starts else function.name
                     callers = [call for call in self._calls if last_name(call) == name]
                     if not callers:
@@ -115,7 +116,7 @@ class OutOfSight:
     def _names_through(self, call: ast.Call) -> Iterator[str]:
         """What the network is called within a function of the file that gets it, and by those who call the function."""
         for function in self._meant(call):
-            for argument, value in _pairs(call, function):
+            for argument, value in arguments_given(call, function):
                 path = path_of(value)
                 if self._is_network(value):
                     yield argument.arg
@@ -252,20 +253,3 @@ def _called_by(functions: list[FunctionNode]) -> set[str]:
 
 def _given(call: ast.Call) -> tuple[ast.expr, ...]:
     return (*call.args, *(keyword.value for keyword in call.keywords))
-
-
-def _arguments(function: FunctionNode) -> list[ast.arg]:
-    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-
-
-def _pairs(call: ast.Call, function: FunctionNode) -> Iterator[tuple[ast.arg, ast.expr]]:
-    """The parameters of a function, and what a call gives for them."""
-    arguments = _arguments(function)
-    places = arguments[1:] if arguments and arguments[0].arg in ("self", "cls") else arguments
-    yield from zip(places, call.args, strict=False)
-    if function.args.vararg is not None:
-        yield from ((function.args.vararg, value) for value in call.args[len(places) :])
-    by_name = {argument.arg: argument for argument in arguments}
-    for keyword in call.keywords:
-        if keyword.arg in by_name:
-            yield by_name[keyword.arg], keyword.value

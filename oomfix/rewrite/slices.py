@@ -190,7 +190,7 @@ class Slicer:
     def _started_before(self, site: Site, chosen: list[int], chain: list[int]) -> int | None:
         """A statement that starts what the slice goes on with: `loss = 0`, `losses = []`."""
         statements = [site.block[index] for index in chosen]
-        changed = {path.split(".")[0] for statement in statements for path in changed_paths(statement)}
+        changed = {path.split(".")[0] for statement in statements for path in self._helpers.changed_paths(statement)}
         bound = {name for statement in statements for name in names_bound(statement)}
         wanted = changed | {name for name in bound if _read_before_bound(name, statements)}
         wanted -= definitely_bound(statements) - {n for n in bound if _read_before_bound(n, statements)}
@@ -262,9 +262,11 @@ class Slicer:
                         line, name = node.lineno, node.target.id
                         raise CannotLift(f"line {line} adds to {name}, which was made outside of the slice")
             made |= names_bound(statement)
-            for path in sorted(changed_paths(statement)):
+            for path in sorted(self._helpers.changed_paths(statement)):
                 if path.split(".")[0] not in made:
                     raise CannotLift(f"line {statement.lineno} changes {path}, which was made outside of the slice")
+        for name in sorted(self._helpers.records(lift.site.root) - made):
+            raise CannotLift(f"line {lift.site.root.lineno} changes {name}, which was made outside of the slice")
         if self._runs_forward(lift.site.root):
             self._check_effect(lift.site.root, lift)
 

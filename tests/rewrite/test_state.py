@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 
-from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+from tests.rewrite.small_loops import TOP
 
 SCRIPT = """\
 import torch
@@ -106,3 +107,48 @@ def test_a_method_of_a_tensor_is_none_of_the_files_that_takes_other_arguments():
     rewrite, _, notes = outcome(text.replace("self.remember", "self.log"))
     assert rewrite == "micro-batched"
     assert notes == ()
+
+
+HELPER = """\
+{top}
+seen = []
+
+def note(value):
+    seen.append(value)
+
+def loss_of(x, y, kept=[]):
+    loss = F.cross_entropy(model(x), y)
+    {adding}
+    return loss / len(kept or [0])
+
+for x, y in loader * 3:
+    optimizer.zero_grad()
+    mine = []
+    loss = {called}
+    loss.backward()
+    optimizer.step()
+    print(loss.item(), sum(seen), sum(mine))
+"""
+
+
+@pytest.mark.parametrize(
+    ("adding", "called", "changed"),
+    [
+        ("seen.append(loss.item())", "loss_of(x, y)", "seen"),
+        ("note(loss.item())", "loss_of(x, y)", "seen"),
+        ("kept.append(loss.item())", "loss_of(x, y)", "kept"),
+        ("kept.append(loss.item())", "loss_of(x, y, seen)", "seen"),
+        ("kept.extend([loss.item()])", "loss_of(x, y, kept=seen)", "seen"),
+        ("kept.append(loss.item())", "loss_of(x, y, mine)", None),
+        ("own = []; own.append(loss.item())", "loss_of(x, y)", None),
+        ("own = seen + [loss.item()]", "loss_of(x, y)", None),
+    ],
+)
+def test_a_list_of_another_scope_that_a_function_adds_to_gets_one_entry_for_each_batch(adding, called, changed):
+    text = HELPER.format(top=TOP, adding=adding, called=called)
+    after = rewritten(text, micro_batches=3)
+    reason = changed and f"line 22 changes {changed}, which was made outside of the slice"
+    assert [(one.rewrite, one.reason) for one in after.loops] == [("in-place" if changed else "micro-batched", reason)]
+    before = run(text)
+    assert_same_bits(before, run(rewritten(text).text, preset="off"))
+    assert_close(before, run(after.text))

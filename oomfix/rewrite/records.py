@@ -1,0 +1,53 @@
+"""Lists that a function of the file adds to and did not make: each part of a batch would add to them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from oomfix.rewrite.effects import calls_in, root_of
+from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given, parameters_of
+from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope
+
+_ADDING = frozenset({"append", "appendleft", "extend", "insert"})
+
+
+class Records:
+    """Which lists the calls of a node add to.
+
+    The runtime takes a list that only grows for a record of what went by, not for state.
+
+    Args:
+        functions: those of the file.
+    """
+
+    def __init__(self, functions: FunctionsCalled) -> None:
+        self._functions = functions
+        self._known: dict[int, set[str]] = {}
+
+    def added_to(self, node: ast.AST) -> set[str]:
+        """The names, where a node stands, of what the functions called there add to."""
+        calls = [(call, function) for call in calls_in(node) for function in self._functions.by(call)]
+        return {name for call, function in calls for name in self._as_given(call, function)}
+
+    def _as_given(self, call: ast.Call, function: FunctionNode) -> Iterator[str]:
+        given = {argument.arg: value for argument, value in arguments_given(call, function)}
+        for name in self._added_by(function):
+            value = given.get(name)
+            root = name if value is None else root_of(value).split(".")[0]
+            if root:
+                yield root
+
+    def _added_by(self, function: FunctionNode) -> set[str]:
+        """The names of a function for what it adds to: its parameters, and those of scopes around it."""
+        if id(function) not in self._known:
+            self._known[id(function)] = set()
+            nodes = [node for statement in function.body for node in nodes_of_scope(statement)]
+            calls = (node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+            direct = (call.func for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDING)
+            found = {root_of(method.value).split(".")[0] for method in direct}
+            found |= {name for statement in function.body for name in self.added_to(statement)}
+            made = {name for statement in function.body for name in names_bound(statement)}
+            owner = {argument.arg for argument in parameters_of(function)[:1]} & {"self", "cls"}
+            self._known[id(function)] = found - made - owner - {""}
+        return self._known[id(function)]
