@@ -202,7 +202,7 @@ def test_batches_are_moved_in_several_ways(moved):
         "    x = x.to(torch.float32)\n",
         "    x = x.cuda(rank)\n",
         "    z = torch.randn(8, 5).to(device)\n",
-        "    z = x.new_zeros(5, device=device)\n",
+        "    z = x.new_zeros(size=(5,), device=device)\n",
         "    x = x.to('cpu')\n",
     ],
 )
