@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from oomfix.script.named_like import looks_like_logging, looks_like_loss
 from oomfix.script.names import path_of, unpacked
 from oomfix.script.nodes import children, walk
+from oomfix.script.torch_facts import INTEGER_RESULTS, LEAVING_THE_GRAPH
 
 _METHODS = frozenset(("numpy", "tolist"))
 _ARRAYS = frozenset(("np", "numpy"))
-_TAKEN_OFF = _METHODS | {"item", "detach", "data"}
+_TAKEN_OFF = LEAVING_THE_GRAPH | INTEGER_RESULTS
 _SHAPES = frozenset("shape size dim ndim numel device dtype".split())
 _WITHOUT_EFFECT = _ARRAYS | frozenset("torch F nn print len range zip enumerate list sum float int".split())
 _DEEPEST = 4
@@ -57,6 +58,8 @@ def becomes_array(made: ast.expr, nodes: Sequence[ast.AST], is_followed: Callabl
         is_followed: whether it is known what a call does.
     """
     made_from = _MadeFrom(made, nodes)
+    if any(map(made_from.needs_no_detaching, nodes)):
+        return False
     return any(map(made_from.is_array, nodes)) and not any(made_from.leaves(node, is_followed) for node in nodes)
 
 
@@ -102,6 +105,10 @@ class _MadeFrom:
         if not isinstance(node, ast.Attribute) or node.attr not in _METHODS:
             return False
         return self._is_in(node.value, self._computed, _SHAPES)
+
+    def needs_no_detaching(self, node: ast.AST) -> bool:
+        """`out.cpu().numpy()`, which torch refuses where a graph was recorded: there is none."""
+        return isinstance(node, ast.Attribute) and node.attr == "numpy" and self._has_graph(node.value)
 
     def leaves(self, node: ast.AST, is_followed: Callable[[ast.Call], bool]) -> bool:
         """Whether it is returned, stored on something, or given to what is out of sight."""

@@ -340,6 +340,7 @@ LINE = 16
     "rest",
     [
         "return out.cpu().detach().numpy()",
+        "return out.argmax(1).cpu().numpy()",
         "out = F.softmax(out, dim=-1)\n            return out.detach().cpu().numpy()",
         "images = out.view(-1, 2, 4).data\n            return images.tolist()",
         "return np.asarray(out.detach().cpu())",
@@ -407,6 +408,7 @@ def test_what_becomes_an_array_in_its_function_needs_no_graph(report, rest):
         "self.update(out)\n            return out.detach().numpy()",
         "return {'command': out.detach().numpy(), 'out': out}",
         "return out.shape",
+        "spectrum = out.cpu()\n            plot(spectrum.numpy())",
         "return int(np.prod(out.size()))",
         "size = out.view(1, -1).shape[1]\n            return np.zeros(size)",
         "self.critic(out, state).backward()\n            print(out.detach().numpy())",
@@ -416,3 +418,25 @@ def test_what_becomes_an_array_in_its_function_needs_no_graph(report, rest):
 )
 def test_what_may_go_elsewhere_beside_its_array_is_left_alone(report, rest):
     assert [found for found in report(TAKEN_WITHIN.format(rest=rest)) if found[1] == 9] == []
+
+
+UNPACKED = """
+    import torch
+
+    def targets({network}, batch):
+        states, rewards = batch
+        values = {network}(states)
+        rewards += values.detach().cpu().numpy()
+        return torch.as_tensor(rewards)
+{training}
+"""
+UPDATED = """
+    for x, y in loader:
+        criterion(net(x), y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("training", "found"), [("", [("OOM201", 5)]), (UPDATED, [])])
+def test_a_function_that_is_given_the_network_may_make_targets_for_what_trains(report, training, found):
+    assert report(UNPACKED.format(network="net", training=training)) == found
