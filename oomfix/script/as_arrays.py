@@ -49,6 +49,15 @@ def _is_array(value: ast.expr, nodes: Sequence[ast.AST], depth: int) -> bool:
     return False
 
 
+def mentions_arrays(nodes: Sequence[ast.AST]) -> bool:
+    """Whether anything in a function may be an array: what is asked first, of every function with a forward."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr in _METHODS)
+        or (isinstance(node, ast.Name) and node.id in _ARRAYS)
+        for node in nodes
+    )
+
+
 def becomes_array(made: ast.expr, nodes: Sequence[ast.AST], is_followed: Callable[[ast.Call], bool]) -> bool:
     """Whether a tensor becomes an array in its function, and goes nowhere else where it may be differentiated.
 

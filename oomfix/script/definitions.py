@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from oomfix.script.as_arrays import gives_arrays
+from oomfix.script.as_arrays import gives_arrays, mentions_arrays
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.values import Kind, Value
@@ -61,9 +61,14 @@ class Function:
         return list(walk(self.node))
 
     @cached_property
+    def mentions_arrays(self) -> bool:
+        """Whether anything in it may be an array."""
+        return mentions_arrays(self.nodes)
+
+    @cached_property
     def gives_arrays(self) -> bool:
         """Whether all that it returns are arrays, through which nothing goes back."""
-        return gives_arrays(self.nodes)
+        return self.mentions_arrays and gives_arrays(self.nodes)
 
     @cached_property
     def parameters(self) -> frozenset[str]:

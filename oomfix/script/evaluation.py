@@ -116,6 +116,8 @@ def _becomes_numbers(forward: Forward, trace: Trace) -> bool:
         return False
     if any(_ends_in_numbers(node, forward) for node in function.nodes):
         return True
+    if not function.mentions_arrays:
+        return False
     if not (function.gives_arrays or (forward.path or "").startswith("self.") or not trace.backwards):
         return False  # `targets(net, batch)`, for what trains
     trained = (*trace.backwards, *trace.steps)
