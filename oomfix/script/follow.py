@@ -150,7 +150,8 @@ class Follower(Flow):
         if owner is not None and (modes := self._modes.get(owner)) and not owner.training_methods:
             self.left_by_constructor = modes
         earlier = len(self.bound)
-        returned = self.run(self._frame_of_unseen_call(function, receiver), function, None)
+        frame = self._frame_of_unseen_call(function, receiver)
+        returned = self.run(frame, function, None)
         self.left_by_constructor = {}
         if owner is not None and owner.is_module and not inside and not owner.training_methods:
             # Whoever calls a method of a network may backpropagate what it returns, or leaves on it, with a graph;
@@ -161,7 +162,9 @@ class Follower(Flow):
         leaving = flatten(_without_state(returned, function)).origins
         if leaving and function.name in self._always_taken_off:
             leaving = NO_ORIGINS
-        for origin in flatten(returned).origins:
+        left = self._left_on_arguments(frame, earlier)
+        leaving |= left
+        for origin in flatten(returned).origins | left:
             if origin in self.trace.forwards:
                 self.trace.forwards[origin].escaped |= origin in leaving
             elif origin in self.trace.keeps:
@@ -174,6 +177,15 @@ class Follower(Flow):
     def _left_on_objects(self, earlier: int) -> frozenset[int]:
         """Where the graphs come from that attributes hold which were bound since."""
         held = [self.state.attributes.get(key) for key in self.bound[earlier:] if isinstance(key, tuple)]
+        return combine([flatten(binding.value) for binding in held if binding is not None]).origins
+
+    def _left_on_arguments(self, frame: Frame, earlier: int) -> frozenset[int]:
+        """As `_left_on_objects`, of those that a call out of sight gives: `trainer.loss += penalty`."""
+        assert frame.function is not None and frame.state is not None
+        given = frame.function.node.args
+        parameters = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+        paths = (key for key in self.bound[earlier:] if isinstance(key, str) and key.partition(".")[0] in parameters)
+        held = [frame.state.names.get(path) for path in paths if "." in path]
         return combine([flatten(binding.value) for binding in held if binding is not None]).origins
 
     def _enter_step(self, function: Function, owner: Class) -> None:

@@ -459,3 +459,39 @@ def test_what_is_only_named_like_a_network_and_given_nothing_makes_one(report, g
             loss.backward()
     """
     assert [finding for finding in report(code) if finding[0] == "OOM201"] == found
+
+
+LEFT_ON_AN_ARGUMENT = """
+    import torch
+
+    class Replay:
+        def on_task_ends(self, trainer):
+            trainer.encoder.eval()
+            with torch.no_grad():
+                self.kept = [trainer.encoder(x) for x in trainer.sample()]
+
+        def before_backward(self, trainer):
+            penalty = 0
+            for x, before in zip(trainer.sample(), self.kept):
+                now = trainer.encoder(x)
+                penalty += (now - before).norm()
+            {left}
+"""
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "trainer.loss += penalty",
+        "trainer.loss = trainer.loss + penalty",
+        "trainer.losses['replay'] = penalty",
+        "trainer.state.loss = penalty",
+    ],
+)
+def test_what_an_object_given_from_elsewhere_gets_is_backpropagated_there(report, left):
+    assert report(LEFT_ON_AN_ARGUMENT.format(left=left)) == []
+
+
+@pytest.mark.parametrize("left", ["trainer.loss = penalty.item()", "print(penalty)", "loss = penalty"])
+def test_what_stays_in_a_method_is_not(report, left):
+    assert ("OOM201", 12) in report(LEFT_ON_AN_ARGUMENT.format(left=left))
