@@ -19,21 +19,38 @@ _SAME_MEMORY = frozenset("view squeeze unsqueeze flatten items values".split())
 def moves_batches(loop: ast.For, scopes: Scopes) -> bool:
     """Whether a part of a batch is moved to the GPU in a loop.
 
-    What is computed of it ahead (`x = x.float()`, `x = x.cuda()`) lies in other memory than the loader's.
+    What is computed of it ahead (`x = x.float()`, `x = x.cuda()`) lies in other memory than the loader's. A batch that
+    is written into behind its move counts as none: out of page-locked memory, the copy may still be under way.
     """
     parts = names_bound_by_target(loop.target)
+    moved = False
     for statement in loop.body:
         inside = list(walk(statement))
         for node in inside:
             if isinstance(node, ast.comprehension) and _is_part(node.iter, parts):
                 parts |= names_bound_by_target(node.target)
-        if any(isinstance(node, ast.Call) and _is_move(node, parts, scopes) for node in inside):
-            return True
+        moved = moved or any(isinstance(node, ast.Call) and _is_move(node, parts, scopes) for node in inside)
+        if moved and any(_writes_into(node, parts) for node in inside):
+            return False
         for node in inside:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     bound = names_bound_by_target(target)
                     parts = parts | bound if _is_part(node.value, parts) else parts - bound
+    return moved
+
+
+def _writes_into(node: ast.AST, parts: set[str]) -> bool:
+    """`x += 1`, `x[0] = 0`, `x.clamp_(0, 1)`, `torch.neg(x, out=x)`."""
+    match node:
+        case ast.AugAssign(target=target):
+            return _is_part(target, parts)
+        case ast.Subscript(ctx=ast.Store()):
+            return _is_part(node.value, parts)
+        case ast.Call(func=ast.Attribute(value=receiver, attr=method)) if method.endswith("_"):
+            return _is_part(receiver, parts)
+        case ast.keyword(arg="out", value=value):
+            return _is_part(value, parts)
     return False
 
 

@@ -210,6 +210,15 @@ def test_batches_that_are_not_moved_as_the_loader_gives_them(moved):
     assert LOADER in after((MOVED, moved))
 
 
+@pytest.mark.parametrize("write", ["x += 1", "x[0] = 0", "x.clamp_(0, 1)", "torch.neg(x, out=x)"])
+def test_a_batch_that_is_written_into_behind_its_move_is_not_page_locked(write):
+    """The copy out of page-locked memory may still be under way."""
+    moved = "    on_card = x.to(device, non_blocking=True)\n"
+    assert LOADER in after((MOVED, f"{moved}    {write}\n"))
+    assert PINNED in after((MOVED, f"    {write}\n{moved}"))
+    assert PINNED in after((MOVED, f"    x = x.to(device, non_blocking=True)\n    {write}\n"))
+
+
 def test_a_device_that_is_made_of_its_own_name():
     assert PINNED in after((MADE, f"device = torch.device(device)\n{MADE}"))
 
