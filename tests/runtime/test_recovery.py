@@ -165,7 +165,8 @@ def test_errors_that_mention_memory_otherwise_are_not_taken_for_it():
     assert is_out_of_memory(OutOfMemoryError("CUDA out of memory"))
 
 
-def test_no_frame_of_the_failure_is_alive_when_the_second_try_begins():
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_no_frame_of_the_failure_is_alive_when_the_second_try_begins(where):
     """Measured without the garbage collector: its run would hide frames that only cycles keep."""
     model, alive = Net(), []
     x, y = torch.randn(12, 6), torch.randint(0, 4, (12,))
@@ -180,7 +181,7 @@ def test_no_frame_of_the_failure_is_alive_when_the_second_try_begins():
         return F.cross_entropy(model(x), y)
 
     alive_references = []
-    Trouble.where, Trouble.limit = "backward", 6
+    Trouble.where, Trouble.limit = where, 6
     gc.disable()
     try:
         runtime.preset("16gb").forward_backward(forward, x, y)
