@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-_open: list[object] = []  # one entry for each context that is active
+active: list[object] = []
+"""One entry for each `optimizer_in_backward` that is entered: what every backward asks without calling anything."""
 
 
 @contextmanager
@@ -86,14 +87,14 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
         for parameter in places
         if parameter.requires_grad
     ]
-    _open.append(stepped)
+    active.append(stepped)
     try:
         yield
         for parameter in places:
             if parameter.grad is not None:
                 step(parameter)
     finally:
-        _open.pop()
+        active.pop()
         for handle in handles:
             handle.remove()
 
@@ -115,7 +116,7 @@ def check_gradients_are_final(scaled: bool, clipped: bool, windowed: bool) -> No
         "weighed when their accumulation window closes": windowed,
     }
     why = [reason for reason, holds in reasons.items() if holds]
-    if _open and why:
+    if why:
         raise RuntimeError(
             f"optimizer_in_backward: gradients are {' and '.join(why)}, and it steps before that; call "
             "memory.step(optimizer) after backward instead"

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from oomfix.presets import Preset
-from oomfix.runtime import compat, precision
+from oomfix.runtime import backward_steps, compat, precision
 from oomfix.runtime.accumulation import Window, windows
 from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, shown
-from oomfix.runtime.backward_steps import check_gradients_are_final
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.cache_janitor import CacheJanitor
 from oomfix.runtime.iteration import Iteration
@@ -369,7 +368,9 @@ class MemoryManager:
     # -- loops that cannot be split -------------------------------------------------------------------------
 
     def _before_backward(self) -> None:
-        check_gradients_are_final(self.scaler.is_enabled(), self.preset.clip_norm is not None, self._window.length > 1)
+        if backward_steps.active:
+            clips = self.preset.clip_norm is not None
+            backward_steps.check_gradients_are_final(self.scaler.is_enabled(), clips, self._window.length > 1)
         if self._window.length == 1 and self._window.totals.left:
             self._window.forget_left()
         if self._scaler is not None:
