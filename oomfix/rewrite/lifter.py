@@ -11,6 +11,7 @@ from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.effects import changed_paths, is_zero_grad, last_name, overlap
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
+from oomfix.rewrite.kept_graphs import check_graphs_end
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import (
@@ -232,7 +233,9 @@ class _Lifter:
             block, header = self._blocks.block_of(branch), self._blocks.header_of(branch)
             bound = self._blocks.bound_before(branch)
             outer = replace(site, block=block, header=header, branch=branch, bound_before=bound)
-            return self._slicer.lift(outer, network_is_known)
+            lift = self._slicer.lift(outer, network_is_known)
+            check_graphs_end(lift, self._slicer.liveness_of(site.scope), self._blocks)
+            return lift
 
 
 def _bound(statements: list[ast.stmt]) -> set[str]:

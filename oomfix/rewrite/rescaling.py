@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.lift import Site
-from oomfix.rewrite.liveness import names_read
+from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.script.names import path_of
 
 
@@ -19,8 +19,10 @@ def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], lis
     named = _scaled_by_script(site.root) or site.root
     if len(chosen) < 2 or not isinstance(named, ast.Name):
         return None
-    last = site.block[chosen[-1]]
+    *others, last = (site.block[index] for index in chosen)
     loss = named.id
+    if not any(loss in names_bound(statement) for statement in others) or _is_told_in_branch(site, loss):
+        return None
     test = None
     statement = last
     if isinstance(last, ast.If) and len(last.body) == 1 and not last.orelse:
@@ -40,6 +42,12 @@ def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], lis
         value = ast.Call(site.root.func, [value], [])
     root = ast.parse(ast.unparse(value), mode="eval").body
     return replace(site, root=root), chosen[:-1], [last]
+
+
+def _is_told_in_branch(site: Site, loss: str) -> bool:
+    """Whether the branch of the backward has another use for the loss, which it would find undivided."""
+    branch = [] if site.branch is None else [*site.branch.body, *site.branch.orelse]
+    return any(loss in names_read(other) | names_bound(other) for other in branch if other is not site.statement)
 
 
 def _scaled_by_script(root: ast.expr) -> ast.expr | None:

@@ -1,0 +1,110 @@
+"""A loss that only `if due:` differentiates: whether its graph is needed where it is not, and cannot be dropped."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import calls_in, changed_paths, last_name
+from oomfix.rewrite.lift import CannotLift, Lift
+from oomfix.rewrite.liveness import (
+    FunctionNode,
+    Liveness,
+    definitely_bound,
+    names_bound,
+    names_bound_by_target,
+    names_read,
+)
+from oomfix.script.nodes import children
+
+_WITHOUT_GRAPH = frozenset("item detach detach_ tolist numpy float int len print".split())
+
+
+def check_graphs_end(lift: Lift, liveness: Liveness, blocks: Blocks) -> None:
+    """Whether no later backward goes through what the ways past this one compute.
+
+    Raises:
+        CannotLift: a later iteration goes on from it, or its gradient is taken there.
+    """
+    branch, iteration = lift.site.branch, lift.site.iteration
+    if branch is None:
+        return
+    where = f"where line {branch.lineno} runs no backward"
+    made = {name for statement in lift.lifted for name in names_bound(statement)}
+    for statement in _outside(lift, (iteration or lift.site.scope).body):
+        if not _blocks_of(statement) and _takes_gradient(statement, made):
+            raise CannotLift(f"line {statement.lineno} takes a gradient {where}")
+    if iteration is None:
+        return
+    wanted = liveness.before(lift.lifted, names_read(lift.site.root)) - _bound_each_time(branch, lift, blocks)
+    if kept := wanted & _with_graph(made, lift, iteration.body):
+        raise CannotLift(f"{min(kept)} goes on into the loss of a later iteration, with its graph {where}")
+
+
+def _with_graph(made: set[str], lift: Lift, body: list[ast.stmt]) -> set[str]:
+    """What the slice binds, and what the iteration binds or changes with its help."""
+    ways = [way for statement in _outside(lift, body) for way in _ways_on(statement)]
+    found = set(made)
+    while more := {name for read, names in ways if read & found for name in names} - found:
+        found |= more
+    return found
+
+
+def _ways_on(statement: ast.stmt) -> Iterator[tuple[set[str], set[str]]]:
+    """The names that a statement itself, without its blocks, reads for more than numbers, and what it makes of them."""
+    if isinstance(statement, ast.For | ast.AsyncFor):
+        yield _read_with_graph(statement.iter), names_bound_by_target(statement.target)
+    elif isinstance(statement, ast.With | ast.AsyncWith):
+        for item in statement.items:
+            if item.optional_vars is not None:
+                yield _read_with_graph(item.context_expr), names_bound_by_target(item.optional_vars)
+    elif not _blocks_of(statement):
+        changed = {path.split(".")[0] for path in changed_paths(statement)}
+        yield _read_with_graph(statement), names_bound(statement) | changed
+
+
+def _outside(lift: Lift, body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of an iteration, those in blocks included, but for those of the slice."""
+    for statement in body:
+        if statement not in lift.lifted and not isinstance(statement, FunctionNode | ast.ClassDef):
+            yield statement
+            for block in _blocks_of(statement):
+                yield from _outside(lift, block)
+
+
+def _blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
+    holders = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
+    blocks = (getattr(one, name, None) for one in holders for name in ("body", "orelse", "finalbody"))
+    return [block for block in blocks if block]
+
+
+def _read_with_graph(node: ast.AST) -> set[str]:
+    """The names that a node reads for more than their numbers."""
+    if isinstance(node, ast.Call) and last_name(node) in _WITHOUT_GRAPH:
+        return set()
+    if isinstance(node, ast.Attribute) and node.attr in ("data", "shape"):
+        return set()
+    if isinstance(node, ast.Name):
+        return {node.id} if isinstance(node.ctx, ast.Load) else set()
+    return {name for child in children(node) for name in _read_with_graph(child)}
+
+
+def _takes_gradient(statement: ast.stmt, made: set[str]) -> bool:
+    return any(last_name(call) == "grad" and names_read(call) & made for call in calls_in(statement))
+
+
+def _bound_each_time(branch: ast.If, lift: Lift, blocks: Blocks) -> set[str]:
+    """The names that every round of the iteration binds outside of the slice and the branch."""
+    bound: set[str] = set()
+    current: ast.stmt = branch
+    while True:
+        bound |= definitely_bound(
+            other for other in blocks.block_of(current) if other is not current and other not in lift.lifted
+        )
+        parent = next(blocks.ancestors(current))
+        if isinstance(parent, ast.For | ast.AsyncFor):
+            bound |= names_bound_by_target(parent.target)
+        if parent is lift.site.iteration or not isinstance(parent, ast.stmt):
+            return bound
+        current = parent
