@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
@@ -39,7 +40,7 @@ class LoadOnGpu(Rule):
         for call in script.imports.calls("torch.load", "torch.serialization.load"):
             if len(call.args) > 1 or any(keyword.arg in ("map_location", None) for keyword in call.keywords):
                 continue
-            if any(argument.__class__.__name__ == "Starred" for argument in call.args):
+            if any(isinstance(argument, ast.Starred) for argument in call.args):
                 continue
             yield self.finding(
                 script.place(call),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import EVALUATES, NOT_ONE_TENSOR, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.edits import call_method
+from oomfix.script.edits import detach
 
 
 class LossAccumulation(Rule):
@@ -38,16 +38,17 @@ class LossAccumulation(Rule):
             if keep.manner != "add":
                 continue
             value = script.source.segment(keep.value)
+            freed = script.trace.frees(keep)
             growth = (
                 "keeps the graph nodes of every iteration (a backward frees the activations)"
-                if script.trace.frees(keep)
+                if freed
                 else "keeps every iteration's graph and activations alive"
             )
             yield self.finding(
                 script.place(keep.statement or keep.node),
                 f"adding `{value}` to `{keep.target}` {growth}",
-                severity=Severity.WARNING if script.trace.frees(keep) else Severity.ERROR,
-                edits=call_method(script.source, keep.detachable, "detach") if keep.detachable else (),
+                severity=Severity.WARNING if freed else Severity.ERROR,
+                edits=detach(script.source, keep.detachable) if keep.detachable else (),
                 by_hand=NOT_ONE_TENSOR,
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import NOT_ONE_TENSOR, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.edits import call_method
+from oomfix.script.edits import detach
 
 
 class TensorRetention(Rule):
@@ -37,9 +37,10 @@ class TensorRetention(Rule):
             if keep.manner == "add":
                 continue
             value = script.source.segment(keep.value)
+            freed = script.trace.frees(keep)
             growth = (
                 "with the graph nodes of every iteration (a backward frees the activations)"
-                if script.trace.frees(keep)
+                if freed
                 else "with every iteration's graph and activations"
             )
             yield self.finding(
@@ -47,17 +48,16 @@ class TensorRetention(Rule):
                 f"`{script.source.segment(keep.node)}` keeps the tensor {growth}"
                 if keep.manner == "meter"
                 else f"`{value}` is kept in `{keep.target}` {growth}",
-                severity=Severity.WARNING if script.trace.frees(keep) else Severity.ERROR,
-                edits=call_method(script.source, keep.detachable, "detach") if keep.detachable else (),
+                severity=Severity.WARNING if freed else Severity.ERROR,
+                edits=detach(script.source, keep.detachable) if keep.detachable else (),
                 by_hand=NOT_ONE_TENSOR,
             )
-
         for kept in script.attention_maps_kept():
             yield self.finding(
                 script.place(kept.node),
                 f"`{script.source.segment(kept.node)}` keeps the attention map and its graph until the next forward",
                 severity=Severity.WARNING,
-                edits=() if script.reads_attribute(kept.name) else call_method(script.source, kept.value, "detach"),
+                edits=() if script.reads_attribute(kept.name) else detach(script.source, kept.value),
                 by_hand=f"`{kept.name}` is read, and may be part of a loss",
             )
 

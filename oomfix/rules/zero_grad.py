@@ -8,12 +8,7 @@ from collections.abc import Iterator
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.edits import add_keyword, replace
-
-
-def _set_to_none(call: ast.Call) -> ast.expr | None:
-    """The argument of a `zero_grad` call, or None for a bare one."""
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return given[0] if given else None
+from oomfix.script.nodes import only_argument
 
 
 class ZeroGrad(Rule):
@@ -40,7 +35,7 @@ class ZeroGrad(Rule):
     def check(self, script: Script) -> Iterator[Finding]:
         old = script.target_torch is not None and script.target_torch < (2, 0)
         for call in script.calls_of_method("zero_grad"):
-            argument = _set_to_none(call)
+            argument = only_argument(call)
             if argument is not None:
                 if not (isinstance(argument, ast.Constant) and argument.value is False):
                     continue

@@ -52,7 +52,7 @@ def _rewrite_modules(
         return tuple(Edit(*bounds(source, alias), texts[alias]) for alias in new_path)
     if texts:
         return _replace_names(source, statement, list(texts.values()))
-    lines = whole_lines(source, statement, statement)
+    lines = whole_lines(source, statement)
     if lines is None or "#" in source.text[bounds(source, statement)[1] : lines[1]]:
         return (Edit(*bounds(source, statement), "import torch.amp"),)
     return remove_statement(source, statement, block)

@@ -35,18 +35,15 @@ def replace(source: Source, node: ast.expr | ast.stmt, text: str) -> tuple[Edit,
     return (Edit(*bounds(source, node), text),)
 
 
-def call_method(source: Source, node: ast.expr, method: str) -> tuple[Edit, ...]:
-    """`value` -> `value.method()`, in parentheses where the operator would bind otherwise."""
+def detach(source: Source, node: ast.expr) -> tuple[Edit, ...]:
+    """`value` -> `value.detach()`, in parentheses where the operator would bind otherwise."""
     start, end = bounds(source, node)
     if isinstance(node, _ATOMS):
-        return (Edit(end, end, f".{method}()"),)
-    if (
-        source.text[start - 1 : start] == "("
-        and source.text[end : end + 1] == ")"
-        and not _is_called(source, start - 1)
-    ):
-        return (Edit(end + 1, end + 1, f".{method}()"),)
-    return (Edit(start, start, "("), Edit(end, end, f").{method}()"))
+        return (Edit(end, end, ".detach()"),)
+    enclosed = source.text[start - 1 : start] == "(" and source.text[end : end + 1] == ")"
+    if enclosed and not _is_called(source, start - 1):
+        return (Edit(end + 1, end + 1, ".detach()"),)
+    return (Edit(start, start, "("), Edit(end, end, ").detach()"))
 
 
 def _is_called(source: Source, parenthesis: int) -> bool:
@@ -135,10 +132,10 @@ def remove_keyword(source: Source, call: ast.Call, name: str) -> tuple[Edit, ...
     return (Edit(start, after.end() if after else end, ""),)
 
 
-def whole_lines(source: Source, first: ast.stmt, last: ast.stmt) -> tuple[int, int] | None:
-    """The span of whole lines that statements fill alone; None where they share a line with others."""
-    start, end = bounds(source, first)[0], bounds(source, last)[1]
-    line_start = source.line_starts[first.lineno - 1]
+def whole_lines(source: Source, statement: ast.stmt) -> tuple[int, int] | None:
+    """The span of whole lines that a statement fills alone; None where it shares a line with others."""
+    start, end = bounds(source, statement)
+    line_start = source.line_starts[statement.lineno - 1]
     if source.text[line_start:start].strip():
         return None
     rest = re.compile(r"[ \t]*(#[^\r\n]*)?(\r\n|\r|\n|$)").match(source.text, end)
@@ -151,29 +148,24 @@ def remove_statement(source: Source, statement: ast.stmt, siblings: list[ast.stm
     """Take a statement out of its block; a block left empty gets `pass`. Empty where it cannot be done."""
     if len(siblings) == 1:
         return replace(source, statement, "pass")
-    lines = whole_lines(source, statement, statement)
+    lines = whole_lines(source, statement)
     return () if lines is None else (Edit(*lines, ""),)
 
 
-def wrap(source: Source, statements: list[ast.stmt], header: str) -> tuple[Edit, ...]:
-    """Put consecutive statements of a block under a new compound statement, one level deeper.
+def wrap(source: Source, statement: ast.stmt, header: str) -> tuple[Edit, ...]:
+    """Put a statement under a new compound statement, one level deeper.
 
-    Lines inside of multi-line strings are left where they are. Empty where the statements share a line with others.
+    Lines inside of multi-line strings are left where they are. Empty where the statement shares a line with others.
     """
-    lines = whole_lines(source, statements[0], statements[-1])
+    lines = whole_lines(source, statement)
     if lines is None:
         return ()
     start, end = lines
-    text = source.text
-    first = bounds(source, statements[0])[0]
-    decorators = getattr(statements[0], "decorator_list", [])
-    if decorators:
-        return ()
-    margin = text[start:first]
+    margin = source.text[start : bounds(source, statement)[0]]
     unit = indentation_unit(source)
     edits = [Edit(start, start, f"{margin}{header}{newline_of(source)}")]
-    frozen = _inside_strings(text[start:end], statements[0].lineno)
-    for number in range(statements[0].lineno, source.position(max(start, end - 1))[0] + 1):
+    frozen = _inside_strings(source.text[start:end], statement.lineno)
+    for number in range(statement.lineno, source.position(max(start, end - 1))[0] + 1):
         offset = source.line_starts[number - 1]
         if number not in frozen and source.lines[number - 1].strip():
             edits.append(Edit(offset, offset, unit))
@@ -200,7 +192,7 @@ def _inside_strings(block: str, first_line: int) -> set[int]:
     try:
         for token in tokenize.generate_tokens(lambda: next(lines, "")):
             if token.end[0] > token.start[0] and token.type not in (tokenize.NEWLINE, tokenize.NL):
-                frozen.update(range(first_line - 2 + token.start[0] + 1, first_line - 2 + token.end[0] + 1))
+                frozen.update(range(first_line - 1 + token.start[0], first_line - 1 + token.end[0]))
     except (tokenize.TokenError, IndentationError):
         return set(range(first_line, first_line + block.count("\n") + 1))
     return frozen

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
 from oomfix.script.named_like import looks_like_differentiating, looks_like_logging, looks_like_training
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Forward, Loop
 
@@ -58,7 +58,7 @@ def _may_need_gradients_out_of_sight(script: Script, node: ast.AST) -> bool:
     if any(call.args and looks_like_differentiating(path_of(call.func) or "") for call in calls):
         return True
     return any(
-        looks_like_training((path_of(call.func) or "").rsplit(".", 1)[-1])
+        looks_like_training(last_of(path_of(call.func)))
         for call in calls
         if not (isinstance(call.func, ast.Attribute) and (not call.args or _counts(script, call.func, call.args)))
     )
@@ -77,7 +77,7 @@ def _counts(script: Script, method: ast.Attribute, given: list[ast.expr]) -> boo
 
 def _is_a_number(node: ast.expr) -> bool:
     if isinstance(node, ast.Call):
-        return (path_of(node.func) or "").rsplit(".", 1)[-1] in ("item", "size", "len", "time")
+        return last_of(path_of(node.func)) in ("item", "size", "len", "time")
     if isinstance(node, ast.BinOp):
         return _is_a_number(node.left) or _is_a_number(node.right)
     if isinstance(node, ast.Subscript):
@@ -99,7 +99,7 @@ def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
         ):
             continue
         if not _may_need_gradients_out_of_sight(script, loop):
-            return wrap(script.source, [loop], "with torch.no_grad():")
+            return wrap(script.source, loop, "with torch.no_grad():")
     return ()
 
 
