@@ -32,7 +32,7 @@ from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.named_like import looks_like_forward, looks_like_loss
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import Nodes, Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
 from oomfix.script.removal import Removal
@@ -300,7 +300,7 @@ class Script:
 
         `model.orthogonal_loss()`, which is given nothing, is one of its weights.
         """
-        method = (forward.path or "").rsplit(".", 1)[-1]
+        method = last_of(forward.path)
         return forward.direct or (looks_like_forward(method) and bool(forward.given or not looks_like_loss(method)))
 
     def is_in_batch_loop(self, event: Event) -> bool:

@@ -11,18 +11,9 @@ from oomfix.script.contexts import NULL
 from oomfix.script.externals import Externals, divisors_of, has_integers
 from oomfix.script.methods import SAME_MODULE
 from oomfix.script.named_like import looks_like_loss, looks_like_module, looks_like_training
-from oomfix.script.names import MOVES, path_of
+from oomfix.script.names import MOVES, last_of, path_of
 from oomfix.script.trace import Event, Handed
-from oomfix.script.values import (
-    NUMBER,
-    PLAIN_TENSOR,
-    UNKNOWN,
-    Graph,
-    Kind,
-    Value,
-    combine,
-    flatten,
-)
+from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Graph, Kind, Value, combine, flatten
 
 
 class Calls(Externals):
@@ -109,7 +100,7 @@ class Calls(Externals):
             case Kind.CONTAINER | Kind.SEQUENCE:
                 return self._container_method(node, receiver, name, given)
             case Kind.ACCELERATOR:
-                return self._accelerator_method(node, name, given)
+                return self._accelerator_method(name, given)
             case Kind.OPTIMIZER | Kind.SCALER | Kind.CONTEXT | Kind.NUMBER if not receiver.graph:
                 self._call_back(node, given)
                 content = combine(given)
@@ -169,7 +160,7 @@ class Calls(Externals):
             return self.forward(node, Value(Kind.MODULE, ref=base), base, arguments, keywords)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if moved and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
-            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+            return self._network_made(node)
         each = _path_of_each(node.func.value) if isinstance(node.func, ast.Attribute) and base is None else None
         if receiver.kind is Kind.UNKNOWN and each is not None and looks_like_module(each) and looks_like_module(name):
             return self._module_method(node, Value(Kind.MODULE, ref=each), name, f"{each}.{name}", arguments, keywords)
@@ -196,7 +187,7 @@ class Calls(Externals):
         if not isinstance(node, ast.Call) or (path := path_of(node.func)) is None:
             return False
         value = self.evaluate(node.func)
-        last = path.rsplit(".", 1)[-1]
+        last = last_of(path)
         imported = value.kind is Kind.EXTERNAL and not str(value.ref).startswith(("torch.", "torchmetrics.", "numpy."))
         return imported and last[:1].isupper() and len(last) > 2 and not looks_like_loss(last)
 
@@ -219,7 +210,7 @@ class Calls(Externals):
             is_tensor=(receiver.is_tensor and name not in torch_facts.SEVERAL) or name in torch_facts.REDUCTIONS,
         )
 
-    def _accelerator_method(self, node: ast.Call, name: str, given: list[Value]) -> Value:
+    def _accelerator_method(self, name: str, given: list[Value]) -> Value:
         if name == "prepare":
             return Value(Kind.SEQUENCE, items=tuple(given)) if len(given) > 1 else (given[0] if given else UNKNOWN)
         if name in ("autocast", "accumulate", "no_sync"):

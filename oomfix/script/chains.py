@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple, TypeGuard
 
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import names_in, walk
 
 
 class _Chain(NamedTuple):
@@ -95,7 +95,7 @@ def _assigned(body: list[ast.stmt]) -> set[str]:
 
 def _may_change(first: _Chain, chain: _Chain, bound: dict[str, list[int]]) -> bool:
     """Whether a name in the tests is bound anew from one chain to the other."""
-    asked = {part.id for link in chain.links for part in walk(link.test) if isinstance(part, ast.Name)}
+    asked = {name for link in chain.links for name in names_in(link.test)}
     return any(first.start <= line <= chain.start for name in asked for line in bound.get(name, ()))
 
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import reduce
 
 from oomfix.script import torch_facts
 from oomfix.script.contexts_by_hand import ContextsByHand
 from oomfix.script.named_like import looks_like_logging
 from oomfix.script.names import left_by_methods, path_of
-from oomfix.script.values import (
-    MISSING,
-    NONE,
-    NUMBER,
-    UNKNOWN,
-    Graph,
-    Kind,
-    Value,
-    combine,
-    flatten,
-    join,
-)
+from oomfix.script.values import MISSING, NONE, NUMBER, UNKNOWN, Graph, Kind, Value, combine, flatten, join
 
 STORING = frozenset(
     ["append", "add", "push", "store", "put", "insert", "remember", "record", "extend", "appendleft", "update"]
@@ -38,10 +28,7 @@ class Containers(ContextsByHand):
     def element(self, value: Value) -> Value:
         """What iterating over a value gives."""
         if value.items:
-            result = value.items[0]
-            for item in value.items[1:]:
-                result = join(result, item)
-            return result
+            return reduce(join, value.items)
         if value.graph:
             return Value(Kind.TENSOR, value.graph, value.origins, carried_from=value.carried_from)
         return value if torch_facts.holds_networks(value) else UNKNOWN
@@ -108,8 +95,7 @@ class Containers(ContextsByHand):
             self._put(node, node.func.value, receiver, given)
         else:
             content = combine(given)
-            for forward in self.trace.forwards_of(content.origins):
-                forward.escaped = True
+            self.trace.let_escape(content.origins)
             self._leave_on(node, content)
         return NONE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from oomfix.script.names import last_of
 from oomfix.script.trace import Autocast
 from oomfix.script.values import MISSING, Graph, Kind, Value
 
@@ -81,17 +82,13 @@ def autocast_under(effects: frozenset[str], autocast: Autocast | None) -> Autoca
     for effect in sorted(effects):
         if effect.startswith("autocast:"):
             name = effect.partition(":")[2]
-            if name == "off":
-                return None
-            if len(effects) > 1 and name == "float16":
-                return "float16"
-            return name  # type: ignore[return-value]
+            return None if name == "off" else name  # type: ignore[return-value]
     return autocast
 
 
 def held_elsewhere(path: str | None) -> frozenset[str] | None:
     """What a context out of sight may do, by its name: `with amp_autocast():`, `with ctx:`; None for any other."""
-    name = (path or "").rsplit(".", 1)[-1].lower()
+    name = last_of(path).lower()
     if re.search(r"no_?grad|inference", name):
         return frozenset({"no_grad"})
     if re.search(r"autocast|(^|_)amp(_|$)|precision", name):
@@ -103,5 +100,5 @@ def held_elsewhere(path: str | None) -> frozenset[str] | None:
 
 def decorated_elsewhere(path: str | None) -> frozenset[str] | None:
     """What a decorator out of sight does, by its name: `@no_grad_pass`, `@evaluating`; None for any other."""
-    name = (path or "").rsplit(".", 1)[-1].lower()
+    name = last_of(path).lower()
     return frozenset({"no_grad"}) if re.search(r"no_?grad|inference|(^|_)eval", name) else None

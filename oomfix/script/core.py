@@ -127,12 +127,12 @@ class Core(ABC):
     def bind(self, path: str, value: Value, loops: tuple[Loop, ...], statement: ast.stmt | None) -> None:
         """Bind a path in the frame its root belongs to."""
         root = root_of(path)
-        frame: Frame | None = self.frame
+        frame = self.frame
         if root in self.frame.globals:
             frame = self.module_frame
         elif root in self.frame.outer or root != path:
             frame = self.holder(root) or self.frame
-        if frame is None or frame.state is None:
+        if frame.state is None:
             return
         if value.kind is Kind.MODULE and len(path) > 2:
             # What is a network under this name here is one where a parameter has the same name.
@@ -281,6 +281,10 @@ class Core(ABC):
         self.state.grad = grad_under(effects, self.state.grad)
         self.autocast = autocast_under(effects, self.autocast)
         self.apex = self.apex or "apex" in effects
+
+    def number_of_made(self, node: ast.Call) -> int:
+        """What tells the object that a call makes here from others."""
+        return self.trace.number("made", id(node), self.way)
 
     def note_call(self, name: str, node: ast.Call) -> None:
         """Record a call of a function of interest."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.script.as_arrays import gives_arrays, mentions_arrays
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.values import Kind, Value
 
@@ -154,7 +154,7 @@ class Class:
     def has_own_parameters(self) -> bool:
         """Whether it makes parameters outside of layers (`nn.Parameter(torch.ones(8))`)."""
         calls = (node.func for method in self.methods.values() for node in method.nodes if isinstance(node, ast.Call))
-        return any((path_of(called) or "").rsplit(".", 1)[-1] == "Parameter" for called in calls)
+        return any(last_of(path_of(called)) == "Parameter" for called in calls)
 
     @cached_property
     def training_methods(self) -> frozenset[str]:

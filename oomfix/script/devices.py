@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.script.edits import bounds
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import Nodes, blocks, walk
 
 if TYPE_CHECKING:
@@ -127,9 +127,9 @@ class Devices:
     @cached_property
     def _devices_of_tensors(self) -> tuple[list[ast.stmt], list[str]]:
         """`device = x.device`: the statements, and the names that are never anything else."""
-        other = {node.arg for node in self._nodes if isinstance(node, ast.arg)}
+        other = {node.arg for node in self._nodes.of(ast.arg)}
         found: list[tuple[str, ast.Assign]] = []
-        for node in (node for node in self._nodes if isinstance(node, ast.Assign)):
+        for node in self._nodes.of(ast.Assign):
             for name, value in _pairs(node):
                 if _DEVICE_OF_A_TENSOR.fullmatch(f"device={ast.unparse(value)}"):
                     found.append((name, node))
@@ -146,7 +146,7 @@ class Devices:
             for node in self._nodes.of(ast.Assign)
             if isinstance(node.value, ast.Call)
             and path_of(node.value.func) == "torch.device"
-            and all(self._words[target.rsplit(".", 1)[-1]] == 1 for target in _targets(node))
+            and all(self._words[last_of(target)] == 1 for target in _targets(node))
         ]
 
     @cached_property
@@ -202,7 +202,7 @@ def _is_one_of(node: ast.expr, devices: frozenset[str]) -> bool:
     """`"cpu"`, `torch.device("cpu")`, `"mps" if ... else "cpu"`: a device that can only be one of some."""
     if isinstance(node, ast.IfExp):
         return _is_one_of(node.body, devices) and _is_one_of(node.orelse, devices)
-    if isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "device" and node.args:
+    if isinstance(node, ast.Call) and last_of(path_of(node.func)) == "device" and node.args:
         return _is_one_of(node.args[0], devices)
     return isinstance(node, ast.Constant) and node.value in devices
 

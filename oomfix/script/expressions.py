@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 from oomfix.script import torch_facts
@@ -224,10 +225,7 @@ class Expressions(Calls):
             return constant(stopping)
         if all(truth is (not stopping) for truth in truths):
             return constant(not stopping)
-        result = values[0]
-        for value in values[1:]:
-            result = join(result, value)
-        return result
+        return reduce(join, values)
 
     def _unary(self, node: ast.UnaryOp) -> Value:
         operand = self.evaluate(node.operand)

@@ -7,7 +7,7 @@ import ast
 from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL, context_of_call
 from oomfix.script.methods import Methods
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
@@ -44,7 +44,7 @@ class Externals(Methods):
     def _external(
         self, node: ast.Call, name: str, path: str | None, arguments: list[Value], keywords: dict[str, Value]
     ) -> Value:
-        last = name.rsplit(".", 1)[-1]
+        last = last_of(name)
         given = [*arguments, *keywords.values()]
         if (context := context_of_call(name, arguments, keywords)) is not None:
             if last == "set_grad_enabled":
@@ -105,7 +105,7 @@ class Externals(Methods):
             case "functools.partial" if arguments and arguments[0].kind is Kind.EXTERNAL:
                 return self._partial(arguments[0], arguments[1:], keywords)
             case "copy.deepcopy" if arguments and arguments[0].kind is Kind.MODULE:
-                return self.copied(arguments[0], self.trace.number("made", id(node), self.way))
+                return self.copied(arguments[0], self.number_of_made(node))
         return None
 
     def _of_a_kind(
@@ -118,8 +118,7 @@ class Externals(Methods):
         elsewhere = path is not None and name.split(".")[0] != "torch"
         if kind is None or (kind is Kind.OPTIMIZER and elsewhere and not self._has_parameters(node)):
             return None
-        number = self.trace.number("made", id(node), self.way)
-        made = Value(kind, ref=(name, number), divisors=torch_facts.summed_by(keywords))
+        made = Value(kind, ref=(name, self.number_of_made(node)), divisors=torch_facts.summed_by(keywords))
         if name == "torch.nn.Sequential" and self._are_frozen_parts(node.args):
             self.state.frozen[made.ref] = True
         return made
@@ -138,8 +137,8 @@ class Externals(Methods):
 
     def _engine(self, node: ast.Call, model: Value) -> Value:
         """DeepSpeed's engine stands for the model; it comes with an optimizer, a loader and a scheduler."""
-        made = Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
-        return Value(Kind.SEQUENCE, items=(model if model.kind is Kind.MODULE else made, UNKNOWN, UNKNOWN, UNKNOWN))
+        engine = model if model.kind is Kind.MODULE else self._network_made(node)
+        return Value(Kind.SEQUENCE, items=(engine, UNKNOWN, UNKNOWN, UNKNOWN))
 
     def _partial(self, function: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
         """A context whose arguments are given beforehand is that context; any other function stays itself."""

@@ -19,14 +19,7 @@ from oomfix.script.pieces import pieces_of
 from oomfix.script.sides import asked_by, bound_by, recall, remember
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.trace import Guard, Loop, Trace
-from oomfix.script.values import (
-    NUMBER,
-    UNKNOWN,
-    Graph,
-    Kind,
-    Value,
-    flatten,
-)
+from oomfix.script.values import NUMBER, UNKNOWN, Graph, Kind, Value, flatten
 
 _MAX_WAYS = 30
 """How often a statement is followed on average, before what is left is given up."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from functools import cached_property
+from functools import cached_property, reduce
 
 from oomfix.script.definitions import Class, Function, called_on_self
 from oomfix.script.flow import Flow
@@ -14,16 +14,7 @@ from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
 from oomfix.script.taken_off import always_taken_off
 from oomfix.script.trace import Trace
-from oomfix.script.values import (
-    NO_ORIGINS,
-    UNKNOWN,
-    Graph,
-    Kind,
-    Value,
-    combine,
-    flatten,
-    join,
-)
+from oomfix.script.values import NO_ORIGINS, NONE, UNKNOWN, Graph, Kind, Value, combine, flatten, join
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
 _SHORTEST_NAME = 3
@@ -261,23 +252,20 @@ class Follower(Flow):
 
     def _instance_for(self, owner: Class) -> Value:
         """An object of a class that is never made in sight: made here, with unknown arguments."""
-        call = ast.Call(func=ast.Name(id=owner.name, ctx=ast.Load()), args=[], keywords=[])
-        existing = self._instances.get(owner)
-        if existing is None:
-            constructor = owner.find("__init__")
+        if owner not in self._instances:
             modes = self.state.evaluating
             self.state.evaluating = modes.over()
-            existing = self._instantiate_unknown(owner, call, constructor)
-            self._instances[owner] = existing
+            self._instances[owner] = self._instantiate_unknown(owner)
             self._modes[owner] = self.state.evaluating.changes_over(modes)
             self.state.evaluating = modes
-        return existing
+        return self._instances[owner]
 
-    def _instantiate_unknown(self, owner: Class, call: ast.Call, constructor: Function | None) -> Value:
+    def _instantiate_unknown(self, owner: Class) -> Value:
+        call = ast.Call(func=ast.Name(id=owner.name, ctx=ast.Load()), args=[], keywords=[])
         self._invented_calls.append(call)
-        keywords = {"**": UNKNOWN}
+        constructor = owner.find("__init__")
         arguments = [] if constructor is None else [UNKNOWN] * (len(constructor.node.args.args) - 1)
-        return self._instantiate(call, owner, arguments, keywords)
+        return self._instantiate(call, owner, arguments, {"**": UNKNOWN})
 
     def run(self, frame: Frame, function: Function, call: ast.expr | None) -> Value:
         """Run a function's body in its frame; returns what it returns."""
@@ -299,23 +287,20 @@ class Follower(Flow):
             self._block(body)
             if frame.state is not None:
                 frame.exits.append(frame.state)
-                frame.returns.append(Value(Kind.NUMBER, constant=None))
+                frame.returns.append(NONE)
         frame.state = state.after(list(frame.exits)) or state
         self.frame, self.way, self.autocast, self.apex = caller, way, autocast, apex
         self.scopes, self.statement = guards, statement
         if call is not None:
             self.state.leave(frame.state)
-            if function.effects or frame.state.grad == grad:
-                self.state.grad = grad
-            else:
-                self.state.grad = frame.state.grad
+            self.state.grad = grad if function.effects else frame.state.grad
         return self._returned(frame)
 
     def _returned(self, frame: Frame) -> Value:
         if frame.yields:
-            content = combine([flatten(value) for value in frame.yields])
             if all(value.items is not None for value in frame.yields):
                 return Value(Kind.SEQUENCE, items=(frame.yields[0],))
+            content = combine([flatten(value) for value in frame.yields])
             return Value(Kind.CONTAINER, content.graph, content.origins)
         values = frame.returns
         if len(values) > 1 and values[-1].constant is None:
@@ -324,7 +309,4 @@ class Follower(Flow):
             ] or values
         if not values:
             return UNKNOWN
-        result = values[0]
-        for value in values[1:]:
-            result = join(result, value)
-        return result
+        return reduce(join, values)

@@ -7,17 +7,10 @@ from dataclasses import replace
 
 from oomfix.script.contexts import autocast_under
 from oomfix.script.definitions import Function
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.networks import Networks
 from oomfix.script.trace import Carry, Forward, Loop, Site
-from oomfix.script.values import (
-    NO_ORIGINS,
-    PLAIN_TENSOR,
-    Graph,
-    Kind,
-    Value,
-    combine,
-)
+from oomfix.script.values import NO_ORIGINS, PLAIN_TENSOR, Graph, Kind, Value, combine
 
 
 class Forwards(Networks):
@@ -154,7 +147,7 @@ class Forwards(Networks):
 
 
 def _is_autocast(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and (path_of(node.func) or "").rsplit(".", 1)[-1] == "autocast"
+    return isinstance(node, ast.Call) and last_of(path_of(node.func)) == "autocast"
 
 
 def _records_nothing(method: Function) -> bool:

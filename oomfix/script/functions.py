@@ -10,21 +10,12 @@ from functools import reduce
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import Hints
-from oomfix.script.named_like import (
-    looks_like_logging,
-    looks_like_loss,
-)
+from oomfix.script.named_like import looks_like_logging, looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
 from oomfix.script.trace import Guard, Trace
-from oomfix.script.values import (
-    UNKNOWN,
-    Kind,
-    Value,
-    combine,
-    join,
-)
+from oomfix.script.values import UNKNOWN, Kind, Value, combine, join
 from oomfix.script.weights import has_no_weights, is_bare
 
 _MAX_DEPTH = 24
@@ -57,16 +48,19 @@ class Functions(Core):
             return reduce(join, list(self._each_alternative(node, value, arguments, keywords)))
         function, bound = value.ref
         assert isinstance(function, Function)
-        receiver: Value | None = bound
-        if receiver is not None and not function.is_static:
-            if receiver.kind is Kind.MODULE and self._is_part_of_forward(function):
-                runs_network = not is_bare(function) and not self._is_in_constructor_of(receiver)
-                runs_network = runs_network and not _asks_one_network(function)
-                runs_network = runs_network and not (self.is_for_effect(node) and looks_like_logging(function.name))
-                if self.enclosing_forward is None and runs_network:
-                    return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
-            return self._follow_function(node, function, receiver, arguments, keywords)
-        return self._follow_function(node, function, None, arguments, keywords)
+        receiver: Value | None = None if function.is_static else bound
+        if receiver is not None and self._runs_network(node, function, receiver):
+            return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
+        return self._follow_function(node, function, receiver, arguments, keywords)
+
+    def _runs_network(self, node: ast.Call, function: Function, receiver: Value) -> bool:
+        """Whether a call of a method is a forward of its network, and not part of one."""
+        if receiver.kind is not Kind.MODULE or self.enclosing_forward is not None:
+            return False
+        if not self._is_part_of_forward(function) or is_bare(function) or _asks_one_network(function):
+            return False
+        for_a_log = self.is_for_effect(node) and looks_like_logging(function.name)
+        return not for_a_log and not self._is_in_constructor_of(receiver)
 
     def _each_alternative(
         self, node: ast.Call, value: Value, arguments: list[Value], keywords: dict[str, Value]
@@ -200,8 +194,7 @@ class Functions(Core):
         return names
 
     def _instantiate(self, node: ast.Call, cls: Class, arguments: list[Value], keywords: dict[str, Value]) -> Value:
-        number = self.trace.number("made", id(node), self.way)
-        instance = Instance(cls, number)
+        instance = Instance(cls, self.number_of_made(node))
         kind = Kind.INSTANCE
         if cls.is_module:
             named = looks_like_loss(cls.name) and not cls.name.startswith(("Model", "Net"))
@@ -209,9 +202,10 @@ class Functions(Core):
         value = Value(kind, ref=instance)
         constructor = cls.find("__init__")
         if constructor is not None:
-            self._function(
-                node, Value(Kind.FUNCTION, ref=(constructor, value)), arguments, keywords
-            ) if kind is Kind.INSTANCE else self._construct_module(node, constructor, value, arguments, keywords)
+            if kind is Kind.INSTANCE:
+                self._function(node, Value(Kind.FUNCTION, ref=(constructor, value)), arguments, keywords)
+            else:
+                self._construct_module(node, constructor, value, arguments, keywords)
         if any("Namespace" in name or "NamedTuple" in name for name in cls.base_names):
             return UNKNOWN
         return value

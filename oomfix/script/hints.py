@@ -22,7 +22,7 @@ from oomfix.script.named_like import (
     looks_like_part,
     looks_like_scaler,
 )
-from oomfix.script.names import MOVES, path_of, without_moves
+from oomfix.script.names import MOVES, last_of, path_of, without_moves
 from oomfix.script.nodes import Scope, only_argument
 
 _MODULE_METHODS = frozenset(
@@ -75,7 +75,7 @@ class Hints:
 
         A mere abbreviation says less than its uses (`self.ctc`), and so does a network that is named after its loss.
         """
-        last = path.rsplit(".", 1)[-1]
+        last = last_of(path)
         used_as_network = path in self.modules and (abbreviates_loss(last) or looks_like_network_with_loss(last))
         named = looks_like_loss(path) and not used_as_network
         return named or (path in self.named_losses and path not in self.modules)
@@ -120,17 +120,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
             hints.statements += 1
             if isinstance(node, ast.Assign):
                 assignments.extend((scope, target, node.value) for target in node.targets)
-                paths = {path for path in map(path_of, node.targets) if path is not None}
-                hints.assigned |= paths
-                hints.thaws = hints.thaws or _thaws(node)
-                if isinstance(node.value, ast.Name) and node.value.id.islower():
-                    attributes = {path for path in paths if path.startswith("self.")}
-                    if looks_like_module(node.value.id):
-                        hints.named_modules |= attributes
-                    elif node.value.id.endswith(("loss", "criterion")):
-                        hints.named_losses |= attributes
-                for maker, path in assigned_calls(node):
-                    hints.made_by.setdefault(maker, set()).add(path)
+                _read_assignment(node, hints)
             elif isinstance(node, ast.If) and len(node.orelse) == 1:
                 hints.elifs.add(node.orelse[0])
             elif isinstance(node, _OTHER_ASSIGNMENTS) and node.value is not None:
@@ -146,6 +136,20 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     return hints
 
 
+def _read_assignment(node: ast.Assign, hints: Hints) -> None:
+    paths = {path for path in map(path_of, node.targets) if path is not None}
+    hints.assigned |= paths
+    hints.thaws = hints.thaws or _thaws(node)
+    if isinstance(node.value, ast.Name) and node.value.id.islower():
+        attributes = {path for path in paths if path.startswith("self.")}
+        if looks_like_module(node.value.id):
+            hints.named_modules |= attributes
+        elif node.value.id.endswith(("loss", "criterion")):
+            hints.named_losses |= attributes
+    for maker, path in assigned_calls(node):
+        hints.made_by.setdefault(maker, set()).add(path)
+
+
 def _thaws(statement: ast.Assign) -> bool:
     """`parameter.requires_grad = True`, or what a flag says."""
     set_here = any(isinstance(target, ast.Attribute) and target.attr == "requires_grad" for target in statement.targets)
@@ -158,12 +162,9 @@ def _is_false(value: ast.expr | None) -> bool:
 
 def _used_elsewhere(hints: Hints) -> set[str]:
     """`self.pi`, made of a class and called by its object, where others ask for `agent.pi.parameters()`."""
-    of_objects = {path.rsplit(".", 1)[-1] for path in hints.modules if path.count(".") > path.startswith("self.")}
+    of_objects = {last_of(path) for path in hints.modules if path.count(".") > path.startswith("self.")}
     of_classes = {
-        path
-        for maker, paths in hints.made_by.items()
-        if maker.rsplit(".", 1)[-1][:1].isupper()
-        for path in paths & hints.called
+        path for maker, paths in hints.made_by.items() if last_of(maker)[:1].isupper() for path in paths & hints.called
     }
     return {path for path in of_classes if path.startswith("self.") and path.removeprefix("self.") in of_objects}
 

@@ -7,7 +7,7 @@ import re
 from itertools import takewhile
 
 from oomfix.script.named_like import looks_like_module
-from oomfix.script.names import path_of, without_moves
+from oomfix.script.names import last_of, path_of, without_moves
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop
@@ -99,7 +99,7 @@ def _is_made_by_each_round(forward: Forward, loop: Loop) -> bool:
 
 def _is_object(value: ast.expr) -> bool:
     """`Net(size)`, `networks.Net(size)`."""
-    return isinstance(value, ast.Call) and (path_of(value.func) or "").rsplit(".", 1)[-1][:1].isupper()
+    return isinstance(value, ast.Call) and last_of(path_of(value.func))[:1].isupper()
 
 
 def find_batch_loops(trace: Trace, training: list[TrainingLoop]) -> set[Loop]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from oomfix.script.names import MANY_NAMES
+from oomfix.script.names import MANY_NAMES, last_of
 
 _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
@@ -71,10 +71,15 @@ _ENCODING_NAME = re.compile(r"pos(ition(al)?)?_?enc|(fourier|freq(uency)?|sinus\
 _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 
 
+def _last(path: str) -> str:
+    """`heads` of `self.heads[0]`."""
+    return last_of(path).split("[", 1)[0]
+
+
 @lru_cache(MANY_NAMES)
 def looks_like_module(name: str) -> bool:
     """Whether a called name is usually a network, by its last component."""
-    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
+    last = _last(name)
     if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _DATA_NAME.match(last.lstrip("_")):
         return False
     return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
@@ -132,7 +137,7 @@ def looks_like_encoding(name: str) -> bool:
 @lru_cache(MANY_NAMES)
 def looks_like_loss(name: str) -> bool:
     """Whether a called name is usually a criterion."""
-    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
+    last = _last(name)
     return bool(_LOSS_NAME.search(last) or _LOSS_ABBREVIATION.match(last))
 
 
@@ -143,18 +148,18 @@ def looks_like_network_with_loss(name: str) -> bool:
 
 def looks_like_optimizer(name: str) -> bool:
     """Whether a name is usually an optimizer, as `optimizer_scheduler` is not."""
-    last = name.rsplit(".", 1)[-1].split("[", 1)[0]
+    last = _last(name)
     return bool(_OPTIMIZER_NAME.search(last)) and "sched" not in last.lower()
 
 
 def looks_like_state(path: str) -> bool:
     """Whether a name is one that recurrent and memory states have."""
-    return bool(_STATE_NAME.search(path.rsplit(".", 1)[-1]))
+    return bool(_STATE_NAME.search(last_of(path)))
 
 
 def looks_like_scaler(name: str) -> bool:
     """Whether a name is usually a gradient scaler."""
-    return bool(_SCALER_NAME.search(name.rsplit(".", 1)[-1]))
+    return bool(_SCALER_NAME.search(last_of(name)))
 
 
 def abbreviates_loss(name: str) -> bool:

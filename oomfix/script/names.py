@@ -30,6 +30,11 @@ def root_of(path: str) -> str:
     return path.split(".", 1)[0].split("[", 1)[0]
 
 
+def last_of(path: str | None) -> str:
+    """`loss` of `self.loss`: the name that a path ends with; empty where there is no path."""
+    return (path or "").rsplit(".", 1)[-1]
+
+
 def left_by_methods(node: ast.expr) -> ast.Attribute:
     """The place of what methods out of sight leave on an object, whatever attribute they leave it in."""
     return ast.Attribute(node, "*", ast.Store())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 
 _NUMBERS = frozenset("int float bool complex Number Real number generic floating NoneType".split())
 _SAME = ast.Is | ast.Eq | ast.In
@@ -44,4 +44,4 @@ def _are_numbers(node: ast.expr) -> bool:
         return all(map(_are_numbers, node.elts))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return _are_numbers(node.left) and _are_numbers(node.right)
-    return (path_of(node) or "").rsplit(".", 1)[-1] in _NUMBERS
+    return last_of(path_of(node)) in _NUMBERS

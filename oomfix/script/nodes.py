@@ -105,6 +105,11 @@ def encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
     return outer is not inner and outer.lineno <= inner.lineno and (inner.end_lineno or 0) <= (outer.end_lineno or 0)
 
 
+def names_in(node: ast.AST) -> set[str]:
+    """The names that stand in an expression or statement."""
+    return {part.id for part in walk(node) if isinstance(part, ast.Name)}
+
+
 def blocks(nodes: Iterable[ast.AST]) -> Iterator[list[ast.stmt]]:
     """The blocks of statements right below these nodes."""
     for node in nodes:

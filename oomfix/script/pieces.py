@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import names_in, walk
 
 _CUTTING = frozenset({"chunk", "split", "tensor_split"})
 _PASSING = frozenset({"zip", "enumerate", "reversed", "list", "tuple", "tqdm", "tqdm.tqdm"})
@@ -69,25 +69,21 @@ def _taken_by_number(loop: ast.For | ast.AsyncFor, numbers: ast.Call, written: W
     """What is taken piece by piece by the number of the round, of something that no round makes."""
     nodes = list(walk(loop))
     made = {part.id for part in nodes if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-    counting = _names(loop.target)
+    counting = names_in(loop.target)
     for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and counting & _names(node.value):
-            counting |= {name for target in node.targets for name in _names(target)}  # `start = i * m`
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and counting & names_in(node.value):
+            counting |= {name for target in node.targets for name in names_in(target)}  # `start = i * m`
     for node in nodes:
-        if not isinstance(node, ast.Subscript) or made & _names(node.value):
+        if not isinstance(node, ast.Subscript) or made & names_in(node.value):
             continue
         if isinstance(node.slice, ast.Name) and node.slice.id in counting:
             if (pieces := _cut(written(node.value))) is not None:
                 return pieces
         first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
-        if isinstance(first, ast.Slice) and counting & _names(first):
+        if isinstance(first, ast.Slice) and counting & names_in(first):
             return Pieces(node.value, numbers.args[0] if len(numbers.args) == 1 else _length(numbers))
     return None
 
 
 def _length(node: ast.expr) -> ast.expr:
     return ast.Call(ast.Name("len", ast.Load()), [node], [])
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {part.id for part in walk(node) if isinstance(part, ast.Name)}

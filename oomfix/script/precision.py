@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.script.imports import Imports
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.trace import Forward, Trace
 from oomfix.script.training_loop import TrainingLoop
 
@@ -92,7 +92,7 @@ class Precision:
     def _data_scalers(self) -> set[str]:
         """The names of what scales the data (`scaler = StandardScaler()`)."""
         return {
-            (path_of(node.targets[0]) or "").rsplit(".", 1)[-1]
+            last_of(path_of(node.targets[0]))
             for node in self._imports.nodes.of(ast.Assign)
             if isinstance(node.value, ast.Call) and _DATA_SCALER.search(ast.unparse(node.value.func))
         }
@@ -123,5 +123,4 @@ def _is_made_in_half(node: ast.expr) -> bool:
         given = [path_of(value) for value in (*node.args, *(keyword.value for keyword in node.keywords))]
         in_half = in_half or node.func.attr in ("half", "bfloat16") or bool(_HALF_DTYPES.intersection(given))
         node = node.func.value
-    made = path_of(node.func) if isinstance(node, ast.Call) else None
-    return in_half and made is not None and made.rsplit(".", 1)[-1][0].isupper()
+    return in_half and isinstance(node, ast.Call) and last_of(path_of(node.func))[:1].isupper()

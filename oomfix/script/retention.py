@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from oomfix.script.definitions import Function
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import names_in, walk
 from oomfix.script.trace import Backward, Guard, Keep, Loop, ModuleAttribute, Trace
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
@@ -100,9 +100,7 @@ def _other_side(guard: Guard) -> list[ast.stmt]:
 
 def _taken_by(loop: Loop) -> set[str]:
     """The names that a loop binds."""
-    if isinstance(loop, ast.While):
-        return set()
-    return {name.id for name in walk(loop.target) if isinstance(name, ast.Name)}
+    return set() if isinstance(loop, ast.While) else names_in(loop.target)
 
 
 def _compared_with_zero(test: ast.expr) -> str | None:

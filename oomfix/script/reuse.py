@@ -6,10 +6,10 @@ import ast
 from collections.abc import Sequence
 from functools import cached_property
 
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import Scope, encloses, walk
 from oomfix.script.rounds import carries_over, feeds_itself, read_first
-from oomfix.script.trace import Backward, Event, Loop, Trace
+from oomfix.script.trace import Backward, Loop, Trace, exclude_each_other
 
 _COMPUTING = frozenset("softmax log_softmax exp sigmoid tanh relu matmul mm bmm normalize sqrt pow mean sum".split())
 
@@ -147,19 +147,13 @@ class GraphReuse:
         """Whether a backward of the same round comes later and may go through the same graph."""
         if other.order <= backward.order or not other.site.shares_round(backward.site):
             return False
-        if (other.node is backward.node and other.site.way == backward.site.way) or _exclude_each_other(
-            other, backward
-        ):
+        if other.node is backward.node and other.site.way == backward.site.way:
+            return False
+        if exclude_each_other(other.site.guards, backward.site.guards):
             return False
         unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
         shared = other.origins & backward.origins or other.unseen & backward.unseen
         return bool(shared) or (unseen and other.node is not backward.node)
-
-
-def _exclude_each_other(first: Event, second: Event) -> bool:
-    """Whether two events are on the two sides of one condition."""
-    sides = {id(guard.statement): guard.value for guard in first.site.guards}
-    return any(sides.get(id(guard.statement), guard.value) is not guard.value for guard in second.site.guards)
 
 
 def _computes(node: ast.expr) -> bool:
@@ -174,8 +168,7 @@ def _computes(node: ast.expr) -> bool:
 
 def _is_leaf(call: ast.Call) -> bool:
     """Whether a call makes a tensor that requires gradients."""
-    path = path_of(call.func) or ""
-    return path.rsplit(".", 1)[-1] == "Parameter" or any(
+    return last_of(path_of(call.func)) == "Parameter" or any(
         keyword.arg == "requires_grad" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         for keyword in call.keywords
     )

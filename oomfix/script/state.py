@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.names import root_of
-from oomfix.script.trace import Guard, Loop
+from oomfix.script.trace import Loop
 from oomfix.script.values import Graph, Value, join
 
 
@@ -39,7 +39,7 @@ class Layer(Generic[Key, Held]):
         """What the key holds, or None."""
         layer: Layer[Key, Held] | None = self
         while layer is not None:
-            held = layer._own.get(key, None)
+            held = layer._own.get(key)
             if held is not None:
                 return None if held is _ABSENT else held  # type: ignore[no-any-return]
             layer = layer._parent
@@ -225,6 +225,5 @@ class Frame:
     exits: list[State] = field(default_factory=list)
     globals: set[str] = field(default_factory=set)
     outer: set[str] = field(default_factory=set)
-    guards: list[Guard] = field(default_factory=list)
     sides: dict[tuple[str, bool], Side] = field(default_factory=dict)
     """By the test as it is written, and how it came out."""

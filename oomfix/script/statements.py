@@ -8,18 +8,10 @@ from oomfix.script.contexts import decorated_elsewhere
 from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import Hints
-from oomfix.script.names import USUAL_NAMES, imported, path_of
+from oomfix.script.names import USUAL_NAMES, imported, last_of, path_of
 from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Trace
-from oomfix.script.values import (
-    LITERAL,
-    UNKNOWN,
-    Graph,
-    Kind,
-    Value,
-    combine,
-    flatten,
-)
+from oomfix.script.values import LITERAL, NONE, UNKNOWN, Graph, Kind, Value, combine, flatten
 
 _CONCATENATIONS = frozenset({"torch.cat", "torch.concat", "torch.hstack", "torch.vstack"})
 
@@ -154,8 +146,7 @@ class Statements(Expressions):
             return
         fresh = base.kind is Kind.TENSOR and base.is_tensor
         if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
-            for forward in self.trace.forwards_of(content.origins):
-                forward.escaped = True
+            self.trace.let_escape(content.origins)
             return
         binding = self.binding_of(target.value)
         loops = binding.loops if binding is not None else self._loops_of_root(target.value)
@@ -188,10 +179,8 @@ class Statements(Expressions):
             if old.kind is Kind.CONTAINER and value.kind is Kind.TENSOR:
                 # `tags += net(x)`: a list takes what is in it, of a network that gives lists, since tensors are added
                 value = value.with_graph(min(value.graph, Graph.MAYBE))
-            if value.kind in (Kind.SEQUENCE, Kind.CONTAINER):
-                kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, "store", loops)
-            else:
-                kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, "add", loops)
+            manner = "store" if value.kind in (Kind.SEQUENCE, Kind.CONTAINER) else "add"
+            kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, manner, loops)
         result = combine([old, value])
         if old.kind is Kind.CONTAINER:
             result = Value(Kind.CONTAINER, result.graph, result.origins)
@@ -223,7 +212,7 @@ class Statements(Expressions):
                 self.state.names.forget(path)
 
     def _return(self, node: ast.Return) -> None:
-        value = Value(Kind.NUMBER, constant=None) if node.value is None else self.evaluate(node.value)
+        value = NONE if node.value is None else self.evaluate(node.value)
         self.frame.returns.append(value)
         self.frame.exits.append(self.state)
         self.frame.state = None
@@ -260,7 +249,7 @@ class Statements(Expressions):
         effects = []
         for decorator in node.decorator_list:
             value = self._effects_of_decorator(decorator, self.evaluate(decorator))
-            if value.kind is Kind.EXTERNAL and str(value.ref).rsplit(".", 1)[-1] in ("no_grad", "inference_mode"):
+            if value.kind is Kind.EXTERNAL and last_of(value.ref) in ("no_grad", "inference_mode"):
                 value = Value(Kind.CONTEXT, ref=frozenset({"no_grad"}))
             if value.kind is Kind.CONTEXT:
                 effects.append(value)

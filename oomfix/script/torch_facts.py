@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from oomfix.script.names import MANY_NAMES
+from oomfix.script.names import MANY_NAMES, last_of
 from oomfix.script.values import Kind, Value
 
 INTEGER_RESULTS = frozenset(
@@ -144,17 +144,17 @@ def kind_of_call(qualified: str) -> Kind | None:
         if rest.split(".")[0] in _PLAIN_NN:
             return None
         if rest.startswith("modules."):
-            rest = rest.rsplit(".", 1)[-1]
+            rest = last_of(rest)
         return Kind.LOSS if _LOSS_CLASS.search(rest) or rest in _PARAMETERLESS else Kind.MODULE
     if _OPTIMIZER_CLASS.match(qualified):
         return Kind.OPTIMIZER
     if _ACCELERATOR.match(qualified):
         return Kind.ACCELERATOR
-    if qualified in ("oomfix.runtime.preset",):
+    if qualified == "oomfix.runtime.preset":
         return Kind.MEMORY
     if _MODULE_FACTORY.match(qualified):
         return Kind.MODULE
-    last = qualified.rsplit(".", 1)[-1]
+    last = last_of(qualified)
     if last[:1].isupper() and _LOSS_CLASS.search(last) and not re.match(r"Model|Net", last):
         return Kind.LOSS
     return None

@@ -26,6 +26,12 @@ class Guard(NamedTuple):
     value: bool
 
 
+def exclude_each_other(first: tuple[Guard, ...], second: tuple[Guard, ...]) -> bool:
+    """Whether two ways take the two sides of one condition."""
+    sides = {id(guard.statement): guard.value for guard in first}
+    return any(sides.get(id(guard.statement), guard.value) is not guard.value for guard in second)
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where and under what an event happens, on one way through the script."""
@@ -261,6 +267,11 @@ class Trace:
         """A number for a round of a loop."""
         self._rounds += 1
         return self._rounds
+
+    def let_escape(self, origins: frozenset[int]) -> None:
+        """What the forwards among a value's origins gave goes where it cannot be followed."""
+        for forward in self.forwards_of(origins):
+            forward.escaped = True
 
     def frees(self, keep: Keep) -> bool:
         """Whether a backward frees the activations of what is kept, so that only graph nodes stay alive."""

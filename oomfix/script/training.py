@@ -8,20 +8,10 @@ from itertools import islice
 from oomfix.script.definitions import Instance
 from oomfix.script.forwards import Forwards
 from oomfix.script.named_like import looks_like_optimizer, looks_like_scaler
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.state import as_test
 from oomfix.script.trace import Backward, Forward, Guard, Step
-from oomfix.script.values import (
-    NO_ORIGINS,
-    NONE,
-    NUMBER,
-    PLAIN_TENSOR,
-    UNKNOWN,
-    Graph,
-    Kind,
-    Value,
-    flatten,
-)
+from oomfix.script.values import NO_ORIGINS, NONE, NUMBER, PLAIN_TENSOR, UNKNOWN, Graph, Kind, Value, flatten
 
 
 class Training(Forwards):
@@ -74,7 +64,7 @@ class Training(Forwards):
         assert isinstance(node.func, ast.Attribute)
         if receiver.kind is Kind.ACCELERATOR:
             return "accelerate" if "ccelerat" in str(receiver.ref[0] if receiver.ref else "") else "fabric"
-        path = (path_of(node.func.value) or "").lower()
+        last = last_of(path_of(node.func.value)).lower()
         if not node.args:
             return "apex" if self.apex else None
         for word, framework in (
@@ -83,7 +73,7 @@ class Training(Forwards):
             ("engine", "deepspeed"),
             ("memory", "oomfix"),
         ):
-            if word in path.rsplit(".", 1)[-1]:
+            if word in last:
                 return framework
         return "deepspeed" if receiver.kind is Kind.MODULE else None
 
@@ -221,8 +211,7 @@ class Training(Forwards):
         for value in given:
             if value.kind is Kind.FUNCTION:
                 returned = flatten(self._function(node, value, [], {}))
-                for forward in self.trace.forwards_of(returned.origins):
-                    forward.escaped = True
+                self.trace.let_escape(returned.origins)
         called = islice(self.trace.forwards.values(), earlier, None)
         return tuple(forward for forward in called if forward.records_graph)
 
@@ -233,9 +222,7 @@ class Training(Forwards):
             return self._memory_call(node, arguments, keywords)
         if name == "evaluate":
             return PLAIN_TENSOR
-        if name == "prepare" and arguments:
-            return arguments[0]
-        if name == "accumulate" and arguments:
+        if name in ("prepare", "accumulate") and arguments:
             return arguments[0]
         if name == "autocast":
             return Value(Kind.CONTEXT, ref=frozenset({"autocast:unknown"}))

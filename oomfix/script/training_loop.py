@@ -55,12 +55,12 @@ class TrainingLoop:
     @property
     def autocast(self) -> str:
         """The dtype under which its forwards run: "none", "float16", "bfloat16", "unknown" or "framework"."""
-        kinds = {
-            "unknown" if forward.site.autocast == "held" else forward.site.autocast for forward in self.forwards
-        } - {None}
         if self.framework is not None:
             return "framework"
-        return "none" if not kinds else (kinds.pop() or "unknown") if len(kinds) == 1 else "unknown"
+        dtypes = {forward.site.autocast for forward in self.forwards if forward.site.autocast is not None}
+        if not dtypes:
+            return "none"
+        return dtypes.pop() if len(dtypes) == 1 and "held" not in dtypes else "unknown"
 
     @property
     def accumulates_by_itself(self) -> bool:

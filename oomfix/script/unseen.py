@@ -16,7 +16,7 @@ from oomfix.script.named_like import (
     looks_like_optimizer,
     looks_like_training,
 )
-from oomfix.script.names import path_of, without_moves
+from oomfix.script.names import last_of, path_of, without_moves
 from oomfix.script.trace import Handed
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
 
@@ -35,15 +35,15 @@ class Unseen(Containers):
         imported: bool = False,
     ) -> Value:
         """A call of something out of sight: its uses and its name say what it is."""
-        given = [*arguments, *keywords.values()]
+        last, given = last_of(path), [*arguments, *keywords.values()]
         called_back = self._call_back(node, given)
         if self._is_backward_out_of_sight(path, arguments, keywords):
             return self._backward_out_of_sight(node, arguments)
-        if node.args and torch_facts.runs_module((path or "").rsplit(".", 1)[-1]):
+        if node.args and torch_facts.runs_module(last):
             return self.run_argument(node, arguments, keywords)
         content = combine(given)
         content = content if content.graph else self._left_on(node)
-        if content.graph and looks_like_detaching((path or "").rsplit(".", 1)[-1]):
+        if content.graph and looks_like_detaching(last):
             return self._detached(node, content)
         if content.graph and self._is_handed_on(node, path):
             self.trace.handed_on.append((self.trace.next_order(), content.origins))
@@ -53,33 +53,38 @@ class Unseen(Containers):
             self.trace.backpropagated |= content.origins
         if (network := self._in_its_place(node, arguments)) is not None:
             return network
-        last = (path or "").rsplit(".", 1)[-1]
-        if last[:1].isupper() and not looks_like_loss(last) and self._is_made_around_network(node, given):
-            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+        is_class = last[:1].isupper() and not looks_like_loss(last)
+        if is_class and self._is_made_around_network(node, given):
+            return self._network_made(node)
         called_module = path in self.hints.modules and not imported
-        if last[:1].isupper() and not last.isupper() and not looks_like_loss(last) and not called_module:
+        if is_class and not last.isupper() and not called_module:
             made = self._made(node, last, content)
             return made._replace(ref=Handed(called_back)) if called_back and made.kind is Kind.UNKNOWN else made
         if path is not None:
             if self._takes_the_name_of(node, path):
-                return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+                return self._network_made(node)
             named = bool(given) and not imported and looks_like_module(path) and not self._is_a_transform(path)
             if self.hints.is_module(path) or named:
                 if self._made_to_be_module(node) or self._assigned_to(node) in self.hints.owners_of_parts:
-                    return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+                    return self._network_made(node)
                 if not self.hints.is_loss(path):
                     return self.forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)
+        return self._computed_out_of_sight(node, path, content)
+
+    def _computed_out_of_sight(self, node: ast.Call, path: str | None, content: Value) -> Value:
+        """What a function gives that makes no object and runs no network that is known as one."""
         returned = self._as_hinted(path, content)
         if returned is not None:
             return returned
         if content.graph:
+            last = last_of(path)
             certain = looks_like_loss(last) and last.islower()
             graph = content.graph if certain else Graph.MAYBE
             return Value(Kind.TENSOR, graph, content.origins, is_tensor=certain, carried_from=content.carried_from)
         if self._made_to_be_module(node):
-            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+            return self._network_made(node)
         if node.args and path is not None and self._is_parameter(path) and self.state.grad is not Graph.NO:
             return Value(Kind.TENSOR, Graph.MAYBE, self.unseen_forward(path))
         return UNKNOWN
@@ -125,8 +130,12 @@ class Unseen(Containers):
         if looks_like_encoding(name):
             return Value(Kind.LOSS)  # as of a criterion, its result carries the graph of what goes in
         if looks_like_module(name) or self._made_to_be_module(node):
-            return Value(Kind.MODULE, ref=self.trace.number("made", id(node), self.way))
+            return self._network_made(node)
         return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
+
+    def _network_made(self, node: ast.Call) -> Value:
+        """A network that a call makes, told from others."""
+        return Value(Kind.MODULE, ref=self.number_of_made(node))
 
     def _is_made_around_network(self, node: ast.Call, given: list[Value]) -> bool:
         """`elbo = SVI(network)`, and what `elbo(x)` gives is backpropagated: a call of it runs the network."""
@@ -145,7 +154,7 @@ class Unseen(Containers):
     def _is_given_terms(self, path: str | None, given: list[Value]) -> bool:
         """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
         collected = any(value.kind is Kind.CONTAINER and value.graph for value in given)
-        return collected and looks_like_training((path or "").rsplit(".", 1)[-1])
+        return collected and looks_like_training(last_of(path))
 
     def _is_given_what_it_trains(self, node: ast.Call, given: list[Value]) -> bool:
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in given):

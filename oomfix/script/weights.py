@@ -14,7 +14,7 @@ from oomfix.script.named_like import (
     looks_like_part,
 )
 from oomfix.script.names import MOVES, path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import names_in, walk
 from oomfix.script.torch_facts import BOOKKEEPING, INTEGER_RESULTS, LEAVING_THE_GRAPH
 
 
@@ -70,7 +70,7 @@ def _without_index(called: ast.expr) -> ast.expr:
 def _calls_what_it_takes(loop: ast.For) -> bool:
     """`for layer in self.layers: x = layer(x)`: the parts of a network run one by one."""
     own = any(isinstance(node, ast.Attribute) and path_of(node.value) == "self" for node in walk(loop.iter))
-    taken = {node.id for node in walk(loop.target) if isinstance(node, ast.Name)}
+    taken = names_in(loop.target)
     return own and any(isinstance(node, ast.Call) and path_of(node.func) in taken for node in walk(loop))
 
 

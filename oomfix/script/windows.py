@@ -10,7 +10,7 @@ from typing import TypeGuard
 from oomfix.script.names import path_of
 from oomfix.script.nodes import encloses, walk
 from oomfix.script.rounds import feeds_itself
-from oomfix.script.trace import Backward, Event, Guard, Loop, Step, Trace
+from oomfix.script.trace import Backward, Event, Guard, Loop, Step, Trace, exclude_each_other
 from oomfix.script.training_loop import TrainingLoop, Window, waits
 
 _WINDOW_NAME = re.compile(
@@ -85,14 +85,8 @@ def _decided_window(loop: TrainingLoop) -> Window | None:
 
 def _excludes_all(event: Event, others: Iterable[Event], loop: TrainingLoop) -> bool:
     """Whether an event is on another branch of a flag than each of the others, within the loop."""
-    sides = {id(guard.statement): guard.value for guard in event.site.guards_within(loop.node)}
-    return all(
-        any(
-            sides.get(id(guard.statement), guard.value) is not guard.value
-            for guard in other.site.guards_within(loop.node)
-        )
-        for other in others
-    )
+    guards = event.site.guards_within(loop.node)
+    return all(exclude_each_other(guards, other.site.guards_within(loop.node)) for other in others)
 
 
 def _window_guard(step: Step, loop: TrainingLoop) -> Guard | None:
@@ -157,13 +151,11 @@ def _window_size(test: ast.expr) -> str:
 
 def _counts_a_window(node: ast.For) -> bool:
     iterable = node.iter
-    if (
-        isinstance(iterable, ast.Call)
-        and path_of(iterable.func) in ("range", "trange", "tqdm.trange")
-        and iterable.args
-    ):
-        return bool(_WINDOW_NAME.search(" ".join(_names(iterable)))) or _fetches_batches(node)
-    return False
+    if not isinstance(iterable, ast.Call) or path_of(iterable.func) not in ("range", "trange", "tqdm.trange"):
+        return False
+    if not iterable.args:
+        return False
+    return bool(_WINDOW_NAME.search(" ".join(_names(iterable)))) or _fetches_batches(node)
 
 
 def _fetches_batches(loop: Loop) -> bool:
