@@ -205,8 +205,8 @@ def _others(message: str, sizes: dict[str, int | None], allocated: int | None, u
 
 
 def _frames(above: str) -> tuple[tuple[str, int, str, str], ...]:
-    begin = max(above.rfind("Traceback (most recent call last)"), above.rfind("Traceback (most recent call last) ─"))
-    traceback = "\n".join(_BORDER.sub("", line) for line in above[max(0, begin) :].split("\n"))
+    begin = max(0, above.rfind("Traceback (most recent call last)"))
+    traceback = "\n".join(_BORDER.sub("", line) for line in above[begin:].split("\n"))
     for pattern in _FRAMES:
         if found := pattern.findall(traceback):
             return tuple(_frame(*parts) for parts in found)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from oomfix.diagnose_kinds import Diagnosis
+from oomfix.spelling import counted
 from oomfix.terminal import write_lines
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ _MOST_CAUSES = 5
 @click.command(short_help="Say why a run died of CUDA out of memory.")
 @click.argument("log", type=click.File("rb"), default="-")
 @click.option(
-    "--script", help="The script that died; if it is here, it is audited.  [default: that of the traceback, unaudited]"
+    "--script",
+    help="The script that died; it is audited if the file is here.  [default: that of the traceback, not audited]",
 )
 @click.option(
     "--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True, help="What to print."
@@ -67,5 +69,5 @@ def lines(diagnosis: Diagnosis, causes: "list[Cause]") -> list[str]:
         here = ", on the way to the error" if cause.on_the_way else ""
         text.append(f"  {cause.place}  {cause.code}  {cause.severity}  {cause.message}{here}")
     more = len(causes) - _MOST_CAUSES
-    text += [f"  and {more} more findings in the script"] if more > 0 else []
+    text += [f"  and {counted(more, 'more finding')} in the script"] if more > 0 else []
     return [*text, *(f"  fix: {cure}" for cure in diagnosis.cures)]

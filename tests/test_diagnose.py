@@ -320,6 +320,16 @@ def test_findings_stand_between_the_evidence_and_the_cures(tmp_path):
     assert text.index("epoch 37") < text.index("fit.py:10:9  OOM101") < text.index("fix: ")
 
 
+@pytest.mark.parametrize(("found", "told"), [(6, "and 1 more finding in"), (7, "and 2 more findings in")])
+def test_findings_beyond_the_fifth_are_counted(found, told, tmp_path):
+    script = tmp_path / "fit.py"
+    script.write_text("import torch\n" + 'state = torch.load("state.pt")\n' * found)
+    frame = '  File "/home/me/fit.py", line 2, in load\n    state = torch.load("state.pt")\n'
+    log = "Traceback (most recent call last):\n" + frame + TORCH_1_13
+    text = CliRunner().invoke(command, ["--script", str(script)], input=log).output
+    assert text.count("OOM205") == 5 and f"  {told} the script\n" in text
+
+
 def test_colours_and_windows_line_ends_make_no_difference():
     coloured = TORCH_2_13.replace("2.00", "\x1b[1;36m2.00\x1b[0m").replace("CUDA out", "\x1b[91mCUDA out")
     assert only(coloured.replace(". ", ".\r\n")).crash == only(TORCH_2_13.replace(". ", ".\n")).crash
