@@ -90,7 +90,7 @@ def main() -> None:
     metavar="CODES",
     multiple=True,
     callback=_as_codes,
-    help="Report only these codes or prefixes, as OOM1,OOM401; may be repeated.",
+    help="Report only these codes or prefixes, such as OOM1,OOM401; may be repeated.",
 )
 @click.option(
     "--ignore",
@@ -99,26 +99,28 @@ def main() -> None:
     callback=_as_codes,
     help="Do not report these codes or prefixes; may be repeated.",
 )
-@click.option("--fail-on", type=click.Choice(FAIL_ON), help="Exit 1 from this severity on.  [default: warning]")
-@click.option("--statistics", is_flag=True, help="Print how often each rule was reported, not the findings.")
 @click.option(
-    "--baseline", metavar="FILE", callback=_as_file, help="Report only findings that this file does not know."
+    "--fail-on", type=click.Choice(FAIL_ON), help="The least severity that makes it exit 1.  [default: warning]"
 )
+@click.option("--statistics", is_flag=True, help="Print how often each rule was reported, not the findings.")
+@click.option("--baseline", metavar="FILE", callback=_as_file, help="Leave out the findings that this file lists.")
 @click.option(
     "--write-baseline",
     metavar="FILE",
     callback=_as_file,
-    help="Write all findings to this file as known, and exit 0.",
+    help="Write all findings to this file, for --baseline, and exit 0.",
 )
 @click.option(
     "--target-torch",
     metavar="VERSION",
     callback=_as_version,
-    help="The oldest torch to run on.  [default: as requirement files say]",
+    help="The oldest torch that the scripts must run on.  [default: as requirement files say]",
 )
-@click.option("-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Processes.  [default: the cores]")
-@click.option("--no-cache", is_flag=True, help="Neither use nor keep results of earlier runs.")
-@click.option("--stdin-filename", metavar="PATH", default="<stdin>", help="The name of what `-` reads.")
+@click.option(
+    "-j", "--jobs", metavar="N", type=click.IntRange(min=1), help="Number of processes.  [default: one per core]"
+)
+@click.option("--no-cache", is_flag=True, help="Neither use results of earlier runs nor keep new ones.")
+@click.option("--stdin-filename", metavar="PATH", default="<stdin>", help="The name for standard input in the report.")
 @click.pass_context
 def audit(
     ctx: click.Context,
@@ -140,7 +142,7 @@ def audit(
     PATH is a Python file, a notebook, a folder, or `-` for standard input; without one, the current folder is audited.
     Settings are read from [tool.oomfix] in the nearest pyproject.toml.
 
-    Exits 0 when nothing is found, 1 with findings of at least --fail-on, 2 when something could not be audited.
+    Exit codes: 0 if no finding is at or above --fail-on, 1 if one is, 2 if something could not be audited.
     """
     from oomfix.audit import Auditor
     from oomfix.baseline import BaselineError

@@ -64,7 +64,11 @@ def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 )
 @click.option("--backup", is_flag=True, help="Keep each old file beside the new one, as NAME.orig.")
 @click.option(
-    "--only", metavar="CODES", multiple=True, callback=_codes, help="Fix only these codes or prefixes, as OOM1,OOM205."
+    "--only",
+    metavar="CODES",
+    multiple=True,
+    callback=_codes,
+    help="Fix only these codes or prefixes, such as OOM1,OOM205.",
 )
 @click.option(
     "--ignore",
@@ -73,8 +77,10 @@ def _codes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     callback=_codes,
     help="Do not fix these codes or prefixes; may be repeated.",
 )
-@click.option("--no-runtime", is_flag=True, help="Leave loops as they are; make fixes in plain torch alone.")
-@click.option("--micro-batches", metavar="N", type=click.IntRange(min=1), help="Always split into N.  [default: auto]")
+@click.option("--no-runtime", is_flag=True, help="Leave loops as they are; make only the fixes in plain torch.")
+@click.option(
+    "--micro-batches", metavar="N", type=click.IntRange(min=1), help="Always split batches into N.  [default: auto]"
+)
 @click.option("--clip-norm", metavar="X", type=float, help="Clip gradients to this norm where the script does not.")
 @click.option(
     "--format", "form", type=click.Choice(("rich", "json")), default="rich", show_default=True, help="What to print."
