@@ -18,7 +18,7 @@ class BackwardInAutocast(Rule):
 
     Quiet when: autocast is off on this way, or a framework does the backward.
 
-    Fix: end the block behind the loss.
+    Fix: end the block after the loss.
     """
 
     code = "OOM305"
@@ -36,7 +36,7 @@ class BackwardInAutocast(Rule):
         for backward in script.distinct(inside):
             yield self.finding(
                 script.place(backward.node),
-                "backward inside of autocast: end the block behind the loss",
+                "backward inside of autocast: end the block after the loss",
             )
 
     INVALID = [

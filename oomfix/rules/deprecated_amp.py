@@ -15,22 +15,22 @@ class DeprecatedAmp(Rule):
 
     What: every call and every decorator use of `autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` of
     `torch.cuda.amp` and `torch.cpu.amp`, under whatever name the file has for them, and every import statement that
-    brings one of them, or one of the modules, in. A note where the target torch is below 2.4, which has not
+    brings in one of them, or one of the modules. It is a note where the target torch is below 2.4, which has not
     deprecated them yet, and on an import that is only a fallback for an older torch.
 
     Why: torch warns at each place of use, once in every process, and deprecated names may be dropped by any release.
-    `torch.amp` has the same functions for every device, which is a parameter: a script that says its device in one
-    place trains on another card, or on the CPU, without a change.
+    `torch.amp` has the same functions and takes the device as a parameter: a script that names its device in one place
+    trains on another card, or on the CPU, without a change.
 
     Quiet when: the functions come from `torch.amp` or `torch.autocast`, or from apex; a name is bound to those of
     `torch.amp` first and to the deprecated ones only where an older torch has no others; the class is only named,
-    as in an annotation; or what is imported is not deprecated, as `torch.cuda.amp.common`.
+    as in an annotation; or what is imported is not deprecated, such as `torch.cuda.amp.common`.
 
-    Fix: `torch.amp` with the device. Positional arguments of autocast become keywords, since their order is another
-    one. An import and everything that uses it change together, names that `torch.amp` lacks stay where they were, and
-    nothing is rewritten where that could mean something else: a name that is bound twice, handed on as a value or
-    exported, a class derived from `GradScaler`, a choice between versions that the file makes by itself, a target torch
-    without the new name (`torch.amp.GradScaler` came with 2.3, `custom_fwd` and `custom_bwd` with 2.4).
+    Fix: `torch.amp` with the device. Positional arguments of autocast become keywords, since the new order differs. An
+    import and everything that uses it change together, names that `torch.amp` lacks stay where they were, and nothing
+    is rewritten where that could change what it means: a name that is bound twice, handed on as a value or exported, a
+    class derived from `GradScaler`, a file that chooses between versions by itself, a target torch without the new name
+    (`torch.amp.GradScaler` came with 2.3, `custom_fwd` and `custom_bwd` with 2.4).
     """
 
     code = "OOM401"

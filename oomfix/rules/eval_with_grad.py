@@ -13,7 +13,7 @@ class EvalWithGrad(Rule):
     """A model runs with gradients on where nothing is backpropagated.
 
     What: a forward in a validation, test or inference pass, in a look at the network every few iterations
-    (`if i % 100 == 0:`), behind all training (the last loop, or a framework's `trainer.fit(model)`), or for an action
+    (`if i % 100 == 0:`), after all training (the last loop, or a framework's `trainer.fit(model)`), or for an action
     in an environment (`env.step(action)`), outside `torch.no_grad()` and `torch.inference_mode()`.
 
     Why: autograd saves the activations of every layer for a backward that never comes. `model.eval()` does not change

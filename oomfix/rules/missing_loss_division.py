@@ -12,7 +12,7 @@ from oomfix.script.windows import is_divided
 class MissingLossDivision(Rule):
     """Gradients are accumulated over k iterations and the loss is not divided by k.
 
-    What: a step every k-th iteration, or one behind an inner loop: over k batches, or over k pieces into which a batch
+    What: a step every k-th iteration, or a step after an inner loop over k batches, or over k pieces into which a batch
     was cut (`x.chunk(k)`, `x.split(m)`, `x[i : i + m]`).
 
     Why: k backwards of a mean loss add up to k times the gradient of the mean over all samples: 4.00 times with 4
@@ -20,12 +20,12 @@ class MissingLossDivision(Rule):
     hides it, weight decay and clipping do not), and changing k to fit a card changes the training.
 
     Quiet when: the loss is divided by anything on its way to the backward, or is the sum over its samples
-    (`reduction="sum"`); a framework scales it; what is cut is the time, along another dimension than the first or with
-    a state that goes from piece to piece.
+    (`reduction="sum"`); a framework scales it; what is cut is time, along another dimension than the first or with a
+    state that goes from piece to piece.
 
     Fix: `oomfix.runtime` weights each part by its share of the samples, which is exact for ragged windows too; by
-    hand, `(loss / k).backward()`. Mending it makes gradients k times smaller: a learning rate tuned to the error has
-    to grow.
+    hand, `(loss / k).backward()`. This makes gradients k times smaller: a learning rate that was tuned with the mistake
+    has to grow.
     """
 
     code = "OOM301"
@@ -43,7 +43,7 @@ class MissingLossDivision(Rule):
                 if backward.node not in divided:
                     yield self.finding(
                         script.place(backward.node),
-                        f"gradients add up over `{loop.window.size}` backwards and the loss is not divided by it",
+                        f"gradients of `{loop.window.size}` backwards add up; the loss is not divided by their number",
                     )
 
     INVALID = [

@@ -20,7 +20,7 @@ class ZeroGrad(Rule):
     Why: zeroed gradients stay allocated through the next forward, one more copy of the trainable parameters at its
     peak (16.1 MiB for 16.1 MiB of weights, bench/results/rules.md), and each is written twice for nothing.
 
-    Quiet when: `set_to_none=True` is said. From torch 2.0 on it is the default, and saying it only makes the script
+    Quiet when: `set_to_none=True` is given. From torch 2.0 on it is the default, and giving it only makes the script
     mean the same on older versions: hence a note.
 
     Fix: `optimizer.zero_grad(set_to_none=True)`, or nothing at all where `memory.step` does it.
