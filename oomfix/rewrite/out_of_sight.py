@@ -23,6 +23,8 @@ _WRAPPING = frozenset(
 )
 _LOOKING_ON = ("torch.", "torchinfo.", "torchsummary.", "thop.", "copy.", "pickle.", "wandb.")
 """Packages that save, clip, step, count or draw what they are given, and attack nothing; but for `torch.autograd`."""
+_WITHOUT_TRAINING = ("torch.", "abc.", "typing.", "collections.", "enum.", "threading.", "multiprocessing.")
+"""Packages whose classes, as bases, run no backward of their own and read no gradient."""
 _OF_PARAMETERS = frozenset({"parameters", "named_parameters"})
 _COLLECTING = frozenset({"list", "tuple", "filter"})
 _RUNNING = frozenset({"forward", "__call__"})
@@ -48,14 +50,17 @@ class OutOfSight:
         self._bindings = [binding for node in script.imports.nodes for binding in bindings(node)]
         self._functions: dict[str, list[FunctionNode]] = {}
         self._methods: dict[str, list[FunctionNode]] = {}
+        self._classes: dict[str, ast.ClassDef] = {}
         for node in script.imports.nodes:
             if isinstance(node, ast.ClassDef):
+                self._classes[node.name] = node
                 for method in (one for one in node.body if isinstance(one, FunctionNode)):
                     self._methods.setdefault(method.name, []).append(method)
                     if method.name == "__init__":
                         self._functions.setdefault(node.name, []).append(method)
             elif isinstance(node, FunctionNode):
                 self._functions.setdefault(node.name, []).append(node)
+        self._own_attributes = {path_of(target) for target, _ in self._bindings}
         self._called_by = {
             **{f"self.{name}": _called_by(functions) for name, functions in self._methods.items()},
             **{name: _called_by(functions) for name, functions in self._functions.items()},
@@ -78,9 +83,14 @@ class OutOfSight:
             if self._asks_network(call) or (given and not self._is_in_sight(call)):
                 yield call
 
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether the network is a name of another file, `library.net`, any function of which may look at it."""
+        return any(self._imports.names.get(name.split(".")[0]) for name in self._names)
+
     def comes_from_elsewhere(self, loop: ast.AST) -> bool:
         """Whether another file gives the network to a loop, and may have run a backward through it before."""
-        if any(self._imports.names.get(name.split(".")[0]) for name in self._names):
+        if self.is_held_elsewhere:
             return True
         scope = self._blocks.scope_of(loop)
         waiting = [] if scope is None else [scope]
@@ -172,16 +182,39 @@ class OutOfSight:
     def _asks_network(self, call: ast.Call) -> bool:
         """Whether a call is of a method of the network, out of sight, whose name says that it trains or differentiates.
 
-        `model.update(x)`, `net.plot_grads()`; and of an object that holds it, `self.after_step(x)` of a trainer's base.
+        `model.update(x)`, `net.plot_grads()`; and of an object that holds it. Of what a base in another file does with
+        the network of its class, `self.on_batch_end()`, a name says too little.
         """
         method = call.func
         if not isinstance(method, ast.Attribute) or method.attr in _OF_MODULES or self._meant(call):
             return False
+        if self._is_inherited(method):
+            return True
         if not self._is_network(method.value):
             return False
         return (
             "grad" in method.attr.lower() or looks_like_training(method.attr) or looks_like_differentiating(method.attr)
         )
+
+    def _is_inherited(self, method: ast.Attribute) -> bool:
+        """Whether a method of `self` or `super()` is that of a base in another file, in a class that has a network."""
+        asks_super = isinstance(method.value, ast.Call) and path_of(method.value.func) == "super"
+        if not asks_super and (path_of(method.value) != "self" or f"self.{method.attr}" in self._own_attributes):
+            return False
+        owner = next((one for one in self._blocks.ancestors(method) if isinstance(one, ast.ClassDef)), None)
+        if owner is None or method.attr == "__init__" or not self._has_base_out_of_sight(owner, set()):
+            return False
+        return any(name.startswith("self.") for name in self._names)
+
+    def _has_base_out_of_sight(self, owner: ast.ClassDef, seen: set[str]) -> bool:
+        for base in owner.bases:
+            path = path_of(base) or ""
+            if path in self._classes and path not in seen:
+                if self._has_base_out_of_sight(self._classes[path], {*seen, path}):
+                    return True
+            elif any(not name.startswith(_WITHOUT_TRAINING) for name in self._imports.qualified(base)):
+                return True
+        return False
 
     def _is_in_sight(self, call: ast.Call) -> bool:
         if self._meant(call) or self._wraps(call):

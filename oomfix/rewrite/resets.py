@@ -16,7 +16,7 @@ from oomfix.rewrite.step_functions import StepFunction
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import only_argument, walk
 
 
 class Resets:
@@ -41,7 +41,7 @@ class Resets:
                 return other
             if reads_gradients(other) or leaves(other) or _calls_backward(other) or not isinstance(other, ast.Expr):
                 return None
-            if any(node in self._readers_out_of_sight for node in walk(other)):
+            if self._out_of_sight.is_held_elsewhere or any(node in self._readers_out_of_sight for node in walk(other)):
                 return None
         return None
 
@@ -82,7 +82,7 @@ class Resets:
 
     def comes_round(self, step: ast.stmt, optimizer: str | None) -> bool:
         """Whether an optimizer's gradients are reset on every way from its step to the next backward, read by none."""
-        if optimizer is None or self._gradients_are_read:
+        if optimizer is None or self._gradients_are_read or self._out_of_sight.is_held_elsewhere:
             return False
         for backward in self._backwards_by_scope.get(self._blocks.scope_of(step), ()):
             reset = next((other for other in self._run_ahead(backward) if _resets(other, optimizer)), None)
@@ -173,6 +173,7 @@ def _all_within(calls: Iterable[ast.Call], statements: Sequence[ast.stmt]) -> bo
 
 
 def _resets(statement: ast.stmt, path: str | None) -> bool:
+    """Whether a statement frees an optimizer's gradients; filled with zeros, they go on moving momenta."""
     return (
         path is not None
         and isinstance(statement, ast.Expr)
@@ -180,6 +181,7 @@ def _resets(statement: ast.stmt, path: str | None) -> bool:
         and isinstance(statement.value.func, ast.Attribute)
         and statement.value.func.attr == "zero_grad"
         and path_of(statement.value.func.value) == path
+        and getattr(only_argument(statement.value), "value", None) is not False
     )
 
 

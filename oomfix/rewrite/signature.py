@@ -66,6 +66,8 @@ class Signature:
                 if name not in others and self._bound_where_read(name, lift.lifted):
                     lift.own.add(name)
                     continue
+                if name in _bound_in_expressions(lift.lifted):
+                    raise CannotLift(f"{name} is read later, and bound within an expression")
                 raise CannotLift(f"{name} is read later, and only bound on some ways through the slice")
             if name == lift.loss:
                 lift.loss_is_read = True
@@ -187,6 +189,12 @@ class Signature:
                     lift.copied.append(statement)
                 elif owner in names and owner in lift.inputs:
                     lift.copied.clear()
+
+
+def _bound_in_expressions(statements: list[ast.stmt]) -> set[str]:
+    """The names that `:=` binds."""
+    named = (node for one in statements for node in nodes_of_scope(one) if isinstance(node, ast.NamedExpr))
+    return {name for node in named for name in names_bound_by_target(node.target)}
 
 
 def _bound_besides(lift: Lift) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.edits import add_keyword, replace
+from oomfix.script.edits import add_keyword
 from oomfix.script.nodes import only_argument
 
 
@@ -23,7 +23,8 @@ class ZeroGrad(Rule):
     Quiet when: `set_to_none=True` is given. From torch 2.0 on it is the default, and giving it only makes the script
     mean the same on older versions: hence a note.
 
-    Fix: `optimizer.zero_grad(set_to_none=True)`, or nothing at all where `memory.step` does it.
+    Fix: `optimizer.zero_grad(set_to_none=True)`, or nothing at all where `memory.step` does it. By hand where zeros are
+    asked for: a parameter that a batch does not reach is then no longer moved by momentum and weight decay.
     """
 
     code = "OOM203"
@@ -43,7 +44,6 @@ class ZeroGrad(Rule):
                     script.place(call),
                     "`set_to_none=False` keeps the gradients allocated through the next forward",
                     severity=Severity.WARNING,
-                    edits=replace(script.source, argument, "True"),
                 )
             else:
                 yield self.finding(
@@ -65,9 +65,6 @@ class ZeroGrad(Rule):
 optimizer.zero_grad(set_to_none=False)
 """,
             (2,),
-            """
-optimizer.zero_grad(set_to_none=True)
-""",
         ),
         Invalid(
             """

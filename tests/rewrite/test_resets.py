@@ -1,6 +1,8 @@
 """Which resets of gradients go with the manager's step, and which stay."""
 
+import sys
 import textwrap
+import types
 
 import pytest
 
@@ -310,3 +312,117 @@ def test_a_reset_stays_where_the_network_comes_from_another_file():
 def test_gradients_stay_for_what_says_that_it_reads_them_once_an_epoch():
     text = "from elsewhere import plot_gradients\n" + TOP + EPOCHS.replace("BEHIND", "plot_gradients(model)")
     assert "memory.step(optimizer, zero_grad=False)" in rewritten(text).text
+
+
+LIBRARY = """\
+NET = None
+
+def seen():
+    return gradients_of(NET)
+
+def gradients_of(net):
+    return sum(p.grad.abs().sum().item() for p in net.parameters() if p.grad is not None)
+
+class Base:
+    def seen(self):
+        return gradients_of(self.net)
+    def more(self):
+        (self.net(self.batch) ** 2).mean().backward()
+        return 0.0
+    def nothing(self):
+        return 0.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def _library(monkeypatch):
+    """Another file, which is not read."""
+    library = types.ModuleType("library")
+    exec(LIBRARY, library.__dict__)
+    monkeypatch.setitem(sys.modules, "library", library)
+
+
+INHERITED = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from library import Base
+
+
+class Trainer(Base):
+    def __init__(self):
+        self.net = nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.batch = torch.randn(6, 4)
+
+    def own(self):
+        return 1.0
+
+    def fit(self):
+        for _ in range(6):
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.net(self.batch), torch.tensor([0, 1, 1, 0, 1, 0]))
+            loss.backward()
+            self.optimizer.step()
+            print(loss.item(), BEHIND)
+
+
+Trainer().fit()
+"""
+
+
+@pytest.mark.parametrize("behind", ["self.seen()", "self.more()", "super().more()", "self.nothing()"])
+def test_a_method_of_a_base_in_another_file_may_read_gradients_and_leave_some(behind):
+    text = INHERITED.replace("BEHIND", behind)
+    after = rewritten(text)
+    assert "self.optimizer.zero_grad()" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize("base", ["", "(object)", "(nn.Module)", "(Own)"])
+def test_methods_of_a_class_whose_bases_are_in_sight_keep_no_reset(base):
+    text = INHERITED.replace("BEHIND", "self.own()").replace("class Trainer(Base):", f"class Trainer{base}:")
+    text = text.replace("class Trainer", "class Own:\n    pass\n\n\nclass Trainer")
+    text = text.replace("    def __init__(self):\n", "    def __init__(self):\n        super().__init__()\n")
+    after = rewritten(text)
+    assert "zero_grad" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize("place", ["ahead", "behind"])
+def test_gradients_stay_for_a_file_that_holds_the_network(place):
+    text = (
+        "import library\n"
+        + TOP
+        + textwrap.dedent(f"""\
+        library.NET = model
+        for x, y in loader * 4:
+            {"optimizer.zero_grad()" if place == "ahead" else "pass"}
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            print(library.seen())
+            {"optimizer.zero_grad()" if place == "behind" else "pass"}
+        """)
+    )
+    after = rewritten(text)
+    assert "optimizer.zero_grad()" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_gradients_that_are_to_be_zero_are_not_freed():
+    """Momentum and weight decay go on with a gradient of zero, and not with none."""
+    text = TOP.replace("lr=0.1", "lr=0.1, momentum=0.9") + textwrap.dedent("""\
+        nets = nn.ModuleList([model, nn.Linear(4, 2)])
+        optimizer.add_param_group({"params": nets[1].parameters()})
+        for i, (x, y) in enumerate(loader * 6):
+            optimizer.zero_grad(set_to_none=False)
+            loss = F.cross_entropy(nets[i % 2](x), y)
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    assert_close(run(text), run(rewritten(text, micro_batches=3).text))

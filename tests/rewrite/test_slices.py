@@ -60,6 +60,18 @@ def test_a_network_with_gradients_is_never_left_ahead_of_the_slice():
     assert loops == [("in-place", "codes is read later, and only bound on some ways through the slice")]
 
 
+def test_a_name_that_is_bound_within_an_expression_and_read_later_keeps_the_loss_in_place():
+    _, loops = apply("""\
+        for x, y in loader:
+            loss = F.cross_entropy(out := model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(out)
+        """)
+    assert loops == [("in-place", "out is read later, and bound within an expression")]
+
+
 def test_the_last_output_of_a_loop_over_time_is_returned():
     text = assert_trains_the_same("""\
         cell = nn.RNNCell(1, 4)
