@@ -53,6 +53,19 @@ def _extremes(numbers: list[Any]) -> list[int]:
     return [least, most] if numbers[least] or not others else [least, most, max(others, key=numbers.__getitem__)]
 
 
+def telling(most: int, size: int) -> int:
+    """How many rows of a batch of `size` a check runs, about `most`: two parts of them show what is paired by place.
+
+    Four, or a multiple of it, leaves no row over where samples are paired (flipped, neighbours, halves of the batch),
+    and one in each of the two parts, which are odd. An odd number leaves one over, which is paired with itself, in the
+    whole and in one part as well: where all other pairs are far apart, as a triplet loss wants them, that looks like
+    independent samples. But five do not leave a single row to itself, as four would.
+    """
+    if most < 2 or size < 4:
+        return 3
+    return most - most % 4 if most >= 8 else min(max(most, 4), 5)
+
+
 def first_part(count: int) -> int:
     """How many of `count` rows are in the first of two parts of unequal size."""
     return min(count // 2 + 1, count - 1)

@@ -21,10 +21,11 @@ from oomfix.runtime.judging import BENDS, DEPEND
 from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.result_check import Found, by_results, confirmed
+from oomfix.runtime.rows import telling
 from oomfix.runtime.verdict import Verdict
 
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
-_FEW_ROWS = 5  # a part of one row would lose its dimension where a forward squeezes
+_FEW_ROWS = 5  # for gradients; a part of one row would lose its dimension where a forward squeezes
 _FEWEST_ROWS = 3  # the least that make two unequal parts
 _TRIES = 2
 
@@ -66,15 +67,16 @@ def check(
     if not batch.size:
         return Verdict(None, "it is empty", undecided=True)
     rows = FewRows(forward, batch, modules)
-    # odd numbers of rows: pairs and groups inside a batch are taken apart, or fail
-    most = max(_odd(min(most_rows, _MOST_ROWS)), _FEWEST_ROWS)
-    few = [max(_odd(min(most // 2, _FEW_ROWS)), _FEWEST_ROWS), _FEWEST_ROWS, 2]
+    most = telling(min(most_rows, _MOST_ROWS), batch.size)
+    few = [_FEW_ROWS if most >= 2 * _FEW_ROWS else _FEWEST_ROWS, _FEWEST_ROWS, 2]
     may_split = earlier is not None and earlier.rule is not None
     if earlier is not None and may_split and not earlier.drew and not trust and simulation.assumption is None:
         once_more = _with_rows_that_fit(few, partial(confirmed, rows, earlier))
         if once_more is not None:
             return once_more
-    found = _with_rows_that_fit([most, _odd((most + 1) // 2), _FEWEST_ROWS, 2], partial(by_results, rows, trust))
+    found = _with_rows_that_fit(
+        [most, telling(most // 2, batch.size), _FEWEST_ROWS, 2], partial(by_results, rows, trust)
+    )
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
     verdict = found.verdict
@@ -83,7 +85,8 @@ def check(
     if verdict.rule is not None:
         verdict = _confirmed_closer(rows, found, few, with_gradients=trains and not sharded)
     if verdict.rule is None and verdict.reason in (DEPEND, GRADIENTS_DEPEND, BENDS) and trains and not sharded:
-        return _with_rows_that_fit(few, partial(by_divisors, rows, found.how)) or verdict
+        of_divisors = [telling(few[0], batch.size), *few]
+        return _with_rows_that_fit(of_divisors, partial(by_divisors, rows, found.how)) or verdict
     return verdict
 
 
@@ -105,10 +108,6 @@ def _confirmed_closer(rows: FewRows, found: Found, few: list[int], with_gradient
     if gradients is None:
         return replace(verdict, calls=0)
     return replace(verdict, means=gradients.means, calls=0 if verdict.drew else gradients.calls)
-
-
-def _odd(count: int) -> int:
-    return count - 1 + count % 2
 
 
 def _with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:

@@ -59,6 +59,46 @@ def test_pairs_inside_a_batch_are_taken_apart_by_odd_numbers_of_rows():
         assert verdict_of(of_pairs, model, (rows(12),), most_rows).rule is None
 
 
+def halves_exchanged(x):
+    half = len(x) // 2
+    return torch.cat([x[half : 2 * half], x[:half], x[2 * half :]])
+
+
+def neighbours_exchanged(x):
+    order = torch.arange(len(x)) ^ 1
+    return x[order.clamp(max=len(x) - 1)]
+
+
+def flipped(x):
+    return x.flip(0)
+
+
+@pytest.mark.parametrize("others", [halves_exchanged, neighbours_exchanged, flipped])
+@pytest.mark.parametrize(("size", "most_rows"), [(4, 2), (5, 3), (6, 2), (6, 3), (7, 4), (8, 4), (16, 8), (31, 15)])
+@pytest.mark.parametrize("reduce", [torch.mean, torch.sum])
+def test_pairs_by_place_are_seen_where_all_are_far_apart_and_one_is_left_over(others, size, most_rows, reduce):
+    """A margin that all pairs keep is 0 in any part; what is left over of an odd number is paired with itself."""
+    model, x = network(), rows(size) + 100 * torch.arange(size).double()[:, None]
+
+    def forward(x, other):
+        return reduce(F.relu(1 - (x - other(x)).norm(dim=1)) + 0.1 * model(x).pow(2).mean(1))
+
+    def apart(x):
+        return forward(x, torch.zeros_like)
+
+    assert verdict_of(lambda x: forward(x, others), model, (x,), most_rows).rule is None
+    assert verdict_of(apart, model, (x,), most_rows).rule is not None
+
+
+@pytest.mark.parametrize("kept", [lambda out: out[::2], lambda out: out[: len(out) // 2 * 2 : 2]])
+@pytest.mark.parametrize("size", range(4, 13))
+def test_a_mean_over_every_other_sample_is_seen(kept, size):
+    model = network()
+    for most_rows in range(2, (size + 1) // 2 + 1):
+        verdict = verdict_of(lambda x: kept(model(x)).pow(2).mean(), model, (rows(size),), most_rows)
+        assert verdict.rule is None
+
+
 def test_a_term_of_a_loose_parameter_that_is_zero_still_shows_in_its_gradient():
     """A sum over samples, and a term once per batch: log variances begin at 0."""
     model, variance = network(), nn.Parameter(torch.zeros(1).double())
