@@ -132,6 +132,13 @@ def is_inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `torch.func.grad` wraps; None for a slice that `vmap` shows, which is none by itself."""
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor
+
+
 def attention_is_fused(
     query: torch.Tensor,
     key: torch.Tensor,

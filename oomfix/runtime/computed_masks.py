@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 import torch
 
-from oomfix.runtime import simulation
+from oomfix.runtime import compat, simulation
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class ComputedMasks:
         if simulation.assumption is not None or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             return False
         if mask.layout != torch.strided or mask.is_nested or not mask.dim() or not mask.numel():
+            return False
+        if compat.beneath_transforms(mask) is None:
             return False
         return mask.shape[0] % self._rows == 0
 

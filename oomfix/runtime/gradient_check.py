@@ -36,7 +36,9 @@ def _compared_in(few: FewRows) -> list[torch.Tensor]:
     """The parameters whose gradients are compared: small ones, of no module too, or the smallest."""
     of_modules = [p for module in few.modules for p in module._parameters.values() if p is not None]
     parameters = [*of_modules, *leaves_in(few.forward)]
-    trained: list[torch.Tensor] = [p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel()]
+    trained: list[torch.Tensor] = [
+        p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel() and not p.is_meta
+    ]
     if not trained:
         return []
     small = [p for p in trained if p.numel() <= _SMALL] or [min(trained, key=torch.numel)]
@@ -81,7 +83,7 @@ def _judge(evidence: Evidence) -> Verdict:
 
 
 def _joined(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+    return torch.cat([gradient.reshape(-1).to(gradients[0].device) for gradient in gradients])
 
 
 def _largest(joined: torch.Tensor, sizes: list[int]) -> list[float]:

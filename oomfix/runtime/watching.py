@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from oomfix.runtime import simulation
+from oomfix.runtime import compat, simulation
 from oomfix.runtime.computed_masks import ComputedMasks
 from oomfix.runtime.probe import Writes
 from oomfix.runtime.rows import first_part
@@ -224,8 +224,9 @@ class Watch(TorchFunctionMode):
         is_count = isinstance(number, int) and not isinstance(number, bool)
         return _Count(number).told(self.bent, self._kept(tensor)) if is_count else number
 
-    def _kept(self, value: torch.Tensor) -> Bent:
-        if value.is_complex() or value.layout != torch.strided or value.is_nested:
+    def _kept(self, shown: torch.Tensor) -> Bent:
+        value = compat.beneath_transforms(shown)
+        if value is None or value.is_complex() or value.layout != torch.strided or value.is_nested:
             return Bent(torch.empty(0))
         has_rows = value.dim() > 0 and value.shape[0] == self._rows
         if has_rows or value.numel() > _MOST_ENTRIES:
@@ -235,7 +236,9 @@ class Watch(TorchFunctionMode):
     def _about_to_write(self, args: tuple[Any, ...]) -> None:
         for written in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:
             if isinstance(written, torch.Tensor) and written.layout == torch.strided and not written.is_nested:
-                if written.untyped_storage()._cdata in self._outside:
+                # `grad` only marks what it wraps, and what `vmap` writes is seen by the probe that watches first
+                is_plain = compat.beneath_transforms(written) is written
+                if is_plain and written.untyped_storage()._cdata in self._outside:
                     self._writes.about_to_write(written)
 
     def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -248,6 +251,8 @@ class Watch(TorchFunctionMode):
     def _cross_entropy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ignored = kwargs.get("ignore_index", -100)
         target = kwargs["target"] if "target" in kwargs else args[1]
+        if compat.beneath_transforms(target) is None:
+            return func(*args, **kwargs)  # of one sample, or of one model of several
         target = self._without_some(target, ignored)
         weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
         if kwargs.get("reduction", "mean") == "mean" and not target.is_floating_point():
