@@ -221,7 +221,7 @@ def blocks_of(model: nn.Module) -> tuple[int, int]:
     Blocks are the children of the `ModuleList` or `Sequential` that holds the most weights; without one, the model
     is a single block.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    lists = [module for module in nn.Module.modules(model) if isinstance(module, nn.ModuleList | nn.Sequential)]
     total = _weight_bytes(model)
     if not lists:
         return total, 0

@@ -94,10 +94,10 @@ class Repeats:
         leaves, structure = tree_flatten((args, kwargs))
         grad = torch.is_grad_enabled()
         told = [_told(leaf, grad) for leaf in leaves]
-        if None in told or any(_has_hooks(part, grad) for part in module.modules()):
+        if None in told or any(_has_hooks(part, grad) for part in nn.Module.modules(module)):
             return None
         modes = grad, torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
-        attributes = [self._identities.told(vars(part)) for part in module.modules()]
+        attributes = [self._identities.told(vars(part)) for part in nn.Module.modules(module)]
         if None in attributes:
             return None
         of_module = self._identities.of(module)

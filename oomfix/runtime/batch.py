@@ -99,6 +99,10 @@ class Batch:
 
         return self._cut_by(take)
 
+    def uncut(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with None in place of what is cut into samples."""
+        return self._cut_by(lambda samples: None)
+
     def _cut_by(self, take: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         cut = partial(_cut, size=self.size, take=take, whole=self.whole)
         args = tuple(cut(node, (place,)) for place, node in enumerate(self.args))

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from oomfix.presets import Policy
 from oomfix.runtime import simulation
 from oomfix.runtime.checkpointed_block import CheckpointedBlock, can_be_wrapped, unwrap, wrap
+from oomfix.runtime.modules import modules_in
 from oomfix.runtime.offloading import is_weight
 from oomfix.runtime.outputs import loss_in
 from oomfix.runtime.recomputation import undone
@@ -82,7 +83,7 @@ def enable_checkpointing(model: nn.Module, policy: Policy = "on", *, every: int 
 
 def disable_checkpointing(model: nn.Module) -> None:
     """Undo `enable_checkpointing`; checkpointing that the user had switched on stays on."""
-    for module in model.modules():
+    for module in modules_in(model):
         unwrap(module)
         if module in _switched:
             _switch_off(module, _switched.pop(module))
@@ -90,7 +91,7 @@ def disable_checkpointing(model: nn.Module) -> None:
 
 def is_checkpointed(model: nn.Module) -> bool:
     """Whether `enable_checkpointing` has put checkpointing on some part of `model`."""
-    return any(isinstance(module, CheckpointedBlock) or module in _switched for module in model.modules())
+    return any(isinstance(module, CheckpointedBlock) or module in _switched for module in modules_in(model))
 
 
 def bytes_saved_by_checkpointing(model: nn.Module, forward: Callable[..., Any], *rows: Any, **named_rows: Any) -> int:
@@ -155,8 +156,8 @@ def same_gradients(model: nn.Module, forward: Callable[..., Any], *rows: Any, **
 
 @contextmanager
 def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    blocks = [module for module in model.modules() if isinstance(module, CheckpointedBlock)]
-    switched = [module for module in model.modules() if module in _switched]
+    blocks = [module for module in modules_in(model) if isinstance(module, CheckpointedBlock)]
+    switched = [module for module in modules_in(model) if module in _switched]
     disable_checkpointing(model)
     try:
         yield
@@ -185,7 +186,7 @@ def _throw_switches(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 def _has_switch(module: nn.Module) -> bool:
     # their recomputation updates running statistics a second time; the blocks here do not
-    if any(isinstance(norm, _NormBase) and norm.track_running_stats for norm in module.modules()):
+    if any(isinstance(norm, _NormBase) and norm.track_running_stats for norm in modules_in(module)):
         return False
     return _is_transformers(module) or callable(getattr(module, "set_grad_checkpointing", None))
 
@@ -280,12 +281,12 @@ def _repeated(members: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _is_composite(module: nn.Module) -> bool:
     """Whether `module` has several layers; a single one keeps its input in any case."""
-    return sum(bool(part._parameters) for part in module.modules()) > 1
+    return sum(bool(part._parameters) for part in modules_in(module)) > 1
 
 
 def _held(blocks: dict[str, nn.Module]) -> int:
     """Activations held in backward: an input per block, and the layers of the block that runs again."""
-    layers = [sum(1 for _ in block.modules()) for block in blocks.values()]
+    layers = [sum(1 for _ in modules_in(block)) for block in blocks.values()]
     return len(layers) + max(layers, default=0)
 
 

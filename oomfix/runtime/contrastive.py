@@ -17,6 +17,7 @@ from oomfix.runtime import trees
 from oomfix.runtime.attributes import Attributes
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.cross_entropy import linear_cross_entropy
+from oomfix.runtime.modules import modules_in
 from oomfix.runtime.random_state import RandomState
 from oomfix.runtime.recomputation import Conduct, recomputation_contexts
 from oomfix.runtime.referenced import reachable_modules
@@ -62,7 +63,7 @@ def encode_in_chunks(
     if not torch.is_grad_enabled():
         return _concatenated([_checked(encode, cut, start, stop) for start, stop in chunks])
     modules = nn.ModuleList(dict.fromkeys(reachable_modules(encode, (batch, named))))
-    attributes, generators = Attributes(modules.modules()), RandomState()
+    attributes, generators = Attributes(modules_in(modules)), RandomState()
     # what the first chunk does besides computing its result is taken for what all do
     conduct = Conduct(None, draws_outside_torch=True, assigns_attributes=True)
     results = []

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oomfix.runtime.agreement import agreement_in
 from oomfix.runtime.exchanges import Exchanges
+from oomfix.runtime.modules import modules_in
 from oomfix.runtime.oom import DoesNotFitError, is_out_of_memory
 from oomfix.runtime.replicas import Replica
 from oomfix.runtime.sharding import is_sharded
@@ -387,6 +388,6 @@ def ranks_of(forward: Callable[..., Any], roots: Sequence[nn.Module], trains: bo
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
-    modules = list({module: None for root in roots for module in root.modules()})
+    modules = list({module: None for root in roots for module in modules_in(root)})
     models = [module for module in modules if isinstance(module, DistributedDataParallel)]
     return Processes(models or _all_replicas(trains), Exchanges(forward, modules))

@@ -33,9 +33,12 @@ def by_gradients(few: FewRows, how: Runs, count: int, gaps: Sequence[float | Non
 
 
 def _compared_in(few: FewRows) -> list[torch.Tensor]:
-    """The parameters whose gradients are compared: small ones, of no module too, or the smallest."""
+    """The parameters whose gradients are compared: small ones, of no module too, or the smallest.
+
+    What every part is given whole counts: of a noise that the program trains, `noise[: len(x)]` is other rows in parts.
+    """
     of_modules = [p for module in few.modules for p in module._parameters.values() if p is not None]
-    parameters = [*of_modules, *leaves_in(few.forward)]
+    parameters = [*of_modules, *leaves_in(few.forward, few.batch.uncut())]
     trained: list[torch.Tensor] = [
         p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel() and not p.is_meta
     ]

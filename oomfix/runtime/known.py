@@ -12,6 +12,7 @@ from oomfix.runtime.batch import Batch, Place
 from oomfix.runtime.distributed import ranks_of
 from oomfix.runtime.identity import Numbers, flags_inside, identity
 from oomfix.runtime.kept_state import KeptState
+from oomfix.runtime.modules import modules_in
 from oomfix.runtime.optimizers import parameters_of
 from oomfix.runtime.precision import ModelCalls, device_type_of
 from oomfix.runtime.referenced import code_of, generators_in, reachable_modules
@@ -100,7 +101,7 @@ class Known:
 
     def modules(self) -> list[nn.Module]:
         """The models with everything inside them, each once, without wrappers that have nothing but a model."""
-        found = {id(module): module for root in self.roots() for module in root.modules()}
+        found = {id(module): module for root in self.roots() for module in modules_in(root)}
         return [module for module in found.values() if not isinstance(module, DistributedDataParallel)]
 
     def device_type(self, batch: Iterable[torch.Tensor]) -> str:

@@ -15,6 +15,7 @@ from torch.nn.modules.loss import _Loss
 
 from oomfix.presets import Precision
 from oomfix.runtime import compat, trees
+from oomfix.runtime.modules import modules_in
 
 _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
@@ -103,7 +104,7 @@ class ModelCalls:
             if module is None:
                 continue
             # hooks inside a compiled model would be compiled with it
-            inner = [module] if compat.is_compiled(module) else module.modules()
+            inner = [module] if compat.is_compiled(module) else modules_in(module)
             found.update((id(candidate), candidate) for candidate in inner if is_model(candidate))
         return list(found.values())
 

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oomfix.runtime.attributes import Attributes
+from oomfix.runtime.modules import modules_in
 from oomfix.runtime.random_state import OutsideTorch
 
 
@@ -47,7 +48,7 @@ def observe(block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kw
         run: the block's own forward.
         args, kwargs: what the block was called with; never written.
     """
-    inner = (module for module in block.modules() if module is not block)
+    inner = (module for module in modules_in(block) if module is not block)
     if any(not _runs_twice_unseen(hook) for module in inner for hook in module._forward_hooks.values()):
         return Conduct(fault="has forward hooks inside, which would run twice")
     copies, named_copies = tree_map_only(torch.Tensor, _independent_copy, (args, kwargs))
@@ -90,7 +91,7 @@ def undone(module: nn.Module) -> Iterator[Changes]:
     Written parameters stay written. Yields `Changes`, filled in when the context is left.
     """
     changes = Changes()
-    attributes, draws = Attributes(module.modules()), OutsideTorch()
+    attributes, draws = Attributes(modules_in(module)), OutsideTorch()
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in _buffers_besides_statistics(module)]
     try:
         with torch.random.fork_rng(_cuda_devices(module)), _statistics_kept(module):
@@ -131,7 +132,7 @@ class _EnteredAgain(AbstractContextManager[None]):
 
 @contextmanager
 def _without_trace(block: nn.Module, conduct: Conduct, draws_of_forward: OutsideTorch | None) -> Iterator[None]:
-    attributes = Attributes(block.modules()) if conduct.assigns_attributes else None
+    attributes = Attributes(modules_in(block)) if conduct.assigns_attributes else None
     draws = OutsideTorch() if draws_of_forward else None
     if draws_of_forward:
         draws_of_forward.restore()
@@ -160,7 +161,7 @@ def _statistics_kept(block: nn.Module) -> Iterator[None]:
 
 
 def _norms(block: nn.Module) -> list[_NormBase]:
-    return [module for module in block.modules() if isinstance(module, _NormBase) and module.track_running_stats]
+    return [module for module in modules_in(block) if isinstance(module, _NormBase) and module.track_running_stats]
 
 
 def _buffers_besides_statistics(block: nn.Module) -> list[torch.Tensor]:

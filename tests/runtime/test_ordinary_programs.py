@@ -426,3 +426,26 @@ def test_what_was_left_on_the_meta_device_gives_the_error_of_torch(overrides, fo
             run(**batch)
         said.append(str(raised.value))
     assert said[0] == said[1]
+
+
+def test_a_model_may_call_a_list_of_its_own_modules():
+    """`self.modules = []` hides the method of `nn.Module`, which torch itself does without."""
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.modules = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)]
+            self.layers = nn.ModuleList(self.modules)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model, x = Network(), torch.randn(6, 4)
+    memory = runtime.preset("8gb", precision="fp32", micro_batches=3)  # checkpoints blocks from the start
+    optimizer = torch.optim.SGD(memory.prepare(model).parameters(), lr=0.1)
+    expected = torch.autograd.grad((model(x) ** 2).mean(), list(model.parameters()))
+    memory.forward_backward(lambda x: (model(x) ** 2).mean(), x)
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
+    memory.step(optimizer)

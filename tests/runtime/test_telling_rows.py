@@ -113,6 +113,23 @@ def test_a_term_of_a_loose_parameter_that_is_zero_still_shows_in_its_gradient():
     assert verdict_of(without, model, (rows(12),), 4).rule is not None
 
 
+@pytest.mark.parametrize("given", ["noise", "[noise]"])
+def test_rows_of_a_trained_argument_that_no_part_is_cut_from_still_show_in_its_gradient(given):
+    """A noise for the largest batch, zero at first, of which each batch takes as many rows as it has."""
+    model, noise = nn.Linear(4, 1), torch.zeros(7, 4, requires_grad=True)
+
+    def forward(x, noise):
+        noise = noise if isinstance(noise, torch.Tensor) else noise[0]
+        return (model(x + noise[: len(x)]) ** 2).mean()
+
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=3)
+    x = torch.randn(6, 4)
+    memory.forward_backward(forward, x, eval(given))
+    found, noise.grad = noise.grad, None
+    forward(x, noise).backward()
+    torch.testing.assert_close(found, noise.grad)
+
+
 def test_sequences_that_differ_in_length_for_the_first_time_are_checked_at_once():
     """Padding to the longest of a batch is none while all are alike; the third call is not one to check."""
     model, plain = network(), network()
