@@ -29,20 +29,22 @@ _PLACEHOLDER, _FIRST_SIZE = "{}", 8
 @click.command(short_help="Say how much GPU memory a script needs.", context_settings={"ignore_unknown_options": True})
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, package.train, run as `python -m` runs it.")
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module such as package.train, run as by `python -m`.")
 @click.option(
     "--gpu",
     metavar="NAME",
-    help=f"The card to simulate: {', '.join(CARDS)}.  [default: {_DEFAULT_GPU}, or that of the --preset]",
+    help=f"The card to simulate: {', '.join(CARDS)}.  [default: {_DEFAULT_GPU}, or the card of the --preset]",
 )
 @click.option(
     "--steps", default=2, show_default=True, metavar="N", type=click.IntRange(1), help="Optimizer steps to run."
 )
-@click.option("--budget", metavar="SIZE", help="Refuse memory beyond a preset (16gb) or a card of so many GiB.")
+@click.option("--budget", metavar="SIZE", help="Limit memory to that of a preset (16gb) or of a card with so many GiB.")
 @click.option(
     "--preset", metavar="NAME", help="Profile the script as `apply --preset` would rewrite it, in the preset's memory."
 )
-@click.option("--stage", metavar="K", type=click.IntRange(1), help="Measure from when its K-th optimizer is built.")
+@click.option(
+    "--stage", metavar="K", type=click.IntRange(1), help="Measure from when SCRIPT builds its K-th optimizer."
+)
 @click.option(
     "--ranks", metavar="N", type=click.IntRange(2), help="Simulate one of N processes, as torchrun would start it."
 )
@@ -85,28 +87,14 @@ def profile(
     if script.endswith(".ipynb"):
         save = f"jupyter nbconvert --to script {script}"
         raise click.UsageError(f"{script} is a notebook, expected a Python file: {save} makes one")
-    try:
-        find_card(gpu or _DEFAULT_GPU)
-        if budget is not None:
-            checked_budget(budget)
-    except ValueError as error:
-        # the message begins with the argument's name, which is the option's
-        raise click.UsageError(f"--{error}") from None
+    _check_card(gpu or _DEFAULT_GPU, budget)
     if plot is not None:
         _check_plot(plot)
     what_if = None if preset is None else _what_if(ctx, script, preset)
     # of options given twice the last one counts
     options = ["--gpu", _DEFAULT_GPU, *(what_if.options if what_if else []), *(["--gpu", gpu] if gpu else [])]
-    options += [
-        *module,
-        "--steps",
-        str(steps),
-        "--stage",
-        str(stage or 0),
-        "--ranks",
-        str(ranks or 0),
-        *(["--budget", budget] if budget else []),
-    ]
+    options += [*module, "--steps", str(steps), "--stage", str(stage or 0), "--ranks", str(ranks or 0)]
+    options += ["--budget", budget] if budget else []
 
     def run(args: list[str], more_options: list[str]) -> dict[str, Any]:
         found, code = run_script(script, args, [*options, *more_options], what_if.contents if what_if else {})
@@ -115,10 +103,9 @@ def profile(
         return found
 
     found = _search(run, list(args)) if search else run(list(args), [])
-    if what_if and form == "json":
-        found["rewritten"] = what_if.as_json()
     if form == "json":
-        click.echo(json.dumps(found, indent=2))
+        rewritten = {"rewritten": what_if.as_json()} if what_if else {}
+        click.echo(json.dumps(found | rewritten, indent=2))
     else:
         write_lines(_text(found, what_if, budget))
     if plot is not None:
@@ -150,6 +137,16 @@ def _file(script: str, as_module: bool) -> str:
             return str(place)
     message = f"no file {' or '.join(map(str, places))}"
     raise click.BadParameter(f"{message} below the current folder" if as_module else message, param_hint="SCRIPT")
+
+
+def _check_card(gpu: str, budget: str | None) -> None:
+    try:
+        find_card(gpu)
+        if budget is not None:
+            checked_budget(budget)
+    except ValueError as error:
+        # the message begins with the argument's name, which is the option's
+        raise click.UsageError(f"--{error}") from None
 
 
 def _check_plot(path: Path) -> None:

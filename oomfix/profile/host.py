@@ -76,11 +76,11 @@ def _skip_initialisers(patches: Patches) -> None:
 
 def _no_compiler(patches: Patches, trace: CardTrace) -> None:
     def compile(model: Any = None, **options: Any) -> Any:
-        trace.assume("torch.compile was left out: the run is reckoned as eager")
+        trace.assume("torch.compile was left out: the run counts as eager")
         return model if model is not None else lambda function: function
 
     def script(code: Any, *args: Any, **kwargs: Any) -> Any:
-        trace.assume("torch.jit was left out: the run is reckoned as eager")
+        trace.assume("torch.jit was left out: the run counts as eager")
         return code
 
     patches.set(torch, compile=compile)

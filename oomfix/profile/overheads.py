@@ -28,7 +28,7 @@ class Margin:
 TRANSFORMER = Margin(0.04, "matrix products and attention: published runs are at most 0.6 % above the estimate")
 CONVOLUTION = Margin(0.05, "cuDNN picks convolution algorithms, and their scratch memory, at run time")
 CONVOLUTION_FP32 = Margin(0.08, "cuDNN picks convolution algorithms; those of 3x3 in fp32 take much scratch memory")
-RECURRENT = Margin(0.10, "cuDNN's reserve space for recurrent layers is reckoned from their gates, not measured")
+RECURRENT = Margin(0.10, "cuDNN's reserve space for recurrent layers is computed from their gates, not measured")
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:

@@ -1,7 +1,7 @@
 """One of several processes that train together: collectives that do nothing, and what they hold in memory.
 
 `oomfix profile --ranks N` simulates the first of N processes, as torchrun would start it. DistributedDataParallel keeps
-its buckets, which are as large as the gradients. For scripts that train alone, `shares` reckons what each of N ranks
+its buckets, which are as large as the gradients. For scripts that train alone, `shares` computes what each of N ranks
 would hold.
 """
 
@@ -132,12 +132,12 @@ class Ranks:
             return self.module(*inputs, **kwargs)
 
         def not_synchronised(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-            trace.assume("SyncBatchNorm is reckoned as BatchNorm")
+            trace.assume("SyncBatchNorm counts as BatchNorm")
             return module
 
         def shard(*args: Any, **kwargs: Any) -> Any:
             raise CannotSimulate(
-                "it shards its model (FSDP); without that call, `--ranks N` reckons what each of N ranks would hold"
+                "it shards its model (FSDP); without that call, `--ranks N` computes what each of N ranks would hold"
             )
 
         patches.set(wrapper, __init__=wrap, forward=forward)
@@ -175,7 +175,7 @@ def _move_to(piece: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 @dataclass(frozen=True)
 class Shares:
-    """What one of several ranks allocates at its peak (bytes), reckoned from a run that trained alone.
+    """What one of several ranks allocates at its peak (bytes), computed from a run that trained alone.
 
     Attributes:
         ranks: how many there are.

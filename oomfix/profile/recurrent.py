@@ -3,7 +3,7 @@
 On the CPU torch unrolls a recurrent layer into one matrix product per time step; a card keeps the output and an
 opaque reserve for the backward instead. Only sizes are simulated: results are empty tensors of the right shape.
 
-Source: aten/src/ATen/native/cudnn/RNN.cpp for what is allocated; the size of the reserve is reckoned
+Source: aten/src/ATen/native/cudnn/RNN.cpp for what is allocated; the size of the reserve is computed
 (`overheads.recurrent_reserve_bytes`), since cuDNN does not document it.
 """
 

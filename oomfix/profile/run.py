@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -112,8 +112,6 @@ def run(
     """
     simulated = SimulatedGPU(find_card(gpu), budget_bytes, expandable_segments=None)
     optimizers = Optimizers(simulated.patches)
-    out_of_memory = error = None
-    stopped = False
     with simulated.running(optimizers.moved) as trace:
         progress = Progress(trace, steps, stage)
         optimizers.built = progress.optimizer_built
@@ -129,30 +127,19 @@ def run(
         processes = Processes(simulated.patches)
         stop = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: progress.stepped())
         try:
-            _execute(script, args, module)
-            threads.raise_what_ended_one()
-            progress.ended()
-        except EnoughSteps:
-            stopped = True
-        except OutOfMemoryError as exception:
-            out_of_memory = str(exception)
-            trace.end_event = trace.refused_event
-        except (CannotSimulate, KeyboardInterrupt):
-            raise
-        except Exception as exception:
-            # a training script can fail in any way; its traceback belongs into the report
-            refuse_what_cannot_be(exception)
-            error = _traceback(exception, os.path.abspath(script))
+            end = _run_to_its_end(script, args, module, progress, threads)
         finally:
             stop.remove()
+        if end.out_of_memory is not None:
+            trace.end_event = trace.refused_event
         result = simulated.report(assumptions(trace))
-    if not trace.events and error is None:
+    if not trace.events and end.error is None:
         asked = "is it what it starts other processes for?" if processes.started else "does it look for a GPU?"
         raise CannotSimulate(f'no tensor was moved to "cuda" before the script ended; {asked}')
-    if error is not None:
-        print(error, file=sys.stderr)
+    if end.error is not None:
+        print(end.error, file=sys.stderr)
     found = result.as_json()
-    if out_of_memory or error:
+    if end.out_of_memory or end.error:
         # the run ended early: what it would have needed is not known
         found["fits"] = {}
     return {
@@ -163,11 +150,35 @@ def run(
         "batch_size": loaders.batch_size,
         "samples": loaders.samples,
         "shares": None if group.joined or not ranks else asdict(shares(result.timeline, *group.blocks, ranks)),
-        "stopped": stopped,
-        "out_of_memory": out_of_memory,
-        "error": error,
+        **end._asdict(),
         **found,
     }
+
+
+class _End(NamedTuple):
+    """How a script ended: by itself, or as the result of `run` says."""
+
+    stopped: bool = False
+    out_of_memory: str | None = None
+    error: str | None = None
+
+
+def _run_to_its_end(script: str, args: list[str], module: str, progress: Progress, threads: Threads) -> _End:
+    try:
+        _execute(script, args, module)
+        threads.raise_what_ended_one()
+        progress.ended()
+    except EnoughSteps:
+        return _End(stopped=True)
+    except OutOfMemoryError as exception:
+        return _End(out_of_memory=str(exception))
+    except CannotSimulate:
+        raise
+    except Exception as exception:
+        # a training script can fail in any way; its traceback belongs into the report
+        refuse_what_cannot_be(exception)
+        return _End(error=_traceback(exception, os.path.abspath(script)))
+    return _End()
 
 
 def _traceback(error: Exception, path: str) -> str:

@@ -92,7 +92,7 @@ class _DeviceType(type):
 
 
 class _Statistics(dict[str, int]):
-    """Allocator statistics by name; those that are not reckoned are 0."""
+    """Allocator statistics by name; those that are not modelled are 0."""
 
     def __missing__(self, name: str) -> int:
         return 0
@@ -100,13 +100,55 @@ class _Statistics(dict[str, int]):
 
 def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> None:
     """Let torch.cuda and torch.accelerator speak for `card`, with `allocator` as its memory."""
-    total = int(card.capacity_gib * _GIB)
+    _one_card(patches, card)
+    _its_memory(patches, card, allocator)
+    _streams_and_random_numbers(patches)
+    patches.set(torch, Generator=_Generator, device=_DeviceType("device", (), {}))
+    for name, dtype in _LEGACY_TYPES.items():
+        patches.set(torch.cuda, **{name: _LegacyType(name, (), {"dtype": dtype})})
+    patches.set(torch.cuda.amp.common, amp_definitely_not_available=_answer(False))
+    _profile_the_host_alone(patches)
+    patches.set(torch.backends.cudnn, is_available=_answer(True), is_acceptable=_answer(False), version=_answer(90100))
+    if hasattr(torch, "accelerator"):
+        patches.set(
+            torch.accelerator,
+            is_available=_answer(True), device_count=_answer(1), current_device_index=_answer(0),
+            current_accelerator=_answer(torch.device("cuda")), set_device_index=_nothing, synchronize=_nothing,
+            current_stream=lambda device=None: _Stream(),
+        )  # fmt: skip
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+_nothing = _answer(None)
+
+
+def _total_bytes(card: Card) -> int:
+    return int(card.capacity_gib * _GIB)
+
+
+def _one_card(patches: Patches, card: Card) -> None:
     major, minor = card.compute_capability
     properties = SimpleNamespace(
-        name=card.name, total_memory=total, major=major, minor=minor, multi_processor_count=64, warp_size=32,
-        max_threads_per_multi_processor=2048, is_integrated=False, is_multi_gpu_board=False, gcnArchName="",
-        uuid="simulated", L2_cache_size=4 * 2**20,
+        name=card.name, total_memory=_total_bytes(card), major=major, minor=minor, multi_processor_count=64,
+        warp_size=32, max_threads_per_multi_processor=2048, is_integrated=False, is_multi_gpu_board=False,
+        gcnArchName="", uuid="simulated", L2_cache_size=4 * 2**20,
     )  # fmt: skip
+    patches.set(
+        torch.cuda,
+        is_available=_answer(True), is_initialized=_answer(True), init=_nothing, _lazy_init=_nothing,
+        _lazy_call=_nothing, device_count=_answer(1), current_device=_answer(0), set_device=_nothing,
+        get_device_name=_answer(card.name), get_device_properties=_answer(properties),
+        get_device_capability=_answer(card.compute_capability), get_arch_list=_answer([f"sm_{major}{minor}"]),
+        is_bf16_supported=lambda including_emulation=True: including_emulation or major >= 8,
+        utilization=_answer(0), temperature=_answer(0), power_draw=_answer(0),
+    )  # fmt: skip
+
+
+def _its_memory(patches: Patches, card: Card, allocator: CachingAllocator) -> None:
+    total = _total_bytes(card)
 
     def statistics(device: Any = None) -> dict[str, int]:
         figures = _Statistics(num_alloc_retries=allocator.retries)
@@ -117,58 +159,43 @@ def simulate_cuda(patches: Patches, card: Card, allocator: CachingAllocator) -> 
         figures["reserved_bytes.all.peak"] = allocator.peak_reserved_bytes
         return figures
 
-    def answer(value: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: value
-
-    nothing = answer(None)
-    random_state = torch.zeros(16, dtype=torch.uint8)
     patches.set(
         torch.cuda,
-        is_available=answer(True), is_initialized=answer(True), device_count=answer(1), current_device=answer(0),
-        init=nothing, _lazy_init=nothing, _lazy_call=nothing, set_device=nothing, synchronize=nothing,
-        ipc_collect=nothing, manual_seed=nothing, manual_seed_all=nothing, seed=nothing, seed_all=nothing,
-        initial_seed=answer(0), get_rng_state=answer(random_state), set_rng_state=nothing,
-        get_rng_state_all=answer([random_state]), set_rng_state_all=nothing,
-        get_device_name=answer(card.name), get_device_properties=answer(properties),
-        get_device_capability=answer(card.compute_capability), get_arch_list=answer([f"sm_{major}{minor}"]),
-        is_bf16_supported=lambda including_emulation=True: including_emulation or major >= 8,
         memory_allocated=lambda device=None: allocator.allocated_bytes,
         max_memory_allocated=lambda device=None: allocator.peak_allocated_bytes,
         memory_reserved=lambda device=None: allocator.reserved_bytes,
         max_memory_reserved=lambda device=None: allocator.peak_reserved_bytes,
-        memory_stats=statistics, memory_summary=answer("simulated card"), memory_snapshot=answer([]),
-        utilization=answer(0), memory_usage=answer(0), temperature=answer(0), power_draw=answer(0),
+        memory_stats=statistics, memory_summary=_answer("simulated card"), memory_snapshot=_answer([]),
+        memory_usage=_answer(0),
         mem_get_info=lambda device=None: (max(0, total - CONTEXT_BYTES - allocator.reserved_bytes), total),
         # peaks of the run are the profile's own: a script that resets them must not erase them
-        reset_peak_memory_stats=nothing, reset_max_memory_allocated=nothing, reset_max_memory_cached=nothing,
-        reset_accumulated_memory_stats=nothing, empty_cache=allocator.empty_cache,
-        set_per_process_memory_fraction=nothing, is_current_stream_capturing=answer(False),
-        Event=_Stream, Stream=_Stream, device=_Stream, device_of=_Stream,
-        current_stream=lambda device=None: _Stream(), default_stream=lambda device=None: _Stream(),
-        stream=lambda *stream: nullcontext(), set_stream=nothing,
-        # as in a torch that is built without CUDA, where making one is an error with its name
-        CUDAGraph=torch._utils._dummy_type("CUDAGraph"),
+        reset_peak_memory_stats=_nothing, reset_max_memory_allocated=_nothing, reset_max_memory_cached=_nothing,
+        reset_accumulated_memory_stats=_nothing, empty_cache=allocator.empty_cache,
+        set_per_process_memory_fraction=_nothing, ipc_collect=_nothing,
     )  # fmt: skip
-    patches.set(torch, Generator=_Generator, device=_DeviceType("device", (), {}))
-    for name, dtype in _LEGACY_TYPES.items():
-        patches.set(torch.cuda, **{name: _LegacyType(name, (), {"dtype": dtype})})
-    patches.set(torch.cuda.amp.common, amp_definitely_not_available=answer(False))
     patches.set(
         torch.cuda.memory,
         empty_cache=allocator.empty_cache, memory_allocated=torch.cuda.memory_allocated,
         mem_get_info=torch.cuda.mem_get_info, memory_stats=statistics,
         _set_allocator_settings=allocator.configure,
-        _record_memory_history=nothing, _dump_snapshot=nothing, _snapshot=answer({"segments": [], "device_traces": []}),
+        _record_memory_history=_nothing, _dump_snapshot=_nothing,
+        _snapshot=_answer({"segments": [], "device_traces": []}),
     )  # fmt: skip
-    _profile_the_host_alone(patches)
-    patches.set(torch.backends.cudnn, is_available=answer(True), is_acceptable=answer(False), version=answer(90100))
-    if hasattr(torch, "accelerator"):
-        patches.set(
-            torch.accelerator,
-            is_available=answer(True), device_count=answer(1), current_device_index=answer(0),
-            current_accelerator=answer(torch.device("cuda")), set_device_index=nothing, synchronize=nothing,
-            current_stream=lambda device=None: _Stream(),
-        )  # fmt: skip
+
+
+def _streams_and_random_numbers(patches: Patches) -> None:
+    random_state = torch.zeros(16, dtype=torch.uint8)
+    patches.set(
+        torch.cuda,
+        synchronize=_nothing, Event=_Stream, Stream=_Stream, device=_Stream, device_of=_Stream,
+        current_stream=lambda device=None: _Stream(), default_stream=lambda device=None: _Stream(),
+        stream=lambda *stream: nullcontext(), set_stream=_nothing, is_current_stream_capturing=_answer(False),
+        # as in a torch that is built without CUDA, where making one is an error with its name
+        CUDAGraph=torch._utils._dummy_type("CUDAGraph"),
+        manual_seed=_nothing, manual_seed_all=_nothing, seed=_nothing, seed_all=_nothing, initial_seed=_answer(0),
+        get_rng_state=_answer(random_state), set_rng_state=_nothing,
+        get_rng_state_all=_answer([random_state]), set_rng_state_all=_nothing,
+    )  # fmt: skip
 
 
 def _profile_the_host_alone(patches: Patches) -> None:

@@ -94,7 +94,7 @@ def _shares(found: dict[str, Any]) -> list[str]:
     if not shares:
         return []
     ddp, fsdp = size(shares["ddp_bytes"]), size(shares["fsdp2_bytes"])
-    return [f"  each of {shares['ranks']} ranks, reckoned: {ddp} allocated under DDP, {fsdp} under FSDP2"]
+    return [f"  each of {shares['ranks']} ranks, computed: {ddp} allocated under DDP, {fsdp} under FSDP2"]
 
 
 def grows(found: dict[str, Any]) -> bool:

@@ -100,7 +100,7 @@ if __name__ == "__main__":
 
 def test_fsdp_is_refused_with_what_can_be_done(simulate, as_torchrun):
     source = "import torch\nfrom torch.distributed.fsdp import fully_shard\nfully_shard(torch.nn.Linear(2, 2))\n"
-    with pytest.raises(CannotSimulate, match=r"shards its model \(FSDP\); without that call, `--ranks N` reckons"):
+    with pytest.raises(CannotSimulate, match=r"shards its model \(FSDP\); without that call, `--ranks N` computes"):
         simulate(source, ranks=2)
 
 
