@@ -13,7 +13,7 @@ from oomfix.script.methods import SAME_MODULE
 from oomfix.script.named_like import looks_like_loss, looks_like_module, looks_like_training
 from oomfix.script.names import MOVES, last_of, path_of
 from oomfix.script.trace import Event, Handed
-from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Graph, Kind, Value, combine, flatten
+from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine, flatten
 
 
 class Calls(Externals):
@@ -33,105 +33,103 @@ class Calls(Externals):
             function = self.attribute_of(result, node.func)
         else:
             function = self.evaluate(node.func)
-        arguments = [self.evaluate(argument) for argument in node.args]
-        keywords = {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords}
-        return self._call_value(node, function, result, arguments, keywords)
+        given = Given(
+            [self.evaluate(argument) for argument in node.args],
+            {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords},
+        )
+        return self._call_value(node, function, result, given)
 
     def _call_value(
         self,
         node: ast.Call,
         function: Value,
         result: Value | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
+        given: Given,
     ) -> Value:
         """What a call gives; `result` is that of the call whose method is called: `a.f().g()` runs `a.f()` once."""
         path = _path_of_each(node.func)
         match function.kind:
             case Kind.EXTERNAL:
-                return self._external(node, function.ref, path, arguments, keywords)
+                return self._external(node, function.ref, path, given)
             case Kind.FUNCTION:
-                return self._function(node, function, arguments, keywords)
+                return self._function(node, function, given)
             case Kind.CLASS:
-                return self._instantiate(node, function.ref, arguments, keywords)
+                return self._instantiate(node, function.ref, given)
             case Kind.MODULE:
                 if self._takes_the_name_of(node, path):
                     return function
                 if self.hints.is_loss(path or ""):
-                    return self._through_loss([*arguments, *keywords.values()])
-                return self.forward(node, function, path, arguments, keywords, method=self._own(function, "forward"))
+                    return self._through_loss(given.all)
+                return self.forward(node, function, path, given, method=self._own(function, "forward"))
             case Kind.LOSS:
-                return self._of_criterion(node, function, arguments, keywords)
+                return self._of_criterion(node, function, given)
             case Kind.CONTEXT:
-                if arguments and arguments[0].kind is Kind.FUNCTION:
-                    arguments[0].ref[0].effects.append(function)
-                    return arguments[0]
-                return function
+                decorated = given.positional[0] if given.positional else UNKNOWN
+                if decorated.kind is not Kind.FUNCTION:
+                    return function
+                decorated.ref[0].effects.append(function)
+                return decorated
             case Kind.INSTANCE:
                 instance = self.instance_of(function)
                 own = instance.cls.find("__call__") if instance is not None else None
                 if own is not None:
-                    return self._function(node, Value(Kind.FUNCTION, ref=(own, function)), arguments, keywords)
-                return self._method(node, function, "__call__", arguments, keywords)
-        if (context := self._context_of_one(node, function.alternatives, arguments, keywords)) is not None:
+                    return self._function(node, Value(Kind.FUNCTION, ref=(own, function)), given)
+                return self._method(node, function, "__call__", given)
+        if (context := self._context_of_one(node, function.alternatives, given)) is not None:
             return context
         if isinstance(node.func, ast.Attribute):
             receiver = self.evaluate(node.func.value) if result is None else result
-            return self._method(node, receiver, node.func.attr, arguments, keywords)
-        return self._unknown(node, path, arguments, keywords)
+            return self._method(node, receiver, node.func.attr, given)
+        return self._unknown(node, path, given)
 
-    def _method(
-        self, node: ast.Call, receiver: Value, name: str, arguments: list[Value], keywords: dict[str, Value]
-    ) -> Value:
-        given = [*arguments, *keywords.values()]
+    def _method(self, node: ast.Call, receiver: Value, name: str, given: Given) -> Value:
+        values = given.all
         path = path_of(node.func)
-        if looks_like_training(name) and any(value.kind is Kind.CONTAINER and value.graph for value in given):
+        if looks_like_training(name) and any(value.kind is Kind.CONTAINER and value.graph for value in values):
             # `agent.update(log_probs, values)`: lists of graphs are terms of a loss out of sight.
-            self.trace.backpropagated |= combine(given).origins
+            self.trace.backpropagated |= combine(values).origins
         if name in ("configure_optimizer", "configure_optimizers"):
             return UNKNOWN
         if name == "run" and isinstance(receiver.ref, Handed):
             receiver.ref.run(self.state.grad)
         match receiver.kind:
             case Kind.MODULE:
-                return self._module_method(node, receiver, name, path, arguments, keywords)
+                return self._module_method(node, receiver, name, path, given)
             case Kind.SEQUENCE if name in torch_facts.REDUCTIONS:
-                return self._tensor_method(name, flatten(receiver), given)  # `torch.min(first, second).mean()`
+                return self._tensor_method(name, flatten(receiver), values)  # `torch.min(first, second).mean()`
             case Kind.CONTAINER | Kind.SEQUENCE:
-                return self._container_method(node, receiver, name, given)
+                return self._container_method(node, receiver, name, values)
             case Kind.ACCELERATOR:
-                return self._accelerator_method(name, given)
+                return self._accelerator_method(name, values)
             case Kind.OPTIMIZER | Kind.SCALER | Kind.CONTEXT | Kind.NUMBER if not receiver.graph:
-                self._call_back(node, given)
-                content = combine(given)
+                self._call_back(node, values)
+                content = combine(values)
                 if receiver.kind is Kind.NUMBER and content.graph:
                     return content.with_graph(Graph.MAYBE)
                 return NUMBER
             case Kind.MEMORY:
-                return self._memory_method(node, name, arguments, keywords)
+                return self._memory_method(node, name, given)
             case Kind.TRAINER if name in ("fit", "train"):
                 self.trace.fits.append(Event(node, self.site(), self.trace.next_order()))
             case Kind.LOSS if name in SAME_MODULE:
                 return receiver
             case Kind.CLASS if name == "load_from_checkpoint":
-                return self._instantiate(node, receiver.ref, [], {"**": UNKNOWN})
-        if name == "get" and receiver.graph and len(given) > 1:
+                return self._instantiate(node, receiver.ref, Given(keywords={"**": UNKNOWN}))
+        if name == "get" and receiver.graph and len(values) > 1:
             return receiver.with_graph(Graph.MAYBE)  # `parts.get("kl", 0.0)` of a loss in parts: perhaps numbers
-        if receiver.kind is Kind.TENSOR or receiver.graph or divisors_of(name, given):
-            return self._method_of_tensor(node, receiver, name, arguments, given)
-        return self._method_of_unknown(node, receiver, name, path, arguments, keywords)
+        if receiver.kind is Kind.TENSOR or receiver.graph or divisors_of(name, values):
+            return self._method_of_tensor(node, receiver, name, given)
+        return self._method_of_unknown(node, receiver, name, path, given)
 
-    def _method_of_tensor(
-        self, node: ast.Call, receiver: Value, name: str, arguments: list[Value], given: list[Value]
-    ) -> Value:
+    def _method_of_tensor(self, node: ast.Call, receiver: Value, name: str, given: Given) -> Value:
         """What a method of a tensor gives; one that works in place changes what its name holds."""
-        result = self._tensor_method(name, receiver, given)
+        result = self._tensor_method(name, receiver, given.all)
         if not isinstance(node.func, ast.Attribute):
             return result
         if name in ("div_", "mul_"):
             self.assign(node.func.value, result, self.statement)
-        elif name in ("add_", "sub_") and arguments:
-            self._add_in_place(node, node.func.value, result, arguments[0])
+        elif name in ("add_", "sub_") and given.positional:
+            self._add_in_place(node, node.func.value, result, given.positional[0])
         elif self.is_for_effect(node) and receiver.origins <= self.trace.unseen and result.origins:
             # `loss.add_batch(out, y)` of an object that runs the backward itself
             self.assign(node.func.value, result, self.statement)
@@ -143,35 +141,34 @@ class Calls(Externals):
         receiver: Value,
         name: str,
         path: str | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
+        given: Given,
     ) -> Value:
         """What a method gives, by its name and that of its object."""
-        given = [*arguments, *keywords.values()]
+        values = given.all
         if name in STORING:
-            return self._store_unknown(node, receiver, name, given)
-        moved = name in ("to", "cuda") or (name == "type" and bool(given))
+            return self._store_unknown(node, receiver, name, values)
+        moved = name in ("to", "cuda") or (name == "type" and bool(values))
         if not moved and (name in torch_facts.LEAVING_THE_GRAPH or name in torch_facts.INTEGER_RESULTS):
-            return NUMBER if not combine(given).graph else UNKNOWN
+            return NUMBER if not combine(values).graph else UNKNOWN
         if name == "forward" and isinstance(node.func, ast.Attribute):
             base = path_of(node.func.value)
             if self.hints.is_loss(base or ""):
-                return self._through_loss(given)
-            return self.forward(node, Value(Kind.MODULE, ref=base), base, arguments, keywords)
+                return self._through_loss(values)
+            return self.forward(node, Value(Kind.MODULE, ref=base), base, given)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if moved and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
             return self._network_made(node)
         each = _path_of_each(node.func.value) if isinstance(node.func, ast.Attribute) and base is None else None
         if receiver.kind is Kind.UNKNOWN and each is not None and looks_like_module(each) and looks_like_module(name):
-            return self._module_method(node, Value(Kind.MODULE, ref=each), name, f"{each}.{name}", arguments, keywords)
+            return self._module_method(node, Value(Kind.MODULE, ref=each), name, f"{each}.{name}", given)
         if receiver.kind is Kind.UNKNOWN and base is not None and name not in SAME_MODULE:
             if self.hints.is_module(base) or (base in self.hints.called and looks_like_module(base)):
-                return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, arguments, keywords)
-        if name in SAME_MODULE and not given and base is not None and self.hints.is_module(base):
+                return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, given)
+        if name in SAME_MODULE and not values and base is not None and self.hints.is_module(base):
             return Value(Kind.MODULE, ref=base)
         if name in SAME_MODULE:
             return receiver
-        return self._unknown(node, path, arguments, keywords)
+        return self._unknown(node, path, given)
 
     def _add_in_place(self, node: ast.Call, total: ast.expr, result: Value, value: Value) -> None:
         """`total.add_(loss)`."""
@@ -191,35 +188,35 @@ class Calls(Externals):
         imported = value.kind is Kind.EXTERNAL and not str(value.ref).startswith(("torch.", "torchmetrics.", "numpy."))
         return imported and last[:1].isupper() and len(last) > 2 and not looks_like_loss(last)
 
-    def _tensor_method(self, name: str, receiver: Value, given: list[Value]) -> Value:
-        converts = name == "type" and bool(given)
+    def _tensor_method(self, name: str, receiver: Value, values: list[Value]) -> Value:
+        converts = name == "type" and bool(values)
         if not converts and (name in torch_facts.INTEGER_RESULTS or name in torch_facts.LEAVING_THE_GRAPH):
             return PLAIN_TENSOR
-        if (converts or name == "to") and has_integers(given):
+        if (converts or name == "to") and has_integers(values):
             return PLAIN_TENSOR
-        content = combine([receiver] if name in MOVES else [receiver, *given])
+        content = combine([receiver] if name in MOVES else [receiver, *values])
         if name == "sample":  # of a distribution: torch's own draw without a graph
             return content.with_graph(min(content.graph, Graph.MAYBE))
         if not name.endswith("_") and name not in SAME_MODULE:
             content = self.computed(content)
         if name in torch_facts.INDEX_REDUCTIONS:
-            return self._values_and_indices(content, 1 + len(given))
+            return self._values_and_indices(content, 1 + len(values))
         return content._replace(
-            divisors=receiver.divisors | divisors_of(name, given),
+            divisors=receiver.divisors | divisors_of(name, values),
             scaled=receiver.scaled,
             is_tensor=(receiver.is_tensor and name not in torch_facts.SEVERAL) or name in torch_facts.REDUCTIONS,
         )
 
-    def _accelerator_method(self, name: str, given: list[Value]) -> Value:
+    def _accelerator_method(self, name: str, values: list[Value]) -> Value:
         if name == "prepare":
-            return Value(Kind.SEQUENCE, items=tuple(given)) if len(given) > 1 else (given[0] if given else UNKNOWN)
+            return Value(Kind.SEQUENCE, items=tuple(values)) if len(values) > 1 else (values[0] if values else UNKNOWN)
         if name in ("autocast", "accumulate", "no_sync"):
             return NULL
         if name in ("unwrap_model", "setup_module", "setup"):
-            return given[0] if given else UNKNOWN
+            return values[0] if values else UNKNOWN
         if name in ("clip_grad_norm_", "clip_grad_value_", "clip_gradients"):
             return NUMBER
-        return combine(given)
+        return combine(values)
 
 
 _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] = {

@@ -6,7 +6,7 @@ import re
 
 from oomfix.script.names import last_of
 from oomfix.script.trace import Autocast
-from oomfix.script.values import MISSING, Graph, Kind, Value
+from oomfix.script.values import MISSING, UNKNOWN, Given, Graph, Kind, Value
 
 NULL = Value(Kind.CONTEXT, ref=frozenset({"null"}))
 
@@ -27,24 +27,24 @@ _AUTOCAST = (
 )
 
 
-def context_of_call(qualified: str, positional: list[Value], keywords: dict[str, Value]) -> Value | None:
+def context_of_call(qualified: str, given: Given) -> Value | None:
     """The context a call of an imported name makes; None when it makes none that matters here."""
     if qualified in _GRAD_OFF:
-        mode = positional[0].constant if positional else keywords.get("mode", Value()).constant
+        mode = given.argument("mode").constant
         return _context("grad" if mode is False else "no_grad")
     if qualified in ("torch.enable_grad", "torch.autograd.enable_grad"):
         return _context("grad")
     if qualified in ("torch.set_grad_enabled", "torch.autograd.set_grad_enabled"):
-        mode = positional[0].constant if positional else keywords.get("mode", Value()).constant
+        mode = given.argument("mode").constant
         if mode is MISSING:
             return _context("grad", "no_grad")
         return _context("grad" if mode else "no_grad")
     if qualified in _AUTOCAST:
-        return _autocast(qualified, positional, keywords)
+        return _autocast(qualified, given)
     if qualified in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
         return NULL
     if qualified == "apex.amp.scale_loss":
-        return Value(Kind.CONTEXT, ref=frozenset({"apex"}), items=tuple(positional[:1]))
+        return Value(Kind.CONTEXT, ref=frozenset({"apex"}), items=tuple(given.positional[:1]))
     return None
 
 
@@ -52,14 +52,14 @@ def _context(*effects: str) -> Value:
     return Value(Kind.CONTEXT, ref=frozenset(effects))
 
 
-def _autocast(qualified: str, positional: list[Value], keywords: dict[str, Value]) -> Value:
+def _autocast(qualified: str, given: Given) -> Value:
     old = qualified.startswith(("torch.cuda", "torch.cpu"))
-    device = "cuda" if old else (positional[0] if positional else keywords.get("device_type", Value())).constant
+    device = "cuda" if old else given.argument("device_type").constant
     slots = ["enabled", "dtype"] if old else ["device_type", "dtype", "enabled"]
-    given = dict(zip(slots, positional, strict=False)) | keywords
-    if given.get("enabled", Value()).constant is False:
+    named = {**dict(zip(slots, given.positional, strict=False)), **given.keywords}
+    if named.get("enabled", UNKNOWN).constant is False:
         return _context("autocast:off")
-    dtype = given.get("dtype")
+    dtype = named.get("dtype")
     if dtype is None or dtype.constant is None:
         name = "bfloat16" if device == "cpu" or qualified.startswith("torch.cpu") else "float16"
     else:

@@ -8,7 +8,7 @@ from oomfix.script.contexts import context_of_call, held_elsewhere
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.names import path_of
 from oomfix.script.statements import Statements
-from oomfix.script.values import Kind, Value
+from oomfix.script.values import Given, Kind, Value
 
 
 class Entering(Statements):
@@ -22,7 +22,8 @@ class Entering(Statements):
         path = path_of(called)
         if path == "amp.scale_loss" and value.kind is not Kind.CONTEXT and isinstance(node, ast.Call):
             # apex, imported in another function
-            return context_of_call(f"apex.{path}", [self.evaluate(argument) for argument in node.args], {}) or value
+            given = Given([self.evaluate(argument) for argument in node.args])
+            return context_of_call(f"apex.{path}", given) or value
         if value.kind is Kind.CONTEXT:
             return value
         binding = self.lookup(path) if path is not None else None

@@ -17,6 +17,7 @@ from oomfix.script.values import (
     NUMBER,
     PLAIN_TENSOR,
     UNKNOWN,
+    Given,
     Graph,
     Kind,
     Value,
@@ -28,31 +29,27 @@ from oomfix.script.values import (
 class Externals(Methods):
     """Knows what a call of something imported gives, by its qualified name."""
 
-    def _context_of_one(
-        self, node: ast.Call, functions: tuple[Value, ...], arguments: list[Value], keywords: dict[str, Value]
-    ) -> Value | None:
+    def _context_of_one(self, node: ast.Call, functions: tuple[Value, ...], given: Given) -> Value | None:
         """What a call of one of several functions puts around its block, where an imported one makes a context."""
-        made = [context_of_call(one.ref, arguments, keywords) for one in functions if one.kind is Kind.EXTERNAL]
+        made = [context_of_call(one.ref, given) for one in functions if one.kind is Kind.EXTERNAL]
         if not any(made):
             return None
-        made += [self._function(node, one, arguments, keywords) for one in functions if one.kind is Kind.FUNCTION]
+        made += [self._function(node, one, given) for one in functions if one.kind is Kind.FUNCTION]
         contexts = [value for value in made if value is not None and value.kind is Kind.CONTEXT]
         effects = NULL.ref.union(*(context.ref for context in contexts))
         known = effects != NULL.ref or len(contexts) == len(functions)
         return Value(Kind.CONTEXT, ref=effects) if known else None
 
-    def _external(
-        self, node: ast.Call, name: str, path: str | None, arguments: list[Value], keywords: dict[str, Value]
-    ) -> Value:
+    def _external(self, node: ast.Call, name: str, path: str | None, given: Given) -> Value:
         last = last_of(name)
-        given = [*arguments, *keywords.values()]
-        if (context := context_of_call(name, arguments, keywords)) is not None:
+        values = given.all
+        if (context := context_of_call(name, given)) is not None:
             if last == "set_grad_enabled":
                 self._set_grad(context)
             return context
-        if (known := self._of_one_name(node, name, arguments, keywords)) is not None:
+        if (known := self._of_one_name(node, name, given)) is not None:
             return known
-        if "." not in name and (builtin := self._builtin(node, name, given)) is not None:
+        if "." not in name and (builtin := self._builtin(node, name, values)) is not None:
             return builtin
         if last in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"):
             self.trace.clips.append(Clip(node, self.site(), self.trace.next_order(), gradients=self.state.gradients))
@@ -60,65 +57,62 @@ class Externals(Methods):
         if name.startswith("torchmetrics."):
             return NUMBER
         if torch_facts.wraps_module(name):
-            return self._wrapped(name, given)
-        without_weights = name == "torch.nn.Sequential" and given and all(part.kind is Kind.LOSS for part in given)
+            return self._wrapped(name, values)
+        without_weights = name == "torch.nn.Sequential" and values and all(part.kind is Kind.LOSS for part in values)
         if torch_facts.has_no_weights(name) or without_weights:
             return Value(Kind.LOSS)  # as of a criterion, what it gives carries no graph but that of what goes in
         if name.startswith("numpy."):
-            content = combine([flatten(value) for value in given])
+            content = combine([flatten(value) for value in values])
             self.trace.read_by_numpy |= content.origins
             if content.graph and self.is_made_to_be_backpropagated():
                 return content.with_graph(Graph.MAYBE)  # an array of tensors, summed up
         if torch_facts.is_plain(name):
             if name.startswith("collections."):
                 return Value(Kind.CONTAINER)
-            return flatten(given[0]) if name.startswith("tqdm") and given else NUMBER
+            return flatten(values[0]) if name.startswith("tqdm") and values else NUMBER
         if torch_facts.runs_module(last) and node.args:
-            return self.run_argument(node, arguments, keywords)
-        if (made := self._of_a_kind(node, name, path, given, keywords)) is not None:
+            return self.run_argument(node, given)
+        if (made := self._of_a_kind(node, name, path, given)) is not None:
             return made
         if name.startswith("torch."):
-            return self.computed(self._torch_function(name, last, given, keywords))
+            return self.computed(self._torch_function(name, last, given))
         if last in ("tqdm", "trange", "track", "prefetch"):
-            return flatten(given[0]) if given else UNKNOWN
-        unseen = self._unknown(node, path, arguments, keywords, imported=True)
+            return flatten(values[0]) if values else UNKNOWN
+        unseen = self._unknown(node, path, given, imported=True)
         return Value(Kind.TRAINER) if torch_facts.is_trainer(name) else unseen
 
-    def _of_one_name(
-        self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]
-    ) -> Value | None:
+    def _of_one_name(self, node: ast.Call, name: str, given: Given) -> Value | None:
         """What a function that is known by its whole name gives."""
+        arguments = given.positional
         match name:
             case "torch.nn.Parameter" | "torch.nn.parameter.Parameter":
                 return Value(Kind.TENSOR, Graph.MAYBE)
             case "torch.autograd.grad" | "torch.autograd.backward":
-                return self._functional_backward(node, name, arguments, keywords)
+                return self._functional_backward(node, name, given)
             case "torch.load":
                 return LOADED
             case "torch.cuda.empty_cache":
                 self.note_call(name, node)
                 return NONE
             case "deepspeed.initialize":
-                return self._engine(node, keywords.get("model", UNKNOWN))
+                return self._engine(node, given.keywords.get("model", UNKNOWN))
             case "itertools.repeat" if arguments:
                 return Value(Kind.SEQUENCE, items=(arguments[0],))
             case "functools.partial" if arguments and arguments[0].kind is Kind.EXTERNAL:
-                return self._partial(arguments[0], arguments[1:], keywords)
+                return self._partial(arguments[0], given.rest)
             case "copy.deepcopy" if arguments and arguments[0].kind is Kind.MODULE:
                 return self.copied(arguments[0], self.number_of_made(node))
         return None
 
-    def _of_a_kind(
-        self, node: ast.Call, name: str, path: str | None, given: list[Value], keywords: dict[str, Value]
-    ) -> Value | None:
+    def _of_a_kind(self, node: ast.Call, name: str, path: str | None, given: Given) -> Value | None:
         """An optimizer, a network, a criterion..., by what its name says."""
         kind = torch_facts.kind_of_call(name)
-        if kind is Kind.LOSS and combine(given).graph:
-            return self._through_loss(given)  # `Loss(out, y)`: a function under the name of a class
+        if kind is Kind.LOSS and combine(given.all).graph:
+            return self._through_loss(given.all)  # `Loss(out, y)`: a function under the name of a class
         elsewhere = path is not None and name.split(".")[0] != "torch"
         if kind is None or (kind is Kind.OPTIMIZER and elsewhere and not self._has_parameters(node)):
             return None
-        made = Value(kind, ref=(name, self.number_of_made(node)), divisors=torch_facts.summed_by(keywords))
+        made = Value(kind, ref=(name, self.number_of_made(node)), divisors=torch_facts.summed_by(given.keywords))
         if name == "torch.nn.Sequential" and self._are_frozen_parts(node.args):
             self.state.frozen[made.ref] = True
         return made
@@ -140,9 +134,9 @@ class Externals(Methods):
         engine = model if model.kind is Kind.MODULE else self._network_made(node)
         return Value(Kind.SEQUENCE, items=(engine, UNKNOWN, UNKNOWN, UNKNOWN))
 
-    def _partial(self, function: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def _partial(self, function: Value, given: Given) -> Value:
         """A context whose arguments are given beforehand is that context; any other function stays itself."""
-        context = context_of_call(function.ref, arguments, keywords)
+        context = context_of_call(function.ref, given)
         return function if context is None else context
 
     def _has_parameters(self, node: ast.Call) -> bool:
@@ -156,88 +150,89 @@ class Externals(Methods):
         effects: frozenset[str] = context.ref
         self.state.grad = Graph.MAYBE if len(effects) > 1 else (Graph.NO if "no_grad" in effects else Graph.YES)
 
-    def _wrapped(self, name: str, given: list[Value]) -> Value:
+    def _wrapped(self, name: str, values: list[Value]) -> Value:
         """`nn.DataParallel(x)`: what is wrapped like a network is one, unless more than a guess is known of it."""
-        if not given:
+        if not values:
             return UNKNOWN
-        guessed = given[0].kind is Kind.TENSOR and name != "copy.deepcopy"
-        return Value(Kind.MODULE) if guessed or given[0].kind is Kind.UNKNOWN else given[0]
+        guessed = values[0].kind is Kind.TENSOR and name != "copy.deepcopy"
+        return Value(Kind.MODULE) if guessed or values[0].kind is Kind.UNKNOWN else values[0]
 
-    def _torch_function(self, name: str, last: str, given: list[Value], keywords: dict[str, Value]) -> Value:
+    def _torch_function(self, name: str, last: str, given: Given) -> Value:
+        values = given.all
         if last in torch_facts.FRESH:
-            return PLAIN_TENSOR if has_integers(given) else FRESH_TENSOR
+            return PLAIN_TENSOR if has_integers(values) else FRESH_TENSOR
         if last in torch_facts.INTEGER_RESULTS or last in torch_facts.LEAVING_THE_GRAPH or last in torch_facts.COPIES:
             return PLAIN_TENSOR
-        content = combine(given)
-        if last == "Variable" and given and given[0].is_tensor:
-            return given[0]
+        content = combine(values)
+        if last == "Variable" and values and values[0].is_tensor:
+            return values[0]
         if content.graph is Graph.NO:
             known = last in torch_facts.TORCH_GRAPH_FREE or content.kind is not Kind.UNKNOWN
             return PLAIN_TENSOR if known else UNKNOWN
         if last in torch_facts.INDEX_REDUCTIONS:
-            return content if _compares(last, given) else self._values_and_indices(content, len(given))
-        if divisors_of(last, given[1:]):
-            return content._replace(divisors=given[0].divisors | divisors_of(last, given[1:]))
+            return content if _compares(last, values) else self._values_and_indices(content, len(values))
+        if divisors_of(last, values[1:]):
+            return content._replace(divisors=values[0].divisors | divisors_of(last, values[1:]))
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
             return content if "checkpoint" in name else UNKNOWN
         several = last in torch_facts.SEVERAL or name.startswith("torch.distributions.")
-        return content._replace(is_tensor=not several, divisors=torch_facts.summed_by(keywords))
+        return content._replace(is_tensor=not several, divisors=torch_facts.summed_by(given.keywords))
 
-    def _values_and_indices(self, content: Value, given: int) -> Value:
-        if given < 2:
+    def _values_and_indices(self, content: Value, number: int) -> Value:
+        if number < 2:
             return content
         return Value(Kind.SEQUENCE, items=(content._replace(is_tensor=True), PLAIN_TENSOR))
 
-    def _builtin(self, node: ast.Call, name: str, given: list[Value]) -> Value | None:
+    def _builtin(self, node: ast.Call, name: str, values: list[Value]) -> Value | None:
         if name in torch_facts.NUMBER_BUILTINS:
             return NUMBER
         if name in torch_facts.PASSING_BUILTINS:
-            if name == "map" and given and given[0].kind is Kind.FUNCTION:
-                content = flatten(self._function(node, given[0], [self.element(value) for value in given[1:]], {}))
+            if name == "map" and values and values[0].kind is Kind.FUNCTION:
+                content = flatten(self._function(node, values[0], Given([self.element(value) for value in values[1:]])))
                 return Value(Kind.CONTAINER, content.graph, content.origins)
-            return self._passed(name, given)
+            return self._passed(name, values)
         if name in torch_facts.REDUCING_BUILTINS:
-            return combine([flatten(value) for value in given])
-        if name == "getattr" and given:
-            external = given[0].kind is Kind.EXTERNAL and len(given) > 1 and isinstance(given[1].constant, str)
-            return Value(Kind.EXTERNAL, ref=f"{given[0].ref}.{given[1].constant}") if external else UNKNOWN
+            return combine([flatten(value) for value in values])
+        if name == "getattr" and values:
+            external = values[0].kind is Kind.EXTERNAL and len(values) > 1 and isinstance(values[1].constant, str)
+            return Value(Kind.EXTERNAL, ref=f"{values[0].ref}.{values[1].constant}") if external else UNKNOWN
         if name == "super":
             owner = self.frame.function.owner if self.frame.function else None
             return Value(Kind.INSTANCE, ref=None) if owner is None else UNKNOWN
         return None
 
-    def _passed(self, name: str, given: list[Value]) -> Value:
-        if not given:
+    def _passed(self, name: str, values: list[Value]) -> Value:
+        if not values:
             return Value(Kind.CONTAINER)
         if name == "zip":
-            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=tuple(self.element(v) for v in given)),))
+            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=tuple(self.element(v) for v in values)),))
         if name == "enumerate":
-            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=(NUMBER, self.element(given[0]))),))
+            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=(NUMBER, self.element(values[0]))),))
         if name in ("map", "filter"):
-            content = combine(given[1:])
+            content = combine(values[1:])
             return Value(Kind.CONTAINER, content.graph, content.origins)
         if name == "next":
-            return self.element(given[0])
-        if given[0].items is not None:
-            return given[0]
-        content = combine(given)
+            return self.element(values[0])
+        if values[0].items is not None:
+            return values[0]
+        content = combine(values)
         return Value(Kind.CONTAINER, content.graph, content.origins, carried_from=content.carried_from)
 
 
-def _compares(name: str, given: list[Value]) -> bool:
+def _compares(name: str, values: list[Value]) -> bool:
     """Whether `torch.min` or `torch.max` takes the smaller or larger of two tensors, and not along a dimension."""
-    return name in ("min", "max") and len(given) > 1 and given[1].kind is Kind.TENSOR
+    return name in ("min", "max") and len(values) > 1 and values[1].kind is Kind.TENSOR
 
 
-def divisors_of(name: str, given: list[Value]) -> frozenset[str]:
+def divisors_of(name: str, values: list[Value]) -> frozenset[str]:
     """What a function or method of a tensor divides it by: `loss.div(k)`, `loss.mul(1 / k)`."""
     if name in ("div", "div_", "true_divide", "divide"):
         return frozenset({name})
-    if name in ("mul", "mul_", "multiply") and given:
-        return given[0].divisors
+    if name in ("mul", "mul_", "multiply") and values:
+        return values[0].divisors
     return frozenset()
 
 
-def has_integers(given: list[Value]) -> bool:
+def has_integers(values: list[Value]) -> bool:
     """Whether one of the arguments is a dtype of integers."""
-    return any(value.kind is Kind.EXTERNAL and value.ref in torch_facts.INTEGER_DTYPES for value in given)
+    return any(value.kind is Kind.EXTERNAL and value.ref in torch_facts.INTEGER_DTYPES for value in values)

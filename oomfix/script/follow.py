@@ -14,7 +14,7 @@ from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
 from oomfix.script.taken_off import always_taken_off
 from oomfix.script.trace import Trace
-from oomfix.script.values import NO_ORIGINS, NONE, UNKNOWN, Graph, Kind, Value, combine, flatten, join
+from oomfix.script.values import NO_ORIGINS, NONE, UNKNOWN, Given, Graph, Kind, Value, combine, flatten, join
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
 _SHORTEST_NAME = 3
@@ -265,7 +265,7 @@ class Follower(Flow):
         self._invented_calls.append(call)
         constructor = owner.find("__init__")
         arguments = [] if constructor is None else [UNKNOWN] * (len(constructor.node.args.args) - 1)
-        return self._instantiate(call, owner, arguments, {"**": UNKNOWN})
+        return self._instantiate(call, owner, Given(arguments, {"**": UNKNOWN}))
 
     def run(self, frame: Frame, function: Function, call: ast.expr | None) -> Value:
         """Run a function's body in its frame; returns what it returns."""

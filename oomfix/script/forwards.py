@@ -10,7 +10,7 @@ from oomfix.script.definitions import Function
 from oomfix.script.names import last_of, path_of
 from oomfix.script.networks import Networks
 from oomfix.script.trace import Carry, Forward, Loop, Site
-from oomfix.script.values import NO_ORIGINS, PLAIN_TENSOR, Graph, Kind, Value, combine
+from oomfix.script.values import NO_ORIGINS, PLAIN_TENSOR, Given, Graph, Kind, Value, combine
 
 
 class Forwards(Networks):
@@ -23,13 +23,12 @@ class Forwards(Networks):
         node: ast.Call,
         module: Value,
         path: str | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
+        given: Given,
         direct: bool = True,
         method: Function | None = None,
     ) -> Value:
         """Record a forward; `method` is the module's own code for it, where that is in the file."""
-        content = combine([*arguments, *keywords.values()])
+        content = combine(given.all)
         if self.enclosing_forward is not None and path not in ("self", "self.module"):
             return self._part_of_forward(content, module, path)
         origin = self.trace.number("forward", id(node), self.way)
@@ -57,7 +56,7 @@ class Forwards(Networks):
         whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
         if method is None:
             return whole
-        returned = self._inside(node, method, module, arguments, keywords, origin)
+        returned = self._inside(node, method, module, given, origin)
         if self.parts_record == {Graph.NO}:
             self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR
@@ -99,14 +98,13 @@ class Forwards(Networks):
         node: ast.Call,
         method: Function,
         module: Value,
-        arguments: list[Value],
-        keywords: dict[str, Value],
+        given: Given,
         origin: int,
     ) -> Value:
         """Follow a module's own code for what it returns and keeps; its calls are part of the one forward."""
         outer = self.enclosing_forward, self.enclosing_depth
         self.enclosing_forward, self.enclosing_depth, self.parts_record = origin, len(self.loops), set()
-        returned = self._follow_function(node, method, module, arguments, keywords)
+        returned = self._follow_function(node, method, module, given)
         self.enclosing_forward, self.enclosing_depth = outer
         return returned
 
@@ -116,16 +114,14 @@ class Forwards(Networks):
         method = instance.cls.find(name) if instance is not None else None
         return method if method is not None and self._is_part_of_forward(method) else None
 
-    def _of_criterion(
-        self, node: ast.Call, criterion: Value, arguments: list[Value], keywords: dict[str, Value]
-    ) -> Value:
+    def _of_criterion(self, node: ast.Call, criterion: Value, given: Given) -> Value:
         """What a criterion gives: a loss, or several things where its own code shows which of them carry no graph."""
-        loss = self._through_loss([*arguments, *keywords.values()])._replace(divisors=criterion.divisors)
+        loss = self._through_loss(given.all)._replace(divisors=criterion.divisors)
         method = self._own(criterion, "forward")
         if method is None or not loss.graph or not _returns_several(method):
             return loss
         number = self.trace.number("criterion", id(node), self.way)
-        returned = self._inside(node, method, criterion, arguments, keywords, number)
+        returned = self._inside(node, method, criterion, given, number)
         if returned.items is None:
             return loss
         items = (
@@ -134,8 +130,8 @@ class Forwards(Networks):
         )
         return Value(Kind.SEQUENCE, items=tuple(items))
 
-    def _through_loss(self, given: list[Value]) -> Value:
-        content = combine(given)
+    def _through_loss(self, values: list[Value]) -> Value:
+        content = combine(values)
         graph = content.graph if self.state.grad is not Graph.NO else Graph.NO
         return Value(
             Kind.TENSOR,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 
 from oomfix.script.core import Core
@@ -15,7 +15,7 @@ from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
 from oomfix.script.trace import Guard, Trace
-from oomfix.script.values import UNKNOWN, Kind, Value, combine, join
+from oomfix.script.values import UNKNOWN, Given, Kind, Value, combine, join
 from oomfix.script.weights import has_no_weights, is_bare
 
 _MAX_DEPTH = 24
@@ -35,23 +35,22 @@ class Functions(Core):
         node: ast.Call,
         module: Value,
         path: str | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
+        given: Given,
         direct: bool = True,
         method: Function | None = None,
     ) -> Value:
         """Record a forward (`Training`); `method` is the module's own code for it, where that is in the file."""
 
-    def _function(self, node: ast.Call, value: Value, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def _function(self, node: ast.Call, value: Value, given: Given) -> Value:
         """Follow a call into a function of the file, and into each that may stand in its place."""
         if value.alternatives:
-            return reduce(join, list(self._each_alternative(node, value, arguments, keywords)))
+            return reduce(join, list(self._each_alternative(node, value, given)))
         function, bound = value.ref
         assert isinstance(function, Function)
         receiver: Value | None = None if function.is_static else bound
         if receiver is not None and self._runs_network(node, function, receiver):
-            return self.forward(node, receiver, path_of(node.func), arguments, keywords, method=function)
-        return self._follow_function(node, function, receiver, arguments, keywords)
+            return self.forward(node, receiver, path_of(node.func), given, method=function)
+        return self._follow_function(node, function, receiver, given)
 
     def _runs_network(self, node: ast.Call, function: Function, receiver: Value) -> bool:
         """Whether a call of a method is a forward of its network, and not part of one."""
@@ -62,13 +61,11 @@ class Functions(Core):
         for_a_log = self.is_for_effect(node) and looks_like_logging(function.name)
         return not for_a_log and not self._is_in_constructor_of(receiver)
 
-    def _each_alternative(
-        self, node: ast.Call, value: Value, arguments: list[Value], keywords: dict[str, Value]
-    ) -> Iterator[Value]:
+    def _each_alternative(self, node: ast.Call, value: Value, given: Given) -> Iterator[Value]:
         """One of them runs, so that what happens in one excludes what happens in the first."""
         for index, function in enumerate([value._replace(alternatives=()), *value.alternatives]):
             self.scopes.append(Guard(node, node.func, index == 0))
-            yield self._function(node, function, arguments, keywords)
+            yield self._function(node, function, given)
             self.scopes.pop()
 
     def _follow_function(
@@ -76,27 +73,26 @@ class Functions(Core):
         node: ast.Call,
         function: Function,
         receiver: Value | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
+        given: Given,
     ) -> Value:
-        given = [*zip(node.args, arguments, strict=False)]
-        given += [(keyword.value, keywords[keyword.arg]) for keyword in node.keywords if keyword.arg in keywords]
-        if receiver is not None:
-            arguments = [receiver, *arguments]
         if self._too_deep(function):
             return UNKNOWN
         function.calls += 1
         self.trace.followed.add(node)
+        named = {keyword.arg: keyword.value for keyword in node.keywords}
+        written = [*zip(node.args, given.positional, strict=False)]
+        written += [(named[name], value) for name, value in given.keywords.items() if name in named]
+        receivers = [] if receiver is None else [receiver]
         frame = Frame(
             function=function,
-            state=self.state.entering(self._arguments(function, arguments, keywords)),
+            state=self.state.entering(self._arguments(function, [*receivers, *given.positional], given.keywords)),
             closure=function.closure,
             caller=self.frame,
             call=node,
-            given=tuple(given),
+            given=tuple(written),
             instance=self.instance_of(receiver) if receiver is not None else None,
         )
-        self._keep_age(frame, function, node, 0 if receiver is None else 1)
+        self._keep_age(frame, function, node, len(receivers))
         return self.run(frame, function, node)
 
     def _keep_age(self, frame: Frame, function: Function, node: ast.Call, skipped: int) -> None:
@@ -164,7 +160,7 @@ class Functions(Core):
             depth, frame = depth + 1, frame.caller
         return depth > _MAX_DEPTH or function.calls > _MAX_CALLS_OF_ONE_FUNCTION
 
-    def _arguments(self, function: Function, arguments: list[Value], keywords: dict[str, Value]) -> Names:
+    def _arguments(self, function: Function, arguments: Sequence[Value], keywords: Mapping[str, Value]) -> Names:
         names = Names()
         parameters = function.node.args
         positional = [*parameters.posonlyargs, *parameters.args]
@@ -193,7 +189,7 @@ class Functions(Core):
             names.bind(parameters.kwarg.arg, Binding(UNKNOWN, self.loops, None))
         return names
 
-    def _instantiate(self, node: ast.Call, cls: Class, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def _instantiate(self, node: ast.Call, cls: Class, given: Given) -> Value:
         instance = Instance(cls, self.number_of_made(node))
         kind = Kind.INSTANCE
         if cls.is_module:
@@ -203,21 +199,19 @@ class Functions(Core):
         constructor = cls.find("__init__")
         if constructor is not None:
             if kind is Kind.INSTANCE:
-                self._function(node, Value(Kind.FUNCTION, ref=(constructor, value)), arguments, keywords)
+                self._function(node, Value(Kind.FUNCTION, ref=(constructor, value)), given)
             else:
-                self._construct_module(node, constructor, value, arguments, keywords)
+                self._construct_module(node, constructor, value, given)
         if any("Namespace" in name or "NamedTuple" in name for name in cls.base_names):
             return UNKNOWN
         return value
 
-    def _construct_module(
-        self, node: ast.Call, constructor: Function, value: Value, arguments: list[Value], keywords: dict[str, Value]
-    ) -> None:
+    def _construct_module(self, node: ast.Call, constructor: Function, value: Value, given: Given) -> None:
         if self._too_deep(constructor):
             return
         frame = Frame(
             function=constructor,
-            state=self.state.entering(self._arguments(constructor, [value, *arguments], keywords)),
+            state=self.state.entering(self._arguments(constructor, [value, *given.positional], given.keywords)),
             closure=constructor.closure,
             caller=self.frame,
             call=node,

@@ -17,7 +17,7 @@ from oomfix.script.named_like import (
 )
 from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.unseen import Unseen
-from oomfix.script.values import NUMBER, UNKNOWN, Graph, Value, combine
+from oomfix.script.values import NUMBER, UNKNOWN, Given, Graph, Value, combine
 
 SAME_MODULE = frozenset(
     "to cuda cpu half float double bfloat16 requires_grad_ train eval apply share_memory compile".split()
@@ -34,18 +34,18 @@ class Methods(Unseen):
         receiver: Value,
         name: str,
         path: str | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
+        given: Given,
     ) -> Value:
         if name in ("forward", "__call__") and isinstance(node.func, ast.Attribute):
             method = self._own(receiver, "forward")
-            return self.forward(node, receiver, path_of(node.func.value), arguments, keywords, method=method)
+            return self.forward(node, receiver, path_of(node.func.value), given, method=method)
         if name in SAME_MODULE or name == "clone":
             return receiver
         if name in ("no_sync", "join"):
             return NULL
-        content = combine([*arguments, *keywords.values()])
-        computes = looks_like_forward(name) and not looks_like_loss(name) and bool(arguments or keywords)
+        values = given.all
+        content = combine(values)
+        computes = looks_like_forward(name) and not looks_like_loss(name) and bool(values)
         if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
             return UNKNOWN
         if name in torch_facts.BOOKKEEPING or name.startswith(("set_", "register_", "load_", "save_", "init_")):
@@ -55,7 +55,7 @@ class Methods(Unseen):
         if looks_like_detaching(name):
             return self._detached(node, content)
         if content.graph and looks_like_loss(name):
-            loss = self._through_loss([*arguments, *keywords.values()])
+            loss = self._through_loss(values)
             if self.is_for_effect(node) and isinstance(node.func, ast.Attribute):
                 self.assign(left_by_methods(node.func.value), loss, self.statement)
             return loss
@@ -68,10 +68,10 @@ class Methods(Unseen):
         if self._always_without_graph(name):
             self.state.grad = Graph.NO
         part = looks_like_module(name) or looks_like_part(name) or is_letter_of_part(name)
-        if part and not arguments and not keywords and self.is_for_effect(node):
+        if part and not values and self.is_for_effect(node):
             return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
-        direct = part or (runs_network(name) and bool(arguments or keywords) and not _evaluates_itself(receiver))
-        result = self.forward(node, receiver, path, arguments, keywords, direct=direct)
+        direct = part or (runs_network(name) and bool(values) and not _evaluates_itself(receiver))
+        result = self.forward(node, receiver, path, given, direct=direct)
         self.state.grad = grad
         if not part and isinstance(self.statement, ast.Assign) and isinstance(self.statement.targets[0], ast.Tuple):
             return result.with_graph(min(result.graph, Graph.MAYBE))  # `loss, tags, lengths = net.forward_all(x)`

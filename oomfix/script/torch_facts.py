@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 
 from oomfix.script.names import MANY_NAMES, last_of
@@ -179,7 +180,7 @@ def holds_networks(value: Value) -> bool:
     return made_by in CONTAINERS
 
 
-def summed_by(keywords: dict[str, Value]) -> frozenset[str]:
+def summed_by(keywords: Mapping[str, Value]) -> frozenset[str]:
     """What `Value.divisors` has of a loss that is made or computed with these arguments: `SUMMED`, or nothing."""
     reduction, average = keywords.get("reduction"), keywords.get("size_average")
     summed = (reduction is not None and reduction.constant == "sum") or (

@@ -11,7 +11,7 @@ from oomfix.script.named_like import looks_like_optimizer, looks_like_scaler
 from oomfix.script.names import last_of, path_of
 from oomfix.script.state import as_test
 from oomfix.script.trace import Backward, Forward, Guard, Step
-from oomfix.script.values import NO_ORIGINS, NONE, NUMBER, PLAIN_TENSOR, UNKNOWN, Graph, Kind, Value, flatten
+from oomfix.script.values import NO_ORIGINS, NONE, NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, flatten
 
 
 class Training(Forwards):
@@ -26,7 +26,7 @@ class Training(Forwards):
         framework = self._backward_framework(node, receiver)
         method = receiver.ref.cls.find("backward") if isinstance(receiver.ref, Instance) else None
         if method is not None:
-            return self._function(node, Value(Kind.FUNCTION, ref=(method, receiver)), arguments, {})
+            return self._function(node, Value(Kind.FUNCTION, ref=(method, receiver)), Given(arguments))
         takes_argument = bool(arguments) and (framework is not None or not receiver.graph)
         root_node = node.args[0] if takes_argument else node.func.value
         root = flatten(arguments[0] if takes_argument else receiver)
@@ -46,14 +46,14 @@ class Training(Forwards):
         self._record_backward(node, node.args[0], flatten(self.evaluate(node.args[0])), "lightning")
         return NONE
 
-    def _is_backward_out_of_sight(self, path: str | None, arguments: list[Value], keywords: dict[str, Value]) -> bool:
+    def _is_backward_out_of_sight(self, path: str | None, given: Given) -> bool:
         """`loss_scaler(loss, optimizer, ...)`: a scaler that is handed a loss and an optimizer runs both."""
-        if path is None or not looks_like_scaler(path) or len(arguments) < 2:
+        if path is None or not looks_like_scaler(path) or len(given.positional) < 2:
             return False
-        return bool(flatten(arguments[0]).graph) or "parameters" in keywords
+        return bool(flatten(given.positional[0]).graph) or "parameters" in given.keywords
 
-    def _backward_out_of_sight(self, node: ast.Call, arguments: list[Value]) -> Value:
-        loss = flatten(arguments[0])._replace(scaled=True)
+    def _backward_out_of_sight(self, node: ast.Call, given: Given) -> Value:
+        loss = flatten(given.positional[0])._replace(scaled=True)
         self._record_backward(node, node.args[0], loss, None)
         optimizer = path_of(node.args[1]) or ast.unparse(node.args[1])
         self.trace.steps.append(Step(node, self.site(), self.trace.next_order(), optimizer=optimizer, scaled=True))
@@ -106,10 +106,9 @@ class Training(Forwards):
         guards = [scope for scope in self.scopes if isinstance(scope, Guard)] if root.scaled else []
         self.state.scaled_when = frozenset(as_test(guard.test, guard.value) for guard in guards)
 
-    def _functional_backward(
-        self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]
-    ) -> Value:
-        root = flatten(arguments[0] if arguments else keywords.get("outputs", keywords.get("tensors", UNKNOWN)))
+    def _functional_backward(self, node: ast.Call, name: str, given: Given) -> Value:
+        keywords = given.keywords
+        root = flatten(given.argument("outputs" if "outputs" in keywords else "tensors"))
         event = Backward(
             node=node,
             site=self.site(),
@@ -202,24 +201,25 @@ class Training(Forwards):
             return None
         return flatten(self.evaluate(node.args[0]))._replace(scaled=True)
 
-    def _call_back(self, node: ast.Call, given: list[Value]) -> tuple[Forward, ...]:
+    def _call_back(self, node: ast.Call, values: list[Value]) -> tuple[Forward, ...]:
         """A function of the file handed to something out of sight is called by it, which takes what it returns.
 
         Returns the forwards in it that record a graph.
         """
         earlier = len(self.trace.forwards)
-        for value in given:
+        for value in values:
             if value.kind is Kind.FUNCTION:
-                returned = flatten(self._function(node, value, [], {}))
+                returned = flatten(self._function(node, value, Given()))
                 self.trace.let_escape(returned.origins)
         called = islice(self.trace.forwards.values(), earlier, None)
         return tuple(forward for forward in called if forward.records_graph)
 
-    def _memory_method(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def _memory_method(self, node: ast.Call, name: str, given: Given) -> Value:
+        arguments = given.positional
         if name in ("forward_backward", "evaluate") and arguments and arguments[0].kind is Kind.FUNCTION:
-            return self._memory_forward(node, name, arguments, keywords)
+            return self._memory_forward(node, name, given)
         if name == "forward" and arguments:
-            return self._memory_call(node, arguments, keywords)
+            return self._memory_call(node, given)
         if name == "evaluate":
             return PLAIN_TENSOR
         if name in ("prepare", "accumulate") and arguments:
@@ -228,27 +228,27 @@ class Training(Forwards):
             return Value(Kind.CONTEXT, ref=frozenset({"autocast:unknown"}))
         return UNKNOWN
 
-    def _memory_call(self, node: ast.Call, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def _memory_call(self, node: ast.Call, given: Given) -> Value:
         """`memory.forward(model, x)`: the model's own call, in the preset's precision."""
         autocast, self.autocast = self.autocast, "unknown"
-        result = self.run_argument(node, arguments, keywords)
+        result = self.run_argument(node, given)
         self.autocast = autocast
         return result
 
-    def run_argument(self, node: ast.Call, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def run_argument(self, node: ast.Call, given: Given) -> Value:
         """`data_parallel(model, x)`: the first argument is called with the others."""
-        path, called = path_of(node.args[0]), arguments[0]
+        path, called = path_of(node.args[0]), given.positional[0]
         if called.kind is Kind.FUNCTION:
-            return self._function(node, called, arguments[1:], keywords)
+            return self._function(node, called, given.rest)
         module = called if called.kind in (Kind.MODULE, Kind.INSTANCE) else Value(Kind.MODULE, ref=path)
-        return self.forward(node, module, path, arguments[1:], keywords, method=self._own(called, "forward"))
+        return self.forward(node, module, path, given.rest, method=self._own(called, "forward"))
 
-    def _memory_forward(self, node: ast.Call, name: str, arguments: list[Value], keywords: dict[str, Value]) -> Value:
+    def _memory_forward(self, node: ast.Call, name: str, given: Given) -> Value:
         autocast, grad = self.autocast, self.state.grad
         self.autocast = "unknown"
         if name == "evaluate":
             self.state.grad = Graph.NO
-        returned = self._function(node, arguments[0], arguments[1:], keywords)
+        returned = self._function(node, given.positional[0], given.rest)
         self.autocast, self.state.grad = autocast, grad
         if name == "forward_backward":
             loss = returned.items[0] if returned.items else returned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 
 from oomfix.script import torch_facts
 from oomfix.script.containers import Containers
@@ -18,7 +19,7 @@ from oomfix.script.named_like import (
 )
 from oomfix.script.names import last_of, path_of, without_moves
 from oomfix.script.trace import Handed
-from oomfix.script.values import NO_ORIGINS, UNKNOWN, Graph, Kind, Value, combine
+from oomfix.script.values import NO_ORIGINS, UNKNOWN, Given, Graph, Kind, Value, combine
 
 _TRANSFORMS = re.compile(r"(^|[._])transforms?\b", re.IGNORECASE)
 
@@ -30,31 +31,30 @@ class Unseen(Containers):
         self,
         node: ast.Call,
         path: str | None,
-        arguments: list[Value],
-        keywords: dict[str, Value],
+        given: Given,
         imported: bool = False,
     ) -> Value:
         """A call of something out of sight: its uses and its name say what it is."""
-        last, given = last_of(path), [*arguments, *keywords.values()]
-        called_back = self._call_back(node, given)
-        if self._is_backward_out_of_sight(path, arguments, keywords):
-            return self._backward_out_of_sight(node, arguments)
+        last, values = last_of(path), given.all
+        called_back = self._call_back(node, values)
+        if self._is_backward_out_of_sight(path, given):
+            return self._backward_out_of_sight(node, given)
         if node.args and torch_facts.runs_module(last):
-            return self.run_argument(node, arguments, keywords)
-        content = combine(given)
+            return self.run_argument(node, given)
+        content = combine(values)
         content = content if content.graph else self._left_on(node)
         if content.graph and looks_like_detaching(last):
             return self._detached(node, content)
         if content.graph and self._is_handed_on(node, path):
             self.trace.handed_on.append((self.trace.next_order(), content.origins))
             self._leave_on(node, content)
-        if content.graph and (self._is_given_what_it_trains(node, given) or self._is_given_terms(path, given)):
+        if content.graph and (self._is_given_what_it_trains(node, values) or self._is_given_terms(path, values)):
             # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
             self.trace.backpropagated |= content.origins
-        if (network := self._in_its_place(node, arguments)) is not None:
+        if (network := self._in_its_place(node, given.positional)) is not None:
             return network
         is_class = last[:1].isupper() and not looks_like_loss(last)
-        if is_class and self._is_made_around_network(node, given):
+        if is_class and self._is_made_around_network(node, values):
             return self._network_made(node)
         called_module = path in self.hints.modules and not imported
         if is_class and not last.isupper() and not called_module:
@@ -63,12 +63,12 @@ class Unseen(Containers):
         if path is not None:
             if self._takes_the_name_of(node, path):
                 return self._network_made(node)
-            named = bool(given) and not imported and looks_like_module(path) and not self._is_a_transform(path)
+            named = bool(values) and not imported and looks_like_module(path) and not self._is_a_transform(path)
             if self.hints.is_module(path) or named:
                 if self._made_to_be_module(node) or self._assigned_to(node) in self.hints.owners_of_parts:
                     return self._network_made(node)
                 if not self.hints.is_loss(path):
-                    return self.forward(node, Value(Kind.MODULE, ref=path), path, arguments, keywords)
+                    return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)
         return self._computed_out_of_sight(node, path, content)
@@ -97,7 +97,7 @@ class Unseen(Containers):
             value = value.func if isinstance(value, ast.Call) else value.value
         return value is not None and bool(_TRANSFORMS.search(path_of(value) or ""))
 
-    def _in_its_place(self, node: ast.Call, arguments: list[Value]) -> Value | None:
+    def _in_its_place(self, node: ast.Call, arguments: Sequence[Value]) -> Value | None:
         """`net = to_gpu(net)`: what takes the place of a network is that network."""
         path = path_of(node.args[0]) if node.args else None
         if path is None or self._assigned_to(node) != path:
@@ -137,10 +137,10 @@ class Unseen(Containers):
         """A network that a call makes, told from others."""
         return Value(Kind.MODULE, ref=self.number_of_made(node))
 
-    def _is_made_around_network(self, node: ast.Call, given: list[Value]) -> bool:
+    def _is_made_around_network(self, node: ast.Call, values: list[Value]) -> bool:
         """`elbo = SVI(network)`, and what `elbo(x)` gives is backpropagated: a call of it runs the network."""
         statement = self.statement
-        networks = any(value.kind is Kind.MODULE for value in given) or any(
+        networks = any(value.kind is Kind.MODULE for value in values) or any(
             path_of(argument) in self.hints.modules for argument in node.args
         )
         if not isinstance(statement, ast.Assign) or not networks:
@@ -151,13 +151,13 @@ class Unseen(Containers):
         """A call for its effect alone, and not for a log: it may well go back through the graph."""
         return self.is_for_effect(node) and not looks_like_logging(path or "")
 
-    def _is_given_terms(self, path: str | None, given: list[Value]) -> bool:
+    def _is_given_terms(self, path: str | None, values: list[Value]) -> bool:
         """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
-        collected = any(value.kind is Kind.CONTAINER and value.graph for value in given)
+        collected = any(value.kind is Kind.CONTAINER and value.graph for value in values)
         return collected and looks_like_training(last_of(path))
 
-    def _is_given_what_it_trains(self, node: ast.Call, given: list[Value]) -> bool:
-        if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in given):
+    def _is_given_what_it_trains(self, node: ast.Call, values: list[Value]) -> bool:
+        if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in values):
             return True
         paths = [path_of(argument) or "" for argument in (*node.args, *(keyword.value for keyword in node.keywords))]
         return any(path in self.hints.modules or looks_like_optimizer(path) for path in paths)

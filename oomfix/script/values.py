@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import Enum, IntEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -92,6 +94,32 @@ class Value(NamedTuple):
         return self._replace(graph=graph, origins=self.origins if origins is None else origins, entries=())
 
 
+class Given(NamedTuple):
+    """What a call is given, evaluated.
+
+    Attributes:
+        positional: the arguments without a name, in order.
+        keywords: those with one; what `**` unpacks stands under "**".
+    """
+
+    positional: Sequence[Value] = ()
+    keywords: Mapping[str, Value] = MappingProxyType({})
+
+    @property
+    def all(self) -> list[Value]:
+        """Every argument, with a name or without."""
+        return [*self.positional, *self.keywords.values()]
+
+    @property
+    def rest(self) -> Given:
+        """What is left for the function that the first argument is."""
+        return Given(self.positional[1:], self.keywords)
+
+    def argument(self, name: str) -> Value:
+        """The first argument without a name, or else the one of this name."""
+        return self.positional[0] if self.positional else self.keywords.get(name, UNKNOWN)
+
+
 _NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)
 
 UNKNOWN = Value()
@@ -118,7 +146,7 @@ def flatten(value: Value) -> Value:
     return combine([flatten(item) for item in value.items])
 
 
-def combine(values: list[Value]) -> Value:
+def combine(values: Sequence[Value]) -> Value:
     """What an operation on several values gives: it carries every graph that goes in."""
     graph, origins, carried = Graph.NO, NO_ORIGINS, NO_ORIGINS
     numbers = known = may_be_number = True
