@@ -82,12 +82,14 @@ class Ledger:
         self._last_optimizer = trace.steps[-1][2] if trace.steps else None
 
     def breakdown(self, event: int) -> dict[str, int]:
+        """Bytes by category of what is alive just before an event."""
         totals: dict[str, int] = defaultdict(int)
         for index in self._alive(event):
             totals[self._categories[index]] += self._trace.storages[index].nbytes
         return {category: totals[category] for category in CATEGORIES if totals[category]}
 
     def top_tensors(self, event: int, most: int = 15) -> list[TopTensor]:
+        """The kinds of storages that take the most just before an event, largest first."""
         groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for index in self._alive(event):
             storage = self._trace.storages[index]
@@ -99,6 +101,7 @@ class Ledger:
         return sorted(found, key=lambda tensor: -tensor.nbytes)[:most]
 
     def steps(self) -> list[Step]:
+        """Every step of the optimizer that stepped last; steps of others are part of them."""
         result = []
         totals = self._totals()
         start = self._trace.start_event

@@ -20,10 +20,6 @@ class Progress:
         trace: starts again when the stage begins: peaks, steps and timeline are those of the stage alone.
         steps: optimizer steps to see.
         stage: which stage; each optimizer that is built begins one. 0: the whole run counts.
-
-    Attributes:
-        hurrying: whether the script is in an earlier stage, and two of its steps were seen: then data loaders may cut
-            their epochs short.
     """
 
     def __init__(self, trace: CardTrace, steps: int, stage: int = 0) -> None:
@@ -32,6 +28,7 @@ class Progress:
 
     @property
     def hurrying(self) -> bool:
+        """Whether data loaders may cut an epoch short: two steps of an earlier stage were seen."""
         return self._built < self._stage and self._steps_since_built >= 2
 
     def optimizer_built(self) -> None:

@@ -193,6 +193,7 @@ class MemoryTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def phase(self) -> str:
+        """The phase that is under way."""
         return self.phases[-1][1]
 
     @property
