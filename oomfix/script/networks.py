@@ -8,6 +8,7 @@ from oomfix.script.definitions import Instance
 from oomfix.script.functions import Functions
 from oomfix.script.names import path_of
 from oomfix.script.nodes import only_argument
+from oomfix.script.state import Layer
 from oomfix.script.values import Graph, Kind, Value
 
 _OF_THE_WHOLE = frozenset(
@@ -62,12 +63,19 @@ class Networks(Functions):
 
     def copied(self, network: Value, number: int) -> Value:
         """`teacher = copy.deepcopy(net)`: as frozen as the first is and in its mode, and from here on another one."""
-        if isinstance(network.ref, Instance | str | None):
+        if isinstance(network.ref, str | None):
             return network
+        first = self._identity(network, None)
         for known in (self.state.frozen, self.state.evaluating):
-            if (state := known.get(network.ref)) is not None:
+            if (state := known.get(first)) is not None:
                 known[number] = state
-        return network._replace(ref=number)
+        if not isinstance(network.ref, Instance):
+            return network._replace(ref=number)
+        attributes = self.state.attributes
+        for owner, name in attributes.changes_over(Layer()):
+            if owner == first and (held := attributes.get((owner, name))) is not None:
+                attributes[number, name] = held
+        return network._replace(ref=Instance(network.ref.cls, number))
 
     def _requires_grad(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         """`net.requires_grad_(False)`."""

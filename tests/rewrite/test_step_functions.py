@@ -118,3 +118,38 @@ def test_a_folder_without_a_path_lists_files_that_step(tmp_path, monkeypatch):
     done = CliRunner().invoke(apply, ["--preset", "16gb", "--check"])
     assert done.exit_code == 1
     assert "1 file would be rewritten: 1 training loop (1 micro-batched; 1 in other files)" in done.output
+
+
+def test_a_target_network_that_is_frozen_leaves_the_one_it_is_a_copy_of_in_training():
+    """Of a class of the file, whose objects are told apart by where they are made."""
+    result = rewritten("""\
+import copy
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Q(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+class Agent:
+    def __init__(self):
+        self.net = Q()
+        self.target = copy.deepcopy(self.net)
+        for p in self.target.parameters():
+            p.requires_grad = False
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def learn(self, x, y):
+        with torch.no_grad():
+            y = y + 0.9 * self.target(x)
+        loss = F.mse_loss(self.net(x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+""")
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
