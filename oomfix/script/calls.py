@@ -77,6 +77,9 @@ class Calls(Externals):
                 return self._method(node, function, "__call__", given)
         if (context := self._context_of_one(node, function.alternatives, given)) is not None:
             return context
+        imported = [one.ref for one in function.alternatives if one.kind is Kind.EXTERNAL]
+        if imported and (path or "").startswith("self."):  # `self.augment = None` before it is an imported function
+            return self._external(node, imported[0], path, given)
         if isinstance(node.func, ast.Attribute):
             receiver = self.evaluate(node.func.value) if result is None else result
             return self._method(node, receiver, node.func.attr, given)

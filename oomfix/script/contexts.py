@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from oomfix.script.names import last_of
 from oomfix.script.trace import Autocast
-from oomfix.script.values import MISSING, UNKNOWN, Given, Graph, Kind, Value
+from oomfix.script.values import MISSING, Given, Graph, Kind, Value
 
 NULL = Value(Kind.CONTEXT, ref=frozenset({"null"}))
 
@@ -27,8 +28,8 @@ _AUTOCAST = (
 )
 
 
-def context_of_call(qualified: str, given: Given) -> Value | None:
-    """The context a call of an imported name makes; None when it makes none that matters here."""
+def context_of_call(node: ast.Call, qualified: str, given: Given) -> Value | None:
+    """The context that a call of an imported name makes; None when it makes none that matters here."""
     if qualified in _GRAD_OFF:
         mode = given.argument("mode").constant
         return _context("grad" if mode is False else "no_grad")
@@ -40,7 +41,7 @@ def context_of_call(qualified: str, given: Given) -> Value | None:
             return _context("grad", "no_grad")
         return _context("grad" if mode else "no_grad")
     if qualified in _AUTOCAST:
-        return _autocast(qualified, given)
+        return _autocast(node, qualified, given)
     if qualified in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
         return NULL
     if qualified == "apex.amp.scale_loss":
@@ -52,12 +53,15 @@ def _context(*effects: str) -> Value:
     return Value(Kind.CONTEXT, ref=frozenset(effects))
 
 
-def _autocast(qualified: str, given: Given) -> Value:
+def _autocast(node: ast.Call, qualified: str, given: Given) -> Value:
     old = qualified.startswith(("torch.cuda", "torch.cpu"))
     device = "cuda" if old else given.argument("device_type").constant
     slots = ["enabled", "dtype"] if old else ["device_type", "dtype", "enabled"]
     named = {**dict(zip(slots, given.positional, strict=False)), **given.keywords}
-    if named.get("enabled", UNKNOWN).constant is False:
+    written: dict[str | None, ast.expr] = dict(zip(slots, node.args, strict=False))
+    enabled = (written | {keyword.arg: keyword.value for keyword in node.keywords}).get("enabled")
+    # a name that stands for False is a switch, which its reader has seen
+    if isinstance(enabled, ast.Constant) and enabled.value is False:
         return _context("autocast:off")
     dtype = named.get("dtype")
     if dtype is None or dtype.constant is None:

@@ -23,7 +23,7 @@ class Entering(Statements):
         if path == "amp.scale_loss" and value.kind is not Kind.CONTEXT and isinstance(node, ast.Call):
             # apex, imported in another function
             given = Given([self.evaluate(argument) for argument in node.args])
-            return context_of_call(f"apex.{path}", given) or value
+            return context_of_call(node, f"apex.{path}", given) or value
         if value.kind is Kind.CONTEXT:
             return value
         binding = self.lookup(path) if path is not None else None

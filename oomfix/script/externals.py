@@ -7,6 +7,7 @@ import ast
 from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL, context_of_call
 from oomfix.script.methods import Methods
+from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Clip
@@ -31,7 +32,7 @@ class Externals(Methods):
 
     def _context_of_one(self, node: ast.Call, functions: tuple[Value, ...], given: Given) -> Value | None:
         """What a call of one of several functions puts around its block, where an imported one makes a context."""
-        made = [context_of_call(one.ref, given) for one in functions if one.kind is Kind.EXTERNAL]
+        made = [context_of_call(node, one.ref, given) for one in functions if one.kind is Kind.EXTERNAL]
         if not any(made):
             return None
         made += [self._function(node, one, given) for one in functions if one.kind is Kind.FUNCTION]
@@ -43,7 +44,7 @@ class Externals(Methods):
     def _external(self, node: ast.Call, name: str, path: str | None, given: Given) -> Value:
         last = last_of(name)
         values = given.all
-        if (context := context_of_call(name, given)) is not None:
+        if (context := context_of_call(node, name, given)) is not None:
             if last == "set_grad_enabled":
                 self._set_grad(context)
             return context
@@ -78,6 +79,8 @@ class Externals(Methods):
             return self.computed(self._torch_function(name, last, given))
         if last in ("tqdm", "trange", "track", "prefetch"):
             return flatten(values[0]) if values else UNKNOWN
+        if (path or "").startswith("self.") and not looks_like_module(last):
+            path = last  # `self.augment = fgsm_attack`: in another class of the file `self.augment` may be a network
         unseen = self._unknown(node, path, given, imported=True)
         return Value(Kind.TRAINER) if torch_facts.is_trainer(name) else unseen
 
@@ -99,7 +102,7 @@ class Externals(Methods):
             case "itertools.repeat" if arguments:
                 return Value(Kind.SEQUENCE, items=(arguments[0],))
             case "functools.partial" if arguments and arguments[0].kind is Kind.EXTERNAL:
-                return self._partial(arguments[0], given.rest)
+                return self._partial(node, arguments[0], given.rest)
             case "copy.deepcopy" if arguments and arguments[0].kind is Kind.MODULE:
                 return self.copied(arguments[0], self.number_of_made(node))
         return None
@@ -134,9 +137,9 @@ class Externals(Methods):
         engine = model if model.kind is Kind.MODULE else self._network_made(node)
         return Value(Kind.SEQUENCE, items=(engine, UNKNOWN, UNKNOWN, UNKNOWN))
 
-    def _partial(self, function: Value, given: Given) -> Value:
+    def _partial(self, node: ast.Call, function: Value, given: Given) -> Value:
         """A context whose arguments are given beforehand is that context; any other function stays itself."""
-        context = context_of_call(function.ref, given)
+        context = context_of_call(node, function.ref, given)
         return function if context is None else context
 
     def _has_parameters(self, node: ast.Call) -> bool:

@@ -54,7 +54,7 @@ _VERB = re.compile(
     r"download|fetch|import|find|remove|delete|replace|patch|check|is|has)(_|$)",
     re.IGNORECASE,
 )
-_DATA_NAME = re.compile(r"tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$", re.IGNORECASE)
+_NO_NETWORK_NAME = re.compile(r"early_?stop|tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$", re.IGNORECASE)
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
 _NETWORK_WITH_LOSS = re.compile(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
 _LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
@@ -80,7 +80,7 @@ def _last(path: str) -> str:
 def looks_like_module(name: str) -> bool:
     """Whether a called name is usually a network, by its last component."""
     last = _last(name)
-    if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _DATA_NAME.match(last.lstrip("_")):
+    if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _NO_NETWORK_NAME.match(last.lstrip("_")):
         return False
     return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
 

@@ -73,6 +73,72 @@ def test_without_autocast_the_forward_is_reported(report, parts):
     assert codes(report(train(**parts))) == ["OOM202"]
 
 
+def test_a_function_is_no_network_because_another_class_has_one_of_that_name(report):
+    code = """
+        import torch
+        from attacks import fgsm_attack
+        from augment import Augmentor
+
+        class Plain:
+            def __init__(self, model, kind):
+                self.model = model.cuda()
+                self.augmentor = None
+                if kind == "fgsm":
+                    self.augmentor = fgsm_attack
+
+            def train(self, loader):
+                for x, y in loader:
+                    if self.augmentor:
+                        x = self.augmentor(self.model, x, y)
+                    with torch.autocast("cuda", torch.bfloat16):
+                        loss = criterion(self.model(x), y)
+                    loss.backward()
+                    self.optimizer.step()
+
+        class Learned:
+            def __init__(self):
+                self.augmentor = Augmentor().cuda()
+                self.optimizer = torch.optim.Adam(self.augmentor.parameters())
+    """
+    assert report(code) == []
+
+
+def test_early_stopping_of_an_encoder_is_no_network(report):
+    code = """
+        import torch
+        from tools import EarlyStopping
+
+        def train(encoder, loader, optimizer):
+            early_stopping_encoder = EarlyStopping(patience=3)
+            for epoch in range(9):
+                for x, y in loader:
+                    with torch.autocast("cuda", torch.bfloat16):
+                        loss = criterion(encoder(x), y)
+                    loss.backward()
+                    optimizer.step()
+                early_stopping_encoder(validate(encoder), encoder)
+    """
+    assert report(code) == []
+
+
+def test_a_switch_that_happens_to_be_off_is_autocast(report):
+    code = """
+        import torch
+
+        def fit(model, loader, optimizer, amp=False):
+            model.cuda()
+            for x, y in loader:
+                with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+                    loss = criterion(model(x), y)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+
+        fit(model, loader, optimizer, amp=False)
+    """
+    assert report(code) == []
+
+
 @pytest.mark.parametrize(
     ("context", "found"),
     [
