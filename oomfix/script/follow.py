@@ -245,7 +245,7 @@ class Follower(Flow):
     def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""
         if function.name == "forward":
-            return True
+            return "forward" not in owner.training_methods  # one that adapts what it holds to each batch trains
         if function.gives_arrays:
             return False
         return self._is_part_of_forward(function) or not (owner.training_methods or function.evaluates)

@@ -635,3 +635,29 @@ def test_the_device_of_another_tensor_names_none(report, line, found):
             optimizer.step()
     """
     assert codes(report(code)) == found
+
+
+def test_a_network_that_trains_what_it_holds_in_its_own_forward(report):
+    code = """
+        import torch
+        from torch import nn
+
+        class Adapted(nn.Module):
+            def __init__(self, model, optimizer, steps=1):
+                super().__init__()
+                self.model = model.cuda()
+                self.optimizer = optimizer
+                self.steps = steps
+
+            def forward(self, x):
+                for _ in range(self.steps):
+                    outputs = self.adapt(x)
+                return outputs
+
+            def adapt(self, x):
+                outputs = self.model(x)
+                outputs.softmax(1).log().sum(1).mean().backward()
+                self.optimizer.step()
+                return outputs
+    """
+    assert report(code) == [("OOM202", 17)]
