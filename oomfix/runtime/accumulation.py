@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from oomfix.runtime.arguments import shown
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.bounds import Bound
+from oomfix.runtime.sharding import is_distributed
 from oomfix.runtime.verdict import Verdict
 
 _log = logging.getLogger("oomfix")
@@ -177,14 +178,20 @@ class Totals:
             return
         by_factor: dict[float, list[torch.Tensor]] = {}
         for leaf in leaves:
-            if id(leaf) not in self._leaves or id(leaf) in self._corrected or leaf.grad is None:
+            if leaf.grad is None or id(leaf) in self._corrected:
+                continue
+            if id(leaf) not in self._leaves:
+                if is_distributed(leaf) and any(_is_off(self._factor(slot)) for slot in self._slots):
+                    raise RuntimeError(
+                        "accumulate: the batches of this window differ in size, and memory.backward cannot see which "
+                        "gradients FSDP2 has exchanged; use memory.forward_backward, or batches of one size"
+                    )
                 continue
             self._corrected.add(id(leaf))
             if self.left and not self._is_ours(leaf, leaf.grad):
                 continue
             factors = [self._factor(self._slots[index]) for index in self._leaves[id(leaf)][1]]
-            off = [factor for factor in factors if abs(factor - 1.0) > 1e-12]
-            if not off:
+            if not any(map(_is_off, factors)):
                 continue
             if self._hidden:
                 raise RuntimeError(
@@ -213,6 +220,10 @@ class Totals:
         # a loss that has not had its turn at this position yet is judged by those before
         behind = slot.calls / self._position if slot.calls < self._position else 1.0
         return slot.divisor.correction() * behind
+
+
+def _is_off(factor: float) -> bool:
+    return abs(factor - 1.0) > 1e-12
 
 
 @dataclass

@@ -49,6 +49,14 @@ def left_by_compiler(function: Callable[[_In], _Out]) -> Callable[[_In], _Out]:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def parameter_groups(sharded: Any) -> list[Any]:
+    """The parameter groups that FSDP2 exchanges for a module that `fully_shard` was applied to; before, it had one."""
+    state = sharded._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` is the result of `torch.compile(module)` or was compiled in place."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

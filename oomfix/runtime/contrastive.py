@@ -21,6 +21,7 @@ from oomfix.runtime.modules import modules_in
 from oomfix.runtime.random_state import RandomState
 from oomfix.runtime.recomputation import Conduct, recomputation_contexts
 from oomfix.runtime.referenced import reachable_modules
+from oomfix.runtime.sharding import is_sharded
 
 
 def encode_in_chunks(
@@ -49,6 +50,7 @@ def encode_in_chunks(
 
     Raises:
         ValueError: `rows` is below 1, or `encode` returns a tensor without one row per sample.
+        RuntimeError: `encode` runs a model of FSDP2, in more than one chunk.
 
     Works under autocast, with a GradScaler, under DDP, in `torch.no_grad` and inside a forward of `forward_backward`.
     Costs a second forward. CLIP ViT-B/32 at batch 512 peaks at 5.42 GiB in chunks of 64 instead of 24.45 (simulated
@@ -63,6 +65,11 @@ def encode_in_chunks(
     if not torch.is_grad_enabled():
         return _concatenated([_checked(encode, cut, start, stop) for start, stop in chunks])
     modules = nn.ModuleList(dict.fromkeys(reachable_modules(encode, (batch, named))))
+    if len(chunks) > 1 and any(map(is_sharded, modules.modules())):
+        raise RuntimeError(
+            "encode: runs a model of FSDP2 (fully_shard), which cannot gather its parameters for several chunks of one "
+            "backward; use DistributedDataParallel, or rows=N with all samples of the batch"
+        )
     attributes, generators = Attributes(modules_in(modules)), RandomState()
     # what the first chunk does besides computing its result is taken for what all do
     conduct = Conduct(None, draws_outside_torch=True, assigns_attributes=True)

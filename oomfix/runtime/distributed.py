@@ -148,7 +148,11 @@ class Processes(Ranks):
         replicas = [Replica(model) for place in self._models if (model := place()) is not None]
         self._exchanges.begin()
         self._told = False
-        with self._training(replicas, due) if trains else self._evaluating(replicas):
+        if not trains:
+            with self._evaluating(replicas):
+                yield
+            return
+        with self._exchanges.shards.exchanging(), self._training(replicas, due):
             yield
 
     @contextmanager

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from oomfix.runtime.compat import parameter_groups
+
 
 class Shards:
     """The modules that `fully_shard` was applied to, of the models that a forward may run.
@@ -65,13 +67,45 @@ class Shards:
                 continue  # part of a larger model, which resets it
 
     @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Context in which every backward exchanges gradients, also where the program has put that off.
+
+        What waits to be exchanged (`set_requires_gradient_sync(False)`) cannot be told from the gradients of a try that
+        fails, and is lost with them; what was exchanged adds up to the same.
+
+        Raises:
+            RuntimeError: gradients wait already.
+        """
+        states = [module._get_fsdp_state() for module in self._modules]
+        groups = [group for module in self._modules for group in parameter_groups(module)]
+        if any(_waits(group) for group in groups):
+            raise RuntimeError(
+                "FSDP2: a backward under set_requires_gradient_sync(False) has left gradients that are not exchanged "
+                "yet, and that a second try could not put back; run all backwards of an optimizer step through "
+                "memory.forward_backward, or none"
+            )
+        put_off = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+        not_last = [(state._state_ctx, state._state_ctx.is_last_backward) for state in states]
+        for group, _, _ in put_off:
+            group.reduce_grads = group.all_reduce_grads = True
+        for context, _ in not_last:
+            context.is_last_backward = True
+        try:
+            yield
+        finally:
+            for group, reduces, reduces_all in put_off:
+                group.reduce_grads, group.all_reduce_grads = reduces, reduces_all
+            for context, is_last in not_last:
+                context.is_last_backward = is_last
+
+    @contextmanager
     def leaving_out(self, count: int) -> Iterator[None]:
         """Context in which the first `count` exchanges are not made: they were, before this process failed.
 
         What they would have brought is left undefined.
         """
         quiet = _Quiet(count)
-        owners = [group for module in self._modules for group in module._get_fsdp_state()._fsdp_param_groups]
+        owners = [group for module in self._modules for group in parameter_groups(module)]
         before = [(owner, owner._all_gather_comm, owner._reduce_scatter_comm) for owner in owners]
         for owner, gather, scatter in before:
             owner._all_gather_comm = quiet.around(gather)
@@ -110,6 +144,16 @@ class _QuietExchange:
             self._quiet.left -= 1
             return None
         return self._exchange(*args, **named)
+
+
+def _waits(group: Any) -> bool:
+    """Whether gradients of a parameter group of FSDP2 wait to be exchanged."""
+    whole = [getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params]
+    return (
+        any(parameter is not None and parameter.grad is not None for parameter in whole)
+        or any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params)
+        or group._partial_reduce_output is not None
+    )
 
 
 def is_sharded(module: Any) -> bool:

@@ -184,8 +184,8 @@ class Splitter:
         following = None
         if reason is None:
             following = known.sizing.failed(iteration.batch.size, parts, known.least_rows())
-        if known.ranks.any_of(following is None):
-            following = None
+        if known.ranks.any_of(following is None) and following is not None:
+            following, reason = None, ELSEWHERE
         if following is not None:
             following = known.ranks.same_parts(following, iteration.batch.size // known.least_rows())
             allowed = self._allowed(iteration, following)
@@ -295,13 +295,14 @@ class Splitter:
         rows = math.ceil(iteration.batch.size / parts)
         choices = self._ladder.choices() if iteration.trains else []
         may_be_split = iteration.batch.size > 1 and (not iteration.trains or iteration.known.must_be_whole() is None)
-        if reason is not None and self.preset.split == "verified" and may_be_split:
+        if reason not in (None, ELSEWHERE) and self.preset.split == "verified" and may_be_split:
             choices.append("split='always' (gradients are then not those of the whole batch)")
         choices += ["smaller samples (resolution, sequence length)", "a smaller model", "a smaller batch"]
         why = f"the batch cannot be split, because {reason}" if reason else f"{rows} sample(s) at a time do not fit"
         even = self._ladder.told(iteration.known)
         name = iteration.known.name
-        return f"{name}: out of memory{even}, and {why}. Choices: {'; '.join(choices)}. torch said: {said}"
+        error = "It was another process that ran out of memory" if said == ELSEWHERE else f"torch said: {said}"
+        return f"{name}: out of memory{even}, and {why}. Choices: {'; '.join(choices)}. {error}"
 
     def _choose_precision(self, iteration: Iteration) -> None:
         known = iteration.known

@@ -193,6 +193,71 @@ def shards_in_uneven_windows(rank):
     return {"said": said}
 
 
+def synchronising(model, yes):
+    """As scripts put the exchange of gradients off until the last backward of a step."""
+    model.set_requires_gradient_sync(yes)
+    model.set_is_last_backward(yes)
+
+
+def shards_put_off(rank):
+    """Accumulation by hand, whose gradients are exchanged once for each step; on one process it runs out of memory."""
+    data, errors = list(batches(5)), {}
+    windows = [data[0:2], data[2:5]]
+    together = [tuple(torch.cat(parts) for parts in zip(*window, strict=True)) for window in windows]
+    expected = plain(together)
+    for name, form, policies in (
+        ("whole", sharded, {}),
+        ("split", sharded, {"micro_batches": 2 + rank}),
+        ("out of memory", sharded, {}),
+        ("replicas of shards", lambda: on_a_mesh(2, 1), {"micro_batches": 2}),
+    ):
+        model, memory = form(), memory_of(**policies)
+        optimizer = sgd(model)
+        Trouble.where, Trouble.limit = "backward", 4 if name == "out of memory" and rank == 1 else 10**9
+        for window in windows:
+            for index, (x, y) in enumerate(window):
+                synchronising(model, index == len(window) - 1)
+                memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y) / len(window), x, y)  # noqa: B023
+            memory.step(optimizer)
+        Trouble.where = None
+        errors[name] = error(model, expected)
+    return {"errors": errors}
+
+
+def shards_left_waiting(rank):
+    """A plain backward whose gradients are not exchanged yet, before a call that would."""
+    model, memory, said, ((x, y), second) = sharded(), memory_of(), "", batches(2)
+    synchronising(model, False)
+    F.cross_entropy(model(x), y).backward()
+    synchronising(model, True)
+    try:
+        memory.forward_backward(lambda x, y: F.cross_entropy(model(x), y), *second)
+    except RuntimeError as failure:
+        said = str(failure)
+    return {"said": said}
+
+
+def shards_after_plain_backwards(rank):
+    """Windows of plain backwards: the last is shorter, and in the second run one in the middle is ragged too."""
+    model, memory, said = sharded(), memory_of(), ""
+    optimizer, data = sgd(model), list(batches(3))
+    data[2] = tuple(part[:5] for part in data[2])
+    expected = plain([tuple(torch.cat(parts) for parts in zip(*data[:2], strict=True)), data[2]])
+    for ragged in (False, True):
+        if ragged:
+            data[1] = tuple(part[:7] for part in data[1])
+        try:
+            for x, y in memory.accumulate(data, 2):
+                memory.backward(F.cross_entropy(model(x), y))
+                if memory.window_closed:
+                    memory.step(optimizer)
+        except RuntimeError as failure:
+            said = str(failure)
+        if not ragged:
+            found = error(model, expected)
+    return {"error": found, "said": said}
+
+
 def shards_overflow(rank):
     """fp16 overflows in one step on one process: all leave it out, and their scales stay the same."""
     memory = memory_of(precision="fp16")
@@ -226,6 +291,18 @@ def shards_fail_together(rank):
     Trouble.where, Trouble.limit = "backward", 0
     try:
         ours(model, batches(1), memory)
+    except runtime.DoesNotFitError as failure:
+        said = str(failure)
+    Trouble.where = None
+    return {"said": said}
+
+
+def shards_of_a_single_sample(rank):
+    """One process has a sample only, so that the other, which runs out of memory, cannot cut its batch."""
+    model, memory, said = sharded(), memory_of(chunked_loss="off", checkpointing="off", offloading="off"), ""
+    Trouble.where, Trouble.limit = "backward", 4
+    try:
+        ours(model, batches(1, 1 if rank else 12), memory)
     except runtime.DoesNotFitError as failure:
         said = str(failure)
     Trouble.where = None
@@ -365,9 +442,13 @@ OF_SHARDS = {
     "shards ragged": shards_ragged,
     "shards in windows": shards_in_windows,
     "shards in uneven windows": shards_in_uneven_windows,
+    "shards put off": shards_put_off,
+    "shards left waiting": shards_left_waiting,
+    "shards after plain backwards": shards_after_plain_backwards,
     "shards overflow": shards_overflow,
     "shards evaluated": shards_evaluated,
     "shards fail together": shards_fail_together,
+    "shards of a single sample": shards_of_a_single_sample,
     "out of memory in forward of all": lambda rank: shards_out_of_memory(rank, "forward", True),
     "out of memory in backward of all": lambda rank: shards_out_of_memory(rank, "backward", True),
     "out of memory in forward of one": lambda rank: shards_out_of_memory(rank, "forward", False),

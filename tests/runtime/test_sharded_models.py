@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from oomfix import runtime
 from tests.runtime import in_step, torchrun
 from tests.runtime.data_parallel import Trouble, batches, memory_of
 from tests.torch_versions import needs_fully_shard
@@ -60,6 +61,24 @@ def test_uneven_windows_of_a_sharded_model_are_refused(found):
         assert "differ in size" in result["said"] and "FSDP2" in result["said"]
 
 
+@pytest.mark.parametrize("case", ["whole", "split", "out of memory", "replicas of shards"])
+def test_gradients_whose_exchange_a_script_puts_off_are_complete_at_its_step(found, case):
+    for result in found["shards put off"]:
+        assert result["errors"][case] < 1e-12
+
+
+def test_gradients_that_a_plain_backward_has_not_exchanged_are_not_lost_silently(found):
+    for result in found["shards left waiting"]:
+        assert "set_requires_gradient_sync(False)" in result["said"]
+
+
+def test_a_window_of_plain_backwards_is_right_or_refused(found):
+    """Which gradients went into shards shows in no graph, so those of batches of other sizes cannot be corrected."""
+    assert worst(found["shards after plain backwards"]) < 1e-12
+    for result in found["shards after plain backwards"]:
+        assert "differ in size" in result["said"] and "memory.forward_backward" in result["said"]
+
+
 def test_an_overflow_on_one_process_is_a_step_left_out_on_all(found):
     for result in found["shards overflow"]:
         assert (result["finite"], result["skipped"], result["scale"]) == (True, 1, 32768.0)
@@ -75,6 +94,14 @@ def test_a_sample_that_does_not_fit_ends_the_call_of_all(found):
         assert "1 sample(s) at a time do not fit" in result["said"]
 
 
+def test_a_batch_that_another_process_keeps_from_being_cut_says_so(found):
+    cut, single = (result["said"] for result in found["shards of a single sample"])
+    assert "the batch cannot be split, because another process could not go on like this" in cut
+    assert "split='always'" not in cut
+    assert "the batch cannot be split, because it is a single sample" in single
+    assert "It was another process that ran out of memory" in single
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_one_process_with_a_sharded_model_trains_bitwise_as_without(group_of_one, monkeypatch, where):
     monkeypatch.setattr(Trouble, "where", where)
@@ -87,3 +114,11 @@ def test_one_process_with_a_sharded_model_trains_bitwise_as_without(group_of_one
         assert memory.report().retries > 0
     shards, alone = (list(model.parameters()) for model in models)
     assert all(torch.equal(a.full_tensor(), b) for a, b in zip(shards, alone, strict=True))
+
+
+def test_chunks_of_a_sharded_model_are_refused_by_name(group_of_one):
+    """It fails in their backward otherwise, with torch's words about tensors and DTensors that are mixed."""
+    model, x = in_step.sharded(), torch.randn(6, 6, dtype=torch.float64)
+    runtime.encode_in_chunks(model, x, rows=6).square().mean().backward()
+    with pytest.raises(RuntimeError, match="FSDP2"):
+        runtime.encode_in_chunks(model, x, rows=3)
