@@ -45,7 +45,13 @@ class Agreement:
         group = self._group()
         if group is None:
             raise RuntimeError("the process group was destroyed")
-        group.allreduce([together], options).wait()
+        try:
+            group.allreduce([together], options).wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "another process is gone, or did not come here in time: it failed, as its own log says, or had fewer "
+                f"batches, and all must make the same calls ({error})"
+            ) from error
         return [int(number) for number in together.tolist()]
 
 

@@ -2,7 +2,9 @@
 
 Under DistributedDataParallel every process runs its own micro-batches, as many as its own memory asks for, and
 gradients are averaged once, after the last of them: splits may differ, and an out-of-memory error on one process costs
-the others nothing but the wait. The price is that gradients are not sent while backward still runs.
+the others nothing but the wait. The price is that gradients are not sent while backward still runs. A forward that
+goes past the wrapper (`model.module(x)`) has its gradients averaged too, where DistributedDataParallel would let the
+replicas drift apart.
 
 Where processes wait for each other inside of a forward or a backward (FSDP2, SyncBatchNorm, losses that gather from
 all), they go in step: they agree on the number of micro-batches before, and on how each try ended.

@@ -596,6 +596,31 @@ def mistake(rank):
     return {"kind": kind, "error": error(model, plain(made(Net), [second]))}
 
 
+def fewer_batches(rank):
+    """The first process is over after one batch of two."""
+    memory, model, said = memory_of(), made(Net), ""
+    try:
+        ours(model, batches(1 + rank), memory)
+    except RuntimeError as failure:
+        said = str(failure)
+    return {"said": said}
+
+
+def inside_of_the_wrapper(rank):
+    """A forward that leaves the wrapper out, whose gradients DDP by itself leaves to each process."""
+    data, model, apart, reference = list(batches(3)), made(Net), made(Net), made(Net)
+    memory, optimizer = memory_of(micro_batches=2 + rank), sgd(model)
+    for x, y in data:
+        memory.forward_backward(lambda x, y: F.cross_entropy(model.module(x), y), x, y)
+        memory.step(optimizer)
+    optimizer = sgd(apart)
+    for x, y in data:
+        F.cross_entropy(apart.module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"error": error(model, plain(reference, data)), "spread": spread(model), "alone": spread(apart)}
+
+
 def refused(rank):
     hooked, static = made(Net), made(Net, static_graph=True)
     hooked.register_comm_hook(None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future())
@@ -709,13 +734,16 @@ CASES = {
     "unseen": unseen,
     "sparse": sparse,
     "large": large,
+    "inside of the wrapper": inside_of_the_wrapper,
 }
+# it ends a process for good, so it is run by itself
+LAST = {"fewer batches": fewer_batches}
 
 
 if __name__ == "__main__":
     logging.getLogger("oomfix").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
     for name in sys.argv[1:] or CASES:
-        found = CASES[name](dist.get_rank())
+        found = {**CASES, **LAST}[name](dist.get_rank())
         print(json.dumps({"case": name, "rank": dist.get_rank(), **found}), flush=True)
     dist.destroy_process_group()

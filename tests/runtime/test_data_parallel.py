@@ -168,6 +168,19 @@ def test_a_mistake_in_the_forward_of_one_process_ends_the_call_of_all(found):
     assert worst(found["mistake"]) < 1e-12
 
 
+def test_what_is_inside_of_the_wrapper_is_averaged_too(found):
+    """DDP by itself lets such replicas drift apart."""
+    assert worst(found["inside of the wrapper"]) < 1e-12
+    first, second = found["inside of the wrapper"]
+    assert first["spread"] == second["spread"] == 0.0 < second["alone"]
+
+
+def test_a_process_that_has_more_batches_than_another_is_told_so():
+    first, second = torchrun.cases("tests/runtime/data_parallel.py", "fewer batches")["fewer batches"]
+    assert first["said"] == ""
+    assert "had fewer batches, and all must make the same calls" in second["said"]
+
+
 def test_what_works_inside_of_the_backward_of_ddp_is_refused_by_name(found):
     for result in found["refused"]:
         hook, static = result["said"]
