@@ -50,7 +50,7 @@ def left_by_compiler(function: Callable[[_In], _Out]) -> Callable[[_In], _Out]:
 
 
 def parameter_groups(sharded: Any) -> list[Any]:
-    """The parameter groups that FSDP2 exchanges for a module that `fully_shard` was applied to; before, it had one."""
+    """What FSDP2 exchanges at once for a module that `fully_shard` was applied to; one group at most, before 2.13."""
     state = sharded._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -93,6 +93,28 @@ def without_autocast() -> Iterator[None]:
             if active_autocast_dtype(device_type) is not None:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+@contextmanager
+def autocast_never_begins() -> Iterator[list[torch.autocast]]:
+    """Context in which blocks of autocast do nothing; yields those that would have."""
+    enter, held_off = torch.autocast.__enter__, []
+
+    def enter_disabled(self: torch.autocast) -> Any:
+        enabled = self._enabled
+        if enabled:
+            held_off.append(self)
+        self._enabled = False
+        try:
+            return enter(self)  # type: ignore[no-untyped-call]
+        finally:
+            self._enabled = enabled
+
+    torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
+    try:
+        yield held_off
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def is_inside_checkpoint() -> bool:

@@ -1,10 +1,12 @@
 """The rows of a batch that one check runs a forward on, whole and in two parts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from oomfix.runtime import compat
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence, Runs, compare
 from oomfix.runtime.rows import choose_rows
@@ -25,6 +27,7 @@ class FewRows:
         self.batch = batch
         self.modules = modules
         self.in_order = False
+        self._needs_autocast = False
         self._chosen: dict[int, list[int]] = {}
 
     def named(self, count: int) -> list[int]:
@@ -40,5 +43,17 @@ class FewRows:
         see: Callable[[Any], Any] = lambda result: result,
         gaps: Sequence[float | None] = (),
     ) -> Evidence:
-        """What runs on `count` rows and on two parts of them show, see `comparison.compare`."""
-        return compare(self.forward, self.batch, self.modules, self.named(count), how, see, gaps)
+        """What runs on `count` rows and on two parts of them show, see `comparison.compare`.
+
+        A forward that begins autocast by itself runs without, since rounding to half precision looks like a difference,
+        unless it fails without.
+        """
+        run = partial(compare, self.forward, self.batch, self.modules, self.named(count), how, see, gaps)
+        if self._needs_autocast:
+            return run()
+        with compat.autocast_never_begins() as held_off:
+            evidence = run()
+        if evidence.failure and held_off:
+            self._needs_autocast = True
+            return run()
+        return evidence

@@ -236,3 +236,61 @@ def test_a_call_inside_of_an_autocast_is_checked_in_fp32_and_split(relative_erro
     assert {dtype for _, graph, dtype in seen if not graph} == {None}
     assert {dtype for _, _, dtype in seen[-4:]} == {torch.bfloat16}
     assert relative_error(model, reference) < 2e-2  # of bf16
+
+
+def under_its_own_autocast(model, coupled=False, dtype=torch.bfloat16):
+    """As loops are written by hand: the model, or the loss too, in a block of autocast."""
+
+    def forward(x, y):
+        with torch.autocast("cpu", dtype=dtype):
+            out = model(x.to(next(model.parameters()).dtype))
+            if coupled:
+                out = out / out.std(0)
+            return F.cross_entropy(out, y)
+
+    return forward
+
+
+def test_a_forward_with_an_autocast_of_its_own_is_checked_in_fp32_and_split(relative_error):
+    """Rounding to half precision looks like samples that depend on each other."""
+    model = network()
+    reference = copy.deepcopy(model)
+    memory = runtime.preset("16gb", micro_batches=4)
+    memory.forward_backward(under_its_own_autocast(model), X, Y)
+    under_its_own_autocast(reference)(X, Y).backward()
+    assert memory.report().forwards[0].micro_batches == 4
+    assert 1e-4 < relative_error(model, reference) < 2e-2  # of bf16, which the micro-batches compute in
+
+
+def test_samples_that_depend_on_each_other_under_an_autocast_of_their_own_stay_together():
+    memory = runtime.preset("16gb", micro_batches=4)
+    memory.forward_backward(under_its_own_autocast(network(), coupled=True), X, Y)
+    assert "samples depend on each other" in memory.report().forwards[0].whole_because
+
+
+class Mixed(nn.Module):
+    """Weights of two types, which only autocast brings together."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_a_forward_that_cannot_do_without_its_autocast_is_checked_with_it():
+    seen = []
+    model = Mixed()
+
+    def forward(x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+        seen.append(len(x))
+        return F.cross_entropy(out.float(), y)
+
+    memory = runtime.preset("16gb", micro_batches=4)
+    memory.forward_backward(forward, torch.randn(8, 6), torch.arange(8) % 4)
+    # runs on a few rows that went through to their end
+    assert min(seen) < 8
+    assert "mat1 and mat2" not in str(memory.report())
