@@ -265,12 +265,16 @@ def _choose_blocks(module: nn.Module, name: str, switches: set[nn.Module]) -> di
 
 
 def _members(container: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of `container`; those of a list inside a list, which is never called, in its place."""
+    """The children of `container`; in the place of a list inside a list, which is never called, those of that list."""
     for child_name, child in container.named_children():
+        child_name = _joined(name, child_name)
         if isinstance(child, nn.ModuleList | nn.ModuleDict) and isinstance(container, nn.ModuleList):
-            yield from _members(child, _joined(name, child_name))
+            yield from _members(child, child_name)
+        elif isinstance(inside := getattr(child, "_orig_mod", None), nn.Module):
+            # torch.compile(block) calls what is inside of it
+            yield _joined(child_name, "_orig_mod"), inside
         else:
-            yield _joined(name, child_name), child
+            yield child_name, child
 
 
 def _repeated(members: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -700,3 +700,39 @@ def test_blocks_are_checkpointed_under_any_precision(precision, caplog):
         memory.forward_backward(forward, torch.randn(4, 8))
     assert "forward hooks" not in caplog.text
     assert runs == [4] * 2 * len(model.blocks)  # once in forward, once in backward
+
+
+def kept_bytes(model, x):
+    """What a forward keeps for its backward besides weights; its gradients are left in the model."""
+    kept = {}
+
+    def keep(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(x).square().mean()
+    loss.backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_blocks_that_were_compiled_one_by_one_are_checkpointed(relative_error, normalise):
+    torch.compiler.reset()
+    reference, x = Network(normalise=normalise).double(), torch.randn(32, 8).double()
+    for block in reference.blocks:
+        block.dropout.p = 0.0
+    models = [copy.deepcopy(reference) for _ in range(2)]
+    for model in models:
+        model.blocks = nn.ModuleList(torch.compile(block, backend="aot_eager") for block in model.blocks)
+    plain, checkpointed = models
+    assert enable_checkpointing(checkpointed) == [f"blocks.{number}._orig_mod" for number in range(4)]
+    assert kept_bytes(checkpointed, x) < 0.4 * kept_bytes(plain, x)
+    kept_bytes(reference, x)
+    assert relative_error(checkpointed, reference) < 1e-12
+    for ours, theirs in zip(checkpointed.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+    disable_checkpointing(checkpointed)
+    assert not is_checkpointed(checkpointed)
+    torch.compiler.reset()
