@@ -31,17 +31,18 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
     `memory.forward_backward` splits, call `memory.step` instead; inside the context it runs batches whole.
 
     Not to be had with it: clipping by the norm of all gradients, a GradScaler (fp16), gradients that processes
-    exchange after backward (DDP, FSDP), and windows of `memory.accumulate`. The manager refuses them inside.
+    exchange after backward (DDP, FSDP), and windows of `memory.accumulate`. All are refused inside, but for a
+    `clip_grad_norm_` of your own: behind the context it finds no gradients, and returns 0.
 
     Args:
         optimizers: every optimizer whose parameters are to be stepped.
 
     Raises:
         TypeError: not a torch optimizer, or one that needs all its gradients at once (LBFGS).
-        RuntimeError: several processes train together; a parameter gets a second gradient after its step (two
-            backwards in one context, or a retry after out of memory); the optimizer keeps counts per group, which
-            stepping parameters one at a time would change. Parameters stepped before the error stay stepped: go
-            back to a checkpoint.
+        RuntimeError: several processes train together; a GradScaler scales the loss inside; a parameter gets a second
+            gradient after its step (two backwards in one context, or a retry after out of memory); the optimizer keeps
+            counts per group, which stepping parameters one at a time would change. Parameters stepped before the error
+            stay stepped: go back to a checkpoint.
 
     Parameters that several of the optimizers hold are stepped by each of them, in the order given.
 
@@ -89,7 +90,8 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
     ]
     active.append(stepped)
     try:
-        yield
+        with _no_scale():
+            yield
         for parameter in places:
             if parameter.grad is not None:
                 step(parameter)
@@ -121,6 +123,26 @@ def check_gradients_are_final(scaled: bool, clipped: bool, windowed: bool) -> No
             f"optimizer_in_backward: gradients are {' and '.join(why)}, and it steps before that; call "
             "memory.step(optimizer) after backward instead"
         )
+
+
+@contextmanager
+def _no_scale() -> Iterator[None]:
+    """Context in which a loss is not scaled: its gradients would be stepped with before they are unscaled."""
+    scale = torch.amp.GradScaler.scale
+
+    def refused(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if scaler.is_enabled():
+            raise RuntimeError(
+                "optimizer_in_backward: a GradScaler multiplies the loss, and gradients are stepped with before it can "
+                "unscale them; use bf16 or fp32, or scaler.step(optimizer) after backward instead"
+            )
+        return scale(scaler, outputs)
+
+    torch.amp.GradScaler.scale = refused  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
 def _step_alone(optimizer: torch.optim.Optimizer, index: int, parameter: torch.Tensor) -> None:

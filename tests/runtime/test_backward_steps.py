@@ -237,6 +237,29 @@ def test_what_a_manager_does_to_gradients_before_a_step_is_refused_inside(polici
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_scaler_of_ones_own_is_refused_before_anything_is_stepped():
+    """Its gradients are multiplied by the scale, and would be stepped with."""
+    model = nn.Linear(8, 1)
+    before, x = copy.deepcopy(model), torch.randn(4, 8)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    with pytest.raises(RuntimeError, match="GradScaler"), runtime.optimizer_in_backward(optimizer):
+        scaler.scale(model(x).square().mean()).backward()
+    assert_same(model, before)
+    scaler.scale(model(x).square().mean()).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(model.weight, before.weight)
+
+
+def test_a_scaler_that_is_switched_off_is_no_matter():
+    """As loops have it that choose their precision by a flag."""
+    model = nn.Linear(8, 1)
+    before = copy.deepcopy(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    with runtime.optimizer_in_backward(optimizer):
+        scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+    assert not torch.equal(model.weight, before.weight)
+
+
 def test_what_was_refused_inside_goes_on_outside():
     model = nn.Linear(8, 1)
     memory = runtime.preset("16gb", precision="fp32", clip_norm=1.0)
