@@ -71,7 +71,7 @@ class FileReport(NamedTuple):
 
     Attributes:
         findings: every finding of every rule, those that a comment silences too, by line and column.
-        loops: the training loops as `Loop.to_json` gives them, with "cell" in a notebook.
+        loops: the training loops as `TrainingLoop.to_json` gives them, with "cell" in a notebook.
         errors: what could not be read, one plain line each.
         silencers: the file's `# oomfix:` comments.
         parsed: False where the file holds no word that any rule needs, and was not parsed.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
+from oomfix.script.names import last_name as last_name
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
@@ -54,13 +55,6 @@ _STEPPING = frozenset("step backward".split())
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:
     """The calls that run when a node does, in its own scope."""
     return (child for child in nodes_of_scope(node) if isinstance(child, ast.Call))
-
-
-def last_name(call: ast.Call) -> str:
-    """`model.train()` -> "train", `print(x)` -> "print"; "" for a computed function."""
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 def called_name(node: ast.expr) -> str:

@@ -224,7 +224,7 @@ class Script:
                 yield event
 
     def calls_to(self, name: str) -> list[Event]:
-        """Every call of a function that is followed by name (see `Calls.note_call`)."""
+        """Every call of a function that is followed by name (see `Core.note_call`)."""
         return self.trace.calls.get(name, [])
 
     def calls_of_method(self, name: str) -> Iterator[ast.Call]:

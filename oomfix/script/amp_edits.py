@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.amp_imports import CannotRewrite, insert_before, rewrite_import
 from oomfix.script.amp_names import APIS, AmpImport, AmpNames, AmpUse, Role, renamed
 from oomfix.script.edits import Edit, add_keyword, bounds, prepend_argument
+from oomfix.script.names import last_name
 from oomfix.script.nodes import walk
 from oomfix.script.scopes import Variable
 
@@ -287,14 +288,7 @@ class AmpRewriter:
         """The dtypes that the file gives to autocast anywhere."""
         dtypes = {"set by call"} if "set_autocast" in self.source.text else set()
         for node in walk(self.source.tree):
-            if isinstance(node, ast.Call) and _last_name(node.func).endswith("autocast"):
+            if isinstance(node, ast.Call) and last_name(node).endswith("autocast"):
                 given = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "dtype")]
                 dtypes |= {self.names.path_of(dtype) or ast.unparse(dtype) for dtype in given}
         return dtypes
-
-
-def _last_name(called: ast.expr) -> str:
-    """`autocast` of `torch.cuda.amp.autocast`; empty where what is called ends with no name."""
-    if isinstance(called, ast.Attribute):
-        return called.attr
-    return called.id if isinstance(called, ast.Name) else ""

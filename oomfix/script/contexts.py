@@ -9,8 +9,6 @@ from oomfix.script.names import last_of
 from oomfix.script.trace import Autocast
 from oomfix.script.values import MISSING, Given, Graph, Kind, Value
 
-NULL = Value(Kind.CONTEXT, ref=frozenset({"null"}))
-
 _GRAD_OFF = (
     "torch.no_grad",
     "torch.inference_mode",
@@ -28,29 +26,33 @@ _AUTOCAST = (
 )
 
 
+def context(*effects: str) -> Value:
+    """A context that has these effects; with several, one of them, by a flag."""
+    return Value(Kind.CONTEXT, ref=frozenset(effects))
+
+
+NULL = context("null")
+
+
 def context_of_call(node: ast.Call, qualified: str, given: Given) -> Value | None:
     """The context that a call of an imported name makes; None when it makes none that matters here."""
     if qualified in _GRAD_OFF:
         mode = given.argument("mode").constant
-        return _context("grad" if mode is False else "no_grad")
+        return context("grad" if mode is False else "no_grad")
     if qualified in ("torch.enable_grad", "torch.autograd.enable_grad"):
-        return _context("grad")
+        return context("grad")
     if qualified in ("torch.set_grad_enabled", "torch.autograd.set_grad_enabled"):
         mode = given.argument("mode").constant
         if mode is MISSING:
-            return _context("grad", "no_grad")
-        return _context("grad" if mode else "no_grad")
+            return context("grad", "no_grad")
+        return context("grad" if mode else "no_grad")
     if qualified in _AUTOCAST:
         return _autocast(node, qualified, given)
     if qualified in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
         return NULL
     if qualified == "apex.amp.scale_loss":
-        return Value(Kind.CONTEXT, ref=frozenset({"apex"}), items=tuple(given.positional[:1]))
+        return context("apex")._replace(items=tuple(given.positional[:1]))
     return None
-
-
-def _context(*effects: str) -> Value:
-    return Value(Kind.CONTEXT, ref=frozenset(effects))
 
 
 def _autocast(node: ast.Call, qualified: str, given: Given) -> Value:
@@ -62,7 +64,7 @@ def _autocast(node: ast.Call, qualified: str, given: Given) -> Value:
     enabled = (written | {keyword.arg: keyword.value for keyword in node.keywords}).get("enabled")
     # a name that stands for False is a switch, which its reader has seen
     if isinstance(enabled, ast.Constant) and enabled.value is False:
-        return _context("autocast:off")
+        return context("autocast:off")
     dtype = named.get("dtype")
     if dtype is None or dtype.constant is None:
         name = "bfloat16" if device == "cpu" or qualified.startswith("torch.cpu") else "float16"
@@ -71,7 +73,7 @@ def _autocast(node: ast.Call, qualified: str, given: Given) -> Value:
         name = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}.get(
             reference or "", "unknown"
         )
-    return _context(f"autocast:{name}")
+    return context(f"autocast:{name}")
 
 
 def grad_under(effects: frozenset[str], grad: Graph) -> Graph:

@@ -13,7 +13,7 @@ from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import path_of, root_of
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.torch_facts import holds_networks
-from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, ModuleAttribute, Site, Trace
+from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, Manner, ModuleAttribute, Site, Trace
 from oomfix.script.values import NO_ORIGINS, PLAIN_TENSOR, UNKNOWN, Graph, Kind, Value, flatten
 
 Path = str | tuple[int, str]
@@ -274,10 +274,8 @@ class Core(ABC):
                 yield frame.function
             frame = frame.caller
 
-    def enter_effects(self, effects: frozenset[str] | None) -> None:
+    def enter_effects(self, effects: frozenset[str]) -> None:
         """Put what a context does around what follows."""
-        if not isinstance(effects, frozenset):
-            return
         self.state.grad = grad_under(effects, self.state.grad)
         self.autocast = autocast_under(effects, self.autocast)
         self.apex = self.apex or "apex" in effects
@@ -296,7 +294,7 @@ class Core(ABC):
         target: str,
         value_node: ast.expr,
         value: Value,
-        manner: str,
+        manner: Manner,
         loops: tuple[Loop, ...],
         alone: bool = True,
     ) -> frozenset[int]:
@@ -319,7 +317,7 @@ class Core(ABC):
             site=self.site(),
             target=target,
             value=value_node,
-            manner=manner,  # type: ignore[arg-type]
+            manner=manner,
             certain=content.graph is Graph.YES,
             detachable=detachable,
             crossed=crossed,

@@ -39,7 +39,7 @@ class Functions(Core):
         direct: bool = True,
         method: Function | None = None,
     ) -> Value:
-        """Record a forward (`Training`); `method` is the module's own code for it, where that is in the file."""
+        """Record a forward (`Forwards`); `method` is the module's own code for it, where that is in the file."""
 
     def _function(self, node: ast.Call, value: Value, given: Given) -> Value:
         """Follow a call into a function of the file, and into each that may stand in its place."""

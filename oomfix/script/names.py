@@ -35,6 +35,13 @@ def last_of(path: str | None) -> str:
     return (path or "").rsplit(".", 1)[-1]
 
 
+def last_name(call: ast.Call) -> str:
+    """`train` of `model.train()`, `print` of `print(x)`, `view` of `f(x).view(-1)`; empty for a computed function."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
 def left_by_methods(node: ast.expr) -> ast.Attribute:
     """The place of what methods out of sight leave on an object, whatever attribute they leave it in."""
     return ast.Attribute(node, "*", ast.Store())

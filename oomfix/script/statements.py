@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 
-from oomfix.script.contexts import decorated_elsewhere
+from oomfix.script.contexts import context, decorated_elsewhere
 from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import Hints
 from oomfix.script.names import USUAL_NAMES, imported, last_of, path_of
 from oomfix.script.state import Binding, Frame
-from oomfix.script.trace import Guard, Loop, Trace
+from oomfix.script.trace import Guard, Loop, Manner, Trace
 from oomfix.script.values import LITERAL, NONE, UNKNOWN, Graph, Kind, Value, combine, flatten
 
 _CONCATENATIONS = frozenset({"torch.cat", "torch.concat", "torch.hstack", "torch.vstack"})
@@ -118,7 +118,7 @@ class Statements(Expressions):
             alone = len(carrying) == 1
             holders = (Kind.SEQUENCE, Kind.CONTAINER)
             stored = term_value.kind in holders or value.kind in holders or any(map(_concatenated, _parts(written)))
-            manner = "store" if stored else "add"
+            manner: Manner = "store" if stored else "add"
             kept = self.keep(target, path, term, term_value, manner, loops, alone)
         grown = flatten(value)
         grown = grown.with_graph(grown.graph, grown.origins | kept)
@@ -179,7 +179,7 @@ class Statements(Expressions):
             if old.kind is Kind.CONTAINER and value.kind is Kind.TENSOR:
                 # `tags += net(x)`: a list takes what is in it, of a network that gives lists, since tensors are added
                 value = value.with_graph(min(value.graph, Graph.MAYBE))
-            manner = "store" if value.kind in (Kind.SEQUENCE, Kind.CONTAINER) else "add"
+            manner: Manner = "store" if value.kind in (Kind.SEQUENCE, Kind.CONTAINER) else "add"
             kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, manner, loops)
         result = combine([old, value])
         if old.kind is Kind.CONTAINER:
@@ -250,7 +250,7 @@ class Statements(Expressions):
         for decorator in node.decorator_list:
             value = self._effects_of_decorator(decorator, self.evaluate(decorator))
             if value.kind is Kind.EXTERNAL and last_of(value.ref) in ("no_grad", "inference_mode"):
-                value = Value(Kind.CONTEXT, ref=frozenset({"no_grad"}))
+                value = context("no_grad")
             if value.kind is Kind.CONTEXT:
                 effects.append(value)
         function = Function(node, node.name, self.frame, owner, effects)

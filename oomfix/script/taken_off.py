@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
-from oomfix.script.names import receivers
+from oomfix.script.names import last_name, receivers
 from oomfix.script.nodes import Scope
 from oomfix.script.torch_facts import INTEGER_RESULTS, LEAVING_THE_GRAPH
 
@@ -35,11 +35,5 @@ def always_taken_off(nodes: list[tuple[ast.AST, Scope]]) -> frozenset[str]:
             key = (scope, node.targets[0].id)
             if 0 < loads[key] == taken_loads[key]:
                 taken.add(node.value)
-    calls = Counter(name for node in taken if isinstance(node, ast.Call) and (name := _name(node.func)) is not None)
-    return frozenset(name for name, count in calls.items() if count == mentions[name])
-
-
-def _name(called: ast.expr) -> str | None:
-    if isinstance(called, ast.Attribute):
-        return called.attr
-    return called.id if isinstance(called, ast.Name) else None
+    calls = Counter(last_name(node) for node in taken if isinstance(node, ast.Call))
+    return frozenset(name for name, count in calls.items() if name and count == mentions[name])

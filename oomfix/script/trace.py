@@ -17,6 +17,9 @@ Loop = ast.For | ast.AsyncFor | ast.While
 Autocast = Literal["float16", "bfloat16", "unknown", "held"]
 """The dtype of autocast; "held" for a context made out of sight that is only named like autocast."""
 
+Manner = Literal["add", "store", "meter"]
+"""How a value is kept: added to a total, put into a container or an attribute, or handed to a meter that does so."""
+
 
 class Guard(NamedTuple):
     """A condition on the way to an event: `statement` decides, the event lies on the side where the test is `value`."""
@@ -188,7 +191,7 @@ class Keep:
     site: Site
     target: str
     value: ast.expr
-    manner: Literal["add", "store", "meter"]
+    manner: Manner
     certain: bool
     detachable: ast.expr | None
     """What `.detach()` would do on: the value where it is one tensor, or what the call of a meter hands over."""

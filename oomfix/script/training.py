@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from itertools import islice
 
+from oomfix.script.contexts import context
 from oomfix.script.definitions import Instance
 from oomfix.script.forwards import Forwards
 from oomfix.script.named_like import looks_like_optimizer, looks_like_scaler
@@ -225,7 +226,7 @@ class Training(Forwards):
         if name in ("prepare", "accumulate") and arguments:
             return arguments[0]
         if name == "autocast":
-            return Value(Kind.CONTEXT, ref=frozenset({"autocast:unknown"}))
+            return context("autocast:unknown")
         return UNKNOWN
 
     def _memory_call(self, node: ast.Call, given: Given) -> Value:
