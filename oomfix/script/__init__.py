@@ -9,8 +9,9 @@ event happens), `functions` (calls into the file; `weights` says which run a net
 `forwards`, `training` (backwards, steps), `contexts_by_hand`, `containers` (what is kept), `unseen` (calls out of
 sight), `methods` (of networks), `externals` (what is imported), `calls` (what is called), `expressions`, `statements`,
 `entering` (contexts), `flow` (branches and loops) and `follow` (the whole file). `values` and `state` are what they
-pass on, `trace` is what comes out. What rules ask of it has a file each: `loops`, `windows`, `habit`, `evaluation`,
-`no_grad`, `retention`, `carried`, `reuse`, `precision`, `devices`, `handed_over`, `gradients`, `removal`.
+pass on, `trace` is what comes out. What rules ask of it has a file each: `loops`, `windows`, `every_iteration`,
+`evaluation`, `no_grad`, `retention`, `recurrent_states`, `graph_reuse`, `precision`, `devices`, `handed_over`,
+`gradients`, `removal`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from oomfix.script.carried import CarriedState, carried_states
 from oomfix.script.devices import Devices
 from oomfix.script.edits import Edit
 from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, optimizes, zeroed_by_hand
+from oomfix.script.graph_reuse import GraphReuse
 from oomfix.script.handed_over import trains_what_it_is_handed
 from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
@@ -35,9 +36,9 @@ from oomfix.script.named_like import looks_like_forward, looks_like_loss
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import Nodes, Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
+from oomfix.script.recurrent_states import CarriedState, carried_states
 from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
-from oomfix.script.reuse import GraphReuse
 from oomfix.script.torch_facts import BACKWARD_HOOKS, OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.training_loop import TrainingLoop

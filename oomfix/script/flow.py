@@ -6,8 +6,8 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from oomfix.script.chains import ends_always_taken
 from oomfix.script.core import Path
+from oomfix.script.elif_chains import ends_always_taken
 from oomfix.script.entering import Entering
 from oomfix.script.freezing import frozen_by
 from oomfix.script.hints import Hints
@@ -16,7 +16,7 @@ from oomfix.script.narrowing import narrowed_by
 from oomfix.script.nodes import walk
 from oomfix.script.phases import Phase, phases_told_apart, phases_written
 from oomfix.script.pieces import pieces_of
-from oomfix.script.sides import asked_by, bound_by, recall, remember
+from oomfix.script.repeated_tests import asked_by, bound_by, recall, remember
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import NUMBER, UNKNOWN, Graph, Kind, Value, flatten

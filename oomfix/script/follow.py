@@ -6,13 +6,13 @@ import ast
 from functools import cached_property, reduce
 
 from oomfix.script.definitions import Class, Function, called_on_self
+from oomfix.script.detached_by_callers import always_taken_off
 from oomfix.script.flow import Flow
 from oomfix.script.hints import read_hints
 from oomfix.script.named_like import looks_like_state
 from oomfix.script.names import USUAL_NAMES, path_of, unpacked
 from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
-from oomfix.script.taken_off import always_taken_off
 from oomfix.script.trace import Trace
 from oomfix.script.values import NO_ORIGINS, NONE, UNKNOWN, Given, Graph, Kind, Value, combine, flatten, join
 
