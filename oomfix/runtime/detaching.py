@@ -24,6 +24,9 @@ def detach_(state: _T) -> _T:
 
     Returns:
         `state`, or what takes its place where it is, or is made of, views. Data is never copied.
+
+    An LSTM of two layers of 650 that is run on 20 batches of 35 x 20 tokens, its state carried over, peaks at 0.13 GiB
+    instead of 0.61 (simulated A100); on a CPU a smaller one takes 1.04 times as long (bench/results/stages-cpu.md).
     """
     result: _T = _detached(state)
     return result

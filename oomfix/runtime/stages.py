@@ -114,6 +114,10 @@ def stage(name: str, keep: Iterable[torch.optim.Optimizer] = ()) -> Iterator[Sta
         TypeError: `keep` is no list of them.
 
     An error in the stage frees them too. A stage inside a stage frees its own.
+
+    In a second stage of GPT-2 124M on one sample of 128 tokens, memory peaks at 2.34 GiB instead of 3.27, where a
+    scheduler still refers to the optimizer of the first (simulated A100). Ending a stage collects garbage: two ends
+    took 736 ms of a CPU (bench/results/stages-cpu.md).
     """
     if not isinstance(keep, Iterable):
         raise TypeError(f"keep: got {shown(keep)}, expected a list of optimizers")

@@ -11,15 +11,17 @@ from oomfix import runtime
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "techniques-cpu.md"
 COMPARISON = ROOT / "bench" / "results" / "comparison-cpu.md"
+STAGES = ROOT / "bench" / "results" / "stages-cpu.md"
 QUOTING = [name for name in runtime.__all__ if RESULTS.name in (inspect.getdoc(getattr(runtime, name)) or "")]
+WITHOUT = ("plain loop", "the state keeps its graph", "`del optimizer` after the first")
 BESIDE = ("plain loop", "checkpointing and offloading")
 FIGURE = re.compile(r"(?<!torch )\b\d+\.\d\d\b")
 
 
-def rows():
+def rows(results=RESULTS):
     """The rows of all tables: (workload, technique, cells)."""
     workload = ""
-    for line in RESULTS.read_text().splitlines():
+    for line in results.read_text().splitlines():
         if line.startswith("## "):
             workload = line[3:]
         elif line.startswith("| ") and not line.startswith("| loop"):
@@ -51,6 +53,16 @@ def test_techniques_quote_what_they_save():
     assert len(QUOTING) >= 8
 
 
+@pytest.mark.parametrize("name", ["detach_", "stage", "ProgressiveUnfreezing"])
+def test_what_acts_between_iterations_and_stages_quotes_both_peaks_and_its_time(name):
+    said = inspect.getdoc(getattr(runtime, name))
+    ((workload, own),) = [(w, cells) for w, technique, cells in rows(STAGES) if technique.startswith(f"`{name}`")]
+    without = next(cells for w, _, cells in rows(STAGES) if w == workload)
+    assert set(FIGURE.findall(said)) <= {own[0], own[1], without[0]}
+    assert f"{own[0]} GiB instead of {without[0]}" in " ".join(said.split())
+    assert own[1] in said or f"{own[2]} ms" in " ".join(said.split())
+
+
 def test_the_list_of_examples_quotes_the_rows_of_its_techniques():
     quoted = 0
     for line in (ROOT / "examples" / "README.md").read_text().splitlines():
@@ -58,12 +70,13 @@ def test_the_list_of_examples_quotes_the_rows_of_its_techniques():
         if found is None:
             continue
         name, workload, plain, peak, elapsed = found.groups()
-        mine = [(w, t, cells) for w, t, cells in rows() if w == workload or w.startswith(f"{workload},")]
-        assert plain in [cells[0] for _, technique, cells in mine if technique == "plain loop"]
+        every = [*rows(), *rows(STAGES)]
+        mine = [(w, t, cells) for w, t, cells in every if w == workload or w.startswith(f"{workload},")]
+        assert plain in [cells[0] for _, technique, cells in mine if technique in WITHOUT]
         own = [cells for w, technique, cells in mine if technique.startswith(f"`{name}`") and cells[0] == peak]
-        assert any(figure in cells for cells in own for figure in FIGURE.findall(elapsed)), line
+        assert any(figure in cells for cells in own for figure in re.findall(r"\d+\.\d\d|\d+(?= ms)", elapsed)), line
         quoted += 1
-    assert quoted == 7
+    assert quoted == 9
 
 
 def test_the_list_of_examples_quotes_micro_batches():
