@@ -28,6 +28,8 @@ class Training(Forwards):
         method = receiver.ref.cls.find("backward") if isinstance(receiver.ref, Instance) else None
         if method is not None:
             return self._function(node, Value(Kind.FUNCTION, ref=(method, receiver)), Given(arguments))
+        if self._inverts_network(node, receiver):
+            return UNKNOWN
         takes_argument = bool(arguments) and (framework is not None or not receiver.graph)
         root_node = node.args[0] if takes_argument else node.func.value
         root = flatten(arguments[0] if takes_argument else receiver)
@@ -39,6 +41,13 @@ class Training(Forwards):
                 certain = Value(Kind.TENSOR, self.state.grad, value.origins, is_tensor=True)
                 self.assign(root_node, certain, binding.statement, binding.loops)
         return NONE
+
+    def _inverts_network(self, node: ast.Call, receiver: Value) -> bool:
+        """`z = layer.backward(z)`, where networks of the file have such a method: nothing is differentiated."""
+        if not node.args or self.is_for_effect(node) or receiver.graph or receiver.is_tensor:
+            return False
+        own = [function.owner for function in self.functions if function.name == "backward"]
+        return any(owner is not None and owner.is_module for owner in own)
 
     def _manual_backward(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         """Lightning's `self.manual_backward(loss)`."""

@@ -491,3 +491,47 @@ def test_a_network_that_is_named_after_its_loss_is_one_by_its_uses(report, name)
 @pytest.mark.parametrize("name", ["loss_fn", "criterion", "loss_module"])
 def test_a_criterion_that_is_put_into_training_mode_is_none(report, name):
     assert report(NAMED_AFTER_A_LOSS.format(name=name)) == []
+
+
+INVERSE = """
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+        def backward(self, y):
+            return y - 1
+
+    class Flow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(2))
+            self.out = nn.Linear(4, 4)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.out(x)
+
+        def backward(self, z):
+            for layer in reversed(self.layers):
+                {undone}
+            return z
+
+    model = Flow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        print(model.backward(x))
+"""
+
+
+def test_a_method_that_inverts_a_network_is_no_backward_though_it_is_called_so(read):
+    """Of normalising flows: what torch differentiates with gives nothing back."""
+    loops = read(INVERSE.format(undone="z = layer.backward(z)")).loops
+    assert [loop.line for loop in loops] == [29]
+    assert 23 in [loop.line for loop in read(INVERSE.format(undone="layer.backward(z)")).loops]
