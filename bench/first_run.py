@@ -33,6 +33,17 @@ class Round(NamedTuple):
 
 ROUNDS = [
     Round(
+        "15b",
+        "8a1ef06",
+        "2026-11-22",
+        """Drawn by a program over 39 subjects from repositories that nobody had seen (the pool of names typed off the
+answers of look-ups), one file of each at random. Six of the missed places of OOM201 and OOM102 are in one file, which
+keeps its best outputs with their graphs; wrong are an attack held under the name of another class's network, early
+stopping of an encoder, an autocast switched off by a parameter and an adaptation inside a test. The first three were
+mended after this run. Three labels were made debatable, as such places are in earlier sets: two in a step whose loop
+is in another file, and the adaptation.""",
+    ),
+    Round(
         "14b",
         "9cca02b",
         "2026-11-22",
@@ -353,7 +364,7 @@ def main() -> None:
 `python -m bench.first_run` on the rows of bench/corpus/first-run.tsv, CPU only.
 
 Each set was labelled by reading, and the labels were frozen before the auditor ran on any of its scripts. Sets 3 to 5,
-7, 8, 8b and 9a to 14b have been used to develop the rules since: bench/results/audit-corpus.md says what the
+7, 8, 8b and 9a to 15b have been used to develop the rules since: bench/results/audit-corpus.md says what the
 current version makes of all of them, and is no blind figure.
 
 {sections}""",
