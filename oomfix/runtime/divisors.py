@@ -9,6 +9,7 @@ gradients are accumulated, is none of them, and has to be the same in every part
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +159,11 @@ def numbers(found: Sequence[torch.Tensor | float]) -> list[float]:
 
 
 def _read(number: torch.Tensor | float) -> float:
-    return float(number.item() if isinstance(number, torch.Tensor) else number)
+    if not isinstance(number, torch.Tensor):
+        return float(number)
+    # a dispatch mode of the program (a flop counter) is shown a number in place of a tensor that torch made of one
+    with torch._C._DisableTorchDispatch() if type(number) is torch.Tensor else nullcontext():
+        return float(number.item())
 
 
 def read(found: Sequence[Divisor], *more: torch.Tensor) -> tuple[list[Counted], list[float]]:

@@ -220,6 +220,46 @@ def test_an_optimizer_that_has_no_part_in_the_window_may_step_in_it(model):
         assert close(before - other.weight, expected)
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_that_are_zeros_before_a_window_do_not_stand_in_the_way_of_its_ragged_tail(model, call):
+    data, memory = batches(4, 4, 3), runtime.preset("16gb")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for x, y in memory.accumulate(data, 3):
+        call(memory, model, x, y)
+    assert close(model.weight.grad, gradient(model, data))
+
+
+@pytest.mark.parametrize("last", [4, 3])
+def test_two_losses_in_one_gradient_are_weighed_where_one_factor_is_right_for_both(model, last):
+    """The first is over 4, 4 and `last` samples, the second over 2 of each batch."""
+    data, memory = batches(4, 4, last), runtime.preset("16gb")
+    for x, y in memory.accumulate(data, 3):
+        by_forward_backward(memory, model, x, y)
+        if memory.window_closed and last == 3:
+            with pytest.raises(RuntimeError, match="cannot be weighed apart"):
+                by_forward_backward(memory, model, x[:2], y[:2])
+            return
+        by_forward_backward(memory, model, x[:2], y[:2])
+    expected = gradient(model, data) + gradient(model, [(x[:2], y[:2]) for x, y in data])
+    assert close(model.weight.grad, expected)
+
+
+def test_an_optimizer_may_step_ahead_of_the_last_loss_of_its_window(model, sgd):
+    """Its gradients hold two of three second losses by then, each of which counts a third, as by hand."""
+    data, memory = batches(4, 4, 4), runtime.preset("16gb")
+    opposite = [(-x, y) for x, y in data[:2]]
+    expected = gradient(model, data) + 2 / 3 * gradient(model, opposite)
+    before = model.weight.detach().clone()
+    for x, y in memory.accumulate(data, 3):
+        by_backward(memory, model, x, y)
+        if memory.window_closed:
+            memory.step(sgd)
+            break
+        by_backward(memory, model, -x, y)
+    assert close(before - model.weight, expected)
+
+
 def test_a_loop_that_was_left_and_ends_late_does_not_end_the_next(model):
     """A progress bar keeps the iterator of the loop before, and lets go of it in the middle of the next."""
     data, memory = batches(6, 6, 5), runtime.preset("16gb")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from oomfix import runtime
 from oomfix.profile.compat import OutOfMemoryError
@@ -527,6 +528,19 @@ def test_divisors_on_a_card_are_read_together_with_plain_numbers():
     x = torch.randn(4, device="cuda", requires_grad=True)
     loss = x.sum() / torch.tensor(3.0, device="cuda") / 4
     assert numbers([divisor.amount for divisor in divisors(loss)]) == [4.0, 3.0]
+
+
+def test_a_plain_number_that_a_loss_is_divided_by_is_read_under_a_dispatch_mode():
+    """Flop counters and memory traces see every operation, and have no tensor to read there."""
+
+    def loss(output, target, mask):
+        return F.mse_loss(output, target) / 3
+
+    weights, _ = trained(loss, batches(4))
+    with FlopCounterMode(display=False):
+        split, split_calls = trained(loss, batches(4), micro_batches=3)
+    assert torch.allclose(split, weights, rtol=1e-12)
+    assert split_calls == 4
 
 
 def test_divisors_count_that_are_those_of_the_parts_together():
