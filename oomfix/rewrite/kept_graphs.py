@@ -11,12 +11,14 @@ from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import (
     FunctionNode,
     Liveness,
+    Scope,
     definitely_bound,
     names_bound,
     names_bound_by_target,
     names_read,
+    nodes_of_scope_body,
 )
-from oomfix.script.nodes import children
+from oomfix.script.nodes import children, walk
 
 _WITHOUT_GRAPH = frozenset("item detach detach_ tolist numpy float int len print".split())
 
@@ -30,16 +32,31 @@ def check_graphs_end(lift: Lift, liveness: Liveness, blocks: Blocks) -> None:
     branch, iteration = lift.site.branch, lift.site.iteration
     if branch is None:
         return
-    where = f"where line {branch.lineno} runs no backward"
+    line = branch.lineno
+    where = f"where line {line} runs no backward"
     made = {name for statement in lift.lifted for name in names_bound(statement)}
     for statement in _outside(lift, (iteration or lift.site.scope).body):
         if not _blocks_of(statement) and _takes_gradient(statement, made):
             raise CannotLift(f"line {statement.lineno} takes a gradient {where}")
     if iteration is None:
         return
+    kept = _with_graph(made, lift, iteration.body)
+    for call in _backwards_outside(lift.site.scope, iteration):
+        if through := names_read(call) & (kept - made):
+            name = min(through)
+            raise CannotLift(
+                f"line {call.lineno} runs a backward through {name}, with its graph where line {line} runs none"
+            )
     wanted = liveness.before(lift.lifted, names_read(lift.site.root)) - _bound_each_time(branch, lift, blocks)
-    if kept := wanted & _with_graph(made, lift, iteration.body):
-        raise CannotLift(f"{min(kept)} goes on into the loss of a later iteration, with its graph {where}")
+    if carried := wanted & kept:
+        raise CannotLift(f"{min(carried)} goes on into the loss of a later iteration, with its graph {where}")
+
+
+def _backwards_outside(scope: Scope, iteration: ast.stmt) -> Iterator[ast.Call]:
+    inside = {id(node) for node in walk(iteration)}
+    for node in nodes_of_scope_body(scope):
+        if isinstance(node, ast.Call) and last_name(node) == "backward" and id(node) not in inside:
+            yield node
 
 
 def _with_graph(made: set[str], lift: Lift, body: list[ast.stmt]) -> set[str]:

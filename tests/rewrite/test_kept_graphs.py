@@ -85,6 +85,13 @@ for i, (x, y) in enumerate(loader * 4):
             IN_A_LIST.replace("        kept.append(loss)", "        for one in [loss]:\n            kept.append(one)"),
             "kept goes on into the loss of a later iteration, with its graph where line 11 runs no backward",
         ),
+        (
+            IN_A_LIST.replace("sum(kept)", "1")
+            .replace("kept = [torch.zeros(())]", "kept = []", 1)
+            .replace("        kept = [torch.zeros(())]\n", "")
+            + "sum(kept[-1:]).backward()\n",
+            "line 18 runs a backward through kept, with its graph where line 11 runs none",
+        ),
         (STATE, "h goes on into the loss of a later iteration, with its graph where line 13 runs no backward"),
         (GRADIENT, "line 16 takes a gradient where line 11 runs no backward"),
     ],
