@@ -12,8 +12,8 @@ Prints:
     process 0: loss ...
     process 0: loss ...
     process 0: loss ...
-    preset 16gb: 3 optimizer steps
-      forward: batches in 2 micro-batches, 3 training calls
+    preset 16gb: 6 optimizer steps
+      forward: batches in 2 micro-batches, 6 training calls
       forward: micro-batches since training call 1, because micro_batches=2 was asked for; ...
 """
 
@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from oomfix import runtime
 
 rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+processes = int(os.environ.get("WORLD_SIZE", "1"))
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)
@@ -47,18 +49,22 @@ elif dist.is_initialized():
 
 memory = runtime.preset("16gb", micro_batches=2)  # "auto", unless asked for: only what does not fit is cut
 model = memory.prepare(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def forward(x, y):
     return nn.functional.cross_entropy(model(x), y)
 
 
-torch.manual_seed(rank)  # other samples on each process
-x, y = torch.randn(32, 64, device=device), torch.randint(0, 10, (32,), device=device)
-for _ in range(3):
-    loss = memory.forward_backward(forward, x, y)
-    memory.step(optimizer, clip_norm=1.0)
+samples = torch.randn(64, 64)
+data = TensorDataset(samples, samples[:, :10].argmax(1))
+sampler = DistributedSampler(data, processes, rank)  # as many batches for each: all make the same calls
+loader = DataLoader(data, batch_size=32, sampler=sampler, **memory.loader_kwargs(num_workers=0))
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = memory.forward_backward(forward, x.to(device, non_blocking=True), y.to(device, non_blocking=True))
+        memory.step(optimizer, clip_norm=1.0)
     print(f"process {rank}: loss {loss.item():.4f}")
 
 if rank == 0:
