@@ -230,6 +230,15 @@ def test_gradients_that_are_zeros_before_a_window_do_not_stand_in_the_way_of_its
     assert close(model.weight.grad, gradient(model, data))
 
 
+def test_a_window_of_lists_of_images_is_weighed_by_images_not_by_their_channels(model):
+    """A list of tensors of one length may also be an input and its targets."""
+    data, memory = [torch.randn(n, 3, 4, 6).double() for n in (2, 2, 1)], runtime.preset("16gb")
+    for images in memory.accumulate([list(batch) for batch in data], 3):
+        memory.backward(model(torch.stack(images)).pow(2).mean())
+    expected = torch.autograd.grad(model(torch.cat(data)).pow(2).mean(), [model.weight])[0]
+    assert close(model.weight.grad, expected)
+
+
 @pytest.mark.parametrize("last", [4, 3])
 def test_two_losses_in_one_gradient_are_weighed_where_one_factor_is_right_for_both(model, last):
     """The first is over 4, 4 and `last` samples, the second over 2 of each batch."""

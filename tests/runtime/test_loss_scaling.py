@@ -127,6 +127,19 @@ def test_a_backward_after_unscaling_adds_to_the_gradients_in_full(memory):
     assert equal(values(model), [b - RATE * 2 * g for b, g in zip(before, expected, strict=True)])
 
 
+def test_a_backward_after_unscaling_again_behind_an_update_adds_to_the_gradients_in_full(memory):
+    model = nn.Linear(6, 4)
+    optimizer, expected, before = sgd(model), gradient(model), values(model)
+    memory.backward(penalty(model))
+    memory.unscale_(optimizer)
+    memory.scaler.update()
+    memory.unscale_(optimizer)
+    memory.backward(penalty(model))
+    memory.unscale_(optimizer)
+    memory.step(optimizer)
+    assert equal(values(model), [b - RATE * 2 * g for b, g in zip(before, expected, strict=True)])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_kept_after_a_step_stay_in_full_in_the_next_backward(memory, fused):
     if fused and "cpu" not in torch.utils._foreach_utils._get_fused_kernels_supported_devices():

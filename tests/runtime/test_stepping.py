@@ -119,6 +119,20 @@ def test_the_norm_of_a_preset_counts_only_where_the_user_does_not_clip(user_clip
     assert float((after - before).norm()) == pytest.approx(0.7 if user_clips else 0.01, rel=1e-3)
 
 
+def test_the_norm_of_a_preset_counts_again_in_the_step_after_one_that_the_user_clipped():
+    model = nn.Linear(6, 4)
+    memory, optimizer = runtime.preset("16gb", clip_norm=0.01), torch.optim.SGD(model.parameters(), lr=1.0)
+    for norm in (0.7, 0.01):
+        before = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
+        memory.forward_backward(lambda x, y: 100 * F.cross_entropy(model(x), y), X, Y)
+        if norm == 0.7:
+            memory.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), norm)
+        memory.step(optimizer)
+        after = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
+        assert float((after - before).norm()) == pytest.approx(norm, rel=1e-3)
+
+
 def test_two_optimizers_of_one_iteration_share_a_scale():
     """An overflow in the first must not change the scale before the second has been unscaled."""
     a, b = nn.Linear(6, 6), nn.Linear(6, 4)
