@@ -65,6 +65,10 @@ class Amp:
             return None
         if not self._autocasts:
             return "gradients are scaled, but autocast is out of sight"
+        scalers = {path for path in map(_scaler_of_backward, backwards) if path is not None}
+        for call in self._calls_on(scalers, "is_enabled"):
+            # the manager's is enabled where it chooses fp16, whatever the script's own flag says
+            return f"line {call.lineno} asks the loss scaler whether it is enabled"
         return self._kept_autocast
 
     @cached_property
@@ -167,3 +171,10 @@ class Amp:
         else:
             given = ['"cuda"', *(f"{slot}={segment(value)}" for slot, value in zip(slots, call.args, strict=False))]
         return ", ".join([*given, *(f"{keyword.arg}={segment(keyword.value)}" for keyword in call.keywords)])
+
+
+def _scaler_of_backward(backward: Backward) -> str | None:
+    function = backward.node.func
+    scale = function.value if isinstance(function, ast.Attribute) else None
+    called = scale.func if backward.scaled and isinstance(scale, ast.Call) else None
+    return path_of(called.value) if isinstance(called, ast.Attribute) else None

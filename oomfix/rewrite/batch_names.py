@@ -118,10 +118,10 @@ class BatchNames:
 
     def _is_number(self, name: str, site: Site) -> bool:
         """Whether all that the iteration binds to a name are counters and numbers."""
-        if _FLAG.match(name) or (_COUNTER.match(name) and not _is_of_samples(name, site)):
+        if _FLAG.match(name):
             return True
-        loop = site.iteration
-        if loop is None and _NOT_DATA.search(name):
+        misnamed = _COUNTER.match(name) or (site.iteration is None and _NOT_DATA.search(name))
+        if misnamed and not _is_of_samples(name, site):
             return True
         nodes = list(nodes_of_scope_body(site.scope))
         stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
@@ -130,7 +130,7 @@ class BatchNames:
 
 
 def _is_of_samples(name: str, site: Site) -> bool:
-    """Whether a name for counters stands for a number for each sample.
+    """Whether a name for counters or networks stands for a number for each sample, or for data.
 
     They are drawn, `t = torch.randint(steps, (len(x),))`, cut out, `idx = order[i:i + 10]`, or come with the batch,
     `for x, y, idx in loader`. A `t` that comes with other things, `noisy, t = add_noise(x)`, is taken for the times of

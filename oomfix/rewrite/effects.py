@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
+from oomfix.rewrite.liveness import COMPREHENSIONS, FunctionNode, names_bound_by_target, nodes_of_scope
 from oomfix.script.names import last_name as last_name
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -21,7 +21,8 @@ _TAKING = frozenset({"pop", "popitem", "popleft", "setdefault"})
 """Methods that change their receiver and return something."""
 
 _READING = re.compile(
-    r"^(print|pprint|len|display|input|set_trace|sleep|synchronize|breakpoint|exit|_exit|quit|isnan|isfinite|isinf)$"
+    r"^(print|pprint|len|display|input|set_trace|sleep|synchronize|breakpoint|exit|_exit|quit|isnan|isfinite|isinf|"
+    r"visuali[sz]e\w*|plot\w*|save_images?)$"
 )
 _OUTPUT_RECEIVERS = re.compile(
     r"(^|[._])(plt|wandb|writer|logger|logging|log|tb|pbar|bar|progress\w*|tqdm\w*|vis|viz|mlflow|neptune|run|board|"
@@ -30,8 +31,9 @@ _OUTPUT_RECEIVERS = re.compile(
 )
 _LIBRARIES = frozenset({"torch", "np", "numpy", "F", "nn", "math", "random", "tf", "jnp"})
 _HARMLESS = re.compile(
-    r"log|print|write|update|append|extend|^add|record|plot|show|save|dump|display|set_desc|set_postfix|tick|tic|toc|stop|"
-    r"lr|learning_rate|warmup|sched|anneal|start|push|count|meter|measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put",
+    r"log|print|write|update|append|extend|^add|record|plot|show|save|dump|display|visuali[sz]|^draw|render|"
+    r"set_desc|set_postfix|tick|tic|toc|stop|lr|learning_rate|warmup|sched|anneal|start|push|count|meter|"
+    r"measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put",
     re.IGNORECASE,
 )
 _COLLECTIVES = frozenset(
@@ -93,7 +95,28 @@ def changed_paths(statement: ast.stmt) -> set[str]:
                 found |= _changed_by(node.value)
         elif isinstance(node, ast.Delete):
             found |= {root_of(target) for target in node.targets if not isinstance(target, ast.Name)}
-    return found - {""} - _LIBRARIES
+    return _with_holders(found, statement) - {""} - _LIBRARIES
+
+
+def _with_holders(changed: set[str], statement: ast.stmt) -> set[str]:
+    """What is changed, and what holds it: `for p in model.parameters(): p.data = w` changes the model."""
+    found = set(changed)
+    rounds = [node for node in nodes_of_scope(statement) if isinstance(node, (ast.For, *COMPREHENSIONS))]
+    for node in reversed(rounds):  # inner loops first
+        for one in [node] if isinstance(node, ast.For) else reversed(node.generators):
+            if names_bound_by_target(one.target) & {path.split(".")[0] for path in found}:
+                found |= _holders(one.iter)
+    return found
+
+
+def _holders(node: ast.expr) -> set[str]:
+    """The access paths of what gives its elements: `model` and `teacher` in `zip(model.parameters(), teacher)`."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return {path for element in node.elts for path in _holders(element)}
+    if not isinstance(node, ast.Call):
+        return {root_of(node)}
+    given = {path for argument in node.args for path in _holders(argument)} - {""}
+    return given or {root_of(node)}
 
 
 def _changed_by(call: ast.Call) -> set[str]:
@@ -192,13 +215,22 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
     if any("grad" in last_name(call) and "no_grad" not in last_name(call) for call in calls_in(statement)):
         return True
     for node in nodes_of_scope(statement):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            call = node.value
+        if isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.ctx, ast.Store):
+            return True
+        for call in _calls_for_effect(node):
             receiver = root_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
             harmless = _HARMLESS.search(last_name(call)) or _OUTPUT_RECEIVERS.search(receiver)
             if not harmless and not _averages_a_result(call, statement):
                 return True
     return False
+
+
+def _calls_for_effect(node: ast.AST) -> list[ast.Call]:
+    """The calls of a statement whose results nobody takes: `f(x)`, `[p.data.clamp_(0, 1) for p in parameters]`."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(value, COMPREHENSIONS):
+        value = value.elt if isinstance(value, ast.ListComp | ast.SetComp | ast.GeneratorExp) else None
+    return [value] if isinstance(value, ast.Call) else []
 
 
 def is_collective(call: ast.Call) -> bool:

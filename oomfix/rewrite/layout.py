@@ -103,14 +103,19 @@ class Layout:
         return self.source.line_starts[line - 1]
 
     def moved(self, lines: Lines, before: str, after: str) -> list[str]:
-        """The lines with the margin `after` instead of `before`, without line ends; insides of strings stay."""
+        """The lines with the margin `after` instead of `before`, without line ends; insides of strings stay.
+
+        Blank lines that move to another margin lose what white space is in them.
+        """
         result = []
         for number in range(lines.first, lines.last + 1):
             line = self.source.lines[number - 1]
             if number not in self.inside_strings:
                 line = _from_form_feed(line)
-            if number in self.inside_strings or not line.strip():
-                result.append(line if number in self.inside_strings else "")
+            if number in self.inside_strings:
+                result.append(line)
+            elif not line.strip():
+                result.append(line if before == after else "")
             elif line.startswith(before):
                 result.append(after + line[len(before) :])
             else:

@@ -137,7 +137,7 @@ class Lifting:
             body += text.moved(statement, text.inner)
         body = body[1:] if body and not body[0] else body
         lines = [line for statement in lift.before for line in text.moved(statement, text.margin)]
-        lines = lines[1:] if lines and not lines[0] else lines
+        lines = lines[1:] if lines and not lines[0].strip() else lines
         if lines or (text.above and not text.above.endswith(":")):
             lines.append("")
         lines += self._broken(f"{text.margin}def {self._function}(", lift.inputs, "):")
@@ -219,8 +219,11 @@ class _Text:
     def moved(self, statement: ast.stmt, to: str) -> list[str]:
         """A statement's lines at another margin, with the blank line that stands above them."""
         lines = self.chunk(statement)
-        blank = lines.first - 1 > self._header and not self._layout.source.lines[lines.first - 2].strip()
-        return ([""] if blank else []) + self._layout.moved(lines, self.margin, to)
+        above = Lines(lines.first - 1, lines.first - 1)
+        blank = above.first > self._header and not self._layout.source.lines[above.first - 1].strip()
+        return (self._layout.moved(above, self.margin, to) if blank else []) + self._layout.moved(
+            lines, self.margin, to
+        )
 
     def begins_a_paragraph(self, statement: ast.stmt) -> bool:
         """Whether a blank line stands above a statement, and none below it or below all of its block."""

@@ -10,7 +10,7 @@ from oomfix.script.nodes import children, walk
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | FunctionNode
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _MOST_ROUNDS = 6
 
 
@@ -30,7 +30,7 @@ def _read_into(node: ast.AST, found: set[str]) -> None:
     if isinstance(node, ast.Lambda | FunctionNode):
         found |= free_names(node)
         return
-    if isinstance(node, _COMPREHENSIONS):
+    if isinstance(node, COMPREHENSIONS):
         inner: set[str] = set()
         for child in children(node):
             _read_into(child, inner)
@@ -91,7 +91,7 @@ def nodes_of_scope(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     if isinstance(node, FunctionNode | ast.Lambda | ast.ClassDef):
         return
-    if isinstance(node, _COMPREHENSIONS):
+    if isinstance(node, COMPREHENSIONS):
         for child in walk(node):
             if isinstance(child, ast.NamedExpr):
                 yield child

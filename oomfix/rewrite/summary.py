@@ -166,8 +166,34 @@ def _lines(outcome: FileOutcome) -> Iterator[str]:
 def _diff(path: str, change: Change) -> Iterator[str]:
     name = path.lstrip("/") if change.cell is None else f"{path.lstrip('/')}, cell {change.cell}"
     before, after = _LINE.findall(change.before), _LINE.findall(change.after)
-    for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+    yield f"--- a/{name}\n"
+    yield f"+++ b/{name}\n"
+    for group in _matcher(before, after).get_grouped_opcodes():
+        _, start, _, new_start, _ = group[0]
+        _, _, stop, _, new_stop = group[-1]
+        yield f"@@ -{_range(start, stop)} +{_range(new_start, new_stop)} @@\n"
+        for tag, start, stop, new_start, new_stop in group:
+            if tag == "equal":
+                yield from _marked(" ", before[start:stop])
+            else:
+                yield from _marked("-", before[start:stop])
+                yield from _marked("+", after[new_start:new_stop])
+
+
+def _matcher(before: Sequence[str], after: Sequence[str]) -> difflib.SequenceMatcher[str]:
+    # autojunk would take the blank lines of long files out and put them in again
+    return difflib.SequenceMatcher(None, before, after, autojunk=False)
+
+
+def _range(start: int, stop: int) -> str:
+    """Lines as a unified diff counts them; of none, the line ahead of them is named."""
+    count = stop - start
+    return f"{start + 1}" if count == 1 else f"{start + (count > 0)},{count}"
+
+
+def _marked(mark: str, lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        yield mark + line if line.endswith("\n") else f"{mark}{line}\n\\ No newline at end of file\n"
 
 
 def _coloured(line: str) -> str:
@@ -180,8 +206,7 @@ def _coloured(line: str) -> str:
 def _edits(change: Change) -> Iterator[dict[str, Any]]:
     """Runs of lines that are replaced; an insertion has an `end_line` before its `line`."""
     before, after = _LINE.findall(change.before), _LINE.findall(change.after)
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    for tag, start, stop, new_start, new_stop in matcher.get_opcodes():
+    for tag, start, stop, new_start, new_stop in _matcher(before, after).get_opcodes():
         if tag != "equal":
             edit = {"line": start + 1, "end_line": stop, "replacement": "".join(after[new_start:new_stop])}
             yield edit if change.cell is None else {"cell": change.cell, **edit}

@@ -181,3 +181,11 @@ def test_arguments_of_autocast_stay_on_their_lines():
         """)
     kept = ["with memory.autocast(", '    device_type="cuda",', "    dtype=torch.bfloat16,  # no scaler", "):"]
     assert "".join(f"        {line}\n" for line in kept) in text
+
+
+def test_an_autocast_that_asks_the_scaler_whether_it_is_enabled_keeps_the_flag_that_the_script_set():
+    """The manager's scaler is enabled where the card has no bf16, whatever `args.amp` says."""
+    text, forms = apply(AMP.replace("autocast(enabled=args.amp)", "autocast(enabled=scaler.is_enabled())"))
+    assert forms == [("micro-batched", None)]
+    assert 'scaler = GradScaler("cuda", enabled=args.amp)\n' in text
+    assert "enabled=scaler.is_enabled()" in text and "memory.scaler" not in text

@@ -178,3 +178,12 @@ def test_a_file_with_two_kinds_of_line_ends_is_rewritten_as_with_one(ends):
     for count in range(1, len(lines)):
         mixed = "".join(line + (first if number < count else second) for number, line in enumerate(lines))
         assert rewritten(mixed).text.splitlines() == expected.splitlines()
+
+
+def test_blank_lines_that_keep_their_place_keep_the_white_space_in_them():
+    text = rewritten(
+        TOP
+        + "for x, y in loader:\n    out = model(x)\n    loss = F.cross_entropy(out, y)\n    print(loss.item())\n   \n"
+        + "    print(out.shape)\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+    ).text
+    assert "    print(loss.item())\n   \n    print(out.shape)\n" in text

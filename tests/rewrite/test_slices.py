@@ -734,3 +734,50 @@ for x, y in loader * 3:
     reason = "line 12 keeps a gradient on the way to the loss, which would be one of a part"
     assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("in-place", reason)]
     assert_same_bits(run(TOP + text), run(after.text))
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        ("for p in other.parameters(): p.data = p.data * 2", "line 12 changes other"),
+        ("[p.data.mul_(2) for p in other.parameters()]", "line 12 changes other"),
+        (
+            "for g in [*groups]:\n        for p in g['params']: p.data = p.data * 2",
+            "line 12, between forward and backward",
+        ),
+        ("for row in targets: row['y'] = row['y'] * 2", "line 12 changes targets"),
+        ("for i, row in enumerate(targets): row['y'].mul_(i + 2)", "line 12 changes targets"),
+    ],
+)
+def test_what_changes_the_elements_of_what_the_loss_reads_keeps_its_place(between, reason):
+    text = f"""\
+other, targets = nn.Linear(4, 2), [{{"y": torch.ones(1)}}]
+groups = [{{"params": list(other.parameters())}}]
+for x, y in loader * 3:
+    out = model(x)
+    {between}
+    loss = F.cross_entropy(out, y) * targets[0]["y"].sum() + F.cross_entropy(other(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    after = rewritten(TOP + text, micro_batches=3)
+    assert [(loop.rewrite, loop.reason.startswith(reason)) for loop in after.loops] == [("in-place", True)]
+    assert_same_bits(run(TOP + text), run(after.text))
+
+
+def test_a_loop_that_shows_or_counts_elements_goes_behind_the_call():
+    _, forms = apply("""\
+        meters = []
+        for x, y in loader:
+            out = model(x)
+            for meter in meters:
+                meter.update(out.mean().item())
+            for index in range(2):
+                visualize(x[index], out[index])
+            loss = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("micro-batched", None)]

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from oomfix.rewrite.command import apply
 from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+from tests.rewrite.small_loops import apply as rewritten_loop
 
 AGENT = """\
 import torch
@@ -153,3 +154,17 @@ class Agent:
         self.optimizer.step()
 """)
     assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
+
+
+def test_a_part_of_the_batch_that_is_called_after_the_model_is_given_to_the_function():
+    text, forms = rewritten_loop("""\
+        def step(x):
+            data_for_model = x[:, :-1]
+            out = model(data_for_model)
+            loss = F.mse_loss(out, x[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "memory.forward_backward(forward, data_for_model, x)" in text

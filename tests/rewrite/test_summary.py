@@ -1,11 +1,13 @@
 """What `oomfix apply` says of its work: a line for each loop, and the totals."""
 
+import subprocess
+
 from oomfix.presets import PRESETS
 from oomfix.rewrite.apply import LoopOutcome, Unfixed
 from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.local import Fixed
 from oomfix.rewrite.proof import Proof
-from oomfix.rewrite.summary import as_text
+from oomfix.rewrite.summary import as_text, diffs
 
 LOOPS = (
     LoopOutcome(12, 20, "micro-batched", None, notes=("the loss is divided by 4 now",)),
@@ -82,3 +84,15 @@ def test_nothing_to_do_is_said_so():
 def test_loops_that_were_not_looked_at_are_not_denied():
     said = as_text([FileOutcome("train.py")], written=False, loops=False)
     assert said == "no local fix to make; training loops stay as they are\n"
+
+
+def test_the_diff_of_a_long_file_leaves_its_blank_lines_alone_and_is_a_patch(tmp_path):
+    """Lines that are many, as blank ones, are no junk to start a match at: they would be taken out and put in again."""
+    lines = [f"x{number} = 0\n\n" for number in range(200)]
+    before = "".join(lines)
+    after = "".join("y = 1\n\n" if number in (90, 91, 92) else line for number, line in enumerate(lines)).rstrip("\n")
+    shown = diffs([FileOutcome("long.py", changes=(Change(before, after),))], colour=False)
+    assert shown.count("\n-\n") == 1  # the one at the end of the file, which is gone
+    (tmp_path / "long.py").write_text(before)
+    subprocess.run(["git", "apply"], cwd=tmp_path, input=shown, text=True, check=True, capture_output=True)
+    assert (tmp_path / "long.py").read_text() == after
