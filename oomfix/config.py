@@ -155,9 +155,9 @@ def check_codes(given: Sequence[str], codes: Sequence[str]) -> tuple[str, ...]:
         ValueError: one of them is the start of no code.
     """
     capitals = tuple(code.strip().upper() for code in given)
-    for code in capitals:
+    for written, code in zip(given, capitals, strict=True):
         if not code or not any(known.startswith(code) for known in codes):
-            raise ValueError(f"{code!r} is no rule and no prefix of one{did_you_mean(code, codes)}")
+            raise ValueError(f"{written.strip()!r} is no rule and no prefix of one{did_you_mean(code, codes)}")
     return capitals
 
 

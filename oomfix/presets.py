@@ -16,6 +16,7 @@ This module imports neither torch nor libcst: the command line reads it on every
 """
 
 import os
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -109,9 +110,9 @@ class Preset:
         if self.empty_cache_every is not None:
             _check_count("empty_cache_every", self.empty_cache_every, "a whole number of at least 1, or None")
         if self.budget_gib is not None:
-            _check_positive("budget_gib", self.budget_gib, "a number of GiB above 0, or None")
+            _check_positive("budget_gib", self.budget_gib, "a finite number of GiB above 0, or None")
         if self.clip_norm is not None:
-            _check_positive("clip_norm", self.clip_norm, "a norm above 0, or None")
+            _check_positive("clip_norm", self.clip_norm, "a finite norm above 0, or None")
         _check_positive("memory_fraction", self.memory_fraction, "a share above 0, at most 1", most=1.0)
         for field in ("expandable_segments", "pin_memory"):
             _check_type(field, getattr(self, field), bool, "True or False")
@@ -198,7 +199,7 @@ def _check_count(field: str, value: object, expected: str) -> None:
         _refuse(ValueError, field, value, expected)
 
 
-def _check_positive(field: str, value: object, expected: str, most: float = float("inf")) -> None:
+def _check_positive(field: str, value: object, expected: str, most: float = sys.float_info.max) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         _refuse(TypeError, field, value, expected)
     if not 0 < value <= most:

@@ -117,7 +117,8 @@ def apply(
     from oomfix.rules import all_rules
 
     if preset is None:
-        raise click.UsageError(f"--preset: none given, expected one of {', '.join(PRESETS)}, or one of your own")
+        known = ", ".join(name for name in PRESETS if name != "off")
+        raise click.UsageError(f"--preset: none given, expected one of {known}, or one of your own")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # a path or a line of a file may hold what the terminal's encoding has not

@@ -94,11 +94,13 @@ class Layout:
 
     def above_comments(self, statement: ast.stmt) -> int:
         """The offset of a statement's line, or of the comments that stand right above it and are no headline."""
-        line = statement.lineno
-        while line > 1 and self.source.lines[line - 2].startswith(f"{self.margin(statement)}#"):
+        line, start = statement.lineno, f"{self.margin(statement)}#"
+        while line > 1 and (above := self.source.lines[line - 2]).startswith(start):
+            if _is_of_another(above[len(start) :], statement):
+                break
             line -= 1
-        above = self.source.lines[line - 1 : statement.lineno - 1]
-        if any(not comment.strip(" \t#-=*~") for comment in above):
+        comments = self.source.lines[line - 1 : statement.lineno - 1]
+        if any(not comment.strip(" \t#-=*~") for comment in comments):
             line = statement.lineno
         return self.source.line_starts[line - 1]
 
@@ -135,6 +137,19 @@ class Layout:
 
     def _end_of_line(self, number: int) -> int:
         return self.source.line_starts[number - 1] + len(self.source.lines[number - 1])
+
+
+def _is_of_another(comment: str, statement: ast.stmt) -> bool:
+    """Whether a comment is an assignment that is commented out, to something else than a statement assigns to."""
+    try:
+        body = ast.parse(comment.strip()).body
+    except (SyntaxError, ValueError):
+        return False
+    return any(isinstance(one, ast.Assign) and _targets(one).isdisjoint(_targets(statement)) for one in body)
+
+
+def _targets(statement: ast.stmt) -> set[str]:
+    return {ast.unparse(target) for target in statement.targets} if isinstance(statement, ast.Assign) else set()
 
 
 def _from_form_feed(line: str) -> str:

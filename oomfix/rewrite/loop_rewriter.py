@@ -218,7 +218,8 @@ class LoopRewriter:
         stays = any(note.startswith(WINDOW_STAYS) for verdict in self.verdicts for note in verdict.notes)
         if stays or any(verdict.form == "none" or isinstance(verdict.loop, StepFunction) for verdict in self.verdicts):
             return []
-        return stage_edits(self._script, self._layout, self._blocks, f"{runtime_name(self._names)}.free")
+        runtime = runtime_name(self._source.tree.body, self._names)
+        return stage_edits(self._script, self._layout, self._blocks, f"{runtime}.free")
 
     def _share(self) -> None:
         """Loops whose backwards are those of another become what that one became."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.module import manager_in
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
 from oomfix.rewrite.step_functions import training_loops
 from oomfix.rewrite.verdict import Scaling, Verdict
@@ -43,6 +44,7 @@ class Judge:
         self._blocks = blocks
         self._amp = amp
         self._watch = ScaleWatch(script, blocks)
+        self._manager = manager_in(script)
 
     def verdicts(self) -> list[Verdict]:
         """One verdict per training loop, by line."""
@@ -218,6 +220,9 @@ class Judge:
             return f"what the step in line {line} returns is used"
         if step.scaled and len(node.args) == 1 and not node.keywords:
             return None
+        if self._manager is not None and path_of(node.func.value) == self._manager:
+            missing = f"`{self._manager}.backward`"
+            return f"the step in line {line} is that of oomfix.runtime, and the backward is not: {missing}"
         if node.args or node.keywords:
             return f"the step in line {line} takes a closure or a loss, and may run forward and backward again"
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import math
 
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.script import Script
@@ -55,15 +56,29 @@ def manager_in(script: Script) -> str | None:
     return None
 
 
-def runtime_name(names: Names) -> str:
-    """What a module that does not import the runtime yet is to call it."""
-    return names.free("runtime", "oomfix_runtime")
+def runtime_name(body: list[ast.stmt], names: Names) -> str:
+    """What a module calls the runtime: by an import of its own at its top, or by one that it is to get."""
+    return _runtime_imported(body) or names.free("runtime", "oomfix_runtime")
+
+
+def _runtime_imported(body: list[ast.stmt]) -> str | None:
+    last = _last_import(body)
+    for statement in body[: body.index(last) + 1] if last is not None else ():
+        if isinstance(statement, ast.ImportFrom) and statement.module == "oomfix" and not statement.level:
+            for alias in statement.names:
+                if alias.name == "runtime":
+                    return alias.asname or alias.name
+        elif isinstance(statement, ast.Import):
+            for alias in statement.names:
+                if alias.name == "oomfix.runtime":
+                    return alias.asname or alias.name
+    return None
 
 
 def header_edits(
     layout: Layout, names: Names, manager: str, preset: str, overrides: Overrides, first_use: int
 ) -> list[Edit]:
-    """Import the runtime where it belongs among the imports, and make the manager behind them.
+    """Import the runtime where it belongs among the imports, unless it is there, and make the manager behind them.
 
     Args:
         layout: the module's text.
@@ -73,7 +88,8 @@ def header_edits(
         overrides: fields of `Preset` to change.
         first_use: the first line outside of functions that will need the manager.
     """
-    imported = runtime_name(names)
+    body = layout.source.tree.body
+    imported = runtime_name(body, names)
     alias = "" if imported == "runtime" else f" as {imported}"
     quote = _quote(layout)
     options = "".join(f", {field}={_literal(value, quote)}" for field, value in overrides.items())
@@ -84,7 +100,7 @@ def header_edits(
     if optional is not None and optional.end_lineno is not None:
         end, margin = layout.span(Lines(optional.end_lineno, optional.end_lineno))[1], layout.margin(optional)
         return [Edit(end, end, f"{newline}{margin}{statement}{newline}{newline}{margin}{made}")]
-    last = _last_import(layout.source.tree.body, first_use)
+    last = _last_import(body, first_use)
     if last is None or last.end_lineno is None:
         start = _behind_head(layout)
         return [Edit(start, start, f"{statement}{newline}{newline}{made}{newline}{newline}")]
@@ -92,6 +108,8 @@ def header_edits(
     below = "".join(layout.source.lines[last.end_lineno : last.end_lineno + 1]).strip()
     # with an ellipsis begins the next cell of a notebook
     made += newline if below and not below.startswith("...") else ""
+    if _runtime_imported(body[: body.index(last) + 1]) is not None:
+        return [Edit(end, end, f"{newline}{newline}{made}")]
     line = _sorted_line(layout, last)
     if line > last.end_lineno:
         return [Edit(end, end, f"{newline}{statement}{newline}{newline}{made}")]
@@ -100,17 +118,21 @@ def header_edits(
 
 
 def _sorted_line(layout: Layout, last: ast.stmt) -> int:
-    """The line that our import stands before: in its place among sorted imports with torch, else behind `last`."""
-    behind = (last.end_lineno or last.lineno) + 1
+    """The line that our import stands before: in its place among sorted imports with torch, else behind those.
+
+    Where the imports are not in runs, or none of these imports torch, it is the line behind `last`.
+    """
     run = next((run for run in reversed(_runs_of_imports(layout, last)) if _imports_torch(run)), [])
+    if not run:
+        return (last.end_lineno or last.lineno) + 1
+    behind = (run[-1].end_lineno or run[-1].lineno) + 1
     plain = [index for index, node in enumerate(run) if isinstance(node, ast.Import)]
     wanted = [node for node in run if isinstance(node, ast.ImportFrom) and not node.level]
     modules = [(node.module or "").lower() for node in wanted]
     sections = len(plain) + len(wanted) == len(run) and plain == list(range(len(plain)))
-    if not run or not sections or modules != sorted(modules):
+    if not sections or modules != sorted(modules):
         return behind
-    above = (node.lineno for node, module in zip(wanted, modules, strict=True) if module > "oomfix")
-    return next(above, (run[-1].end_lineno or run[-1].lineno) + 1)
+    return next((node.lineno for node, module in zip(wanted, modules, strict=True) if module > "oomfix"), behind)
 
 
 def _runs_of_imports(layout: Layout, last: ast.stmt) -> list[list[ast.stmt]]:
@@ -144,7 +166,7 @@ def _optional_import(layout: Layout, first_use: int) -> ast.stmt | None:
     return None
 
 
-def _last_import(body: list[ast.stmt], first_use: int) -> ast.stmt | None:
+def _last_import(body: list[ast.stmt], first_use: float = math.inf) -> ast.stmt | None:
     """The last import at the top, ahead of the first definition or loop and of the first use of the manager."""
     last = None
     for statement in body:

@@ -68,9 +68,11 @@ def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, 
     for statement, given in made:
         if given.path in paths - known:
             chosen.setdefault(given, []).append(statement)
+    makers = {statement for statement, _ in made}
     edits: list[Edit] = []
     for place, statements in chosen.items():
-        for statement in _ahead_of(place, statements, blocks):
+        for made_of_it in _ahead_of(place, statements, blocks):
+            statement = _first_of_makers(made_of_it, place, makers, blocks)
             if layout.own_lines(statement) is not None:
                 start = layout.above_comments(statement)
                 text = f"{layout.margin(statement)}{manager}.prepare({place.path}){layout.newline}"
@@ -111,6 +113,16 @@ def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[
         if apart:
             ahead, apart = condition, False
     return [ahead]
+
+
+def _first_of_makers(statement: ast.stmt, place: Place, makers: set[ast.stmt], blocks: Blocks) -> ast.stmt:
+    """The first of the statements in a row that make optimizers, so that those stay together."""
+    block = blocks.block_of(statement)
+    ahead = itertools.takewhile(
+        lambda other: other in makers and place.path.split(".")[0] not in names_bound(other),
+        reversed(block[: block.index(statement)]),
+    )
+    return [statement, *ahead][-1]
 
 
 def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterator[Made]:

@@ -142,7 +142,9 @@ def test_json_names_loops_by_their_lines_before_and_edits_that_lead_to_the_resul
     [
         (["--preset", "17gb"], "did you mean '16gb'?"),
         (["--preset", "16gb", "--clip-norm", "-1"], "clip_norm: got -1.0"),
+        (["--preset", "16gb", "--clip-norm", "inf"], "clip_norm: got inf, expected a finite norm above 0"),
         (["--preset", "16gb", "--only", "OOM999"], "OOM999"),
+        (["--preset", "16gb", "--only", "loss"], "'loss' is no rule and no prefix of one"),
     ],
 )
 def test_wrong_options_are_refused_in_words(tmp_path, arguments, said):
@@ -178,3 +180,15 @@ def test_strings_over_several_lines_are_not_indented():
     assert '            loss = criterion(model(x), y, note=f"""a\n  b {x!r}\n""")\n' in result
     ast.parse(result)
     assert Source.from_bytes("t.py", result.encode()).text == result
+
+
+def test_a_loop_that_steps_through_the_runtime_and_goes_backward_without_it_is_told_what_is_missing(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\nfrom oomfix import runtime\n\nmemory = runtime.preset('16gb')\nmodel = torch.nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x in torch.randn(3, 6, 4):\n"
+        "    loss = model(x).mean()\n    loss.backward()\n    memory.step(optimizer)\n"
+    )
+    done = RUN.invoke(apply, ["--preset", "16gb", str(path)])
+    said = "left alone: the step in line 10 is that of oomfix.runtime, and the backward is not: `memory.backward`"
+    assert f"train.py:7  {said}\n" in done.output

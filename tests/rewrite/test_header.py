@@ -38,6 +38,14 @@ def test_names_that_the_file_uses_are_not_taken():
         ),
         ("import torch\nimport data, os", "import torch\nimport data, os\nfrom oomfix import runtime"),
         (
+            "import torch, numpy\n\nfrom data import loader\nfrom model import Net",
+            "import torch, numpy\nfrom oomfix import runtime\n\nfrom data import loader\nfrom model import Net",
+        ),
+        (
+            "from numpy import array\nimport torch\n\nfrom . import data",
+            "from numpy import array\nimport torch\nfrom oomfix import runtime\n\nfrom . import data",
+        ),
+        (
             "from torch import nn\nfrom data import loader",
             "from torch import nn\nfrom data import loader\nfrom oomfix import runtime",
         ),
@@ -79,3 +87,21 @@ def test_a_module_that_does_without_torch_does_so_after_apply():
         '    memory = runtime.preset("16gb")\nexcept ImportError:  # pragma: no cover\n    torch = None\nimport os\n'
     )
     assert rewritten(result.text).text == result.text
+
+
+@pytest.mark.parametrize(
+    ("imported", "name"),
+    [
+        ("from oomfix import runtime", "runtime"),
+        ("from oomfix import runtime as gpu", "gpu"),
+        ("import oomfix.runtime", "oomfix.runtime"),
+        ("import oomfix.runtime as gpu", "gpu"),
+    ],
+)
+def test_a_runtime_that_the_module_imports_itself_is_not_imported_again(imported, name):
+    body = (
+        "for x, y in loader:\n    optimizer.zero_grad()\n    F.mse_loss(model(x), y).backward()\n    optimizer.step()\n"
+    )
+    text = rewritten(f"{imported}\n{TOP}{body}").text
+    assert text.count("oomfix") == 1 + name.count("oomfix")
+    assert f'\n\nmemory = {name}.preset("16gb")\n' in text

@@ -185,3 +185,25 @@ train(other, loader, opt)
 """
     )
     assert [call for call, _ in prepared(text)] == ["memory.prepare(net)"]
+
+
+def test_models_whose_optimizers_are_made_in_a_row_are_prepared_ahead_of_the_row():
+    text = LOOP + "a, b = Net(), Net()\n# Adam for both\none = torch.optim.Adam(a.parameters())\n"
+    text += "two = torch.optim.Adam(b.parameters())\ntrain(a, loader, one)\ntrain(b, loader, two)\n"
+    assert prepared(text) == [("memory.prepare(a)", "memory.prepare(b)"), ("memory.prepare(b)", "# Adam for both")]
+    between = text.replace("two =", "b = b.cuda()\ntwo =")
+    assert prepared(between)[1] == ("memory.prepare(b)", "two = torch.optim.Adam(b.parameters())")
+
+
+@pytest.mark.parametrize(
+    ("comment", "follows"),
+    [
+        ("# rate = 0.1", "opt = "),
+        ("# opt = torch.optim.SGD(net.parameters(), lr=0.1)", "# opt = "),
+        ("# Adam at a rate of 0.1", "# Adam"),
+    ],
+)
+def test_what_is_commented_out_and_belongs_to_the_line_above_stays_below_it(comment, follows):
+    text = LOOP + f"net = Net()\nrate = 0.2\n{comment}\nopt = torch.optim.Adam(net.parameters(), rate)\n"
+    (found,) = prepared(text + "train(net, loader, opt)\n")
+    assert found[1].startswith(follows)

@@ -89,7 +89,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, error, message):
         ("first_micro_batches", "auto", TypeError, "first_micro_batches: got 'auto'"),
         ("prefetch_factor", 0, ValueError, "prefetch_factor: got 0"),
         ("empty_cache_every", 0, ValueError, "empty_cache_every: got 0, expected .* or None"),
-        ("budget_gib", -1.0, ValueError, "budget_gib: got -1.0, expected a number of GiB above 0"),
+        ("budget_gib", -1.0, ValueError, "budget_gib: got -1.0, expected a finite number of GiB above 0"),
         ("budget_gib", "6", TypeError, "budget_gib: got '6'"),
         ("clip_norm", 0.0, ValueError, "clip_norm: got 0.0"),
         ("clip_norm", float("nan"), ValueError, "clip_norm: got nan"),
