@@ -65,11 +65,37 @@ class Amp:
             return None
         if not self._autocasts:
             return "gradients are scaled, but autocast is out of sight"
-        scalers = {path for path in map(_scaler_of_backward, backwards) if path is not None}
-        for call in self._calls_on(scalers, "is_enabled"):
-            # the manager's is enabled where it chooses fp16, whatever the script's own flag says
-            return f"line {call.lineno} asks the loss scaler whether it is enabled"
-        return self._kept_autocast
+        return self._kept_flag or self._kept_autocast
+
+    @cached_property
+    def _kept_flag(self) -> str | None:
+        """Why a loss scaler that is asked whether it is enabled has to stay, or None."""
+        scalers = self._scalers_made
+        asked = next(self._calls_on(scalers, "is_enabled"), None)
+        for node in self._script.imports.nodes if asked is not None else ():
+            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+                if path_of(node) in scalers and not self._is_followed(node):
+                    hands_on = f"and line {node.lineno} hands it on"
+                    return f"line {asked.lineno} asks the loss scaler whether it is enabled, {hands_on}"
+        return None
+
+    def _is_followed(self, scaler: ast.expr) -> bool:
+        """Whether a scaler is asked something here, or given to a function of the file."""
+        parent = next(self._blocks.ancestors(scaler))
+        if isinstance(parent, ast.keyword):
+            parent = next(self._blocks.ancestors(parent))
+        if isinstance(parent, ast.Call):
+            return last_name(parent) in self._functions
+        return isinstance(parent, ast.Attribute | ast.Compare | ast.BoolOp | ast.If | ast.IfExp)
+
+    @cached_property
+    def _scalers_made(self) -> set[str]:
+        """What the script calls its loss scalers where it makes them, and where it scales with them."""
+        found = set(map(_scaler_of_backward, self._script.backwards))
+        for call in self._script.imports.calls(*_SCALERS):
+            statement = self._blocks.statement_of(call)
+            found.update(map(path_of, statement.targets if isinstance(statement, ast.Assign) else ()))
+        return {path for path in found if path is not None}
 
     @cached_property
     def _kept_autocast(self) -> str | None:
@@ -105,10 +131,17 @@ class Amp:
                 edits.append(Edit(*bounds(self._script.source, call), f"{name}.unscale_({optimizer})"))
         if any(event.scaled for event in backwards):
             trained = [event.node for event in (*backwards, *steps)]
-            for call in self._script.imports.calls(*_SCALERS):
-                if not self._serves_others(call, trained):
-                    edits.append(Edit(*bounds(self._script.source, call), f"{name}.scaler"))
+            made = self._script.imports.calls(*_SCALERS)
+            held: list[ast.expr] = [call for call in made if not self._serves_others(call, trained)]
+            if any(self._calls_on(self._scalers_made, "is_enabled")):
+                # whether the script wants mixed precision stands in its own, whatever the manager's scales
+                held = [call.func.value for call in self._calls_on_state() if isinstance(call.func, ast.Attribute)]
+            edits += [Edit(*bounds(self._script.source, node), f"{name}.scaler") for node in held]
         return edits
+
+    def _calls_on_state(self) -> Iterator[ast.Call]:
+        for method in ("state_dict", "load_state_dict", "get_scale"):
+            yield from self._calls_on(self._scalers_made, method)
 
     def _serves_others(self, scaler: ast.Call, trained: list[ast.Call]) -> bool:
         """Whether a loss scaler is made in a function that trains nothing of the file with it, for another object."""

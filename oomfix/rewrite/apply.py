@@ -13,7 +13,7 @@ from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, findings_in, fix_locally
 from oomfix.rewrite.loop_rewriter import LoopRewriter
-from oomfix.rewrite.module import Overrides
+from oomfix.rewrite.module import Overrides, other_preset_in
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.step_functions import StepFunction, step_functions
 from oomfix.rewrite.unused import unused_amp_imports
@@ -238,17 +238,19 @@ def _rewrite_loops(reading: Reading, options: Options) -> _Rewritten:
     rewriter = LoopRewriter(reading, options.preset, options.overrides, options.wants)
     rewritten = rewriter.rewrite()
     fixed = tuple(Fixed(code, line, _MENDED[code]) for code, line in rewriter.mended)
-    return rewritten, tuple(_outcome(rewriter, verdict) for verdict in rewriter.verdicts), fixed
+    kept = other_preset_in(reading.script, options.preset)
+    return rewritten, tuple(_outcome(rewriter, verdict, kept) for verdict in rewriter.verdicts), fixed
 
 
 def _out_of_sight(reading: Reading) -> Iterator[LoopOutcome]:
     """What is said of a file that only steps."""
     for function in step_functions(reading.script):
-        why = "no network is seen to run in it"
+        why = "it is not seen which network its loss goes through"
         yield LoopOutcome(function.line, function.end_line, "none", why, function=function.name)
 
 
-def _outcome(rewriter: LoopRewriter, verdict: Verdict) -> LoopOutcome:
+def _outcome(rewriter: LoopRewriter, verdict: Verdict, kept: str | None) -> LoopOutcome:
     function = verdict.loop.name if isinstance(verdict.loop, StepFunction) else None
     line, end_line = rewriter.lines_of(verdict)
-    return LoopOutcome(line, end_line, verdict.form, verdict.reason, notes=tuple(verdict.notes), function=function)
+    notes = (*verdict.notes, *([] if kept is None else [kept]))
+    return LoopOutcome(line, end_line, verdict.form, verdict.reason, notes=notes, function=function)

@@ -58,7 +58,8 @@ class Lift:
 
     Attributes:
         lifted: the slice.
-        copied: statements that stay, and are repeated at the start of the function: sizes of the batch.
+        copied: statements that are repeated at the start of the function: sizes of the batch.
+        moved: those of them that nothing outside of the slice reads, and that do not stay.
         before: gradient resets found in between, to run before the function is called.
         after: what stood in between, to run after it.
         reading: what stands ahead of the backward in its branch and reads the result, to run after it.
@@ -80,6 +81,7 @@ class Lift:
     site: Site
     lifted: list[ast.stmt]
     copied: list[ast.stmt] = field(default_factory=list)
+    moved: list[ast.stmt] = field(default_factory=list)
     before: list[ast.stmt] = field(default_factory=list)
     after: list[ast.stmt] = field(default_factory=list)
     reading: list[ast.stmt] = field(default_factory=list)

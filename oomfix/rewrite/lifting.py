@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
+from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.nodes import walk
 
@@ -40,7 +41,7 @@ class Lifting:
         after = [line for statement in lift.after for line in text.moved(statement, text.margin)]
         newline = self._layout.newline
         if lift.site.branch is not None:
-            return [*self._around_branch(lift, text, definition, after), *self._without_deleted(lift)]
+            return [*self._around_branch(lift, text, definition, after), *self._without_names(lift)]
         backward = text.chunk(lift.site.statement)
         comments = self._layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), text.margin, text.margin)
         call = self._call(lift, "forward_backward", text.margin)
@@ -52,7 +53,15 @@ class Lifting:
         if after and text.begins_a_paragraph(lift.site.statement):
             after.append("")
         lines = [*definition, "", *comments, *call[:-1], call[-1] + behind, *after]
-        return [Edit(text.start, stop, newline.join(lines)), *self._without_deleted(lift)]
+        return [Edit(text.start, stop, newline.join(lines)), *self._without_names(lift)]
+
+    def _without_names(self, lift: Lift) -> Iterator[Edit]:
+        """What is not needed any more outside of the function."""
+        yield from self._without_deleted(lift)
+        lines = self._source.lines
+        for statement in lift.moved:
+            if self._layout.own_lines(statement) and not lines[statement.lineno - 2].lstrip().startswith("#"):
+                yield without(self._layout, statement, lift.site.block)
 
     def _without_deleted(self, lift: Lift) -> Iterator[Edit]:
         """Names that live in the function now, taken out of the `del` behind it."""

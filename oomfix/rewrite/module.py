@@ -47,12 +47,26 @@ class Names:
 
 def manager_in(script: Script) -> str | None:
     """The name of the manager that a module has already made at its top, or None."""
+    made = _manager_made_in(script)
+    return None if made is None else path_of(made.targets[0])
+
+
+def other_preset_in(script: Script, preset: str) -> str | None:
+    """What to say of a manager that a module has already made for another preset; None where there is none."""
+    made = _manager_made_in(script)
+    given = made.value.args[:1] if made is not None and isinstance(made.value, ast.Call) else []
+    if made is None or not given or not isinstance(given[0], ast.Constant) or given[0].value == preset:
+        return None
+    return f"line {made.lineno} makes the manager for {given[0].value!r}: write {preset!r} there to train in that"
+
+
+def _manager_made_in(script: Script) -> ast.Assign | None:
     body = script.source.tree.body
     optional = (inner for statement in body if isinstance(statement, ast.Try) for inner in statement.body)
     for statement in (*body, *optional):
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call) and len(statement.targets) == 1:
             if "oomfix.runtime.preset" in script.imports.qualified(statement.value.func):
-                return path_of(statement.targets[0])
+                return statement
     return None
 
 

@@ -10,10 +10,14 @@ from oomfix.script.edits import Edit, bounds
 
 _ABOUT_GRADIENTS = re.compile(
     r"zero|reset|clear|flush|clean|empt|none|initiali[sz]|updates? (the )?scale|scaler?\b.*(next|updat)|"
-    r"normali[sz]e|(scale|divide|average|reduce|account).*(accum|step|batch)",
+    r"normali[sz]e|(scale|divide|average|reduce|account).*(accum|step|batch)|"
+    r"梯度.*(清|零|空|重置|初始)|(清|零|重置|初始).*梯度|勾配.*(ゼロ|初期|リセット)|기울기.*(0|초기)",
     re.IGNORECASE,
 )
-_ABOUT_MORE = re.compile(r"forward|backward|\bstep\b|optimi[sz]e\b|compute|train", re.IGNORECASE)
+_ABOUT_MORE = re.compile(
+    r"forward|backward|\bstep\b|optimi[sz]e\b|compute|train|传播|更新|优化|训练|计算|逆伝播|学習|역전파|학습",
+    re.IGNORECASE,
+)
 
 _END_OF_STATEMENTS = re.compile(r"[ \t]*(#|\r|\n|$)")
 

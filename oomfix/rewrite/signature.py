@@ -189,6 +189,13 @@ class Signature:
                     lift.copied.append(statement)
                 elif owner in names and owner in lift.inputs:
                     lift.copied.clear()
+        lift.moved = [statement for statement in lift.copied if self._is_read_inside_alone(statement, lift)]
+
+    def _is_read_inside_alone(self, statement: ast.stmt, lift: Lift) -> bool:
+        """Whether nothing but a slice reads what a statement of its block binds, which is not the first one there."""
+        if lift.all_names_are_read or statement not in lift.site.block[1:]:
+            return False
+        return names_bound(statement).isdisjoint(_read_outside(lift) | self._liveness.always)
 
 
 def _bound_in_expressions(statements: list[ast.stmt]) -> set[str]:

@@ -183,9 +183,22 @@ def test_arguments_of_autocast_stay_on_their_lines():
     assert "".join(f"        {line}\n" for line in kept) in text
 
 
-def test_an_autocast_that_asks_the_scaler_whether_it_is_enabled_keeps_the_flag_that_the_script_set():
-    """The manager's scaler is enabled where the card has no bf16, whatever `args.amp` says."""
-    text, forms = apply(AMP.replace("autocast(enabled=args.amp)", "autocast(enabled=scaler.is_enabled())"))
+ASKING = AMP.replace("autocast(enabled=args.amp)", "autocast(enabled=scaler.is_enabled())")
+
+
+def test_a_scaler_that_is_asked_whether_it_is_enabled_stays_for_its_flag():
+    """The manager's is enabled where the card has no bf16, whatever `args.amp` says."""
+    text, forms = apply(ASKING)
     assert forms == [("micro-batched", None)]
     assert 'scaler = GradScaler("cuda", enabled=args.amp)\n' in text
-    assert "enabled=scaler.is_enabled()" in text and "memory.scaler" not in text
+    assert 'with memory.autocast("cuda", enabled=scaler.is_enabled()):\n' in text
+    assert '{"scaler": memory.scaler.state_dict()}' in text
+    assert "memory.unscale_(optimizer)\n" in text and "memory.step(optimizer)\n" in text
+    assert "scaler.scale(" not in text and "scaler.update" not in text
+
+
+def test_a_scaler_that_is_asked_for_its_flag_and_goes_out_of_sight_stays_the_scripts():
+    text, forms = apply(ASKING.replace("scaler.state_dict()", "scaler"))
+    assert forms == [("micro-batched", None)]
+    assert 'precision="fp32")' in text
+    assert "return scaler.scale(loss)\n" in text and "    scaler.step(optimizer)\n    scaler.update()\n" in text

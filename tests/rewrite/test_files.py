@@ -192,3 +192,13 @@ def test_a_loop_that_steps_through_the_runtime_and_goes_backward_without_it_is_t
     done = RUN.invoke(apply, ["--preset", "16gb", str(path)])
     said = "left alone: the step in line 10 is that of oomfix.runtime, and the backward is not: `memory.backward`"
     assert f"train.py:7  {said}\n" in done.output
+
+
+def test_a_manager_that_was_made_for_another_preset_is_named(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    RUN.invoke(apply, ["--preset", "16gb", str(path)])
+    line = path.read_text().splitlines().index('memory = runtime.preset("16gb")') + 1
+    said = f"line {line} makes the manager for '16gb': write '8gb' there to train in that"
+    assert said in RUN.invoke(apply, ["--preset", "8gb", str(path)]).output
+    assert said not in RUN.invoke(apply, ["--preset", "16gb", str(path)]).output

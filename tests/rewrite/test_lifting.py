@@ -322,6 +322,27 @@ def test_a_batch_made_around_the_loop_is_an_input_though_its_making_may_fail():
     assert "memory.forward_backward(forward, x, y)" in text
 
 
+def test_a_size_that_only_the_loss_reads_is_asked_inside_alone():
+    body = """\
+for x, y in loader:
+    x = x.float()
+    n = x.size(0)
+    optimizer.zero_grad()
+    out = model(x).view(n, 2)
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+    optimizer.step()
+"""
+    text = loop_of(body)
+    assert text.startswith(
+        "for x, y in loader:\n    x = x.float()\n\n"
+        "    def forward(x, y):\n        n = x.size(0)\n        out = model(x).view(n, 2)\n"
+    )
+    assert text.count("n = x.size(0)") == 1
+    for stays in (body.replace("    n =", "    # rows\n    n ="), body + "    print(locals())\n", body + "print(n)\n"):
+        assert loop_of(stays).count("n = x.size(0)") == 2
+
+
 def test_a_size_asked_ahead_of_the_loop_is_asked_again_inside():
     text, _ = apply("""\
         def step(x):

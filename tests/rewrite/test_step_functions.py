@@ -98,8 +98,8 @@ def test_a_step_whose_network_runs_elsewhere_is_told_and_stays(tmp_path):
     done = CliRunner().invoke(apply, ["--preset", "16gb", str(tmp_path / "agent.py")])
     assert done.exit_code == 0
     assert (
-        "agent.py:12  left alone, in `learn`, whose loop is in another file: no network is seen to run in it\n"
-        in done.output
+        "agent.py:12  left alone, in `learn`, whose loop is in another file: "
+        "it is not seen which network its loss goes through\n" in done.output
     )
     assert (tmp_path / "agent.py").read_text() == text
 
