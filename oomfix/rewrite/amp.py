@@ -72,7 +72,9 @@ class Amp:
         """Why a loss scaler that is asked whether it is enabled has to stay, or None."""
         scalers = self._scalers_made
         asked = next(self._calls_on(scalers, "is_enabled"), None)
-        for node in self._script.imports.nodes if asked is not None else ():
+        if asked is None:
+            return None
+        for node in self._script.imports.nodes:
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
                 if path_of(node) in scalers and not self._is_followed(node):
                     hands_on = f"and line {node.lineno} hands it on"
@@ -122,9 +124,9 @@ class Amp:
                 edits.append(Edit(*bounds(self._script.source, call.func), f"{name}.autocast"))
         scalers = {path for path in map(self._scaler_of_step, steps) if path is not None}
         # who compares the scale of before a step with that behind it asks whether the step was made
-        if not any(self._calls_on(scalers, "get_scale")):
-            for call in self._calls_on(scalers, "update"):
-                edits += self._without(call, layout)
+        updates = any(self._calls_on(scalers, "get_scale"))
+        for call in () if updates else self._calls_on(scalers, "update"):
+            edits += self._without(call, layout)
         for call in self._calls_on(scalers, "unscale_"):
             if call.args:
                 optimizer = self._script.source.segment(call.args[0])
@@ -135,13 +137,11 @@ class Amp:
             held: list[ast.expr] = [call for call in made if not self._serves_others(call, trained)]
             if any(self._calls_on(self._scalers_made, "is_enabled")):
                 # whether the script wants mixed precision stands in its own, whatever the manager's scales
-                held = [call.func.value for call in self._calls_on_state() if isinstance(call.func, ast.Attribute)]
+                methods = ["state_dict", "load_state_dict", "get_scale", *(["update"] if updates else [])]
+                calls = (call.func for method in methods for call in self._calls_on(self._scalers_made, method))
+                held = [function.value for function in calls if isinstance(function, ast.Attribute)]
             edits += [Edit(*bounds(self._script.source, node), f"{name}.scaler") for node in held]
         return edits
-
-    def _calls_on_state(self) -> Iterator[ast.Call]:
-        for method in ("state_dict", "load_state_dict", "get_scale"):
-            yield from self._calls_on(self._scalers_made, method)
 
     def _serves_others(self, scaler: ast.Call, trained: list[ast.Call]) -> bool:
         """Whether a loss scaler is made in a function that trains nothing of the file with it, for another object."""

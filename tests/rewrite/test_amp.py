@@ -197,6 +197,13 @@ def test_a_scaler_that_is_asked_whether_it_is_enabled_stays_for_its_flag():
     assert "scaler.scale(" not in text and "scaler.update" not in text
 
 
+def test_a_scaler_that_is_asked_for_its_flag_and_its_scale_tells_that_of_the_manager():
+    steps = "    scaler.step(optimizer)\n    scaler.update()\n"
+    asked = f"    scale = scaler.get_scale()\n{steps}    skipped = scale > scaler.get_scale()\n"
+    text, _ = apply(ASKING.replace(steps, asked))
+    assert asked.replace("scaler.step", "memory.step").replace("scaler.", "memory.scaler.") in text
+
+
 def test_a_scaler_that_is_asked_for_its_flag_and_goes_out_of_sight_stays_the_scripts():
     text, forms = apply(ASKING.replace("scaler.state_dict()", "scaler"))
     assert forms == [("micro-batched", None)]
