@@ -134,17 +134,17 @@ def header_edits(
 def _sorted_line(layout: Layout, last: ast.stmt) -> int:
     """The line that our import stands before: in its place among sorted imports with torch, else behind those.
 
-    Where the imports are not in runs, or none of these imports torch, it is the line behind `last`.
+    Behind `last` where there are none, or where those go on with other code, as `sys.path.append("..")`.
     """
     run = next((run for run in reversed(_runs_of_imports(layout, last)) if _imports_torch(run)), [])
-    if not run:
-        return (last.end_lineno or last.lineno) + 1
-    behind = (run[-1].end_lineno or run[-1].lineno) + 1
+    behind = (run[-1].end_lineno or run[-1].lineno) + 1 if run else 0
+    if not run or "".join(layout.source.lines[behind - 1 : behind]).strip():
+        behind = (last.end_lineno or last.lineno) + 1
     plain = [index for index, node in enumerate(run) if isinstance(node, ast.Import)]
     wanted = [node for node in run if isinstance(node, ast.ImportFrom) and not node.level]
     modules = [(node.module or "").lower() for node in wanted]
     sections = len(plain) + len(wanted) == len(run) and plain == list(range(len(plain)))
-    if not sections or modules != sorted(modules):
+    if not run or not sections or modules != sorted(modules):
         return behind
     return next((node.lineno for node, module in zip(wanted, modules, strict=True) if module > "oomfix"), behind)
 

@@ -42,6 +42,10 @@ def test_names_that_the_file_uses_are_not_taken():
             "import torch, numpy\nfrom oomfix import runtime\n\nfrom data import loader\nfrom model import Net",
         ),
         (
+            "import torch, sys\nsys.path.append(str())\nfrom data import loader",
+            "import torch, sys\nsys.path.append(str())\nfrom data import loader\nfrom oomfix import runtime",
+        ),
+        (
             "from numpy import array\nimport torch\n\nfrom . import data",
             "from numpy import array\nimport torch\nfrom oomfix import runtime\n\nfrom . import data",
         ),
