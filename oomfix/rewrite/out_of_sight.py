@@ -83,10 +83,32 @@ class OutOfSight:
             if self._asks_network(call) or (given and not self._is_in_sight(call)):
                 yield call
 
+    def calls_of_holders(self) -> Iterator[ast.Call]:
+        """The calls of what may have kept the network: files that made it or were given it, and what they made of it.
+
+        `net = library.build()`, then `library.report()`; `average = Average(net)`, then `average.show()`.
+        """
+        given = set(self.calls_with_parameters())
+        files = {file for call in given for file in self._files_of(call)}
+        objects = {path_of(target) for target, value in self._bindings if value in given} - {None}
+        for target, value in self._bindings:
+            if isinstance(value, ast.Call) and path_of(target) in self._names:
+                files.update(self._files_of(value))
+        for call in self._calls:
+            owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+            if owner in objects or not files.isdisjoint(self._files_of(call)):
+                yield call
+
+    def _files_of(self, call: ast.Call) -> Iterator[str]:
+        """The modules that a call runs a function of, but for those that look on."""
+        for name in self._imports.qualified(call.func):
+            if not name.startswith(_LOOKING_ON):
+                yield name.rpartition(".")[0]
+
     @property
     def is_held_elsewhere(self) -> bool:
         """Whether the network is a name of another file, `library.net`, any function of which may look at it."""
-        return any(self._imports.names.get(name.split(".")[0]) for name in self._names)
+        return any(self._imports.names.get(name.split(".")[0].split("[")[0]) for name in self._names)
 
     def comes_from_elsewhere(self, loop: ast.AST) -> bool:
         """Whether another file gives the network to a loop, and may have run a backward through it before."""

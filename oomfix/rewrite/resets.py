@@ -105,7 +105,7 @@ class Resets:
 
     @cached_property
     def _readers_out_of_sight(self) -> list[ast.Call]:
-        return list(self._out_of_sight.calls_with_parameters())
+        return [*self._out_of_sight.calls_with_parameters(), *self._out_of_sight.calls_of_holders()]
 
     def _readers_in_loop(self, reset: ast.stmt, step: ast.stmt) -> list[ast.Call]:
         """The calls out of sight that may read gradients between a step and the next reset."""

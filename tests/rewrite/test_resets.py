@@ -324,6 +324,24 @@ def seen():
 def gradients_of(net):
     return sum(p.grad.abs().sum().item() for p in net.parameters() if p.grad is not None)
 
+NETS = {}
+def keep(net):
+    NETS["net"] = net
+    return net
+def optimizer_of(given):
+    import torch
+    weights = given if isinstance(given, list) else list(given.parameters())
+    NETS["weights"] = torch.nn.ParameterList(weights)
+    return torch.optim.SGD(weights, lr=0.1)
+def seen_of_all():
+    return sum(gradients_of(net) for net in NETS.values())
+
+class Kept:
+    def __init__(self, net):
+        self.net = net
+    def seen(self):
+        return gradients_of(self.net)
+
 class Base:
     def seen(self):
         return gradients_of(self.net)
@@ -408,6 +426,57 @@ def test_gradients_stay_for_a_file_that_holds_the_network(place):
     )
     after = rewritten(text)
     assert "optimizer.zero_grad()" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "library.NETS['net'] = model",
+        "NETS['net'] = model",
+        "model = library.keep(model)",
+        "library.keep(model)",
+        "optimizer = library.optimizer_of(model)",
+        "library.optimizer_of(list(model.parameters()))",
+    ],
+)
+@pytest.mark.parametrize("reset", ["ahead", "behind"])
+def test_gradients_stay_for_a_file_that_was_given_the_network(kept, reset):
+    text = (
+        "import library\nfrom library import NETS\n"
+        + TOP
+        + textwrap.dedent(f"""\
+        {kept}
+        for x, y in loader * 4:
+            {"optimizer.zero_grad()" if reset == "ahead" else "pass"}
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            print(loss.item(), library.seen_of_all())
+            {"optimizer.zero_grad()" if reset == "behind" else "pass"}
+        """)
+    )
+    after = rewritten(text)
+    assert "optimizer.zero_grad()" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_gradients_stay_for_an_object_that_another_file_made_of_the_network():
+    text = (
+        "from library import Kept\n"
+        + TOP
+        + textwrap.dedent("""\
+        kept = Kept(model)
+        for x, y in loader * 4:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            print(loss.item(), kept.seen())
+        """)
+    )
+    after = rewritten(text)
+    assert "memory.step(optimizer, zero_grad=False)" in after.text
     assert_same_bits(run(text), run(after.text, preset="off"))
 
 
