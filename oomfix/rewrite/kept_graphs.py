@@ -82,9 +82,10 @@ def _ways_on(statement: ast.stmt) -> Iterator[tuple[set[str], set[str]]]:
 
 
 def _outside(lift: Lift, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of an iteration, those in blocks included, but for those of the slice."""
+    """The statements of an iteration, those in blocks included, but for those of the slice and its backward."""
     for statement in body:
-        if statement not in lift.lifted and not isinstance(statement, FunctionNode | ast.ClassDef):
+        inside = statement in lift.lifted or statement is lift.site.statement
+        if not inside and not isinstance(statement, FunctionNode | ast.ClassDef):
             yield statement
             for block in _blocks_of(statement):
                 yield from _outside(lift, block)

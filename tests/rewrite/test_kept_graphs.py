@@ -147,3 +147,18 @@ for i, (x, y) in enumerate(loader * 4):
     print(loss.item())
 """
     assert_same_bits(run(TOP + body), run(rewritten(TOP + body).text, preset="off"))
+
+
+def test_the_manager_that_autocasts_and_goes_backward_carries_no_graph():
+    _, forms = apply("""\
+        train = True
+        for x, y in loader:
+            with torch.autocast("cpu", enabled=False):
+                loss = F.cross_entropy(model(x), y)
+            if train:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            print(loss.item())
+        """)
+    assert forms == [("micro-batched", None)]
