@@ -74,7 +74,7 @@ def _totals(outcomes: Sequence[FileOutcome], written: bool, looked_at: bool) -> 
     if not changed:
         return f"nothing to rewrite: {found}" if looked_at else "no local fix to make; training loops stay as they are"
     verb = "rewritten" if written else "would be rewritten"
-    done = [*([found] if loops else []), *([counted(fixes, "local fix", "local fixes")] if fixes else [])]
+    done = [*([found] if loops else []), *([f"{counted(fixes, 'finding')} fixed"] if fixes else [])]
     return ": ".join(filter(None, (f"{counted(changed, 'file')} {verb}", ", ".join(done))))
 
 

@@ -37,7 +37,7 @@ def test_each_loop_says_its_form_and_why_not_more_and_what_changes():
         "train.py:cell 2:4  OOM104 not fixed: detach it",
         "train.py  old content kept in train.py.orig",
         "",
-        "1 file rewritten: 3 training loops (1 micro-batched, 1 in place, 1 left alone), 3 local fixes",
+        "1 file rewritten: 3 training loops (1 micro-batched, 1 in place, 1 left alone), 3 findings fixed",
         "OOMFIX_PRESET=off in the environment trains as before, in whole batches",
     ]
 
@@ -48,7 +48,8 @@ def test_what_would_be_done_is_not_said_as_if_it_were_done():
 
 
 def test_what_was_not_looked_at_and_what_was_not_done_is_not_counted():
-    assert as_text([REWRITTEN._replace(loops=())], written=True).splitlines()[-1] == "1 file rewritten: 3 local fixes"
+    without_loops = as_text([REWRITTEN._replace(loops=())], written=True).splitlines()[-1]
+    assert without_loops == "1 file rewritten: 3 findings fixed"
     without_fixes = as_text([REWRITTEN._replace(fixed=(), loops=LOOPS[:1])], written=False).splitlines()[-1]
     assert without_fixes == "1 file would be rewritten: 1 training loop (1 micro-batched)"
 
