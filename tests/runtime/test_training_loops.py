@@ -369,9 +369,24 @@ def test_loops_that_stay_whole_say_why(kind):
     assert why in reason
 
 
-@pytest.mark.parametrize("refused", [5, 11])
+def allocations_of_a_call(make):
+    """How many storages one forward and backward allocate."""
+    spent = []
+    with SimulatedCard() as card:
+
+        def counted(forward, *batch):
+            earlier = card.allocations
+            by_hand(forward, *batch)
+            spent.append(card.allocations - earlier)
+
+        trained(make, counted)
+    return spent[1]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95], ids=["forward", "between", "backward"])
 @pytest.mark.parametrize("kind", SPLIT)
-def test_loops_that_run_out_of_memory_go_on_in_parts(kind, refused):
+def test_loops_that_run_out_of_memory_go_on_in_parts(kind, share):
+    refused = round(share * allocations_of_a_call(SPLIT[kind]))
     expected, memory = trained(SPLIT[kind], by_hand), runtime.preset("16gb")
     with SimulatedCard() as card:
         found = trained(SPLIT[kind], memory.forward_backward, lambda call: card.fail_at(refused) if call == 1 else None)
