@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import calls_in, changed_paths, last_name
@@ -23,7 +23,7 @@ from oomfix.script.nodes import children, walk
 _WITHOUT_GRAPH = frozenset("item detach detach_ tolist numpy float int len print".split())
 
 
-def check_graphs_end(lift: Lift, liveness: Liveness, blocks: Blocks) -> None:
+def check_graphs_end(lift: Lift, liveness: Liveness, blocks: Blocks, runs_forward: Callable[[ast.AST], bool]) -> None:
     """Whether no later backward goes through what the ways past this one compute.
 
     Raises:
@@ -32,15 +32,18 @@ def check_graphs_end(lift: Lift, liveness: Liveness, blocks: Blocks) -> None:
     branch, iteration = lift.site.branch, lift.site.iteration
     if branch is None:
         return
-    line = branch.lineno
+    line, outside = branch.lineno, (*lift.lifted, lift.site.statement)
     where = f"where line {line} runs no backward"
     made = {name for statement in lift.lifted for name in names_bound(statement)}
-    for statement in _outside(lift, (iteration or lift.site.scope).body):
+    for statement in _statements((iteration or lift.site.scope).body, outside):
         if not _blocks_of(statement) and _takes_gradient(statement, made):
             raise CannotLift(f"line {statement.lineno} takes a gradient {where}")
     if iteration is None:
         return
-    kept = _with_graph(made, lift, iteration.body)
+    running = [one for one in _statements(lift.lifted) if not _blocks_of(one) and runs_forward(one)]
+    graphs = {name for one in running for name in names_bound(one)}
+    graphs = _with_graph(graphs, _statements(lift.lifted)) if graphs else made
+    kept = _with_graph(graphs, _statements(iteration.body, outside))
     for call in _backwards_outside(lift.site.scope, iteration):
         if through := names_read(call) & (kept - made):
             name = min(through)
@@ -59,10 +62,10 @@ def _backwards_outside(scope: Scope, iteration: ast.stmt) -> Iterator[ast.Call]:
             yield node
 
 
-def _with_graph(made: set[str], lift: Lift, body: list[ast.stmt]) -> set[str]:
-    """What the slice binds, and what the iteration binds or changes with its help."""
-    ways = [way for statement in _outside(lift, body) for way in _ways_on(statement)]
-    found = set(made)
+def _with_graph(found: set[str], statements: Iterator[ast.stmt]) -> set[str]:
+    """Names that carry a graph, and what statements bind or change with their help."""
+    ways = [way for statement in statements for way in _ways_on(statement)]
+    found = set(found)
     while more := {name for read, names in ways if read & found for name in names} - found:
         found |= more
     return found
@@ -81,14 +84,13 @@ def _ways_on(statement: ast.stmt) -> Iterator[tuple[set[str], set[str]]]:
         yield _read_with_graph(statement), names_bound(statement) | changed
 
 
-def _outside(lift: Lift, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of an iteration, those in blocks included, but for those of the slice and its backward."""
+def _statements(body: list[ast.stmt], without: Sequence[ast.stmt] = ()) -> Iterator[ast.stmt]:
+    """Statements and those in their blocks."""
     for statement in body:
-        inside = statement in lift.lifted or statement is lift.site.statement
-        if not inside and not isinstance(statement, FunctionNode | ast.ClassDef):
+        if statement not in without and not isinstance(statement, FunctionNode | ast.ClassDef):
             yield statement
             for block in _blocks_of(statement):
-                yield from _outside(lift, block)
+                yield from _statements(block, without)
 
 
 def _blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:

@@ -94,11 +94,12 @@ class _Lifter:
         calls_run = CallsRun(FunctionsCalled(nodes))
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
+        self._runs_forward = lambda node: not of_networks.isdisjoint(calls_run.by(node))
         is_trained = _Trains(calls_run, trained, self._script.backwards)
         self._slicer = Slicer(
             tree,
             Helpers(nodes),
-            lambda node: not of_networks.isdisjoint(calls_run.by(node)),
+            self._runs_forward,
             is_trained,
             self._takes_network,
         )
@@ -234,7 +235,7 @@ class _Lifter:
             bound = self._blocks.bound_before(branch)
             outer = replace(site, block=block, header=header, branch=branch, bound_before=bound)
             lift = self._slicer.lift(outer, network_is_known)
-            check_graphs_end(lift, self._slicer.liveness_of(site.scope), self._blocks)
+            check_graphs_end(lift, self._slicer.liveness_of(site.scope), self._blocks, self._runs_forward)
             return lift
 
 

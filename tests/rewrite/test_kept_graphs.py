@@ -125,6 +125,21 @@ def test_a_number_that_goes_on_is_no_matter(detached):
     assert_same_bits(run(TOP + body), run(after.text, preset="off"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("loss = F", "warm = min(1.0, warm + 0.1)\n    loss = warm * F"),
+        ("loss = F.cross_entropy(model(x), y)", "with scaler:\n        loss = F.cross_entropy(model(x), y)"),
+    ],
+)
+def test_what_the_slice_hands_on_without_a_graph_is_no_matter(old, new):
+    head = "scaler, warm = torch.autocast('cpu', enabled=False), 0.1\n"
+    body = head + ADDED_UP.replace("total = total + loss", "total = loss").replace(old, new)
+    after = rewritten(TOP + body)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert_same_bits(run(TOP + body), run(after.text, preset="off"))
+
+
 def test_a_sum_that_goes_through_iterations_is_no_division_of_the_loss():
     body = ADDED_UP.replace("total = total + loss", "total += loss")
     text, loops = apply(body)
