@@ -48,9 +48,9 @@ def is_model(module: nn.Module) -> bool:
 class ModelCalls:
     """Runs the outermost calls of models under autocast.
 
-    The first run (`discover`) hooks every submodule, since a forward may call `model.encoder` and `model.head`
-    rather than `model`; later runs hook only what was called from outside. Hooks live for one run of the
-    forward, so a model that is saved or copied shows none of them.
+    The first run hooks every submodule, since a forward may call `model.encoder` and `model.head` rather than `model`;
+    later runs hook what was called from outside and what may be in its place, such as the heads of other tasks. Hooks
+    live for one run of the forward, so a model that is saved or copied shows none of them.
 
     Args:
         modules: the models that a forward may run.
@@ -65,8 +65,9 @@ class ModelCalls:
         self._modules = [weakref.ref(module) for module in modules]
         self._device_type = device_type
         self._dtype = dtype
-        self._outermost: dict[int, weakref.ref[nn.Module]] | None = None
+        self._outermost: dict[int, weakref.ref[nn.Module]] = {}
         self._entered: dict[int, weakref.ref[nn.Module]] = {}
+        self._targets: list[weakref.ref[nn.Module]] | None = None
         self._depth = 0
         self._autocast: torch.autocast | None = None
 
@@ -75,13 +76,21 @@ class ModelCalls:
         """ "bf16" or "fp16"."""
         return "bf16" if self._dtype == torch.bfloat16 else "fp16"
 
+    def computes_in(self, device_type: str, dtype: torch.dtype) -> bool:
+        """Whether it runs models on such a device, in that dtype."""
+        return (self._device_type, self._dtype) == (device_type, dtype)
+
+    def discover(self) -> None:
+        """Look at every submodule again in the next run: another one may be called from outside by now."""
+        self._targets = None
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context around one run of the forward."""
-        if self._outermost is None:
+        if self._targets is None:
             targets = self._candidates()
         else:
-            targets = [module for place in self._outermost.values() if (module := place()) is not None]
+            targets = [module for place in self._targets if (module := place()) is not None]
         self._entered = {}
         handles: list[Any] = []
         for module in targets:
@@ -90,12 +99,25 @@ class ModelCalls:
         try:
             yield
             # a run that failed may not have come to all of them
-            self._outermost = {**(self._outermost or {}), **self._entered}
+            if self._targets is None or not self._entered.keys() <= self._outermost.keys():
+                self._outermost |= self._entered
+                self._targets = [weakref.ref(module) for module in self._called_or_beside()]
         finally:
             for handle in handles:
                 handle.remove()
             self._depth = 0
             self._end_autocast()
+
+    def _called_or_beside(self) -> Iterator[nn.Module]:
+        """What was called from outside, what holds it, and what lies beside it: all that no other call covers."""
+        waiting = [module for place in self._modules if (module := place()) is not None]
+        while waiting:
+            module = waiting.pop()
+            if is_model(module):
+                yield module
+            called = id(module) in self._outermost or compat.is_compiled(module)
+            if not called and any(id(part) in self._outermost for part in module.modules()):
+                waiting += module.children()
 
     def _candidates(self) -> list[nn.Module]:
         found: dict[int, nn.Module] = {}

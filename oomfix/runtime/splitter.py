@@ -306,7 +306,7 @@ class Splitter:
 
     def _choose_precision(self, iteration: Iteration) -> None:
         known = iteration.known
-        known.model_calls = None
+        earlier, known.model_calls = known.model_calls, None
         device_type = iteration.device_type()
         known.keeps_cpu_generator = known.keeps_cpu_generator or device_type != "cpu"
         if device_type == "cuda" and not self._limited:
@@ -325,7 +325,11 @@ class Splitter:
             if known.ranks.any_of(verdict.differentiates):
                 self._fall_back_to_fp32(known, "it differentiates by itself, and such gradients underflow in fp16")
                 return
-        known.model_calls = ModelCalls(known.roots(), device_type, dtype)
+        if earlier is not None and earlier.computes_in(device_type, dtype):
+            earlier.discover()
+            known.model_calls = earlier
+        else:
+            known.model_calls = ModelCalls(known.roots(), device_type, dtype)
 
     def _fall_back_to_fp32(self, known: Known, said: str) -> None:
         known.fp32 = True

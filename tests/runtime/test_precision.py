@@ -69,6 +69,30 @@ def test_parts_of_a_model_that_are_called_by_themselves_are_model_calls_too():
     assert seen == [torch.bfloat16] * 3
 
 
+class Tasks(nn.Module):
+    """A trunk with a head for each task, which the forward calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.heads = nn.ModuleDict({name: Recording() for name in "abc"})
+
+
+@pytest.mark.parametrize("order", ["abababab", "aabbaabb", "aaaaabab", "ababacab", "aabacbcb"])
+def test_heads_that_take_turns_all_run_in_half(order):
+    model = Tasks()
+    memory = runtime.preset("16gb", precision="bf16")
+
+    turn = iter(order)
+
+    def forward(x):
+        return model.heads[next(turn)](model.trunk(x))["out"].pow(2).mean()
+
+    for _ in order:
+        memory.forward_backward(forward, X)
+    assert {dtype for head in model.heads.values() for dtype in head.seen} <= {torch.bfloat16}
+
+
 def test_a_model_shows_no_sign_of_it_afterwards():
     model = network()
     memory = runtime.preset("16gb", precision="bf16")
@@ -130,6 +154,20 @@ def test_an_error_that_is_not_about_precision_stays_what_it_was(caplog):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         memory.forward_backward(lambda x, y: F.cross_entropy(model(x[:, :5]), y), X, Y)
     assert "fp32" not in caplog.text
+
+
+def test_after_an_error_that_is_not_about_precision_a_forward_still_runs_in_half():
+    model, columns = Recording(), {"read": 5}
+    memory = runtime.preset("16gb", precision="bf16")
+
+    def forward(x):
+        return model(x[:, : columns["read"]])["out"].pow(2).mean()
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        memory.forward_backward(forward, X)
+    columns["read"] = 6
+    memory.forward_backward(forward, X)
+    assert set(model.seen) == {torch.bfloat16}
 
 
 def penalised(model, x):
