@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -31,6 +31,8 @@ from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Forward, Loop
+
+_WITHOUT_GRAPH = frozenset("detach data item shape size device dtype".split())
 
 
 def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
@@ -94,7 +96,7 @@ class _Lifter:
         calls_run = CallsRun(FunctionsCalled(nodes))
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
-        self._runs_forward = lambda node: not of_networks.isdisjoint(calls_run.by(node))
+        self._runs_forward: Callable[[ast.AST], bool] = lambda node: not of_networks.isdisjoint(calls_run.by(node))
         is_trained = _Trains(calls_run, trained, self._script.backwards)
         self._slicer = Slicer(
             tree,
@@ -125,7 +127,7 @@ class _Lifter:
             site = self._site(call)
             before = [other for other in lifts if not self._blocks.exclude_each_other(call, other.site.statement)]
             for other in before:
-                self._check_apart(other, site)
+                site = self._apart(other, site, before)
             lift = self._lift(site, self._runs_network_around(call))
             self._check_raises(lift)
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
@@ -176,10 +178,46 @@ class _Lifter:
     def _loops_of_networks(self) -> set[Loop]:
         return {loop for forward in self._script.trace.forwards.values() for loop in forward.site.loops}
 
-    def _check_apart(self, first: Lift, second: Site) -> None:
-        """Whether the second loss does not depend on what the first slice computes and gives out without its graph."""
-        if self._names_behind(second, first.site.statement) & _bound(first.lifted):
+    def _apart(self, first: Lift, second: Site, earlier: Sequence[Lift]) -> Site:
+        """The site of the second loss, which does not depend on what the first slice gives out without its graph.
+
+        It may take detached values of it, as the loss of a discriminator does, and its slice then begins behind it.
+        No other network may then run ahead, whose graph it could go through.
+
+        Raises:
+            CannotLift: a backward goes through what the first slice computed.
+        """
+        shared = self._names_behind(second, first.site.statement) & _bound(first.lifted)
+        if not shared:
+            return second
+        if second.block is not first.site.block or not self._reads_detached(shared, first, second):
             raise CannotLift("one goes through what another has computed")
+        behind = second.block.index(first.site.end) + 1
+        lifted = [statement for lift in earlier for statement in (*lift.lifted, lift.site.end)]
+        others = (statement for statement in second.block[:behind] if statement not in lifted)
+        if other := next((statement for statement in others if self._runs_forward(statement)), None):
+            raise CannotLift(f"one may go through what line {other.lineno} has computed ahead of another")
+        return replace(second, first=max(second.first, behind))
+
+    def _reads_detached(self, shared: set[str], first: Lift, second: Site) -> bool:
+        """Whether all up to a loss, but for the slice of an earlier one, reads names without their graphs."""
+        body = second.block if second.iteration is None else second.iteration.body
+        last = (second.end.end_lineno, second.end.end_col_offset)
+        own = {id(node) for statement in (*first.lifted, first.site.end) for node in walk(statement)}
+        reads = (
+            node
+            for statement in body
+            for node in walk(statement)
+            if isinstance(node, ast.Name) and node.id in shared and isinstance(node.ctx, ast.Load)
+        )
+        return all(
+            id(node) in own or (node.lineno, node.col_offset) >= last or self._is_detached(node) for node in reads
+        )
+
+    def _is_detached(self, name: ast.Name) -> bool:
+        """`fake.detach()`, `fake.data`, `fake.size(0)`."""
+        holder = next(self._blocks.ancestors(name))
+        return isinstance(holder, ast.Attribute) and holder.attr in _WITHOUT_GRAPH
 
     def _names_behind(self, site: Site, earlier: ast.stmt) -> set[str]:
         """The names that a loss is computed from, as they are when an earlier statement has run."""
@@ -229,7 +267,7 @@ class _Lifter:
             return self._slicer.lift(site, network_is_known)
         except OutsideOfBlock:
             branch = next(self._blocks.ancestors(statement))
-            if not isinstance(branch, ast.If) or statement not in branch.body:
+            if site.first or not isinstance(branch, ast.If) or statement not in branch.body:
                 raise
             block, header = self._blocks.block_of(branch), self._blocks.header_of(branch)
             bound = self._blocks.bound_before(branch)

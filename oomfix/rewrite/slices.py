@@ -171,7 +171,7 @@ class Slicer:
         names, paths = names_read(site.root), paths_read(site.root)
         liveness = self.liveness_of(site.scope)
         chain = []
-        for index in range(end - 1, -1, -1):
+        for index in range(end - 1, site.first - 1, -1):
             statement = site.block[index]
             if effects.is_zero_grad(statement) or _only_switches(statement):
                 continue

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from tests.rewrite.equivalence import rewritten
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
 from tests.rewrite.small_loops import TOP, apply
 
 GAN = """\
@@ -53,6 +53,59 @@ for x, y in loader:
     memory.forward_backward(forward_2, x)
     memory.step(optimizer)
 """)
+
+
+GENERATOR_FIRST = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+make = torch.optim.Adam(generator.parameters(), lr=0.01)
+judge = torch.optim.Adam(critic.parameters(), lr=0.01)
+criterion = nn.BCEWithLogitsLoss()
+for x in [torch.randn(6, 4) for _ in range(5)]:
+    true, false = torch.ones(len(x), 1), torch.zeros(len(x), 1)
+    make.zero_grad()
+    fake = generator(torch.randn(len(x), 3))
+    made = criterion(critic(fake), true)
+    made.backward()
+    make.step()
+    judge.zero_grad()
+    judged = (criterion(critic(x), true) + criterion(critic({taken}), false)) / 2
+    judged.backward()
+    judge.step()
+    print(f"{made.item():.9f} {judged.item():.9f} {fake.data.mean().item():.9f}")
+"""
+
+
+@pytest.mark.parametrize("taken", ["fake.detach()", "fake.data"])
+def test_a_discriminator_that_takes_detached_samples_is_a_function_behind_that_of_the_generator(taken):
+    text = GENERATOR_FIRST.replace("{taken}", taken)
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert "made, fake = memory.forward_backward(forward, x, true)\n" in after.text
+    assert "judged = memory.forward_backward(forward_2, x, true, fake, false)\n" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    assert_close(run(text), run(after.text))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"{taken}": "fake"},
+        {"{taken}": "again", "    judge.zero": "    again = fake * 1\n    judge.zero"},
+        {"{taken}": "fake.detach() * seen.mean()", "    make.zero": "    seen = critic(x)\n    make.zero"},
+    ],
+    ids=["itself", "made of it", "another network ahead"],
+)
+def test_a_discriminator_that_may_go_through_what_was_computed_ahead_stays_in_place(changes):
+    text = GENERATOR_FIRST
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    (loop,) = rewritten(text).loops
+    assert loop.rewrite == "in-place" and "one" in loop.reason and "computed" in loop.reason
 
 
 def test_a_loss_that_takes_only_numbers_of_an_earlier_one_is_its_own():

@@ -1,6 +1,7 @@
 """Fresh managers, and gradients to compare."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ def fresh_manager(monkeypatch):
     torch.manual_seed(0)
     yield
     runtime.reset()
+    if "torch._dynamo" in sys.modules:
+        # code that many tests have compiled is compiled no more, but for a reset
+        torch.compiler.reset()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         # what a test left there, and the limit that a preset set, are no matter of the next
         gc.collect()
