@@ -1,4 +1,4 @@
-"""Lists that a function of the file adds to and did not make: each part of a batch would add to them."""
+"""What a function of the file adds to and did not make, lists and sums: each part of a batch would add to them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from oomfix.rewrite.effects import calls_in, root_of
 from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given, parameters_of
 from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope
 
-_ADDING = frozenset({"append", "appendleft", "extend", "insert"})
+_ADDING = frozenset({"append", "appendleft", "extend", "insert", "update", "add"})
 
 
 class Records:
-    """Which lists the calls of a node add to.
+    """Which lists, sums and meters the calls of a node add to.
 
-    The runtime takes a list that only grows for a record of what went by, not for state.
+    The runtime takes what only grows for a record of what went by, not for state.
 
     Args:
         functions: those of the file.
@@ -46,8 +46,22 @@ class Records:
             calls = (node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
             direct = (call.func for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDING)
             found = {root_of(method.value).split(".")[0] for method in direct}
+            sums = (node.target for node in nodes if isinstance(node, ast.AugAssign))
+            found |= {root_of(item).split(".")[0] for item in sums if isinstance(item, ast.Subscript)}
+            found |= _only_written(nodes)
             found |= {name for statement in function.body for name in self.added_to(statement)}
             made = {name for statement in function.body for name in names_bound(statement)}
             owner = {argument.arg for argument in parameters_of(function)[:1]} & {"self", "cls"}
             self._known[id(function)] = found - made - owner - {""}
         return self._known[id(function)]
+
+
+def _only_written(nodes: list[ast.AST]) -> set[str]:
+    """The names of what only items are put into, under names of their own: `logs["loss"] = loss.item()`."""
+    stores = [node for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)]
+    named = [
+        node.value for node in stores if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+    ]
+    written = {id(name) for name in named}
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in written}
+    return {name.id for name in named if isinstance(name, ast.Name)} - read

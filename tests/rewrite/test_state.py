@@ -152,3 +152,55 @@ def test_a_list_of_another_scope_that_a_function_adds_to_gets_one_entry_for_each
     before = run(text)
     assert_same_bits(before, run(rewritten(text).text, preset="off"))
     assert_close(before, run(after.text))
+
+
+SUMS = """\
+{top}
+class Meter:
+    def __init__(self):
+        self.total = 0.0
+
+    def update(self, value):
+        self.total = self.total + value
+
+def loss_of(out, y, kept):
+    loss = F.cross_entropy(out, y)
+    {adding}
+    return loss
+
+for phase in ["train", "val"]:
+    kept = {made}
+    for x, y in loader * 3:
+        optimizer.zero_grad()
+        with torch.set_grad_enabled(phase == "train"):
+            loss = loss_of(model(x), y, kept)
+            if phase == "train":
+                loss.backward()
+                optimizer.step()
+        print({shown})
+"""
+
+
+@pytest.mark.parametrize(
+    ("adding", "made", "shown"),
+    [
+        ('kept["loss"] += loss.item() * len(y)', '{"loss": 0.0}', 'kept["loss"]'),
+        ('kept["loss"] = loss.item()', "{}", 'kept["loss"]'),
+        ("kept.update(loss=loss.item())", "{}", 'kept["loss"]'),
+        ("kept.update(loss.item())", "Meter()", "kept.total"),
+    ],
+)
+def test_what_a_function_counts_in_an_argument_is_counted_once_for_each_batch(adding, made, shown):
+    text = SUMS.format(top=TOP, adding=adding, made=made, shown=shown)
+    after = rewritten(text, micro_batches=3)
+    assert [one.rewrite for one in after.loops] == ["in-place"]
+    before = run(text)
+    assert_same_bits(before, run(rewritten(text).text, preset="off"))
+    assert_close(before, run(after.text))
+
+
+def test_a_sum_of_a_functions_own_keeps_no_loss_in_place():
+    text = HELPER.format(
+        top=TOP, adding="own = {}; own['loss'] = loss.item(); own['loss'] += 1", called="loss_of(x, y)"
+    )
+    assert [one.rewrite for one in rewritten(text).loops] == ["micro-batched"]
