@@ -183,7 +183,14 @@ class Amp:
         return (without(layout, statement, self._blocks.block_of(statement)),)
 
     def _is_of_cuda(self, call: ast.Call) -> bool:
-        return bool(self._script.imports.qualified(call.func) & set(_OF_CUDA))
+        """Whether a call means `torch.cuda.amp.autocast`, where the file imports it alone or next to the general one.
+
+        `autocast(device_type="cuda")` and `autocast("cuda")` are written for the latter.
+        """
+        names_device = any(keyword.arg == "device_type" for keyword in call.keywords) or any(
+            isinstance(argument, ast.Constant) and isinstance(argument.value, str) for argument in call.args[:1]
+        )
+        return not names_device and bool(self._script.imports.qualified(call.func) & set(_OF_CUDA))
 
     def _replacement(self, call: ast.Call) -> str | None:
         """The arguments for the manager's autocast; None where it has no such option, or is a decorator."""

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import next_in_chain
+from oomfix.rewrite.effects import trains
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
 from oomfix.rewrite.removal import without
@@ -44,7 +45,7 @@ class Lifting:
             return [*self._around_branch(lift, text, definition, after), *self._without_names(lift)]
         backward = text.chunk(lift.site.statement)
         comments = self._layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), text.margin, text.margin)
-        call = self._call(lift, "forward_backward", text.margin)
+        call = self._call(lift, f"{self._manager}.forward_backward", text.margin)
         _, stop = self._layout.span(backward)
         behind = self._source.text[bounds(self._source, lift.site.statement)[1] : stop].strip()
         if behind.startswith("#") and len(f"{call[-1]}  {behind}") > self._layout.longest_line:
@@ -88,7 +89,10 @@ class Lifting:
         return True
 
     def _around_branch(self, lift: Lift, text: _Text, definition: list[str], after: list[str]) -> list[Edit]:
-        """A loss that only `if train:` differentiates; on the other side it is evaluated."""
+        """A loss that only `if train:` differentiates; on the other side it is evaluated, read or not.
+
+        A network draws numbers for dropout and counts batches there too.
+        """
         branch, newline = lift.site.branch, self._layout.newline
         assert branch is not None
         chunk = text.chunk(branch)
@@ -97,30 +101,33 @@ class Lifting:
         if self._layout.own_lines(statement) is None:
             raise JoinedStatements(statement.lineno)
         inner = self._layout.margin(statement)
-        call = newline.join(self._call(lift, "forward_backward", inner))
+        call = newline.join(self._call(lift, f"{self._manager}.forward_backward", inner))
         edits = [Edit(text.start, start, newline.join([*definition, "", ""]))]
         if lift.reading:
             edits += self._ahead_of_readers(lift, call)
         else:
             edits.append(Edit(*bounds(self._source, statement), call[len(inner) :]))
-        if _targets(lift):
-            *others, last = _other_branches(branch)
-            for block in [*others, *([last] if last else [])]:
-                edits.append(self._evaluation_at_top(lift, block, text))
-            if not last:
-                after = [f"{text.margin}else:", *self._call(lift, "evaluate", inner), *after]
+        *others, last = _other_branches(branch)
+        for block in [*others, *([last] if last else [])]:
+            edits.append(self._evaluation_at_top(lift, block, text))
+        if not last:
+            after = [f"{text.margin}else:", *self._call(lift, f"{self._manager}.evaluate", inner), *after]
         if after:
             edits.append(Edit(stop, stop, "".join(newline + line for line in after)))
         return edits
 
     def _evaluation_at_top(self, lift: Lift, block: list[ast.stmt], text: _Text) -> Edit:
-        """The call that evaluates the loss, ahead of a branch that does not differentiate it."""
+        """The call that evaluates the loss, ahead of a branch that does not differentiate it through the manager.
+
+        One that a flag of the script switches off may still differentiate it by itself: `if amp: ... else: ...`.
+        """
         line = block[0].lineno
         margin = self._layout.margin(block[0])
         if self._layout.chunk(block[0], block, line - 1) is None or margin == text.margin:
             raise CannotLift(f"the branch that begins in line {line} shares its line")
         here = self._source.line_starts[line - 1]
-        lines = self._call(lift, "evaluate", margin)
+        trained = any(map(trains, block))
+        lines = self._call(lift, "" if trained else f"{self._manager}.evaluate", margin)
         return Edit(here, here, "".join(line + self._layout.newline for line in lines))
 
     def _ahead_of_readers(self, lift: Lift, call: str) -> Iterator[Edit]:
@@ -165,11 +172,13 @@ class Lifting:
         return text if text and ast.unparse(root) == _unparsed(text) else ast.unparse(root)
 
     def _call(self, lift: Lift, method: str, margin: str) -> list[str]:
-        start = f"{margin}{_targets(lift)}{self._manager}.{method}("
+        """The call of the slice's function, by a method of the manager or, for "", as any other."""
+        given = [self._given(name, lift.given_if.get(name)) for name in lift.inputs]
+        if not method:
+            return self._broken(f"{margin}{_targets(lift)}{self._function}(", given, ")")
         # one sample: never cut, since it keeps state or is one sequence
         size = ["batch_size=1"] if lift.state is not None or lift.in_turn is not None else []
-        given = [self._given(name, lift.given_if.get(name)) for name in lift.inputs]
-        return self._broken(start, [self._function, *given, *size], ")")
+        return self._broken(f"{margin}{_targets(lift)}{method}(", [self._function, *given, *size], ")")
 
     @staticmethod
     def _given(name: str, test: ast.expr | None) -> str:

@@ -2,7 +2,9 @@
 
 import textwrap
 
-from tests.rewrite.equivalence import rewritten
+import pytest
+
+from tests.rewrite.equivalence import assert_same_bits, rewritten, run
 from tests.rewrite.small_loops import TOP, apply
 
 AMP = """\
@@ -209,3 +211,50 @@ def test_a_scaler_that_is_asked_for_its_flag_and_goes_out_of_sight_stays_the_scr
     assert forms == [("micro-batched", None)]
     assert 'precision="fp32")' in text
     assert "return scaler.scale(loss)\n" in text and "    scaler.step(optimizer)\n    scaler.update()\n" in text
+
+
+@pytest.mark.parametrize("given", ['device_type="cpu", enabled=False', '"cpu", enabled=False', '"cpu"'])
+def test_autocast_imported_from_two_places_keeps_the_device_it_is_given(given):
+    text, _ = apply(f"""\
+        try:
+            from torch.amp import GradScaler, autocast
+        except ImportError:
+            from torch.cuda.amp import GradScaler, autocast
+        scaler = GradScaler("cpu")
+        for x, y in loader:
+            with autocast({given}):
+                loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """)
+    assert f"with memory.autocast({given}):" in text
+
+
+def test_the_side_of_a_flag_that_no_call_takes_still_trains():
+    text = TOP + textwrap.dedent("""\
+        def fit(scaler, amp=True):
+            for x, y in loader:
+                with torch.autocast("cpu", enabled=amp):
+                    out = model(x)
+                    loss = F.cross_entropy(out, y)
+                optimizer.zero_grad()
+                if amp:
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    loss.backward()
+                    optimizer.step()
+                print(loss.item(), out.shape)
+
+        def main():
+            fit(torch.amp.GradScaler("cpu", enabled=False))
+
+        main()
+        globals()["fit"](None, False)
+        """)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert_same_bits(run(text), run(after.text, preset="off"))

@@ -475,3 +475,20 @@ def test_an_average_over_processes_that_the_loss_depends_on_keeps_it_in_place():
     body = METRIC.format(before="pass", reduced="dist.all_reduce(hits)").replace("hits /=", "size =")
     _, loops = apply(body.replace("        loss.backward()", "        loss = loss * hits\n        loss.backward()"))
     assert loops == [("in-place", "line 14 waits for other processes on the way to the loss")]
+
+
+def test_what_is_only_evaluated_draws_its_random_numbers_where_nothing_reads_the_loss_too():
+    text = TOP + textwrap.dedent("""\
+        drop = nn.Dropout(0.5)
+        for phase in ["train", "val", "train"]:
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.set_grad_enabled(phase == "train"):
+                    loss = F.cross_entropy(model(drop(x)), y)
+                    if phase == "train":
+                        loss.backward()
+                        optimizer.step()
+        """)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
