@@ -24,6 +24,7 @@ from oomfix.rewrite.liveness import (
 )
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.object_batches import why_perhaps_whole
+from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.slices import PREPARATION, Slicer
 from oomfix.rewrite.verdict import Verdict
@@ -157,14 +158,22 @@ class _Lifter:
         return not self._loops_of_backward.get(call, set()).isdisjoint(self._loops_of_networks)
 
     def _takes_network(self, node: ast.AST) -> bool:
-        """Whether a node hands something over that is switched to training like a network."""
+        """Whether a node hands something over that is switched to training, or trained, like a network."""
         calls = (child for child in walk(node) if isinstance(child, ast.Call))
         arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
-        return any(path_of(argument) in self._switched for argument in arguments)
+        return any(path_of(argument) in self._switched | self._optimized for argument in arguments)
 
     @cached_property
     def _switched(self) -> set[str | None]:
         methods = (call.func for call in self._script.calls_of_method("train") if not call.args)
+        return {path_of(method.value) for method in methods if isinstance(method, ast.Attribute)} - {None, "self"}
+
+    @cached_property
+    def _optimized(self) -> set[str | None]:
+        """What an optimizer is made for: `dist` in `Adam(dist.parameters())`."""
+        made = (call for call in self._script.imports.nodes.of(ast.Call) if is_optimizer_class(self._script, call.func))
+        inside = (node for call in made for node in walk(call) if isinstance(node, ast.Call))
+        methods = (call.func for call in inside if last_name(call) == "parameters")
         return {path_of(method.value) for method in methods if isinstance(method, ast.Attribute)} - {None, "self"}
 
     @cached_property

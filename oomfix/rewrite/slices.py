@@ -241,15 +241,16 @@ class Slicer:
         lift.state = effect.told
 
     def _check_frame_readers(self, lift: Lift) -> bool:
-        """Whether the scope reads names that it does not write down: `locals()["loss"]`."""
+        """Whether the scope reads names that it does not write down: `locals()["loss"]`, but not ahead of all loops."""
         inside = {id(node) for statement in lift.lifted for node in walk(statement)}
+        first = _first_line_again(lift)
         found = False
         for node in nodes_of_scope_body(lift.site.scope):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in self._own_names:
                 if node.func.id in ("locals", "vars", "exec", "eval") and not (node.func.id == "vars" and node.args):
                     if id(node) in inside:
                         raise CannotLift(f"`{node.func.id}()` in line {node.lineno} may read any local name")
-                    found = True
+                    found = found or node.lineno >= first
         return found
 
     def _check_changes(self, lift: Lift) -> None:
@@ -275,6 +276,13 @@ class Slicer:
         if id(scope) not in self._liveness:
             self._liveness[id(scope)] = Liveness(scope, self._tree)
         return self._liveness[id(scope)]
+
+
+def _first_line_again(lift: Lift) -> int:
+    """The first line of the scope that runs after the slice has: that of the outermost loop around it, or its own."""
+    here = lift.lifted[0].lineno if lift.lifted else lift.site.end.lineno
+    loops = (n for n in nodes_of_scope_body(lift.site.scope) if isinstance(n, ast.For | ast.AsyncFor | ast.While))
+    return min([here, *(loop.lineno for loop in loops if loop.lineno <= here <= (loop.end_lineno or loop.lineno))])
 
 
 def _bound_afresh(statement: ast.stmt) -> set[str]:

@@ -781,3 +781,46 @@ def test_a_loop_that_shows_or_counts_elements_goes_behind_the_call():
             optimizer.step()
         """)
     assert forms == [("micro-batched", None)]
+
+
+AFTERWARDS = """\
+{before}
+for epoch in range(2):
+    for x, y in loader:
+        if epoch == 0:
+            loss = F.cross_entropy(model(x), y)
+        elif len(x) > 4:
+            half = len(x) // 2
+            loss = F.cross_entropy(model(x[half:]), y[half:])
+        else:
+            half = len(x) // 3
+            loss = F.cross_entropy(model(x[:half]), y[:half])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "form"),
+    [("eval('model').train()", "pass", "micro-batched"), ("pass", "print(eval('half'))", "in-place")],
+)
+def test_what_reads_any_name_ahead_of_all_loops_reads_nothing_of_the_slice(before, after, form):
+    assert [one for one, _ in apply(AFTERWARDS.format(before=before, after=after))[1]] == [form]
+
+
+def test_a_network_is_handed_to_a_function_of_another_file_where_its_own_methods_are_called_elsewhere():
+    _, forms = apply("""\
+        from variational import elbo
+        optimizer = torch.optim.Adam(params=model.parameters())
+        for epoch in range(9):
+            h = torch.randn(6, 4)
+            bound, kl = elbo(model, h)
+            loss = -bound
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(kl.item(), model(h).sum().item())
+        """)
+    assert forms == [("micro-batched", None)]
