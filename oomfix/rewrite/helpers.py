@@ -52,7 +52,7 @@ class Helpers:
 
     def __init__(self, nodes: Nodes) -> None:
         self._functions = FunctionsCalled(nodes)
-        self._records = Records(self._functions)
+        self._records = Records(self._functions, nodes)
         self._calls = CallsRun(self._functions)
         self._attributes: dict[int, _Attributes] = {}
         for owner in nodes.of(ast.ClassDef):

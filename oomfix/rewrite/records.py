@@ -1,4 +1,4 @@
-"""What a function of the file adds to and did not make, lists and sums: each part of a batch would add to them."""
+"""What a function adds to and did not make, lists and sums: each part of a batch would add to them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.effects import calls_in, root_of
 from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given, parameters_of
-from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope
+from oomfix.rewrite.liveness import FunctionNode, names_bound, names_bound_by_target, nodes_of_scope
+from oomfix.script.nodes import Nodes
 
 _ADDING = frozenset({"append", "appendleft", "extend", "insert", "update", "add"})
+_CONTAINERS = frozenset({"dict", "list", "defaultdict", "Counter", "OrderedDict", "deque"})
+_ONLY_READING = frozenset("torch torchvision numpy math random collections itertools functools typing json".split())
+"""Packages whose functions add to nothing that they are given."""
 
 
 class Records:
@@ -17,18 +21,30 @@ class Records:
 
     The runtime takes what only grows for a record of what went by, not for state.
 
+    A function of another file is not seen to add to anything; but what is made empty and given to one in a loss is
+    there to be filled: `calc_loss(outputs, labels, metrics)`.
+
     Args:
         functions: those of the file.
+        nodes: all nodes of the file.
     """
 
-    def __init__(self, functions: FunctionsCalled) -> None:
+    def __init__(self, functions: FunctionsCalled, nodes: Nodes) -> None:
         self._functions = functions
+        self._made_empty = _made_empty(nodes)
+        self._imported = _imported(nodes) if self._made_empty else set()
         self._known: dict[int, set[str]] = {}
 
     def added_to(self, node: ast.AST) -> set[str]:
         """The names, where a node stands, of what the functions called there add to."""
-        calls = [(call, function) for call in calls_in(node) for function in self._functions.by(call)]
-        return {name for call, function in calls for name in self._as_given(call, function)}
+        found: set[str] = set()
+        for call in calls_in(node):
+            if functions := self._functions.by(call):
+                found.update(name for function in functions for name in self._as_given(call, function))
+            elif root_of(call.func).split(".")[0] in self._imported:
+                given = (*call.args, *(keyword.value for keyword in call.keywords))
+                found.update(one.id for one in given if isinstance(one, ast.Name) and one.id in self._made_empty)
+        return found
 
     def _as_given(self, call: ast.Call, function: FunctionNode) -> Iterator[str]:
         given = {argument.arg: value for argument, value in arguments_given(call, function)}
@@ -65,3 +81,35 @@ def _only_written(nodes: list[ast.AST]) -> set[str]:
     written = {id(name) for name in named}
     read = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in written}
     return {name.id for name in named if isinstance(name, ast.Name)} - read
+
+
+def _made_empty(nodes: Nodes) -> set[str]:
+    """The names that are only ever bound to empty containers: `metrics = defaultdict(float)`."""
+    empty: set[str] = set()
+    other: set[str] = set()
+    for node in nodes.of(ast.Assign):
+        names = {name for target in node.targets for name in names_bound_by_target(target)}
+        if _is_empty(node.value):
+            empty |= names
+        else:
+            other |= names
+    return empty - other
+
+
+def _is_empty(value: ast.expr) -> bool:
+    match value:
+        case ast.Dict(keys=[]) | ast.List(elts=[]):
+            return True
+        case ast.Call(ast.Name("defaultdict") | ast.Attribute(attr="defaultdict")):
+            return True
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name), [], []):
+            return name in _CONTAINERS
+    return False
+
+
+def _imported(nodes: Nodes) -> set[str]:
+    """The names of what is imported from packages that may add to what they are given."""
+    given = [(node.module or "", alias) for node in nodes.of(ast.ImportFrom) for alias in node.names]
+    given += [(alias.name, alias) for node in nodes.of(ast.Import) for alias in node.names]
+    kept = (alias for package, alias in given if package.split(".")[0] not in _ONLY_READING)
+    return {alias.asname or alias.name.split(".")[0] for alias in kept}

@@ -204,3 +204,42 @@ def test_a_sum_of_a_functions_own_keeps_no_loss_in_place():
         top=TOP, adding="own = {}; own['loss'] = loss.item(); own['loss'] += 1", called="loss_of(x, y)"
     )
     assert [one.rewrite for one in rewritten(text).loops] == ["micro-batched"]
+
+
+FILLED = """\
+from collections import defaultdict
+
+import torch
+from torch import nn
+from losses import calc_loss, weighted
+
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{made}
+for x, y in loader:
+    optimizer.zero_grad()
+    out = model(x)
+    loss = {loss}
+    loss.backward()
+    optimizer.step()
+print(kept)
+"""
+
+
+@pytest.mark.parametrize("made", ["kept = defaultdict(float)", "kept = {}", "kept = []", "kept = dict()"])
+def test_what_is_made_empty_and_given_to_a_function_of_another_file_is_there_to_be_filled(made):
+    (loop,) = rewritten(FILLED.format(made=made, loss="calc_loss(out, y, kept)")).loops
+    assert (loop.rewrite, loop.reason) == ("in-place", "line 13 changes kept, which was made outside of the slice")
+
+
+@pytest.mark.parametrize(
+    ("made", "loss"),
+    [
+        ("kept = {'a': 1.0}", "weighted(out, y, kept)"),
+        ("kept = [0.3, 0.7]", "weighted(out, y, kept)"),
+        ("kept = []", "nn.functional.cross_entropy(out, y) * len(kept)"),
+    ],
+)
+def test_what_a_loss_only_reads_leaves_it_micro_batched(made, loss):
+    (loop,) = rewritten(FILLED.format(made=made, loss=loss)).loops
+    assert loop.rewrite == "micro-batched"
