@@ -96,7 +96,7 @@ def test_joined_statements_stay_where_the_loss_cannot_be_lifted_for_another_reas
             out = model(x)
             first = F.cross_entropy(out, y)
             first.backward(); print(first.item())
-            second = F.mse_loss(model(x), out.detach())
+            second = F.mse_loss(model(x), out)
             second.backward(); optimizer.step()
         """)
     assert loops[0][0] == "in-place"
