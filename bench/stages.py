@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from bench.heading import heading
-from bench.workloads import FULL, SMALL
+from bench.workloads import FULL, SMALL, Batch, Workload
 from oomfix import runtime
 from oomfix.profile.cards import find_card
 from oomfix.profile.simulated_gpu import SimulatedGPU
@@ -52,6 +52,19 @@ def in_precision(full: bool) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", torch.bfloat16) if full else nullcontext()
 
 
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+
+def two_steps(workload: Workload, model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, full: bool) -> None:
+    for _ in range(2):
+        with in_precision(full):
+            loss = workload.loss(model, batch, "plain")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def carried(detaches: bool, full: bool) -> Callable[[], None]:
     """Forwards with gradients on, whose state goes from batch to batch."""
     model = Recurrent(10000, 650) if full else Recurrent(1000, 128)
@@ -77,14 +90,9 @@ def staged(frees: bool, full: bool) -> Callable[[], None]:
         schedulers = []
         for name in ("first", "second"):
             with runtime.stage(name) if frees else nullcontext():
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+                optimizer = adamw(model)
                 schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
-                for _ in range(2):
-                    with in_precision(full):
-                        loss = workload.loss(model, batch, "plain")
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                two_steps(workload, model, batch, optimizer, full)
                 del optimizer
 
     return run
@@ -96,17 +104,8 @@ def unfrozen(epoch: int, full: bool) -> Callable[[], None]:
     model, batch = workload.build(), workload.batch()
     last = [f"vit.layers.{number}" for number in range(layers * 3 // 4, layers)]
     runtime.ProgressiveUnfreezing(model, {0: ["classifier", "vit.layernorm", *last], 1: [""]}).at(epoch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-
-    def run() -> None:
-        for _ in range(2):
-            with in_precision(full):
-                loss = workload.loss(model, batch, "plain")
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run
+    optimizer = adamw(model)
+    return partial(two_steps, workload, model, batch, optimizer, full)
 
 
 TABLES: dict[tuple[str, str], dict[str, Make]] = {
