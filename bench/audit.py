@@ -32,7 +32,7 @@ PACKAGES = ("transformers==5.23.0", "timm==1.0.31")
 SUBSET_STEP = 20
 LENGTHS = (1_000, 10_000, 50_000)
 
-OOMFIX = (sys.executable, "-m", "oomfix", "audit", "--format", "concise")
+OOMFIX = (sys.executable, "-m", "oomfix", "audit")
 IMPORTS = "python -c 'import libcst, click'"
 PARSE_ALL = """
 import ast, sys
@@ -109,14 +109,17 @@ class Bench:
         cold, warm = self._scratch / "cold", self._scratch / "warm"
         listing = self._scratch / "files"
         listing.write_text("\n".join(self.files), encoding="utf-8")
-        ruff = (self.ruff.command, "check", "--isolated", "--no-cache", "--output-format", "concise")
+        ruff = (self.ruff.command, "check", "--isolated", "--no-cache")
+        every_rule = (*ruff, "--select", "ALL")
         runs = interleaved(
             {
                 "oomfix, cold": oomfix(self._tree, cache=cold, cold=True),
                 "oomfix, warm": oomfix(self._tree, cache=warm),
-                "oomfix, cold, -j 1": oomfix("-j", "1", self._tree),
+                "oomfix, cold, concise": oomfix("--format", "concise", self._tree, cache=cold, cold=True),
+                "oomfix, cold, -j 1": oomfix("-j", "1", self._tree, cache=cold, cold=True),
                 "`ruff check`": Command((*ruff, self._tree)),
-                "`ruff check --select ALL`": Command((*ruff, "--select", "ALL", self._tree)),
+                "`ruff check --select ALL`": Command((*every_rule, self._tree)),
+                "`ruff check --select ALL`, concise": Command((*every_rule, "--output-format", "concise", self._tree)),
                 "`ast.parse` of every file": Command((sys.executable, "-c", PARSE_ALL, str(listing)), statuses=(0,)),
             },
             self._rounds,
@@ -142,7 +145,7 @@ class Bench:
             {
                 IMPORTS: Command((sys.executable, "-c", "import libcst, click"), statuses=(0,)),
                 **{f"oomfix, {form}": oomfix("--format", form, script) for form in ("concise", "json", "rich")},
-                "oomfix, concise, seen before": oomfix(script, cache=self._scratch / "file"),
+                "oomfix, concise, seen before": oomfix("--format", "concise", script, cache=self._scratch / "file"),
                 "`python -c pass`": Command((sys.executable, "-c", "pass"), statuses=(0,)),
             },
             self._rounds * 5,
@@ -234,7 +237,8 @@ Other programs on the machine lengthen wall times; processor times, of all proce
 ## A large tree
 
 {" and ".join(PACKAGES)}: {len(bench.files):,} files, {bench.lines:,} lines; {rounds} rounds. Cold: with an empty
-cache, which is written. Warm: nothing changed since the last run.
+cache, which is written. Warm: nothing changed since the last run. Each in its own default form of output unless it
+says concise, which is a line per finding; with every rule, ruff shows the lines of hundreds of thousands of findings.
 
 {tree}
 
