@@ -10,6 +10,7 @@ from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.effects import changed_paths, overlap, paths_read
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import names_bound, names_read
+from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_not_finite
 from oomfix.script.names import path_of
 
 
@@ -90,6 +91,11 @@ class Between:
 
     def _check_delay(self, statement: ast.stmt) -> None:
         line = statement.lineno
+        if skips_if_not_finite(statement):
+            # what the gradients of such a batch become is looked at when all is placed
+            for other in body_of_skip(statement):
+                self._check_delay(other)
+            return
         if (keyword := effects.leaves(statement)) is not None:
             raise CannotLift(f"`{keyword}` in line {line} stands between forward and backward")
         if effects.switches_mode(statement):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from oomfix.rewrite.calls_run import CallsRun
-from oomfix.rewrite.effects import changed_paths, is_zero_grad, last_name, overlap
+from oomfix.rewrite.effects import changed_paths, last_name, overlap
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.kept_graphs import check_graphs_end
@@ -20,12 +20,12 @@ from oomfix.rewrite.liveness import (
     names_bound,
     names_bound_by_target,
     names_read,
-    nodes_of_scope,
 )
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.skipped_batches import SkippedBatches
 from oomfix.rewrite.slices import PREPARATION, Slicer
 from oomfix.rewrite.verdict import Verdict
 from oomfix.rules.base import Edit
@@ -107,6 +107,7 @@ class _Lifter:
             self._takes_network,
         )
         self._function = Names(self._script).free("forward", "forward_batch")
+        self._skipped = SkippedBatches(self._script, self._blocks, manager)
         self._lifting = Lifting(reading.layout, manager)
         self.state: str | None = None
         self.objects: str | None = None
@@ -130,7 +131,7 @@ class _Lifter:
             for other in before:
                 site = self._apart(other, site, before)
             lift = self._lift(site, self._runs_network_around(call))
-            self._check_raises(lift)
+            self._skipped.check(lift)
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
@@ -142,16 +143,6 @@ class _Lifter:
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
         return edits
-
-    def _check_raises(self, lift: Lift) -> None:
-        """Whether nothing between forward and backward skips the batch, whose gradients would be there by then."""
-        block = lift.site.block
-        if any(is_zero_grad(other) for other in block[: block.index(lift.site.end)]):
-            return
-        for statement in lift.after:
-            raises = [node for node in nodes_of_scope(statement) if isinstance(node, ast.Raise | ast.Assert)]
-            if raises and self._blocks.may_be_skipped_by_exceptions(statement):
-                raise CannotLift(f"line {raises[0].lineno} may skip the batch between forward and backward")
 
     def _runs_network_around(self, call: ast.Call) -> bool:
         """Whether a network is seen to run in a loop around a backward, perhaps in another function."""

@@ -315,13 +315,11 @@ def _ends_if_not_finite(statement: ast.stmt) -> bool:
     """`if torch.isnan(loss): print("diverged"); sys.exit(1)`."""
     if not isinstance(statement, ast.If) or statement.orelse:
         return False
-    test, last = statement.test, statement.body[-1]
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test = test.operand
+    last = statement.body[-1]
     ends = isinstance(last, ast.Raise) or (
         isinstance(last, ast.Expr) and effects.called_name(last.value) in ("exit", "_exit", "quit")
     )
-    return ends and effects.called_name(test) in ("isnan", "isinf", "isfinite")
+    return ends and effects.asks_if_not_finite(statement.test)
 
 
 def _only_switches(statement: ast.stmt) -> bool:

@@ -1,0 +1,78 @@
+"""Batches that are skipped between forward and backward, whose gradients would be there by then."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from functools import cached_property
+
+from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import asks_if_not_finite, is_zero_grad, last_name, leaves
+from oomfix.rewrite.lift import CannotLift, Lift
+from oomfix.rewrite.liveness import nodes_of_scope
+from oomfix.script import Script
+from oomfix.script.names import path_of
+
+
+def skips_if_not_finite(statement: ast.stmt) -> bool:
+    """`if torch.isnan(loss): print("skipped"); continue`."""
+    if not isinstance(statement, ast.If) or statement.orelse or not asks_if_not_finite(statement.test):
+        return False
+    *others, last = statement.body
+    return isinstance(last, ast.Continue | ast.Break | ast.Return) and not any(map(leaves, others))
+
+
+def body_of_skip(statement: ast.stmt) -> list[ast.stmt]:
+    """What a skip does before it leaves, but for resets of gradients."""
+    return [other for other in statement.body[:-1] if not is_zero_grad(other)] if isinstance(statement, ast.If) else []
+
+
+class SkippedBatches:
+    """Looks at what may skip a batch once its gradients are there.
+
+    Args:
+        script: a script whose steps are the manager's.
+        blocks: where its statements stand.
+        manager: the name of the manager.
+    """
+
+    def __init__(self, script: Script, blocks: Blocks, manager: str) -> None:
+        self._script, self._blocks, self._manager = script, blocks, manager
+
+    def check(self, lift: Lift) -> None:
+        """Whether the gradients of skipped batches are dropped before any others are added to them.
+
+        Raises:
+            CannotLift: they may stay; says which line skips the batch.
+        """
+        block = lift.site.block
+        ahead = block[: block.index(lift.site.end)]
+        for statement in lift.after:
+            if skips_if_not_finite(statement):
+                resets = self._resets([*ahead, *getattr(statement, "body", [])])
+                if self._backward_raises or not self._stepped <= resets:
+                    keyword = leaves(statement)
+                    raise CannotLift(f"`{keyword}` in line {statement.lineno} stands between forward and backward")
+            elif not any(map(is_zero_grad, ahead)):
+                raises = [node for node in nodes_of_scope(statement) if isinstance(node, ast.Raise | ast.Assert)]
+                if raises and self._blocks.may_be_skipped_by_exceptions(statement):
+                    raise CannotLift(f"line {raises[0].lineno} may skip the batch between forward and backward")
+
+    @cached_property
+    def _stepped(self) -> set[str | None]:
+        """The access paths of the optimizers that step anywhere in the script; None for one without."""
+        calls = self._script.calls_of_method("step")
+        return {path_of(call.args[0]) for call in calls if path_of(call.func) == f"{self._manager}.step" and call.args}
+
+    @cached_property
+    def _backward_raises(self) -> bool:
+        """Whether the script looks for anomalies: the backward of a loss that is no number then raises."""
+        calls = self._script.imports.nodes.of(ast.Call)
+        return any(last_name(call) in ("set_detect_anomaly", "detect_anomaly") for call in calls)
+
+    @staticmethod
+    def _resets(statements: Iterable[ast.stmt]) -> set[str | None]:
+        """The access paths of what `zero_grad()` is called of."""
+        calls = (one.value for one in statements if isinstance(one, ast.Expr) and is_zero_grad(one))
+        methods = (call.func for call in calls if isinstance(call, ast.Call))
+        return {path_of(method.value) for method in methods if isinstance(method, ast.Attribute)} - {None}

@@ -1,0 +1,108 @@
+"""Guards that skip a batch whose loss is not finite, between forward and backward."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.small_loops import apply
+from tests.rewrite.test_slices import assert_trains_the_same
+
+BATCHES = """\
+    bad = loader[0][0].clone()
+    bad[4, 1] = float("nan")
+    loader = [*loader * 3, (bad, loader[0][1]), *loader * 3]
+    """
+LOOP = """\
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if torch.isnan(loss):
+            print("skipped")
+            continue
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+    """
+NOT_FINITE = [
+    "not torch.isfinite(loss)",
+    "torch.isnan(loss).any()",
+    "math.isnan(loss.item())",
+    "torch.isnan(loss) or torch.isinf(loss)",
+    "not loss.isfinite()",
+]
+
+
+def with_bad_batch(loop: str) -> str:
+    return textwrap.dedent(BATCHES) + textwrap.dedent(loop)
+
+
+@pytest.mark.parametrize("test", ["torch.isnan(loss)", *NOT_FINITE])
+def test_a_skipped_batch_leaves_no_gradients_where_they_are_reset_first(test):
+    text = assert_trains_the_same("import math\n" + with_bad_batch(LOOP.replace("torch.isnan(loss)", test)))
+    call, guard = text.index("loss = memory.forward_backward(forward, x, y)"), text.index(f"if {test}:")
+    assert text.index("optimizer.zero_grad()") < call < guard < text.index("continue")
+
+
+def test_gradients_may_be_reset_behind_the_guard():
+    loop = LOOP.replace("    optimizer.zero_grad()\n    ", "").replace(
+        "loss.back", "optimizer.zero_grad()\n        loss.back"
+    )
+    text = assert_trains_the_same(with_bad_batch(loop))
+    assert text.index("optimizer.zero_grad()") < text.index("forward_backward(") < text.index("continue")
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_guard_may_reset_them_itself(window):
+    text = assert_trains_the_same(
+        with_bad_batch(f"""\
+            for number, (x, y) in enumerate(loader):
+                loss = F.cross_entropy(model(x), y) / {window}
+                if not torch.isfinite(loss):
+                    optimizer.zero_grad()
+                    continue
+                loss.backward()
+                if number % {window} == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                print(loss.item())
+            """)
+    )
+    guard = text.index("isfinite")
+    assert text.index("forward_backward(") < guard < text.index("optimizer.zero_grad()", guard) < text.index("continue")
+
+
+@pytest.mark.parametrize("leave", ["break", "return"])
+def test_a_guard_may_end_the_loop(leave):
+    epoch = "def epoch():\n" + textwrap.indent(textwrap.dedent(LOOP.replace("continue", leave)), "    ")
+    assert_trains_the_same(with_bad_batch(f"{epoch}\nepoch()\nepoch()\n"))
+
+
+STAYS = "`continue` in line 11 stands between forward and backward"
+
+
+def test_gradients_that_nothing_resets_would_stay():
+    reset_last = LOOP.replace("    optimizer.zero_grad()\n    ", "").replace(
+        ".step()", ".step()\n        optimizer.zero_grad()"
+    )
+    assert apply(reset_last)[1] == [("in-place", STAYS.replace("11", "10"))]
+
+
+@pytest.mark.parametrize("test", ["len(x) == 0", "loss == 0", "loss is None", "skip"])
+def test_other_tests_may_guard_losses_without_a_graph(test):
+    assert apply(LOOP.replace("torch.isnan(loss)", test))[1] == [("in-place", STAYS)]
+
+
+def test_a_branch_besides_the_guard_stays():
+    guard = "print(1)\n            continue\n        else:\n            print(2)"
+    assert apply(LOOP.replace('print("skipped")\n            continue', guard))[1] == [("in-place", STAYS)]
+
+
+def test_gradients_of_parts_that_something_else_trains_stay():
+    second = "other = torch.optim.SGD(model.parameters(), lr=0.1)\n" + textwrap.dedent(LOOP)
+    _, loops = apply(second.replace("optimizer.step()", "optimizer.step()\n    other.step()"))
+    assert loops == [("in-place", STAYS.replace("11", "12"))]
+
+
+def test_a_search_for_anomalies_would_raise_in_the_backward():
+    _, loops = apply("torch.autograd.set_detect_anomaly(True)\n" + textwrap.dedent(LOOP))
+    assert loops == [("in-place", STAYS.replace("11", "12"))]
