@@ -33,6 +33,7 @@ _NOT_DATA = re.compile(
 
 _FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
 _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load_state_dict step".split())
+_MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
 _NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
 
 
@@ -62,7 +63,7 @@ class BatchNames:
         else:
             fed = given | _reckoned_with(lift)
         others = {n for n in fed & read - called - found if not _NOT_DATA.search(n) and not self._is_number(n, site)}
-        others -= self._objects if others else set()
+        others -= self._objects | self._modules if others else set()
         inside = bound_anywhere(site.scope)
         return found | (others & inside) | (self._outside(lift) if others - inside else set()) & others
 
@@ -85,6 +86,12 @@ class BatchNames:
                 found.add(function.id)
         return found
 
+    @cached_property
+    def _modules(self) -> set[str]:
+        """Names that `import` statements bind; what `from` brings may be data."""
+        imports = (node for node in walk(self._tree) if isinstance(node, ast.Import))
+        return {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
+
     def _outside(self, lift: Lift) -> set[str]:
         """Variables of the module and of functions around that the slice reads whenever it runs."""
         scope = lift.site.scope
@@ -106,12 +113,13 @@ class BatchNames:
         return [node for node in walk(self._tree) if isinstance(node, FunctionNode)]
 
     def _assigned(self, scope: Scope) -> set[str]:
-        """The names that a scope gives values to, other than by a definition or an import."""
+        """The names that a scope gives values to, other than by a definition or an import, or as a number alone."""
         if id(scope) not in self._variables:
             found = self._variables[id(scope)] = set()
             for node in nodes_of_scope_body(scope):
                 if isinstance(node, ast.Assign):
-                    found |= {name for target in node.targets for name in names_bound_by_target(target)}
+                    numbers = _is_scalar(node.value)
+                    found |= {n for target in node.targets for n in ([] if numbers else names_bound_by_target(target))}
                 elif isinstance(node, ast.AnnAssign | ast.For):
                     found |= names_bound_by_target(node.target)
         return self._variables[id(scope)]
@@ -218,13 +226,12 @@ def _called_names(lift: Lift) -> set[str]:
 
 
 def _given_to_calls(lift: Lift) -> set[str]:
-    """Names given as they are, or as a part, to what the slice calls."""
-    found: set[str] = set()
-    for part in (*lift.lifted, lift.site.root):
-        for call in (node for node in walk(part) if isinstance(node, ast.Call)):
-            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-                found |= names_read(argument)
-    return found
+    """Names given as they are, or as a part, to what the slice calls; `torch.randn(n, width)` is given sizes."""
+    calls = [n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.Call)]
+    made = {id(node) for call in calls if effects.last_name(call) in _MADE_BY_SIZE for node in walk(call)}
+    arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
+    given = (node for argument in arguments for node in walk(argument) if id(node) not in made)
+    return {node.id for node in given if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _reckoned_with(lift: Lift) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import math
+import re
 
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.script import Script
@@ -12,6 +13,9 @@ from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
 
 Overrides = dict[str, object]
+
+_BEGIN_OF_CELL = re.compile(r"\.\.\.  # \w+ \d+$")
+"""The marker at the top of each cell of a notebook."""
 
 
 class Names:
@@ -114,14 +118,13 @@ def header_edits(
     if optional is not None and optional.end_lineno is not None:
         end, margin = layout.span(Lines(optional.end_lineno, optional.end_lineno))[1], layout.margin(optional)
         return [Edit(end, end, f"{newline}{margin}{statement}{newline}{newline}{margin}{made}")]
-    last = _last_import(body, first_use)
+    last = _last_import(body, first_use, _first_cell_with_torch(layout))
     if last is None or last.end_lineno is None:
         start = _behind_head(layout)
         return [Edit(start, start, f"{statement}{newline}{newline}{made}{newline}{newline}")]
     end = layout.span(Lines(last.end_lineno, last.end_lineno))[1]
     below = "".join(layout.source.lines[last.end_lineno : last.end_lineno + 1]).strip()
-    # with an ellipsis begins the next cell of a notebook
-    made += newline if below and not below.startswith("...") else ""
+    made += newline if below and not _BEGIN_OF_CELL.match(below) else ""
     if _runtime_imported(body[: body.index(last) + 1]) is not None:
         return [Edit(end, end, f"{newline}{newline}{made}")]
     line = _sorted_line(layout, last)
@@ -180,11 +183,23 @@ def _optional_import(layout: Layout, first_use: int) -> ast.stmt | None:
     return None
 
 
-def _last_import(body: list[ast.stmt], first_use: float = math.inf) -> ast.stmt | None:
-    """The last import at the top, ahead of the first definition or loop and of the first use of the manager."""
+def _first_cell_with_torch(layout: Layout) -> float:
+    """The line behind the first cell of a notebook that imports torch: whoever trains runs that one for certain.
+
+    Cells below, as one that connects to a drive, may be left out, or fail elsewhere. Infinity for a file.
+    """
+    marks = [number for number, line in enumerate(layout.source.lines, start=1) if _BEGIN_OF_CELL.match(line)]
+    for statement in layout.source.tree.body:
+        if _imports_torch([statement]):
+            return next((mark for mark in marks if mark > statement.lineno), math.inf)
+    return math.inf
+
+
+def _last_import(body: list[ast.stmt], first_use: float = math.inf, end: float = math.inf) -> ast.stmt | None:
+    """The last import at the top, ahead of `end`, of the first definition or loop and of the manager's first use."""
     last = None
     for statement in body:
-        if statement.lineno >= first_use or not isinstance(
+        if statement.lineno >= min(first_use, end) or not isinstance(
             statement, ast.Import | ast.ImportFrom | ast.Expr | ast.Assign | ast.AnnAssign | ast.If | ast.Try
         ):
             break

@@ -299,3 +299,14 @@ def test_a_cell_of_imports_ends_with_the_manager(tmp_path):
     apply_to(path)
     cell = "".join(json.loads(path.read_text())["cells"][1]["source"])
     assert cell.endswith('\n\nmemory = runtime.preset("16gb")')
+
+
+def test_the_manager_is_made_in_the_cell_that_imports_torch_and_not_in_one_that_may_be_left_out(tmp_path):
+    path = tmp_path / "train.ipynb"
+    drive = {"cell_type": "code", "metadata": {}, "outputs": [], "source": "from google.colab import drive\n"}
+    cells = with_sources(lines, {})
+    path.write_text(json.dumps({"cells": [*cells[:2], drive | {"source": lines(drive["source"])}, *cells[3:]]}))
+    apply_to(path)
+    sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+    assert sources[1] == EXPECTED[1]
+    assert sources[2] == drive["source"]

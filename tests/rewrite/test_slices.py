@@ -824,3 +824,44 @@ def test_a_network_is_handed_to_a_function_of_another_file_where_its_own_methods
             print(kl.item(), model(h).sum().item())
         """)
     assert forms == [("micro-batched", None)]
+
+
+def test_sizes_and_modules_are_no_part_of_a_batch_that_the_network_draws_itself():
+    text, loops = apply("""\
+        WIDTH = 4
+        def train():
+            for x, y in loader:
+                n = x.size(0)
+                optimizer.zero_grad()
+                loss = model(torch.randn(n, WIDTH)).mean()
+                loss.backward()
+                optimizer.step()
+        """)
+    assert loops == [("in-place", "the loss is computed from nothing that could be split")]
+    assert "    loss = model(torch.randn(n, WIDTH)).mean()\n        memory.backward(loss)\n" in text
+    of_module = apply("""\
+        for x, y in loader:
+            n = x.size(0)
+            loss = model(torch.randn(n, 4)).mean()
+            loss.backward()
+            optimizer.step()
+        """)
+    assert of_module[1] == loops
+
+
+def test_a_second_loss_of_noise_that_it_draws_itself_takes_no_part_of_a_batch():
+    text = assert_trains_the_same("""\
+        WIDTH = 4
+        for x, y in loader * 2:
+            n = x.size(0)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            fooled = -model(torch.randn(n, WIDTH)).mean()
+            fooled.backward()
+            optimizer.step()
+            print(loss.item(), fooled.item())
+        """)
+    assert "    fooled = memory.forward_backward(forward_2)\n" in text
