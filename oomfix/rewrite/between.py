@@ -51,7 +51,7 @@ class Between:
                 lift.before.append(statement)
             elif index < first_forward and lift.state is not None:
                 raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
-            elif index < first_forward or _is_for_nobody(statement, passed):
+            elif index < first_forward or statement in lift.kept or _is_for_nobody(statement, passed):
                 _check_passing(statement, ahead)
                 lift.before.append(statement)
             elif statement in lift.rescaled:
@@ -118,6 +118,15 @@ def _touches(statement: ast.stmt, bound: set[str]) -> bool:
         return False
     others = names_bound(statement) | names_read(statement)
     return bool(others & bound) or effects.leaves(statement) is not None
+
+
+def stays_the_same_ahead_of(statement: ast.stmt, others: list[ast.stmt]) -> bool:
+    """Whether a statement behind others means the same ahead of them."""
+    try:
+        _check_passing(statement, others)
+    except CannotLift:
+        return False
+    return True
 
 
 def _check_passing(statement: ast.stmt, others: list[ast.stmt], reading_is_fine: bool = False) -> None:

@@ -62,6 +62,7 @@ class Lift:
         lifted: the slice.
         copied: statements that are repeated at the start of the function: sizes of the batch.
         moved: those of them that nothing outside of the slice reads, and that do not stay.
+        kept: of what stood in between, what takes out what is kept for this batch, by the batch's number.
         before: gradient resets found in between, to run before the function is called.
         after: what stood in between, to run after it.
         reading: what stands ahead of the backward in its branch and reads the result, to run after it.
@@ -84,6 +85,7 @@ class Lift:
     lifted: list[ast.stmt]
     copied: list[ast.stmt] = field(default_factory=list)
     moved: list[ast.stmt] = field(default_factory=list)
+    kept: list[ast.stmt] = field(default_factory=list)
     before: list[ast.stmt] = field(default_factory=list)
     after: list[ast.stmt] = field(default_factory=list)
     reading: list[ast.stmt] = field(default_factory=list)

@@ -161,7 +161,7 @@ class Signature:
         returned = names_read(lift.site.root) | set(lift.outputs) - lift.bound_with_network
         read = self._liveness.before(lift.lifted, returned - lift.bound_with_loss)
         rebound = {name for statement in lift.lifted for name in names_bound(statement)}
-        data = self._batch_names.of(lift, read)
+        data = self._batch_names.of(lift, read) | {name for one in lift.kept for name in names_bound(one)} & read
         bound = self._bound_ahead_of(lift) | (data - bound_anywhere(lift.site.scope)) | _read_in_any_case(lift)
         if unsure := (read & rebound) - lift.own - bound:
             raise CannotLift(f"{sorted(unsure)[0]} may have no value yet where the slice reads it")

@@ -10,6 +10,7 @@ from oomfix.rewrite.batch_names import BatchNames
 from oomfix.rewrite.between import Between, is_start
 from oomfix.rewrite.effects import changed_paths, overlap, paths_read
 from oomfix.rewrite.helpers import Helpers
+from oomfix.rewrite.kept_by_number import filled_from_inside, taken_by_number
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.liveness import (
     Liveness,
@@ -67,6 +68,7 @@ class Slicer:
         self._between = Between(runs_forward, takes_network)
         self._batch_names = BatchNames(tree, runs_forward)
         self._liveness: dict[int, Liveness] = {}
+        self._filled = filled_from_inside(tree)
         self._own_names = {name for statement in tree.body for name in names_bound(statement)}
 
     def lift(self, site: Site, network_is_known: bool) -> Lift:
@@ -113,9 +115,11 @@ class Slicer:
 
     def _lift(self, site: Site, chosen: list[int], end: int, rescaled: Sequence[ast.stmt] = ()) -> Lift:
         chosen = _with_guards(site.block, chosen)
+        kept = taken_by_number(site, chosen, self._runs_forward, self._filled)
+        chosen = [index for index in chosen if index not in kept]
         lifted = [site.block[index] for index in chosen]
         loss = site.root.id if isinstance(site.root, ast.Name) else None
-        lift = Lift(site, lifted, loss=loss, rescaled=list(rescaled))
+        lift = Lift(site, lifted, loss=loss, rescaled=list(rescaled), kept=[site.block[index] for index in kept])
         lift.all_names_are_read = self._check_frame_readers(lift)
         for statement in lifted:
             self._check_lifted(statement, lift)
