@@ -9,7 +9,7 @@ from functools import reduce
 from oomfix.script import torch_facts
 from oomfix.script.contexts_by_hand import ContextsByHand
 from oomfix.script.named_like import looks_like_logging
-from oomfix.script.names import left_by_methods, path_of
+from oomfix.script.names import last_of, left_by_methods, path_of
 from oomfix.script.values import MISSING, NONE, NUMBER, UNKNOWN, Graph, Kind, Value, combine, flatten, join
 
 STORING = frozenset(
@@ -17,6 +17,8 @@ STORING = frozenset(
 )
 """Methods that put their argument into the object."""
 
+
+_LIST_CLASS = re.compile(r"List|Dict|Deque|Queue")
 
 _REPLAY = re.compile(r"buffer|replay", re.IGNORECASE)
 """Names of what holds numbers for later updates."""
@@ -91,13 +93,27 @@ class Containers(ContextsByHand):
 
     def _store_unknown(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
         assert isinstance(node.func, ast.Attribute)
-        if name in ("append", "extend", "appendleft", "insert") and node.args:
+        if name in ("append", "extend", "appendleft", "insert") and node.args and not self._is_object(node.func.value):
             self._put(node, node.func.value, receiver, given)
         else:
             content = combine(given)
             self.trace.let_escape(content.origins)
             self._leave_on(node, content)
         return NONE
+
+    def _is_object(self, target: ast.expr) -> bool:
+        """Whether something is of a class out of sight, which keeps what it likes: `meters = {"loss": Meter()}`."""
+        if not isinstance(target, ast.Subscript):
+            made = self._assigned(target)
+            if not isinstance(made, ast.Subscript):
+                return made is not None and _is_instance(made)
+            target = made
+        made = self._assigned(target.value)
+        return isinstance(made, ast.Dict) and bool(made.values) and all(map(_is_instance, made.values))
+
+    def _assigned(self, target: ast.expr) -> ast.expr | None:
+        binding = self.binding_of(target)
+        return binding.statement.value if binding is not None and isinstance(binding.statement, ast.Assign) else None
 
     def _leave_on(self, node: ast.Call, content: Value) -> None:
         """`terms.add(outputs, y)`: what a method of an object out of sight is given, the object may make a loss of."""
@@ -111,6 +127,12 @@ class Containers(ContextsByHand):
         place = left_by_methods(node.func.value) if isinstance(node.func, ast.Attribute) else None
         binding = self.binding_of(place) if place is not None else None
         return UNKNOWN if binding is None else binding.value
+
+
+def _is_instance(node: ast.expr) -> bool:
+    """`Meter()`, but not `UserList()`; a class is known by its capital, where only the name is in sight."""
+    name = last_of(path_of(node.func)) if isinstance(node, ast.Call) else ""
+    return name[:1].isupper() and not _LIST_CLASS.search(name)
 
 
 def _lists_constants(value: Value) -> bool:

@@ -89,12 +89,24 @@ class Devices:
     def _runs_elsewhere(self) -> bool:
         """Whether the device is set to one that is no GPU of CUDA, as no `cpu_device` beside it does.
 
-        The default of a parameter is for the caller to change.
+        A parameter is for the caller to give, whatever is taken where nothing is given.
         """
         return "torch_xla" in self._source.text or any(
             any(_DEVICE_NAME.search(target) for target in _targets(node)) and _is_one_of(node.value, _OTHER_DEVICES)
             for node in self._nodes.of(ast.Assign)
+            if node not in self._for_callers_without
         )
+
+    @cached_property
+    def _for_callers_without(self) -> set[ast.AST]:
+        """What parameters become on some ways through their functions: `if device is None: device = "cpu"`."""
+        return {
+            node
+            for function in self._nodes.functions
+            for node in walk(function)
+            if isinstance(node, ast.Assign) and node not in function.body
+            if any(argument.arg in _targets(node) for argument in (*function.args.args, *function.args.kwonlyargs))
+        }
 
     @cached_property
     def _overruled(self) -> list[ast.stmt]:

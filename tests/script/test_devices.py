@@ -49,6 +49,32 @@ def test_any_other_decision_may_be_for_the_gpu(read, lines):
     assert trains_on_cuda(read, *lines)
 
 
+@pytest.mark.parametrize(
+    ("lines", "may"),
+    [
+        ("if device is None:\n        device = torch.device('cpu')", True),
+        (
+            "try:\n        device = next(net.parameters()).device\n    except StopIteration:\n        device = 'cpu'",
+            True,
+        ),
+        ("device = 'cpu'", False),
+    ],
+)
+@pytest.mark.parametrize("star", ["", "*, "])
+def test_what_a_parameter_becomes_where_nothing_is_given_is_for_the_caller_to_change(read, lines, may, star):
+    code = f"""
+import torch
+
+def fit(net, {star}device=None):
+    {lines}
+    net.to(device)
+    for x, y in loader:
+        criterion(net(x.to(device)), y).backward()
+        optimizer.step()
+"""
+    assert read(code).devices.may_be_cuda is may
+
+
 def test_a_device_decided_again_in_the_constructor_is_the_later_one(read):
     code = """
         import torch

@@ -785,3 +785,48 @@ ARRAY_OF_TERMS = """
 )
 def test_an_array_of_terms_is_trained_through(report, loss):
     assert [found for found in report(ARRAY_OF_TERMS.format(loss=loss)) if found[0] != "OOM202"] == []
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("log = History()", []),
+        ("log = metrics.History(3)", []),
+        ("logs = {'train': Meter(), 'test': Meter()}; log = logs['train']", []),
+        ("log = load_history(); log = log['train']", [("OOM102", 7)]),
+        ("log = collections.UserList()", [("OOM102", 7)]),
+        ("log = load_history()", [("OOM102", 7)]),
+    ],
+)
+def test_an_object_of_a_class_out_of_sight_keeps_what_it_likes(report, made, found):
+    code = f"""
+        import torch
+        from elsewhere import History, Meter, load_history, metrics
+
+        {made}
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            log.append(loss)
+            loss.backward()
+            optimizer.step()
+    """
+    assert kept(report(code)) == found
+
+
+@pytest.mark.parametrize(
+    ("values", "found"), [("[], []", 1), ("Meter(), Meter()", 0), ("Meter(), []", 1), ("list(), list()", 1)]
+)
+def test_a_dict_of_such_objects_holds_no_lists(report, values, found):
+    first, second = values.split(", ")
+    code = f"""
+        import torch
+        from elsewhere import Meter
+
+        logs = {{"train": {first}, "test": {second}}}
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            logs["train"].append(loss)
+            loss.backward()
+            optimizer.step()
+    """
+    assert len(kept(report(code))) == found
