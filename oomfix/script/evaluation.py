@@ -11,7 +11,7 @@ from oomfix.script.as_arrays import becomes_array
 from oomfix.script.definitions import Function
 from oomfix.script.named_like import looks_like_loss
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import names_in, walk
 from oomfix.script.rounds import read_first
 from oomfix.script.trace import Forward, Guard, Loop, Site, Trace
 from oomfix.script.windows import is_window_test
@@ -191,7 +191,7 @@ def _entry(site: Site) -> Hashable:
 
 
 def _is_a_sample(forward: Forward, training_runs: set[int], waited_for: set[int]) -> bool:
-    """`if i % 100 == 0: images = generator(noise)` in a training iteration: a look at the network, now and then.
+    """`if i % 100 == 0: images = generator(noise)` in a training iteration: a look at the network.
 
     `waited_for` are the decisions that a backward waits for; what the rest of the iteration reads is part of it.
     """
@@ -202,11 +202,19 @@ def _is_a_sample(forward: Forward, training_runs: set[int], waited_for: set[int]
     return any(
         isinstance(guard.statement, ast.If)
         and guard.value
-        and is_window_test(guard.test)
+        and (is_window_test(guard.test) or _is_one_round(guard.test, loop))
         and id(guard.statement) not in waited_for
         and not _is_read_later(guard.statement, forward, loop)
         for guard in site.guards_within(loop)
     )
+
+
+def _is_one_round(test: ast.expr, loop: Loop) -> bool:
+    """`i == 0`, of what a loop counts."""
+    match test:
+        case ast.Compare(ast.Name(counter), [ast.Eq()], [ast.Constant(int())]):
+            return not isinstance(loop, ast.While) and counter in names_in(loop.target)
+    return False
 
 
 def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:

@@ -741,6 +741,7 @@ SAMPLED = """
         "if i % 100 == 0: utils.save_image(generator(fixed), 'x.png')",
         "if i % 100 == 0: images = generator(fixed); utils.save_image(images.detach(), 'x.png')",
         "if (i + 1) % 100 == 0 or i == len(loader) - 1: writer.add_images(generator(fixed))",
+        "if i == 0: images = generator(fixed); utils.save_image(images.detach(), 'x.png')",
     ],
 )
 def test_a_look_at_the_network_every_few_iterations_is_an_evaluation(report, sampling):
@@ -756,6 +757,8 @@ def test_a_look_at_the_network_every_few_iterations_is_an_evaluation(report, sam
         "if i % 5 == 0: adversarial_step(generator(noise), optimizer)",
         "penalty = images - ema\n            if i % 5 == 0: ema = generator(fixed).detach()",
         "if warm: utils.save_image(generator(fixed), 'x.png')",
+        "if epoch == 0: utils.save_image(generator(fixed), 'x.png')",
+        "penalty = images - ema\n            if i == 0: ema = generator(fixed).detach()",
         "if i % 100 == 0:\n                with torch.no_grad(): utils.save_image(generator(fixed), 'x.png')",
     ],
 )
