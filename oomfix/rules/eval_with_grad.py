@@ -8,13 +8,25 @@ from oomfix.rules.base import EVALUATES, TRAINS, Finding, Invalid, Rule, Severit
 from oomfix.script import Script
 from oomfix.script.no_grad import no_grad_edits
 
+_ACTING = (
+    b"def act(",
+    b"def select_action(",
+    b"def get_action(",
+    b"def choose_action(",
+    b"def sample_action(",
+    b"def take_action(",
+)
+_PREDICTING = (b"def predict(", b"def infer(", b"def inference(", b"def translate(", b"def greedy_decode(")
+
 
 class EvalWithGrad(Rule):
     """A model runs with gradients on where nothing is backpropagated.
 
     What: a forward in a validation, test or inference pass, in a look at the network every few iterations
-    (`if i % 100 == 0:`), after all training (the last loop, or a framework's `trainer.fit(model)`), or for an action
-    in an environment (`env.step(action)`), outside `torch.no_grad()` and `torch.inference_mode()`.
+    (`if i % 100 == 0:`), after all training (the last loop, or a framework's `trainer.fit(model)`), for an action
+    in an environment (`env.step(action)`), or of which only numbers are left (`criterion(model(x), y).item()`), outside
+    `torch.no_grad()` and `torch.inference_mode()`. Where a method of a network runs it for training as well, the
+    finding is where the evaluation calls that method.
 
     Why: autograd saves the activations of every layer for a backward that never comes. `model.eval()` does not change
     that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well: its
@@ -33,6 +45,10 @@ class EvalWithGrad(Rule):
     needs = (
         *TRAINS,
         *EVALUATES,
+        *((b"torch", word) for word in _ACTING),
+        *((b"argmax(", word) for word in _PREDICTING),
+        (b"multinomial(", b"def generate("),
+        (b"multinomial(", b"def sample("),
         b"torch.load",
         b"torch.hub.load",
         b"load_state_dict(",
@@ -50,7 +66,7 @@ class EvalWithGrad(Rule):
         if script.is_test_module:
             return
         recorded = [forward for forward in script.evaluation_forwards if forward.records_graph]
-        for forward in script.distinct(recorded):
+        for forward in script.distinct(script.where_asked_for(recorded)):
             yield self.finding(
                 script.place(forward.node),
                 "evaluation with gradients on: every activation is saved for a backward that never comes",
@@ -145,6 +161,66 @@ for epoch in range(10):
             print(criterion(model(x), y).item())
 """,
         ),
+        Invalid(
+            """
+import torch
+
+class Tagger(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(x)
+
+    def loss(self, x, y):
+        return torch.nn.functional.cross_entropy(self(x), y)
+
+model = Tagger()
+for x, y in train_loader:
+    optimizer.zero_grad()
+    model.loss(x, y).backward()
+    optimizer.step()
+for x, y in test_loader:
+    print(model.loss(x, y).item())
+""",
+            (21,),
+            """
+import torch
+
+class Tagger(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(x)
+
+    def loss(self, x, y):
+        return torch.nn.functional.cross_entropy(self(x), y)
+
+model = Tagger()
+for x, y in train_loader:
+    optimizer.zero_grad()
+    model.loss(x, y).backward()
+    optimizer.step()
+with torch.no_grad():
+    for x, y in test_loader:
+        print(model.loss(x, y).item())
+""",
+        ),
+        Invalid(
+            """
+import torch
+
+for step in range(10000):
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
+    print(criterion(model(test_x), test_y).item())
+""",
+            (8,),
+        ),
     ]
     VALID = [
         """
@@ -209,5 +285,14 @@ for x, y in loader:
     for part, target in zip(x, y):
         losses.append(criterion(model(part), target))
     sum(losses).backward()
+""",
+        """
+import torch
+
+for x, y in loader:
+    soft = teacher(x).detach()
+    loss = criterion(student(x), soft)
+    loss.backward()
+    optimizer.step()
 """,
     ]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from oomfix.script.asked_for import where_asked_for
 from oomfix.script.devices import Devices
 from oomfix.script.edits import Edit
 from oomfix.script.evaluation import find_evaluation_forwards
@@ -136,6 +137,10 @@ class Script:
     def evaluation_forwards(self) -> list[Forward]:
         """Every forward of an evaluation pass, with gradients on or off, on each way that leads to it."""
         return find_evaluation_forwards(self.trace, self._training_runs)
+
+    def where_asked_for(self, forwards: list[Forward]) -> list[Forward]:
+        """Forwards in methods of networks that training runs as well, each at the call that an evaluation makes."""
+        return where_asked_for(forwards, self.trace)
 
     def lost_tails(self, loop: TrainingLoop) -> list[ast.If]:
         """The decisions on which the last incomplete accumulation window of an epoch is never stepped."""

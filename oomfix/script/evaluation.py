@@ -9,7 +9,8 @@ from collections.abc import Hashable
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.as_arrays import becomes_array
 from oomfix.script.definitions import Function
-from oomfix.script.named_like import looks_like_loss
+from oomfix.script.into_numbers import is_only_looked_at
+from oomfix.script.named_like import looks_like_loss, looks_like_training
 from oomfix.script.names import path_of
 from oomfix.script.nodes import names_in, walk
 from oomfix.script.rounds import read_first
@@ -82,7 +83,8 @@ def _is_evaluation(
     named = site.function is not None and site.function.evaluates and not acted
     if site.runs and site.runs[-1] in training_runs:
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
-        return named or (_is_given_evaluation_data(forward) and not forward.escaped)
+        given = _is_given_evaluation_data(forward) and not forward.escaped
+        return named or given or _is_only_looked_at(forward, trace)
     if forward.evaluating:
         # Whoever asks for a loss may backpropagate it, also through a network that is not trained itself.
         return not (forward.escaped and site.loop is None and _makes_a_loss(site.function))
@@ -97,8 +99,9 @@ def _is_evaluation(
         return True
     if site.loop is None:
         # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
-        return any(order < forward.order and entry == _entry(site) for order, entry in trained)
-    return not within_training or _says_evaluation(site.loop)
+        ended = any(order < forward.order and entry == _entry(site) for order, entry in trained)
+        return ended or (site.function is not None and _is_only_looked_at(forward, trace))
+    return not within_training or _says_evaluation(site.loop) or _is_only_looked_at(forward, trace)
 
 
 def _is_trained_out_of_sight(forward: Forward, trace: Trace) -> bool:
@@ -112,7 +115,7 @@ def _is_trained_out_of_sight(forward: Forward, trace: Trace) -> bool:
 def _becomes_numbers(forward: Forward, trace: Trace) -> bool:
     """`return self.net(x).detach().numpy()`: whoever asks for it gets numbers, through which nothing goes back."""
     function = forward.site.function
-    if function is None:
+    if function is None or looks_like_training(function.name):
         return False
     if any(_ends_in_numbers(node, forward) for node in function.nodes):
         return True
@@ -125,6 +128,22 @@ def _becomes_numbers(forward: Forward, trace: Trace) -> bool:
         return False
     networks = {other.node for other in trace.forwards.values()}
     return becomes_array(forward.node, function.nodes, lambda call: call in networks or call in trace.followed)
+
+
+def _is_only_looked_at(forward: Forward, trace: Trace) -> bool:
+    """Whether what it gives becomes numbers, text or pictures: nothing goes back through it, nor into training."""
+    site, origin = forward.site, forward.origin
+    kept = any(origin in keep.origins for keep in trace.keeps.values())
+    if forward.escaped or forward.stored or kept or any(origin in origins for _, origins in trace.handed_on):
+        return False
+    networks = {other.node for other in trace.forwards.values()}
+    paths = {other.path for other in trace.forwards.values()}
+
+    def goes_on(call: ast.Call) -> bool:
+        return call in networks or call in trace.followed or (path_of(call.func) or "").rpartition(".")[0] in paths
+
+    nodes = site.function.nodes if site.function is not None else walk(site.loops[0])
+    return is_only_looked_at(forward.node, nodes, goes_on)
 
 
 def _ends_in_numbers(node: ast.AST, forward: Forward) -> bool:

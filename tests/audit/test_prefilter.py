@@ -45,6 +45,18 @@ def test_a_file_that_only_evaluates_is_read(function):
     assert codes(code) == {"OOM201"}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def select_action(policy, x):\n    return policy(torch.tensor(x)).argmax().item()",
+        "def predict(model, x):\n    return model(x).argmax(-1).tolist()",
+        "def generate(model, x):\n    return torch.multinomial(model(x), 1).item()",
+    ],
+)
+def test_a_file_that_only_predicts_is_read(body):
+    assert codes(f"import torch\n{body}\n") == {"OOM201"}
+
+
 def test_totals_of_a_file_that_only_evaluates_are_judged():
     code = """
 def validate(model, loader):

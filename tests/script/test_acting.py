@@ -65,7 +65,7 @@ def test_what_is_done_in_an_environment_needs_no_gradients(evaluations, acting):
         # a forward that the action does not come from
         "target = critic(observation).detach()\n            action = env.pick()" + STEP,
         # no environment: schedulers and optimizers step as well
-        "action = actor(observation).argmax().item()\n            scheduler.step(action)\n            reward = 0",
+        "action = actor(observation).argmax()\n            scheduler.step(action)\n            reward = 0",
         "loss, change = solver.step(actor(observation))\n            reward = 0",
     ],
 )
@@ -141,6 +141,7 @@ AGENT = """
         ("chooseAction", "out.argmax().item()"),
         ("action_epsilon_greedy", "out.argmax().item()"),
         ("compute_actions", "out.argmax().item()"),
+        ("select_action", "out.argmax()"),
         # the state that the policy wants back the next time
         ("select_action", "out.argmax().item(), hidden"),
         ("act", "out.detach().numpy(), (new_h, hidden)"),
@@ -156,8 +157,8 @@ def test_a_method_that_acts_is_known_by_its_name(evaluations, name, result):
         ("sample_action", "out.argmax(), out.log()"),
         ("get_actions", "out.argmax().item(), out.log(), hidden"),
         ("chooseAction", "out, hidden"),
-        ("compute_action_loss", "out.sum().item()"),
-        ("reaction", "out.sum().item()"),
+        ("compute_action_loss", "out.argmax()"),
+        ("reaction", "out.argmax()"),
         ("step_hidden", "out.argmax().item(), hidden"),
     ],
 )
@@ -175,7 +176,7 @@ def test_where_an_optimizer_steps_a_backward_runs_out_of_sight(evaluations):
             optimizer.step()
             optimizer.zero_grad()
             for x in {loader}:
-                print(model(x))
+                seen = model(x).detach()
     """
     assert evaluations(code.format(loader="val_loader")) == [9]
     assert evaluations(code.format(loader="other")) == []

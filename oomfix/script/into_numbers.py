@@ -1,0 +1,137 @@
+"""What a tensor is computed for: numbers to look at only, or something that may go into training again."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+
+from oomfix.script.named_like import looks_like_loss
+from oomfix.script.names import last_name, path_of, root_of, unpacked
+from oomfix.script.nodes import blocks, children, encloses
+from oomfix.script.rounds import read_first
+from oomfix.script.torch_facts import REDUCING_BUILTINS
+
+_READING = frozenset(("item", "tolist"))
+_TO_NUMBERS = frozenset("float int bool str repr format round print".split())
+_LOGGING = frozenset("add_scalar add_scalars log log_metric info debug warning".split())
+_PICTURES = frozenset("plt ax axes axs fig sns".split())
+_COMPUTING = frozenset("torch F nn np numpy math list tuple zip enumerate range".split()) | REDUCING_BUILTINS
+_OF_TENSORS = frozenset("eq ne equal view_as expand_as type_as".split())
+"""Methods of another tensor that this one is given to."""
+_SHAPES = frozenset("shape size dim ndim numel device dtype".split())
+_PASSING = (
+    ast.Attribute
+    | ast.BinOp
+    | ast.BoolOp
+    | ast.Call
+    | ast.Compare
+    | ast.Dict
+    | ast.DictComp
+    | ast.GeneratorExp
+    | ast.IfExp
+    | ast.List
+    | ast.ListComp
+    | ast.SetComp
+    | ast.Starred
+    | ast.Subscript
+    | ast.Tuple
+    | ast.UnaryOp
+    | ast.keyword
+)
+
+
+def is_only_looked_at(made: ast.expr, nodes: Iterable[ast.AST], goes_on: Callable[[ast.Call], bool]) -> bool:
+    """Whether all that is computed from a tensor becomes numbers, is printed, logged or drawn, and something is.
+
+    Args:
+        made: what gives the tensor.
+        nodes: where it may be used: the nodes of its function, or of the loop around it.
+        goes_on: whether what a call is given goes nowhere but into what the call gives.
+    """
+    uses = _Uses(nodes, goes_on)
+    return uses.end(made) and uses.looked_at
+
+
+class _Uses:
+    """What is done with a tensor, and with what is computed from it, among some nodes."""
+
+    def __init__(self, nodes: Iterable[ast.AST], goes_on: Callable[[ast.Call], bool]) -> None:
+        self.looked_at = False
+        """Some value of it is read, and not its shape alone."""
+        self._nodes = list(nodes)
+        self._goes_on = goes_on
+        self._around = {child: node for node in self._nodes for child in children(node)}
+        self._seen: set[tuple[str, ast.AST]] = set()
+
+    def end(self, node: ast.AST) -> bool:
+        """Whether a value, given by an expression, ends in numbers wherever it goes."""
+        while (around := self._around.get(node)) is not None:
+            if self._is_read(node, around):
+                self.looked_at = True
+                return True
+            match around:
+                case ast.Attribute(attr=name) if name in _SHAPES:
+                    return True
+                case ast.Call(func) if node is not func and not self._computes(around):
+                    return False
+                case ast.Assign(targets):
+                    return all(self._bound_ends(target, around) for target in targets)
+                case ast.AugAssign(target) | ast.AnnAssign(target) | ast.NamedExpr(target):
+                    return self._bound_ends(target, around)
+                case ast.For(target) | ast.comprehension(target):
+                    return node is not around.iter or self._bound_ends(target, around)
+                case _ if not isinstance(around, _PASSING):
+                    return False
+            node = around
+        return False
+
+    def _is_read(self, node: ast.AST, around: ast.AST) -> bool:
+        """Whether what stands around a value makes a number, a text or a picture of it."""
+        match around:
+            case ast.Attribute(attr=name):
+                return name in _READING
+            case ast.Call(func) if node is not func:
+                path = path_of(func) or ""
+                logged = last_name(around) in _LOGGING and root_of(path) not in _COMPUTING
+                return path in _TO_NUMBERS or root_of(path) in _PICTURES or logged
+        return isinstance(around, ast.FormattedValue | ast.If | ast.While | ast.Assert)
+
+    def _computes(self, call: ast.Call) -> bool:
+        path = path_of(call.func) or ""
+        known = root_of(path) in _COMPUTING or last_name(call) in _OF_TENSORS or looks_like_loss(path)
+        return known or self._goes_on(call)
+
+    def _bound_ends(self, target: ast.expr, binding: ast.AST) -> bool:
+        """Whether what is bound to names ends in numbers; what is bound to anything else may be read elsewhere."""
+        return all(isinstance(part, ast.Name) and self._name_ends(part.id, binding) for part in unpacked(target))
+
+    def _name_ends(self, name: str, binding: ast.AST) -> bool:
+        """Whether what a name is bound to ends in numbers wherever it is read before it is bound again."""
+        if (name, binding) in self._seen:
+            return True
+        self._seen.add((name, binding))
+        reads = [node for node in self._nodes if isinstance(node, ast.Name) and node.id == name and _is_load(node)]
+        if isinstance(binding, ast.Assign) and not self._is_read_next_round(name, binding):
+            end = min((other.lineno for other in self._bound_again(name, binding)), default=None)
+            reads = [node for node in reads if binding.lineno <= node.lineno <= (end or node.lineno)]
+        return all(map(self.end, reads))
+
+    def _is_read_next_round(self, name: str, binding: ast.Assign) -> bool:
+        return any(
+            isinstance(node, ast.For | ast.While) and encloses(node, binding) and name in read_first(node)
+            for node in self._nodes
+        )
+
+    def _bound_again(self, name: str, binding: ast.Assign) -> Iterator[ast.stmt]:
+        """The later assignments of a name that are made whichever way is taken from where it is bound."""
+        for block in blocks(self._nodes):
+            if any(statement is binding or encloses(statement, binding) for statement in block):
+                for statement in block:
+                    if statement.lineno > binding.lineno and isinstance(statement, ast.Assign):
+                        bound = (part for target in statement.targets for part in unpacked(target))
+                        if any(isinstance(part, ast.Name) and part.id == name for part in bound):
+                            yield statement
+
+
+def _is_load(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)

@@ -1,0 +1,120 @@
+"""Forwards of which nothing but numbers is left: they are looked at, and nothing goes back through them."""
+
+from __future__ import annotations
+
+import pytest
+
+TRAINING = """
+    import torch
+    import matplotlib.pyplot as plt
+
+    for step in range(1000):
+        loss = criterion(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        {look}
+"""
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        "test_loss = criterion(model(z), y).item()",
+        "hits += (model(z).argmax(1) == y).float().mean().item()",
+        "out = model(z); correct = out.argmax(1).eq(y).sum(); accuracies.append(float(correct) / len(y))",
+        "loss = criterion(model(z), y); print(step, loss)",
+        "loss = criterion(model(z), y)\n        if step % 9 == 0: print(f'{loss:.3f}')",
+        "_, best = torch.max(model(z), 1); rate = (best == y).sum().item() / len(y)",
+        "gap = torch.abs(y - model(z)).max(); wandb.log({'gap': gap})",
+        "writer.add_scalar('loss', criterion(model(z), y), step)",
+        "plt.plot(z, model(z).detach().numpy())",
+        "losses = [criterion(model(part), y).item() for part in z]",
+        "rows = [row.tolist() for row in model(z)]",
+        "if criterion(model(z), y) < best: break",
+    ],
+)
+def test_what_becomes_numbers_in_a_training_iteration_needs_no_graph(report, look):
+    assert ("OOM201", 9) in report(TRAINING.format(look=look))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        # targets, weights and samples: what comes of them is trained on
+        "soft = model(z).detach()",
+        "best = model(z).argmax(1); criterion(other(x), best).backward()",
+        "fake = model(z); criterion(critic(fake.detach()), y).backward()",
+        "out = model(z); losses.append(out.detach())",
+        "cache[step] = model(z).detach()",
+        "self.last = model(z).detach()",
+        "remember(model(z).detach())",
+        # read at the end of one round, trained on in the next
+        "print(x.sum().item()); x = model(z).detach()",
+        # nothing of it is read: a look at shapes, or at what hooks do
+        "print(model(z).shape)",
+        "out = model(z); size = out.size(0)",
+        "model(z)",
+        "_ = model(z)",
+        "loss = criterion(model(z), y); loss.backward(); print(loss.item())",
+        "with torch.no_grad(): print(criterion(model(z), y).item())",
+    ],
+)
+def test_what_may_be_trained_on_in_the_iteration_is_left_alone(report, look):
+    assert ("OOM201", 9) not in report(TRAINING.format(look=look))
+
+
+ASKED = """
+    import torch
+
+    def {name}(model, x, y):
+        out = model(x)
+        {rest}
+
+    for epoch in range(9):
+        out = model(inputs)
+        loss = criterion(out, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        {call}
+"""
+
+
+@pytest.mark.parametrize("call", ["print(accuracy(model, x, y))", "pass"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "return (out.argmax(1) == y).float().mean().item()",
+        "best = out.argmax(1)\n        return [names[i] for i in best.tolist()]",
+        "words = []\n        for row in out: words.append(names[row.argmax().item()])\n        return ' '.join(words)",
+    ],
+)
+def test_a_function_without_a_loop_that_gives_numbers_needs_no_graph(report, rest, call):
+    assert ("OOM201", 4) in report(ASKED.format(name="accuracy", rest=rest, call=call))
+
+
+@pytest.mark.parametrize("rest", ["return out", "return out.argmax(1)", "return out.detach()", "self.out = out.data"])
+def test_a_function_that_gives_tensors_may_make_targets(report, rest):
+    code = ASKED.format(name="targets", rest=rest, call="criterion(other(x), targets(model, x, y)).backward()")
+    assert ("OOM201", 4) not in report(code)
+
+
+def test_a_decoder_that_is_fed_its_own_words_needs_no_graph(report):
+    code = """
+        import torch
+
+        def translate(encoder, decoder, sentence):
+            out, state = encoder(sentence)
+            token, words = torch.tensor([[START]]), []
+            for _ in range(20):
+                scores, state = decoder(token, state)
+                best, index = scores.data.topk(1)
+                if index.item() == END:
+                    break
+                words.append(names[index.item()])
+                token = index.squeeze().detach()
+            return " ".join(words)
+    """
+    found = report(code + "\n        model.eval()")
+    assert [line for code, line in found if code == "OOM201"] == [4, 7]
