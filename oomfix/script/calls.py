@@ -199,6 +199,8 @@ class Calls(Externals):
             return PLAIN_TENSOR
         content = combine([receiver] if name in MOVES else [receiver, *values])
         if name == "sample":  # of a distribution: torch's own draw without a graph
+            if receiver.ref == torch_facts.DISTRIBUTION:
+                return PLAIN_TENSOR
             return content.with_graph(min(content.graph, Graph.MAYBE))
         if not name.endswith("_") and name not in SAME_MODULE:
             content = self.computed(content)

@@ -50,6 +50,8 @@ class Core(ABC):
         """Names of networks that were frozen one by one, in a loop over several of them."""
         self.left_by_constructor: dict[object, bool] = {}
         """The networks that the constructor of the object at hand has switched to `eval()` (True) or `train()`."""
+        self.ran: set[Function] = set()
+        """The methods of networks that are called somewhere, followed or not."""
         self.functions: list[Function] = []
         """The functions of the file that were defined so far."""
         self.statement: ast.stmt | None = None

@@ -178,6 +178,8 @@ class Externals(Methods):
             return content._replace(divisors=values[0].divisors | divisors_of(last, values[1:]))
         if name.startswith(("torch.distributed.", "torch.utils.", "torch.save", "torch.cuda.", "torch.optim.")):
             return content if "checkpoint" in name else UNKNOWN
+        if name.startswith("torch.distributions.") and last[:1].isupper():
+            return content._replace(is_tensor=False, ref=torch_facts.DISTRIBUTION)
         several = last in torch_facts.SEVERAL or name.startswith("torch.distributions.")
         return content._replace(is_tensor=not several, divisors=torch_facts.summed_by(given.keywords))
 

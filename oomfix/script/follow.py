@@ -132,8 +132,10 @@ class Follower(Flow):
         if owner is not None and owner.is_lightning:
             return
         inside = owner is not None and owner.is_module and self._belongs_to_forward(function, owner)
-        if inside and function.name != "forward":
+        apart = inside and function.name != "forward"
+        if apart and ("forward" in function.name or not function.evaluates or function in self.ran):
             return
+        inside = inside and not apart
         receiver = None if owner is None or function.is_static else self._instance_for(owner)
         outer, self.way = self.way, ("entry", id(function.node))
         if inside:
@@ -144,10 +146,10 @@ class Follower(Flow):
         frame = self._frame_of_unseen_call(function, receiver)
         returned = self.run(frame, function, None)
         self.left_by_constructor = {}
-        if owner is not None and owner.is_module and not inside and not owner.training_methods:
+        if owner is not None and owner.is_module and not inside and (apart or not owner.training_methods):
             # Whoever calls a method of a network may backpropagate what it returns, or leaves on it, with a graph;
             # what it returns beside a result without one is a state.
-            result = returned.items[0] if returned.items else returned
+            result = returned.items[0] if returned.items and not apart else returned
             self.trace.backpropagated |= flatten(result).origins | self._left_on_objects(earlier)
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
         leaving = flatten(_without_state(returned, function)).origins

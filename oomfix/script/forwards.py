@@ -29,6 +29,8 @@ class Forwards(Networks):
     ) -> Value:
         """Record a forward; `method` is the module's own code for it, where that is in the file."""
         content = combine(given.all)
+        if method is not None:
+            self.ran.add(method)
         if self.enclosing_forward is not None and path not in ("self", "self.module"):
             return self._part_of_forward(content, module, path)
         origin = self.trace.number("forward", id(node), self.way)

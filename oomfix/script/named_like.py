@@ -54,7 +54,10 @@ _VERB = re.compile(
     r"download|fetch|import|find|remove|delete|replace|patch|check|is|has)(_|$)",
     re.IGNORECASE,
 )
-_NO_NETWORK_NAME = re.compile(r"early_?stop|tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$", re.IGNORECASE)
+_NO_NETWORK_NAME = re.compile(
+    r"early_?stop|tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$|(ewc|ema|ece|eer|emd|elbo|dcg)$",
+    re.IGNORECASE,
+)
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
 _NETWORK_WITH_LOSS = re.compile(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
 _LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)

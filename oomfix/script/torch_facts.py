@@ -116,6 +116,8 @@ REDUCTIONS = frozenset("mean sum prod var std norm".split())
 """Methods that only tensors have, as results are used here."""
 COPIES = frozenset("tensor Tensor FloatTensor LongTensor DoubleTensor IntTensor from_numpy".split())
 """Constructors that copy numbers out of whatever they are given."""
+DISTRIBUTION = "torch.distributions"
+"""Stands behind an object of a distribution that torch has: `sample` of it turns gradients off."""
 TORCH_GRAPH_FREE = frozenset(
     "zeros ones empty full rand randn randint randperm arange linspace tensor from_numpy as_tensor eye manual_seed "
     "device save is_tensor Generator Size finfo iinfo LongTensor FloatTensor Tensor IntTensor BoolTensor "

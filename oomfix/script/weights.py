@@ -12,6 +12,7 @@ from oomfix.script.named_like import (
     looks_like_loss,
     looks_like_module,
     looks_like_part,
+    looks_like_scaler,
 )
 from oomfix.script.names import MOVES, path_of
 from oomfix.script.nodes import names_in, walk
@@ -53,7 +54,7 @@ def _only_keeps_books(path: str, for_effect: bool) -> bool:
     """
     _, name, *inner = path.split(".")
     last = inner[-1] if inner else name
-    if name in BOOKKEEPING or last in BOOKKEEPING:
+    if name in BOOKKEEPING or last in BOOKKEEPING or looks_like_scaler(name):
         return True
     if looks_like_loss(name) and not abbreviates_loss(name):
         return True

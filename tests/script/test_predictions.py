@@ -437,6 +437,94 @@ UPDATED = """
 """
 
 
+def test_a_method_that_is_named_after_training_makes_targets(report):
+    code = TAKEN_WITHIN.format(rest="print(np.amax(self.critic.train_step(out.detach()).numpy()))")
+    assert [line for _, line in report(code)] == [9]
+    assert report(code.replace("def control", "def train")) == []
+
+
 @pytest.mark.parametrize(("training", "found"), [("", [("OOM201", 5)]), (UPDATED, [])])
 def test_a_function_that_is_given_the_network_may_make_targets_for_what_trains(report, training, found):
     assert report(UNPACKED.format(network="net", training=training)) == found
+
+
+DECODING = """
+    import torch
+
+    class Translator(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = Encoder(), Decoder()
+
+        def forward(self, x, y):
+            return self.decoder(y, self.encoder(x))
+
+        def {name}(self, x):
+            state, token, tokens = self.encoder(x), START, []
+            for _ in range(20):
+                scores = self.decoder(token, state)
+                token = scores.argmax(-1)
+                tokens.append(token)
+            {end}
+    {rest}
+    model.eval()
+"""
+
+
+@pytest.mark.parametrize("name", ["infer", "predict", "generate", "sample"])
+@pytest.mark.parametrize("end", ["return torch.stack(tokens)", "return [int(token) for token in tokens]"])
+def test_a_method_that_runs_the_parts_of_its_network_for_tokens_needs_no_graph(report, name, end):
+    found = report(DECODING.format(name=name, end=end, rest=""))
+    assert [line for code, line in found if code == "OOM201"] == [12, 14]
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "rest"),
+    [
+        # whoever calls it may train through what it gives, or leaves on its object
+        ("generate", "return scores", ""),
+        ("generate", "return torch.stack(tokens), scores.log_softmax(-1)", ""),
+        ("generate", "self.scores = scores", ""),
+        ("forward_step", "return torch.stack(tokens)", ""),
+        ("inference_forward", "x[:] = scores\n            return x", ""),
+        # the only call of it is made without gradients
+        ("generate", "return tokens", "with torch.no_grad(): Translator().generate(x)"),
+    ],
+)
+def test_a_method_that_may_be_part_of_training_is_left_alone(report, name, end, rest):
+    assert "OOM201" not in {code for code, _ in report(DECODING.format(name=name, end=end, rest=rest))}
+
+
+def test_a_method_of_a_network_that_only_scales_is_no_forward(report):
+    code = """
+        import torch
+
+        class Table(torch.nn.Module):
+            def forward(self, x):
+                return self.layer(x)
+
+            def _scaled(self, x):
+                return self.scaler.transform(x)
+
+            def predict(self, x):
+                x = self._scaled(x)
+                with torch.no_grad():
+                    return self(x).argmax(-1)
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    ("draw", "found"),
+    [("policy(state).sample()", []), ("torch.distributions.Categorical(policy(state)).sample()", [("OOM201", 4)])],
+)
+def test_what_a_distribution_of_torch_draws_holds_no_graph(report, draw, found):
+    code = f"""
+        import torch
+
+        def select_action(policy, state, memory):
+            action = {draw}
+            memory.actions.append(action)
+            return action.item()
+    """
+    assert [place for place in report(code) if place[0] == "OOM201"] == found
