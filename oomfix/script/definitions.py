@@ -145,9 +145,22 @@ class Class:
 
     @cached_property
     def is_module(self) -> bool:
-        """Whether it is a torch module, by its bases."""
-        return any(base.ref.is_module for base in self.bases if base.kind is Kind.CLASS) or any(
-            _MODULE_BASE.search(name) for name in self.base_names
+        """Whether it is a torch module, by its bases; one of another file is told by what stands here."""
+        if any(base.ref.is_module for base in self.bases if base.kind is Kind.CLASS):
+            return True
+        named = any(_MODULE_BASE.search(name) for name in self.base_names)
+        return named or (self.is_built_on_imports and self._makes_layers)
+
+    @property
+    def _makes_layers(self) -> bool:
+        """Whether it has a `forward` and makes layers for it: `self.head = nn.Linear(8, 2)`."""
+        init = self.methods.get("__init__") if "forward" in self.methods else None
+        return init is not None and any(
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and (path_of(node.targets[0]) or "").startswith("self.")
+            and (path_of(node.value.func) or "").startswith(("nn.", "torch.nn."))
+            for node in init.nodes
         )
 
     @cached_property

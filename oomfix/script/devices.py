@@ -152,14 +152,29 @@ class Devices:
 
     @cached_property
     def _unused_devices(self) -> list[ast.stmt]:
-        """`self.device = torch.device("cuda")`, and nothing of that name anywhere else."""
+        """`self.device = torch.device("cuda")`, and nothing of that name anywhere else that is in sight."""
         return [
             node
             for node in self._nodes.of(ast.Assign)
             if isinstance(node.value, ast.Call)
+            and node not in self._for_base_classes
             and path_of(node.value.func) == "torch.device"
             and all(self._words[last_of(target)] == 1 for target in _targets(node))
         ]
+
+    @cached_property
+    def _for_base_classes(self) -> set[ast.AST]:
+        """What is left on objects that a base class of another file may read."""
+        here = {node.name for node in self._nodes.of(ast.ClassDef)}
+        names = {path for node in self._nodes.of(ast.ClassDef) for base in node.bases if (path := path_of(base))}
+        elsewhere = {name for name in names - here if last_of(name) not in ("Module", "object")}
+        return {
+            inner
+            for node in self._nodes.of(ast.ClassDef)
+            if any(path_of(base) in elsewhere for base in node.bases)
+            for inner in walk(node)
+            if isinstance(inner, ast.Assign) and any(target.startswith("self.") for target in _targets(inner))
+        }
 
     @cached_property
     def _words(self) -> Counter[str]:

@@ -169,3 +169,24 @@ def test_a_device_that_a_function_is_given_may_be_the_gpu(read):
                 optimizer.step()
     """
     assert read(code).devices.may_be_cuda
+
+
+@pytest.mark.parametrize(("base", "may"), [("Template", True), ("Own", False), ("torch.nn.Module", False)])
+def test_a_base_class_of_another_file_may_read_the_device_that_nothing_here_does(read, base, may):
+    code = f"""
+import torch
+from elsewhere import Template
+
+class Own:
+    pass
+
+class Learner({base}):
+    def __init__(self):
+        self.device = torch.device("cuda")
+
+    def fit(self):
+        for x, y in loader:
+            criterion(self.net(x), y).backward()
+            optimizer.step()
+"""
+    assert read(code).devices.may_be_cuda is may

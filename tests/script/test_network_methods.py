@@ -535,3 +535,28 @@ def test_a_method_that_inverts_a_network_is_no_backward_though_it_is_called_so(r
     loops = read(INVERSE.format(undone="z = layer.backward(z)")).loops
     assert [loop.line for loop in loops] == [29]
     assert 23 in [loop.line for loop in read(INVERSE.format(undone="layer.backward(z)")).loops]
+
+
+@pytest.mark.parametrize(("made", "line"), [("nn.Linear(8, 2)", 16), ("make_head(8, 2)", 12)])
+def test_a_class_of_another_base_that_makes_layers_for_its_forward_is_a_network(report, made, line):
+    code = f"""
+        from torch import nn
+        from elsewhere import Template, make_head
+
+        class Learner(Template):
+            def __init__(self):
+                super().__init__()
+                self.head = {made}
+                self.cuda()
+
+            def forward(self, x):
+                return self.head(x)
+
+            def fit(self):
+                for x, y in loader:
+                    loss = criterion(self.forward(x), y)
+                    optimizer.zero_grad(set_to_none=True)
+                    loss.backward()
+                    optimizer.step()
+    """
+    assert [line for code, line in report(code) if code == "OOM202"] == [line]
