@@ -37,7 +37,10 @@ class Calls(Externals):
             [self.evaluate(argument) for argument in node.args],
             {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords},
         )
-        return self._call_value(node, function, result, given)
+        value = self._call_value(node, function, result, given)
+        if _makes_a_leaf(node) and value.kind in (Kind.TENSOR, Kind.UNKNOWN) and not value.graph:
+            return Value(Kind.TENSOR, Graph.MAYBE)  # a loss may go back to it, through a frozen network too
+        return value
 
     def _call_value(
         self,
@@ -246,3 +249,11 @@ def _path_of_each(node: ast.expr) -> str | None:
     if path is None and isinstance(node, ast.Subscript) and (holder := path_of(node.value)) is not None:
         return f"{holder}[*]"
     return path
+
+
+def _makes_a_leaf(node: ast.Call) -> bool:
+    """`torch.randn(3, requires_grad=True)`."""
+    return any(
+        keyword.arg == "requires_grad" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        for keyword in node.keywords
+    )

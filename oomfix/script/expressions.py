@@ -11,7 +11,7 @@ from oomfix.script import torch_facts
 from oomfix.script.calls import Calls
 from oomfix.script.contexts import NULL
 from oomfix.script.definitions import Function
-from oomfix.script.named_like import looks_like_loss
+from oomfix.script.named_like import looks_like_loss, looks_like_part
 from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.nodes import children
 from oomfix.script.values import (
@@ -149,6 +149,10 @@ class Expressions(Calls):
             return self.element(base)
         if torch_facts.holds_networks(base):
             return base
+        if isinstance(node.value, ast.Attribute) and looks_like_part(node.value.attr):
+            network = self.evaluate(node.value.value)
+            if network.kind is Kind.MODULE:
+                return network  # `vgg.features[:20]`
         if isinstance(index.constant, str) and index.constant in (entries := dict(base.entries)):
             return entries[index.constant]
         if base.kind in (Kind.TENSOR, Kind.UNKNOWN, Kind.CONTAINER) and base.graph:

@@ -220,3 +220,32 @@ def test_a_network_under_the_name_of_its_file_stays_frozen(report, made, found):
         evaluate(loader)
     """
     assert report(code) == found
+
+
+STYLE = """
+    import torch
+    from torchvision import models
+
+    network = models.vgg16(pretrained=True).cuda()
+    for parameter in network.parameters():
+        parameter.requires_grad = False
+    image = {image}
+    optimizer = torch.optim.Adam([image])
+    for step in range(100):
+        loss = criterion(network.features[:20](image), target) + criterion(network.features[0](target), target)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("image", "found"),
+    [
+        ("torch.tensor(photo, requires_grad=True)", [("OOM202", 10)]),
+        ("torch.tensor(photo, requires_grad=False)", []),
+        ("torch.tensor(photo)", []),
+    ],
+)
+def test_a_frozen_network_is_trained_through_where_what_goes_in_is_trained(report, image, found):
+    assert report(STYLE.format(image=image)) == found
