@@ -9,7 +9,7 @@ from torch import nn
 from oomfix.runtime import compat
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import Evidence, Runs, compare
-from oomfix.runtime.rows import choose_rows
+from oomfix.runtime.rows import choose_rows, first_part
 
 
 class FewRows:
@@ -42,13 +42,21 @@ class FewRows:
         how: Runs,
         see: Callable[[Any], Any] = lambda result: result,
         gaps: Sequence[float | None] = (),
+        *,
+        repeats: bool = False,
     ) -> Evidence:
         """What runs on `count` rows and on two parts of them show, see `comparison.compare`.
+
+        With `repeats`, the second part begins with the row that the first one ends with, so that their order is kept.
 
         A forward that begins autocast by itself runs without, since rounding to half precision looks like a difference,
         unless it fails without.
         """
-        run = partial(compare, self.forward, self.batch, self.modules, self.named(count), how, see, gaps)
+        rows = self.named(count)
+        if repeats:
+            cut = first_part(count)
+            rows = [*rows[:cut], rows[cut - 1], *rows[cut + 1 :]]
+        run = partial(compare, self.forward, self.batch, self.modules, rows, how, see, gaps)
         if self._needs_autocast:
             return run()
         with compat.autocast_never_begins() as held_off:

@@ -20,6 +20,7 @@ from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
 from oomfix.runtime.judging import BENDS, DEPEND
 from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
+from oomfix.runtime.repetition_check import by_repetition
 from oomfix.runtime.result_check import Found, by_results, confirmed
 from oomfix.runtime.rows import telling
 from oomfix.runtime.verdict import Verdict
@@ -91,13 +92,14 @@ def check(
 
 
 def _confirmed_closer(rows: FewRows, found: Found, few: list[int], with_gradients: bool) -> Verdict:
-    """A verdict that allows a split, or the one that refuses it after a closer look at masks and gradients."""
+    """A verdict that allows a split, or the one that refuses it after a closer look at masks, repeats and gradients."""
     verdict = found.verdict
     how = replace(found.how, light=not verdict.drew)
-    for by_gaps in (partial(by_masks, rows, how), partial(by_computed_masks, rows, found, how)):
-        masked = _with_rows_that_fit([found.rows, 2], by_gaps)
-        if masked is not None and masked.rule is None and not masked.undecided:
-            return masked
+    by_gaps = (partial(by_masks, rows, how), partial(by_computed_masks, rows, found, how))
+    for by_other_rows in (*by_gaps, partial(by_repetition, rows, how)):
+        other = _with_rows_that_fit([found.rows, 2], by_other_rows)
+        if other is not None and other.rule is None and not other.undecided:
+            return other
     gradients = None
     if with_gradients:
         # a graph needs more memory than the runs of a check without one; but a part of one row may fail

@@ -272,3 +272,38 @@ def test_sequences_that_must_lie_by_length_are_looked_at_in_the_order_of_the_bat
     torch.testing.assert_close(split, recurrent.weight_ih_l0.grad, rtol=1e-12, atol=1e-14)
     (known,) = memory._forwards
     assert known.split_calls == 4
+
+
+def of_each_class(out, y):
+    chosen = [y == label for label in range(4)]
+    return [F.cross_entropy(out[rows], y[rows]) for rows in chosen if rows.any()]
+
+
+def of_each_sample(out, y):
+    return F.cross_entropy(out, y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    "grouped",
+    [
+        lambda out, y: sum(of_each_class(out, y)),
+        lambda out, y: torch.stack(of_each_class(out, y)).mean(),
+        lambda out, y: (of_each_sample(out, y) / torch.bincount(y)[y]).sum(),
+        lambda out, y: (of_each_sample(out, y) / torch.bincount(y)[y]).mean(),
+    ],
+    ids=["sum of means", "mean of means", "shares, summed", "shares, averaged"],
+)
+def test_a_weight_that_the_samples_of_a_class_share_is_seen_though_few_rows_are_of_a_class_each(grouped):
+    model = network()
+
+    def by_class(x, y):
+        return grouped(model(x), y)
+
+    def by_sample(x, y):
+        return sum(F.cross_entropy(model(x[row : row + 1]), y[row : row + 1]) for row in range(len(x)))
+
+    for labels in ([0, 1, 2, 3] * 2, [3, 0, 0, 1, 2, 3, 3, 1]):
+        batch = rows(8), torch.tensor(labels)
+        for most_rows in (2, 3, 4):
+            assert verdict_of(by_class, model, batch, most_rows).rule is None
+            assert verdict_of(by_sample, model, batch, most_rows).rule is not None
