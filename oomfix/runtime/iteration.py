@@ -322,10 +322,11 @@ class Iteration:
     def _whole_draws(self, verdict: Verdict) -> WholeDraws:
         """What the micro-batches draw, from the generators as they are now."""
         # a model that is compiled would be compiled together with what sees its functions
-        compiled = verdict.draws and any(map(compat.is_compiled, self.known.modules()))
+        draws = verdict.draws or verdict.once_outside
+        compiled = draws and any(map(compat.is_compiled, self.known.modules()))
         outside = RandomState(own=self._own_generators(), of_cpu=False) if verdict.once_outside else None
         most_bytes = max(_BATCHES_OF_DRAWS * sum(tensor.nbytes for tensor in self._tensors), _FEW_BYTES)
-        return WholeDraws(() if compiled else verdict.draws, self.batch.size, most_bytes, outside)
+        return WholeDraws(None if compiled else verdict.draws, self.batch.size, most_bytes, outside)
 
     def _forward_rows(self, start: int, stop: int, verdict: Verdict, shares: Shares) -> tuple[Any, list[Counted]]:
         args, kwargs = self.batch.rows(start, stop)

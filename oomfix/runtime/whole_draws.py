@@ -105,7 +105,7 @@ class WholeDraws(DrawingCalls):
     """What the micro-batches of one call draw.
 
     Args:
-        sizes: how the size of each draw follows the rows.
+        sizes: how the size of each draw follows the rows; None: each micro-batch draws for itself.
         samples: of the whole batch.
         most_bytes: what is drawn for the whole batch may take; each micro-batch draws for itself what goes beyond.
         outside: where the generators of Python and NumPy, those of the program's own too, are to be when a micro-batch
@@ -114,11 +114,13 @@ class WholeDraws(DrawingCalls):
     """
 
     def __init__(
-        self, sizes: Sequence[DrawnSize], samples: int, most_bytes: int, outside: RandomState | None = None
+        self, sizes: Sequence[DrawnSize] | None, samples: int, most_bytes: int, outside: RandomState | None = None
     ) -> None:
         super().__init__()
         self._outside = outside
-        self._sizes = sizes
+        # what Python and NumPy draw may lead to a branch that draws what the check has not seen
+        self._watches = bool(sizes) or (sizes is not None and outside is not None)
+        self._sizes = sizes = sizes or ()
         self._alike: dict[tuple[str, int], dict[DrawnSize, None]] = defaultdict(dict)  # each once, in order
         for size in sizes:
             self._alike[size.group][size] = None
@@ -137,7 +139,7 @@ class WholeDraws(DrawingCalls):
         self._drawn_so_far.clear()
         if self._outside is not None and start:
             self._outside.restore_besides_torch()
-        with self if self._sizes else nullcontext():
+        with self if self._watches else nullcontext():
             yield
 
     def drawn(self, drawing: Drawing) -> Any:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oomfix import runtime
 from oomfix.runtime.compat import OutOfMemoryError
+from oomfix.runtime.random_state import RandomState
 from oomfix.runtime.whole_draws import DrawnShapes, DrawnSize, WholeDraws, sizes_by_rows
 
 EXACT = 1e-12
@@ -202,6 +203,28 @@ def test_gradients_and_generators_are_those_of_the_whole_batch(make, size, doubl
         assert drawn_next() == after
         assert_same_gradients(models, expected)
     assert memory.report().forwards[0].micro_batches == 3
+
+
+@pytest.mark.parametrize("coin", [random.random, np.random.rand, OWN.numpy.random], ids=["python", "numpy", "own"])
+def test_noise_behind_a_coin_that_the_check_saw_fall_otherwise_is_that_of_the_whole_batch(coin, double):
+    model, x = nn.Linear(6, 6), torch.randn(12, 6)
+
+    def forward(x):
+        noisy = x + torch.randn_like(x) if coin() < 0.5 else x
+        return model(noisy).pow(2).mean()
+
+    memory = runtime.preset("16gb", micro_batches=3)
+    for begin in range(12):  # of the calls whose coin falls for noise, some are not checked
+        seed()
+        for _ in range(begin):
+            coin()
+        start = RandomState(own=[OWN.torch, OWN.numpy])
+        forward(x).backward()
+        after, expected = drawn_next(), gradients_of([model])
+        start.restore()
+        memory.forward_backward(forward, x)
+        assert drawn_next() == after
+        assert_same_gradients([model], expected)
 
 
 STEPS = [
