@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import ast
 
-from oomfix.rewrite.liveness import FunctionNode, names_bound
+from oomfix.rewrite.effects import called_name
+from oomfix.rewrite.liveness import FunctionNode, names_bound, names_read, nodes_of_scope_body
 from oomfix.rewrite.reading import Reading
+from oomfix.script import TrainingLoop
 from oomfix.script.edits import Edit
 from oomfix.script.nodes import walk
+
+_BINDING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 
 
 def end_autocast_edits(reading: Reading) -> dict[int, Edit]:
@@ -37,12 +41,13 @@ def metric_edits(reading: Reading) -> dict[int, list[Edit]]:
     """The edits that move metrics at the end of autocast blocks behind them, by the line of their training loop.
 
     Next to the loss, `losses.append(loss.item())` would run for every part of a batch. Moved are statements that are
-    there for their effect, change nothing that the block makes, and run no network.
+    there for their effect, change nothing that the block makes or the loss is made of, and run no network.
     """
     forwards = {id(forward.node) for forward in reading.script.trace.forwards.values()}
     edits: dict[int, list[Edit]] = {}
-    for block, line in _blocks_of_forwards(reading).items():
+    for block, loop in _blocks_of_forwards(reading).items():
         made = {name for statement in block.body if not _is_for_effect(statement) for name in names_bound(statement)}
+        made |= _read_behind(block, loop, reading)
         first = None
         for statement in reversed(block.body):
             runs_network = any(id(node) in forwards for node in walk(statement))
@@ -51,27 +56,52 @@ def metric_edits(reading: Reading) -> dict[int, list[Edit]]:
             first = statement
         edit = _ended_at(block, first, reading) if first is not None else None
         if edit is not None:
-            edits.setdefault(line, []).append(edit)
+            edits.setdefault(loop.line, []).append(edit)
     return edits
 
 
-def _blocks_of_forwards(reading: Reading) -> dict[ast.With, int]:
-    """The `with` blocks around forwards in training loops, with the lines of the loops."""
-    found: dict[ast.With, int] = {}
+def _blocks_of_forwards(reading: Reading) -> dict[ast.With, TrainingLoop]:
+    """The `with` blocks around forwards in training loops, with the loops."""
+    found: dict[ast.With, TrainingLoop] = {}
     for loop in reading.loops:
         for forward in loop.forwards:
             for parent in reading.blocks.ancestors(forward.node):
                 if isinstance(parent, ast.With):
-                    found[parent] = loop.line
+                    found[parent] = loop
                 elif parent is loop.node or isinstance(parent, FunctionNode):
                     break
     return found
 
 
-def _is_for_effect(statement: ast.stmt) -> bool:
+def _read_behind(block: ast.With, loop: TrainingLoop, reading: Reading) -> set[str]:
+    """The names that a loss is made of behind a block, or of a function that runs no backward, what it returns."""
+    scope = reading.blocks.scope_of(block)
+    if scope is None:
+        return set()
+    statements = [node for node in nodes_of_scope_body(scope) if isinstance(node, ast.stmt)]
+    ends: list[ast.AST] = [event.node for event in loop.backwards if reading.blocks.scope_of(event.node) is scope]
+    ends = ends or [statement for statement in statements if isinstance(statement, ast.Return)]
+    names = {name for end in ends for name in names_read(end)}
+    behind = [
+        one for one in statements if isinstance(one, _BINDING) and one.lineno > (block.end_lineno or block.lineno)
+    ]
+    for statement in sorted(behind, key=lambda one: one.lineno, reverse=True):
+        if names_bound(statement) & names:
+            names |= names_read(statement)
+    return names
+
+
+def _is_for_effect(statement: ast.stmt, *, differentiated: bool = True) -> bool:
+    """Whether a statement is no part of a loss: it calls, or counts, or does so in blocks of its own."""
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Call)
-    return isinstance(statement, ast.AugAssign)
+    if isinstance(statement, ast.With):
+        contexts = {called_name(item.context_expr) for item in statement.items}
+        differentiated = differentiated and contexts.isdisjoint(("no_grad", "inference_mode"))
+    if isinstance(statement, ast.If | ast.For | ast.With):
+        inner = [*statement.body, *getattr(statement, "orelse", ())]
+        return all(_is_for_effect(one, differentiated=differentiated) for one in inner)
+    return isinstance(statement, ast.AugAssign) or (isinstance(statement, ast.Assign) and not differentiated)
 
 
 def _ended_at(block: ast.With, statement: ast.stmt, reading: Reading) -> Edit | None:

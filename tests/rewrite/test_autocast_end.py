@@ -1,5 +1,7 @@
 """Where an autocast block ends: ahead of the backward, and of metrics that nothing differentiates."""
 
+import ast
+
 import pytest
 
 from tests.rewrite.small_loops import apply, loop_of
@@ -66,3 +68,52 @@ def test_an_autocast_block_stays_whole_where_the_loop_is_not_split_for_it():
 def test_what_the_loss_needs_or_runs_the_network_stays_in_its_autocast_block(statement):
     text, _ = apply(METRICS.replace("seen.append(loss.item())", statement))
     assert f"        {statement}\n" in text.replace("memory.forward(model, x)", "model(x)")
+
+
+@pytest.mark.parametrize(
+    "printing",
+    [
+        "if len(seen) % 10 == 0:\n            print(loss.item())\n        elif seen:\n            print(seen[-1])",
+        "with torch.no_grad():\n            hits = (out.argmax(1) == y).sum()\n            print(hits.item())",
+        "for row in out.tolist():\n            print(row)",
+    ],
+    ids=["if", "no_grad", "for"],
+)
+def test_blocks_that_a_part_of_a_batch_would_print_in_follow_the_call(printing):
+    text, forms = apply(METRICS.replace("seen.append(loss.item())", printing))
+    assert forms == [("micro-batched", None)]
+    after = text[text.index("= memory.forward_backward(") :]
+    assert printing.replace("\n    ", "\n").splitlines()[0] in after and text.count("print(") == after.count("print(")
+
+
+@pytest.mark.parametrize(
+    "added", ["loss += F.mse_loss(out, out * 2)", "for row in out:\n            loss += row.mean()"]
+)
+@pytest.mark.parametrize("backward", ["loss.backward()", "whole = loss / 2\n    whole.backward()"])
+def test_a_loss_that_is_begun_ahead_of_its_autocast_block_is_added_up_inside_of_it(added, backward):
+    script = METRICS.replace("    with torch", "    loss = 0\n    with torch").replace("loss.backward()", backward)
+    text, _ = apply(
+        script.replace("        loss = F.cross_entropy(out, y)\n        seen.append(loss.item())", f"        {added}")
+    )
+    (block,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.With))
+    assert len(block.body) == 2
+
+
+def test_a_loss_that_a_function_returns_is_added_up_in_its_autocast_block():
+    text, forms = apply("""\
+        def loss_of(x, y):
+            loss = 0
+            with torch.autocast("cuda"):
+                out = model(x)
+                loss += F.mse_loss(out, out * 2)
+            return loss
+
+
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = loss_of(x, y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "        loss += F" in text
