@@ -18,7 +18,8 @@ from oomfix.runtime.verdict import Verdict
 
 def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
     """The verdict where the parts weigh what their losses divide by; None if that is none to use."""
-    how = replace(how, graph=True, light=False, divides=True)
+    # what a mask selects cannot be held out by rows, see `watching.HeldOut`; gaps show as much
+    how = replace(how, graph=True, light=False, divides=True, holds_out=False)
     gaps = gaps_for_masks(few.batch, few.named(count))
     how = replace(how, mask_gaps=few.compared(count, how, gaps=gaps).alike_masks)
     evidence = few.compared(count, how, gaps=gaps)

@@ -23,6 +23,10 @@ MEANS: dict[str, Loss] = {
     ),
     "selected": lambda output, target, mask: ((output - target) ** 2).mean(-1)[mask.bool()].mean(),
     "a loss of torch": lambda output, target, mask: F.smooth_l1_loss(output[mask.bool()], target[mask.bool()]),
+    "a cross entropy of what is selected": lambda output, target, mask: (
+        F.cross_entropy(output[mask.bool()], target[mask.bool()].argmax(-1), reduction="sum") / mask.sum()
+    ),
+    "its mean": lambda output, target, mask: F.cross_entropy(output[mask.bool()], target[mask.bool()].argmax(-1)),
     "accumulated": lambda output, target, mask: (((output - target) ** 2).sum(-1) * mask).sum() / mask.sum() / 4,
     "two terms": lambda output, target, mask: (
         (((output - target) ** 2).sum(-1) * mask).sum() / mask.sum()
