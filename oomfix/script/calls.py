@@ -10,7 +10,7 @@ from oomfix.script.containers import STORING
 from oomfix.script.contexts import NULL
 from oomfix.script.externals import Externals, divisors_of, has_integers
 from oomfix.script.methods import SAME_MODULE
-from oomfix.script.named_like import looks_like_loss, looks_like_module, looks_like_training
+from oomfix.script.named_like import looks_like_loss, looks_like_metric, looks_like_module, looks_like_training
 from oomfix.script.names import MOVES, last_of, path_of
 from oomfix.script.trace import Event, Handed
 from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine, flatten
@@ -91,7 +91,11 @@ class Calls(Externals):
     def _method(self, node: ast.Call, receiver: Value, name: str, given: Given) -> Value:
         values = given.all
         path = path_of(node.func)
-        if looks_like_training(name) and any(value.kind is Kind.CONTAINER and value.graph for value in values):
+        if (
+            looks_like_training(name)
+            and not _is_metric(node)
+            and any(value.kind is Kind.CONTAINER and value.graph for value in values)
+        ):
             # `agent.update(log_probs, values)`: lists of graphs are terms of a loss out of sight.
             self.trace.backpropagated |= combine(values).origins
         if name in ("configure_optimizer", "configure_optimizers"):
@@ -241,6 +245,11 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "train": Calls._mode,
     "eval": Calls._mode,
 }
+
+
+def _is_metric(call: ast.Call) -> bool:
+    """`evaluator.update(results)`."""
+    return isinstance(call.func, ast.Attribute) and looks_like_metric(path_of(call.func.value) or "")
 
 
 def _path_of_each(node: ast.expr) -> str | None:

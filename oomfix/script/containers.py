@@ -8,7 +8,7 @@ from functools import reduce
 
 from oomfix.script import torch_facts
 from oomfix.script.contexts_by_hand import ContextsByHand
-from oomfix.script.named_like import looks_like_logging
+from oomfix.script.named_like import looks_like_logging, looks_like_metric
 from oomfix.script.names import last_of, left_by_methods, path_of
 from oomfix.script.values import MISSING, NONE, NUMBER, UNKNOWN, Graph, Kind, Value, combine, flatten, join
 
@@ -97,7 +97,8 @@ class Containers(ContextsByHand):
             self._put(node, node.func.value, receiver, given)
         else:
             content = combine(given)
-            self.trace.let_escape(content.origins)
+            if not looks_like_metric(path_of(node.func.value) or ""):
+                self.trace.let_escape(content.origins)
             self._leave_on(node, content)
         return NONE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.as_arrays import becomes_array
@@ -99,8 +99,11 @@ def _is_evaluation(
         return True
     if site.loop is None:
         # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
-        ended = any(order < forward.order and entry == _entry(site) for order, entry in trained)
-        return ended or (site.function is not None and _is_only_looked_at(forward, trace))
+        orders = [order for order, entry in trained if entry == _entry(site)]
+        if any(order < forward.order for order in orders):
+            return True
+        # A script that trains nothing may only be trying out the network.
+        return (site.function is not None or bool(orders)) and _is_only_looked_at(forward, trace)
     return not within_training or _says_evaluation(site.loop) or _is_only_looked_at(forward, trace)
 
 
@@ -115,7 +118,10 @@ def _is_trained_out_of_sight(forward: Forward, trace: Trace) -> bool:
 def _becomes_numbers(forward: Forward, trace: Trace) -> bool:
     """`return self.net(x).detach().numpy()`: whoever asks for it gets numbers, through which nothing goes back."""
     function = forward.site.function
-    if function is None or looks_like_training(function.name):
+    if function is None:
+        inference = forward.site.loop is None and not trace.backwards and not trace.steps
+        return inference and _becomes_array(forward, trace)
+    if looks_like_training(function.name):
         return False
     if any(_ends_in_numbers(node, forward) for node in function.nodes):
         return True
@@ -126,13 +132,18 @@ def _becomes_numbers(forward: Forward, trace: Trace) -> bool:
     trained = (*trace.backwards, *trace.steps)
     if any(other in forward.site.functions for event in trained for other in event.site.functions):
         return False
+    return _becomes_array(forward, trace)
+
+
+def _becomes_array(forward: Forward, trace: Trace) -> bool:
     networks = {other.node for other in trace.forwards.values()}
-    return becomes_array(forward.node, function.nodes, lambda call: call in networks or call in trace.followed)
+    nodes = list(_where_it_is_used(forward, trace))
+    return becomes_array(forward.node, nodes, lambda call: call in networks or call in trace.followed)
 
 
 def _is_only_looked_at(forward: Forward, trace: Trace) -> bool:
     """Whether what it gives becomes numbers, text or pictures: nothing goes back through it, nor into training."""
-    site, origin = forward.site, forward.origin
+    origin = forward.origin
     kept = any(origin in keep.origins for keep in trace.keeps.values())
     if forward.escaped or forward.stored or kept or any(origin in origins for _, origins in trace.handed_on):
         return False
@@ -142,8 +153,14 @@ def _is_only_looked_at(forward: Forward, trace: Trace) -> bool:
     def goes_on(call: ast.Call) -> bool:
         return call in networks or call in trace.followed or (path_of(call.func) or "").rpartition(".")[0] in paths
 
-    nodes = site.function.nodes if site.function is not None else walk(site.loops[0])
-    return is_only_looked_at(forward.node, nodes, goes_on)
+    return is_only_looked_at(forward.node, _where_it_is_used(forward, trace), goes_on)
+
+
+def _where_it_is_used(forward: Forward, trace: Trace) -> Iterable[ast.AST]:
+    site = forward.site
+    if site.function is not None:
+        return site.function.nodes
+    return walk(site.loops[0]) if site.loops else trace.module_level
 
 
 def _ends_in_numbers(node: ast.AST, forward: Forward) -> bool:

@@ -66,6 +66,7 @@ class Follower(Flow):
 
     def follow(self) -> Trace:
         """Follow everything; returns what happened."""
+        self.trace.module_level = [node for node, scope in self._nodes if scope is None]
         self._block(self.tree.body)
         if self.frame.state is None:
             self.frame.state = State(Names())

@@ -44,6 +44,10 @@ _LOGGING = re.compile(
     r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
     re.IGNORECASE,
 )
+_METRIC = re.compile(
+    r"metric|meter|evaluator|accuracy|confusion|(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
+    re.IGNORECASE,
+)
 _LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
 _VERB = re.compile(
@@ -130,6 +134,11 @@ def looks_like_differentiating(path: str) -> bool:
 def looks_like_logging(path: str) -> bool:
     """Whether a call is usually made to show or count something."""
     return bool(_LOGGING.search(path))
+
+
+def looks_like_metric(path: str) -> bool:
+    """Whether an object is usually one that counts or compares what it is given: `confusion`, `coco_evaluator`."""
+    return bool(_METRIC.search(last_of(path)))
 
 
 def looks_like_encoding(name: str) -> bool:

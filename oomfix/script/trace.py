@@ -244,6 +244,8 @@ class Trace:
     """What carries a graph and was handed to something out of sight, in program order."""
     unseen: set[int] = field(default_factory=set)
     """Origins that stand for a forward out of sight: a backward runs on the name that holds its result."""
+    module_level: list[ast.AST] = field(default_factory=list)
+    """The nodes of the file that stand in no function."""
     freed: set[int] = field(default_factory=set)
     """Forwards that a backward went through without retaining the graph: their activations are gone."""
     carries: dict[int, Carry] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from oomfix.script.named_like import (
     looks_like_encoding,
     looks_like_logging,
     looks_like_loss,
+    looks_like_metric,
     looks_like_module,
     looks_like_optimizer,
     looks_like_training,
@@ -65,7 +66,9 @@ class Unseen(Containers):
                 return self._network_made(node)
             named = bool(values) and not imported and looks_like_module(path) and not self._is_a_transform(path)
             if self.hints.is_module(path) or named:
-                if self._made_to_be_module(node) or self._assigned_to(node) in self.hints.owners_of_parts:
+                target = self._assigned_to(node)
+                used = target in self.hints.owners_of_parts or (is_class and target in self.hints.called)
+                if used or self._made_to_be_module(node):
                     return self._network_made(node)
                 if not self.hints.is_loss(path):
                     return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
@@ -154,7 +157,8 @@ class Unseen(Containers):
     def _is_given_terms(self, path: str | None, values: list[Value]) -> bool:
         """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
         collected = any(value.kind is Kind.CONTAINER and value.graph for value in values)
-        return collected and looks_like_training(last_of(path))
+        holder = (path or "").rpartition(".")[0]
+        return collected and looks_like_training(last_of(path)) and not looks_like_metric(holder)
 
     def _is_given_what_it_trains(self, node: ast.Call, values: list[Value]) -> bool:
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in values):

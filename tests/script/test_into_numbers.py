@@ -100,6 +100,41 @@ def test_a_function_that_gives_tensors_may_make_targets(report, rest):
     assert ("OOM201", 4) not in report(code)
 
 
+@pytest.mark.parametrize("look", ["print('before', model(x).item())", "first = criterion(model(x), y); print(first)"])
+def test_a_look_before_the_training_needs_no_graph(report, look):
+    code = f"""
+        import torch
+        {look}
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM201", 2)]
+    assert report(f"import torch\nmodel.load_state_dict(torch.load(path, 'cpu'))\n{look}") == []
+
+
+@pytest.mark.parametrize(("rest", "found"), [("out[0].detach().numpy()", [("OOM201", 4)]), ("out.shape", [])])
+def test_a_script_that_makes_a_picture_of_what_a_loaded_network_gives_needs_no_graph(report, rest, found):
+    code = f"""
+        import torch
+        model = torch.load("model.pth", map_location="cpu")
+        x = read("image.png")
+        out = model(x)
+        picture = {rest}
+    """
+    assert report(code) == found
+
+
+def test_a_network_that_is_made_under_the_letters_of_its_paper_is_no_forward(report):
+    code = """
+        import torch
+        net = DQN(observation.shape, actions)
+        net.load_state_dict(torch.load("net.pth", map_location="cpu"))
+        print(net(observation).detach().numpy())
+    """
+    assert report(code) == [("OOM201", 4)]
+
+
 def test_a_decoder_that_is_fed_its_own_words_needs_no_graph(report):
     code = """
         import torch

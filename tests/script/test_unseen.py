@@ -495,3 +495,34 @@ def test_what_an_object_given_from_elsewhere_gets_is_backpropagated_there(report
 @pytest.mark.parametrize("left", ["trainer.loss = penalty.item()", "print(penalty)", "loss = penalty"])
 def test_what_stays_in_a_method_is_not(report, left):
     assert ("OOM201", 12) in report(LEFT_ON_AN_ARGUMENT.format(left=left))
+
+
+COUNTED = """
+    import torch
+    model = torch.nn.Linear(3, 3)
+    for x, y in train_loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+    {mode}
+    for x, y in test_loader:
+        out = model(x)
+        {count}
+"""
+
+
+@pytest.mark.parametrize("mode", ["model.eval()", "pass"])
+@pytest.mark.parametrize(
+    "count",
+    [
+        "accuracy.update(out, y)",
+        "self.metrics.add_batch(out, y)",
+        "coco_evaluator.update({image.item(): boxes for image, boxes in zip(y, out)})",
+    ],
+)
+def test_what_counts_hits_backpropagates_nothing(report, mode, count):
+    assert report(COUNTED.format(mode=mode, count=count)) == [("OOM201", 8)]
+
+
+@pytest.mark.parametrize("count", ["agent.update({'out': out})", "learner.update([part for part in out])"])
+def test_what_is_updated_with_terms_may_be_trained(report, count):
+    assert report(COUNTED.format(mode="model.eval()", count=count)) == []
