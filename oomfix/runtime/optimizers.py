@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from oomfix.runtime.arguments import shown
 
@@ -19,6 +20,11 @@ def check_optimizer(optimizer: Any) -> None:
     Raises:
         TypeError: `optimizer` is no optimizer, or its step needs arguments (a closure).
     """
+    if isinstance(optimizer, LRScheduler):
+        raise TypeError(
+            f"optimizer: got {shown(optimizer)}, expected an optimizer; schedulers come after it, as in "
+            "memory.step(optimizer, scheduler)"
+        )
     step = getattr(optimizer, "step", None)
     if not callable(step) or isinstance(optimizer, type):
         raise TypeError(
@@ -41,6 +47,11 @@ def check_schedulers(schedulers: Iterable[Any]) -> None:
         TypeError: one of them is no scheduler, or its step needs arguments (a metric).
     """
     for scheduler in schedulers:
+        if isinstance(scheduler, torch.optim.Optimizer):
+            raise TypeError(
+                f"schedulers: got {type(scheduler).__name__}, expected learning rate schedulers; each optimizer has a "
+                "memory.step of its own"
+            )
         if not callable(getattr(scheduler, "step", None)):
             hint = f"; a norm is clip_norm={scheduler}" if isinstance(scheduler, int | float) else ""
             raise TypeError(f"schedulers: got {shown(scheduler)}, expected learning rate schedulers{hint}")

@@ -113,6 +113,21 @@ REFUSED = {
         TypeError,
         "schedulers: ReduceLROnPlateau.step needs 'metrics'; call scheduler.step(metrics) by yourself",
     ),
+    "a scheduler for an optimizer": (
+        lambda m: m.step(torch.optim.lr_scheduler.StepLR(SGD, 1)),
+        TypeError,
+        "optimizer: got StepLR, expected an optimizer; schedulers come after it",
+    ),
+    "a scheduler with a metric for an optimizer": (
+        lambda m: m.step(torch.optim.lr_scheduler.ReduceLROnPlateau(SGD)),
+        TypeError,
+        "optimizer: got ReduceLROnPlateau, expected an optimizer; schedulers come after it",
+    ),
+    "a second optimizer for a scheduler": (
+        lambda m: m.step(SGD, torch.optim.SGD(NET.parameters(), lr=0.1)),
+        TypeError,
+        "schedulers: got SGD, expected learning rate schedulers; each optimizer has a memory.step of its own",
+    ),
     "a negative norm": (lambda m: m.step(SGD, clip_norm=-1), ValueError, f"clip_norm: got -1, {NORM}"),
     "no norm": (lambda m: m.step(SGD, clip_norm=0.0), ValueError, f"clip_norm: got 0.0, {NORM}"),
     "a norm that is NaN": (lambda m: m.step(SGD, clip_norm=float("nan")), ValueError, f"clip_norm: got nan, {NORM}"),
