@@ -1,4 +1,4 @@
-"""A forward run on a few rows together and on two unequal parts of them, with everything undone that it did."""
+"""A forward run on a few rows together and on two parts of them, with everything undone that it did."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -173,7 +173,7 @@ def compare(
     see: Callable[[Any], Any] = lambda result: result,
     gaps: Sequence[float | None] = (),
 ) -> Evidence:
-    """Run `forward` on `rows` of `batch`, and on two unequal parts of them.
+    """Run `forward` on `rows` of `batch`, and on two parts of them.
 
     Random number generators, modes, what the forward wrote into tensors that existed before, and attributes of
     modules are put back; no gradient is accumulated. Only what it appended to lists of the program stays there.

@@ -73,7 +73,7 @@ class Ranks:
 
     def same_parts(self, parts: int, most: int) -> int:
         """The number of micro-batches for all: the largest asked for, at most as many as all can make."""
-        return parts
+        return max(1, min(parts, most))
 
     def any_of(self, flag: bool) -> bool:
         """Whether `flag` holds for any process in step."""
@@ -202,7 +202,7 @@ class Processes(Ranks):
     def same_parts(self, parts: int, most: int) -> int:
         """The number of micro-batches for all: the largest asked for, at most as many as all can make."""
         if not self.in_step:
-            return parts
+            return super().same_parts(parts, most)
         _, wanted, fewest = self._meet(Outcome.FINE, parts, -most)
         return max(1, min(wanted, -fewest))
 

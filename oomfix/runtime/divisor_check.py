@@ -17,26 +17,29 @@ from oomfix.runtime.verdict import Verdict
 
 
 def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
-    """The verdict where the parts weigh what their losses divide by; None if that is none to use."""
+    """The verdict where the parts weigh what their losses divide by; None where the forward fails."""
+    refused = Verdict(None)
     # what a mask selects cannot be held out by rows, see `watching.HeldOut`; gaps show as much
     how = replace(how, graph=True, light=False, divides=True, holds_out=False)
     gaps = gaps_for_masks(few.batch, few.named(count))
     how = replace(how, mask_gaps=few.compared(count, how, gaps=gaps).alike_masks)
     evidence = few.compared(count, how, gaps=gaps)
+    if evidence.failure:
+        return None
     verdict = judge(evidence, rows=count)
     if verdict.units != "targets" or verdict.nll_losses or not verdict.divisors:
-        return None
+        return refused
     if verdict.bound is not None and any(map(compat.is_compiled, few.modules)):
-        return None  # what it calls cannot be noted then
+        return refused  # what it calls cannot be noted then
     gradients = by_gradients(few, how, count, gaps)
     if gradients is None or gradients.rule is None:
-        return None
+        return refused
     from_nothing: bool | None = False
     how = replace(how, mask_gaps=frozenset(), empties=True)
     for nothing in leaving_nothing(few.batch):
         from_nothing = _from_nothing(verdict, few.compared(count, how, gaps=nothing), count)
         if from_nothing is None:
-            return None
+            return refused
         if from_nothing:
             break
     return replace(verdict, held=True, from_nothing=bool(from_nothing))

@@ -10,10 +10,11 @@ import torch
 from oomfix.runtime import outputs, rule_choice
 from oomfix.runtime.comparison import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
-from oomfix.runtime.gradients import next_node, reach
+from oomfix.runtime.gradients import has_hook, next_node, reach
 from oomfix.runtime.judging import DEPEND
 from oomfix.runtime.outputs import Zero
 from oomfix.runtime.referenced import leaves_in
+from oomfix.runtime.rows import has_single_row
 from oomfix.runtime.verdict import Verdict
 
 GRADIENTS_DEPEND = "samples depend on each other: a few rows give another gradient in two parts"
@@ -29,7 +30,10 @@ def by_gradients(few: FewRows, how: Runs, count: int, gaps: Sequence[float | Non
     # chosen before the runs, in which each look at a parameter is watched
     see = partial(_loss_and_gradients, _compared_in(few), next_node())
     evidence = few.compared(count, how, see, gaps)
-    return None if evidence.failure else replace(_judge(evidence), means=evidence.means, calls=evidence.calls)
+    if evidence.failure:
+        return None
+    single_rows = has_single_row(count) or None
+    return replace(_judge(evidence), means=evidence.means, calls=evidence.calls, single_rows=single_rows)
 
 
 def _compared_in(few: FewRows) -> list[torch.Tensor]:
@@ -42,6 +46,7 @@ def _compared_in(few: FewRows) -> list[torch.Tensor]:
     trained: list[torch.Tensor] = [
         p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel() and not p.is_meta
     ]
+    trained = [p for p in trained if not has_hook(p)]  # hooks are for gradients of the training
     if not trained:
         return []
     small = [p for p in trained if p.numel() <= _SMALL] or [min(trained, key=torch.numel)]

@@ -175,6 +175,11 @@ _REENTRANT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 _LEAF = 2**64 - 1  # the sequence number of all AccumulateGrad nodes
 
 
+def has_hook(leaf: torch.Tensor) -> bool:
+    """Whether something is called with each gradient of `leaf`."""
+    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
 def next_node() -> int:
     """The sequence number that the next node of a graph will have. Each thread counts its own."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]

@@ -20,9 +20,17 @@ from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.bounds import Bounds
 from oomfix.runtime.divisors import Counted
-from oomfix.runtime.gradients import CHANGES_GRADIENTS, Border, GradientsAside, GradientsNoted, next_node, reach
+from oomfix.runtime.gradients import (
+    CHANGES_GRADIENTS,
+    Border,
+    GradientsAside,
+    GradientsNoted,
+    has_hook,
+    next_node,
+    reach,
+)
 from oomfix.runtime.kept_batch import KeptBatch
-from oomfix.runtime.known import Known, has_hook
+from oomfix.runtime.known import Known
 from oomfix.runtime.left_attributes import LeftBehind
 from oomfix.runtime.outputs import Unforeseen
 from oomfix.runtime.precision import ModelCalls

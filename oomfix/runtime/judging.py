@@ -60,6 +60,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         once_outside=evidence.once_outside,
         left=evidence.left,
         one_part=evidence.nll_losses > 0 and not trust and not all(share.targets for share in evidence.shares),
+        single_rows=True if any(share.rows == 1 for share in evidence.shares) else None,
         trusted=trusted,
     )
 

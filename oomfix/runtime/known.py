@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oomfix.runtime.batch import Batch, Place
 from oomfix.runtime.distributed import ranks_of
+from oomfix.runtime.gradients import has_hook
 from oomfix.runtime.identity import Numbers, flags_inside, identity
 from oomfix.runtime.kept_state import KeptState
 from oomfix.runtime.modules import modules_in
@@ -135,16 +137,22 @@ class Known:
             self._ragged = [now or before for now, before in zip(ragged, self._ragged, strict=True)]
             self.verdict = None
 
-    def check_is_due(self, size: int) -> bool:
+    def check_is_due(self, size: int, parts: int = 1) -> bool:
         """Whether the next split needs a check first: never checked, or its turn has come again.
 
         Auxiliary terms ramp up and hard-example mining kicks in later than at the first call, so a forward is
-        checked again at calls 2, 4, 8 and so on, and when a batch of `size` samples shows more than one of which
-        rows had to be repeated.
+        checked again at calls 2, 4, 8 and so on, when a batch of `size` samples shows more than one of which rows had
+        to be repeated, and when the first of its `parts` is to be a single row.
         """
+        if self._needs_single_rows(size, parts):
+            return True
         if self._checked_at == self.calls:
             return False
         return self.verdict is None or self.calls >= self._check_again_at or self._rows_seen < _TELLING <= size
+
+    def _needs_single_rows(self, size: int, parts: int) -> bool:
+        verdict, are_single = self.verdict, 1 < parts <= size < 2 * parts
+        return are_single and verdict is not None and verdict.rule is not None and verdict.single_rows is None
 
     def look_again(self) -> None:
         """Let an undecided verdict be looked into at this call, due or not, unless it was."""
@@ -157,8 +165,16 @@ class Known:
         if verdict.undecided:
             self._look_again_soon()
 
-    def checked(self, verdict: Verdict, size: int) -> None:
-        """Remember the verdict of the check made at this call on a batch of `size`, unless an earlier one saw more."""
+    def checked(self, verdict: Verdict, size: int, parts: int = 1) -> None:
+        """Remember the verdict of the check made at this call on a batch of `size`, unless an earlier one saw more.
+
+        Where it could not see whether a single row may be one of the `parts`, none will be.
+        """
+        self._learn_from(verdict, size)
+        if self.verdict is not None and self._needs_single_rows(size, parts):
+            self.verdict = replace(self.verdict, single_rows=False)
+
+    def _learn_from(self, verdict: Verdict, size: int) -> None:
         earlier = self.verdict
         self._checked_at = self.calls
         if earlier is not None and size < _TELLING <= self._rows_seen:
@@ -302,18 +318,14 @@ class Known:
         return None
 
     def least_rows(self) -> int:
-        """Samples that a micro-batch needs: two where they are normalised by their own statistics."""
-        return 2 if uses_batch_statistics(self.modules()) else 1
+        """Samples that a micro-batch needs: two where one by itself fails, or is normalised by its own statistics."""
+        alone_fails = self.verdict is not None and self.verdict.single_rows is False
+        return 2 if alone_fails or uses_batch_statistics(self.modules()) else 1
 
     def compares_samples(self) -> bool:
         """Whether splitting changes what normalisation layers see."""
         modules = self.modules()
         return uses_batch_statistics(modules) or iterates_power(modules)
-
-
-def has_hook(leaf: torch.Tensor) -> bool:
-    """Whether something is called with each gradient of `leaf`."""
-    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
 class KnownForwards:

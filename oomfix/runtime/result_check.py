@@ -5,10 +5,13 @@ held out or not: a forward may be split if one of these ways of running it says 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+from oomfix.runtime import trees
 from oomfix.runtime.comparison import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.judging import judge
+from oomfix.runtime.rows import has_single_row
 from oomfix.runtime.verdict import Verdict
 
 _OTHER_DRAWS = 6  # runs that shuffle a few rows otherwise
@@ -23,12 +26,17 @@ class Found:
         how: how these runs were made.
         rows: on how many rows.
         alike_masks: see `comparison.Evidence`.
+        failed: the forward did.
+        single_row_differs: a part was a single row, on which the forward may have failed or returned values of another
+            kind: `squeeze()` takes away the dimension of samples too.
     """
 
     verdict: Verdict
     how: Runs
     rows: int
     alike_masks: frozenset[int]
+    failed: bool
+    single_row_differs: bool
 
 
 def by_results(few: FewRows, trust: bool, count: int) -> Found:
@@ -47,7 +55,22 @@ def by_results(few: FewRows, trust: bool, count: int) -> Found:
         verdict, how, evidence = _best(few, trust, count, graph=True)
     if verdict.rule is not None and evidence.drew_besides_torch:
         verdict = _with_other_draws(few, trust, count, verdict, how)
-    return Found(replace(verdict, needs_gradients=how.graph), how, count, evidence.alike_masks)
+    failed = bool(evidence.failure)
+    differs = failed or not all(_is_of_one_kind(evidence.whole, part) for part in evidence.parts)
+    verdict = replace(verdict, needs_gradients=how.graph)
+    return Found(verdict, how, count, evidence.alike_masks, failed, has_single_row(count) and differs)
+
+
+def _is_of_one_kind(value: Any, other: Any) -> bool:
+    """Whether two results hold values of the same types and numbers of dimensions."""
+    inner, others = trees.contents(value), trees.contents(other)
+    if type(value) is not type(other) or getattr(value, "ndim", 0) != getattr(other, "ndim", 0):
+        return False
+    if inner is None or others is None or isinstance(value, list):
+        return True
+    return len(inner) == len(others) and all(
+        _is_of_one_kind(a, b) for (_, a), (_, b) in zip(inner, others, strict=True)
+    )
 
 
 def _with_other_draws(few: FewRows, trust: bool, count: int, verdict: Verdict, how: Runs) -> Verdict:
@@ -89,6 +112,7 @@ def confirmed(few: FewRows, earlier: Verdict, count: int) -> Verdict | None:
     verdict = judge(few.compared(count, how), rows=count)
     same = replace(earlier, drew=verdict.drew, held=verdict.held)
     same = replace(same, needs_gradients=False, differentiates=False, from_nothing=False, means=0)
+    same = replace(same, single_rows=verdict.single_rows)
     if not earlier.calls:
         same = replace(same, calls=verdict.calls)
-    return earlier if verdict == same else None
+    return replace(earlier, single_rows=verdict.single_rows or earlier.single_rows) if verdict == same else None

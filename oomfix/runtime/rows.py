@@ -15,9 +15,9 @@ _SMALL_CHUNK = 4096  # entries that may be looked at together, however few rows 
 def choose_rows(batch: Batch, count: int) -> list[int]:
     """`count` rows spread over `batch`, unlike each other where flags, labels and masks tell them apart.
 
-    A batch may be sorted, or its first rows complete while later ones are masked. The two unequal parts that a
-    check cuts the rows into hold different numbers of what is masked. Rows of a batch smaller than `count` are
-    named again, so that two unequal parts can be made of any batch.
+    A batch may be sorted, or its first rows complete while later ones are masked. The two parts that a check cuts the
+    rows into hold different numbers of what is masked. Rows of a batch smaller than `count` are named again, so that
+    two parts, of which one is larger or holds other rows, can be made of any batch.
     """
     size = batch.size
     spread = [index * (size - 1) // max(count - 1, 1) for index in range(count)] if count < size else list(range(size))
@@ -27,8 +27,19 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
         spread = list(dict.fromkeys([*unlike[: max(count - 2, 3)], *spread]))[:count]
     cut = first_part(count)
     orders = [order for numbers in telling for order in _orders(spread, numbers, count - cut)] or [spread]
-    named = [[order[index % len(order)] for index in range(count)] for order in orders]
+    named = [rows for order in orders for rows in _named_again(order, count)]
     return max(named, key=lambda rows: sum(_differ(numbers, rows[:cut], rows[cut:]) for numbers in telling))
+
+
+def _named_again(order: list[int], count: int) -> Iterator[list[int]]:
+    """`count` rows of `order`, or where these are fewer, all of them and some again; in two ways.
+
+    Backwards from the last but one, they do not meet themselves where samples are paired by place.
+    """
+    missing = max(count - len(order), 0)
+    yield [*order, *(order[-index % len(order)] for index in range(2, missing + 2))]
+    if missing:
+        yield [order[index % len(order)] for index in range(count)]
 
 
 def _numbers_of_rows(batch: Batch, count: int) -> Iterator[list[Any]]:
@@ -53,22 +64,37 @@ def _extremes(numbers: list[Any]) -> list[int]:
     return [least, most] if numbers[least] or not others else [least, most, max(others, key=numbers.__getitem__)]
 
 
-def telling(most: int, size: int) -> int:
-    """How many rows of a batch of `size` a check runs, about `most`: two parts of them show what is paired by place.
+def telling(most: int) -> int:
+    """How many rows of a batch a check runs, about `most`: two parts of them show what is paired by place.
 
-    Four, or a multiple of it, leaves no row over where samples are paired (flipped, neighbours, halves of the batch),
-    and one in each of the two parts, which are odd. An odd number leaves one over, which is paired with itself, in the
-    whole and in one part as well: where all other pairs are far apart, as a triplet loss wants them, that looks like
-    independent samples. But five do not leave a single row to itself, as four would.
+    An even number leaves no row over where samples are paired (flipped, neighbours, halves of the batch), and one in
+    each of the two parts, which are odd. An odd number leaves one over, which is paired with itself, in the whole and
+    in one part as well: where all other pairs are far apart, as a triplet loss wants them, that looks like independent
+    samples.
     """
-    if most < 2 or size < 4:
-        return 3
-    return most - most % 4 if most >= 8 else min(max(most, 4), 5)
+    return most - most % 4 if most >= 8 else 6 if most > 4 else 4
+
+
+def without_single_rows(size: int) -> list[int]:
+    """How many rows of a batch of `size` a check runs where no part may be a single row, or else, for lack of memory.
+
+    Six make two threes; of fewer than four rows, which are named again, those might be the same.
+    """
+    return [6, 5] if size >= 4 else [5]
+
+
+def has_single_row(count: int) -> bool:
+    """Whether a part of a check of `count` rows is a single row."""
+    return count - first_part(count) == 1
 
 
 def first_part(count: int) -> int:
-    """How many of `count` rows are in the first of two parts of unequal size."""
-    return min(count // 2 + 1, count - 1)
+    """How many of `count` rows are in the first of two parts: more than in the other, or as many where those are odd.
+
+    Parts of an even number are odd, see `telling`.
+    """
+    half = count // 2
+    return half if count % 2 == 0 and half % 2 else half + 1
 
 
 def _orders(rows: list[int], numbers: list[Any], second: int) -> Iterator[list[int]]:

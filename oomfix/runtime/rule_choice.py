@@ -1,10 +1,10 @@
 """The rule by which results of micro-batches are put together, found by comparing results on a few rows.
 
 A rule is never guessed from a name: each value of a result gets the one under which the results of two parts give
-that of the whole. Means and sums are told apart because the parts are of unequal size; what several rules explain (a
-loss of 0) stays open. Numbers are compared up to the order in which sums are taken, relative to the largest entry of
-a tensor. Only where the user asked for a split whatever the check says is a rule read off shapes and types
-(`likely`).
+that of the whole. Means and sums are told apart because there are two parts, means over samples and over targets
+because these hold other shares of both; what several rules explain (a loss of 0) stays open. Numbers are compared up
+to the order in which sums are taken, relative to the largest entry of a tensor. Only where the user asked for a split
+whatever the check says is a rule read off shapes and types (`likely`).
 """
 
 import sys

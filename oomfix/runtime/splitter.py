@@ -189,11 +189,11 @@ class Splitter:
         if following is not None:
             following = known.ranks.same_parts(following, iteration.batch.size // known.least_rows())
             allowed = self._allowed(iteration, following)
-            if allowed > 1:
+            if allowed > parts:
                 self._say(
-                    f"{known.name}: out of memory; the batch of {iteration.batch.size} goes on in {following} "
+                    f"{known.name}: out of memory; the batch of {iteration.batch.size} goes on in {allowed} "
                     "micro-batches. Sizes now follow free memory; micro_batches=N makes runs repeatable.",
-                    f"size {known.name} {following}",
+                    f"size {known.name} {allowed}",
                 )
                 return allowed
             reason = self._reason(iteration)
@@ -209,16 +209,17 @@ class Splitter:
         raise DoesNotFitError(self._no_way_out(iteration, parts, reason, said))
 
     def _allowed(self, iteration: Iteration, parts: int) -> int:
-        """`parts`, or 1 where the batch may not be split."""
+        """`parts`, fewer where a check shows that these are too small, or 1 where the batch may not be split."""
         known = iteration.known
         known.keep_whole(iteration.batch)
         refused = self._refused(iteration)
         if refused is None:
-            self._check(iteration, parts)
+            if self._check(iteration, parts):
+                parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())
             refused = self._refused(iteration)
         if refused is not None:
             return self._whole(known, refused)
-        if known.compares_samples():
+        if parts > 1 and known.compares_samples():
             self._say(
                 f"{known.name}: BatchNorm (or a spectral norm) will see {parts} micro-batches instead of one "
                 "batch; running statistics are adjusted, but normalisation is by fewer samples.",
@@ -226,14 +227,15 @@ class Splitter:
             )
         return parts
 
-    def _check(self, iteration: Iteration, parts: int) -> None:
+    def _check(self, iteration: Iteration, parts: int) -> bool:
+        """Check the forward if it is due; whether it was."""
         known, batch = iteration.known, iteration.batch
         known.keep_whole(batch)
         known.notice_modes()
         alone = batch.size < 2 and not iteration.in_window
-        due = not alone and known.check_is_due(batch.size)
+        due = not alone and known.check_is_due(batch.size, parts)
         if self.preset.split == "never" or not known.ranks.any_of(due):
-            return
+            return False
         trust = self.preset.split == "always"
         # a whole call of a window is checked too, to learn what its loss is a mean of
         most_rows = math.ceil(batch.size / (parts if parts > 1 else _QUARTERS))
@@ -250,13 +252,14 @@ class Splitter:
             ),
             iteration.call_smallest,
         )
-        known.checked(verdict, batch.size)
+        known.checked(verdict, batch.size, parts)
         if trust and verdict.rule is not None and verdict.trusted:
             self._say(
                 f"{known.name}: split although samples depend on each other (split='always'): each micro-batch "
                 "is trained as if it were the whole batch, and the gradients are not those of the batch.",
                 f"trust {known.name}",
             )
+        return True
 
     def _refused(self, iteration: Iteration) -> str | None:
         """Why the batch has to stay whole, here or in a process in step with this one; None if it need not."""
@@ -298,9 +301,14 @@ class Splitter:
         if reason not in (None, ELSEWHERE) and self.preset.split == "verified" and may_be_split:
             choices.append("split='always' (gradients are then not those of the whole batch)")
         choices += ["smaller samples (resolution, sequence length)", "a smaller model", "a smaller batch"]
+        known = iteration.known
         why = f"the batch cannot be split, because {reason}" if reason else f"{rows} sample(s) at a time do not fit"
-        even = self._ladder.told(iteration.known)
-        name = iteration.known.name
+        if not reason and rows > 1 and known.verdict is not None and known.verdict.single_rows is False:
+            why += (
+                ", and it was not seen to take a single one (squeeze() without a dimension takes that of samples too)"
+            )
+        even = self._ladder.told(known)
+        name = known.name
         error = "It was another process that ran out of memory" if said == ELSEWHERE else f"torch said: {said}"
         return f"{name}: out of memory{even}, and {why}. Choices: {'; '.join(choices)}. {error}"
 

@@ -36,6 +36,8 @@ class Verdict:
         left: attributes that it leaves behind, which depend on the samples.
         one_part: of two parts of the rows one had no targets that count, so any function of a cross entropy would have
             passed: a split may have such targets in one micro-batch only.
+        single_rows: a single row may be a micro-batch: it was seen to be like others, or not. None: it has not been
+            asked for.
         trusted: no rule fits, but the user asked for splitting.
     """
 
@@ -57,6 +59,7 @@ class Verdict:
     once_outside: bool = False
     left: tuple[LeftAttribute, ...] = ()
     one_part: bool = False
+    single_rows: bool | None = None
     trusted: bool = False
 
     @property

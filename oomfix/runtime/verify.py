@@ -22,12 +22,12 @@ from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.repetition_check import by_repetition
 from oomfix.runtime.result_check import Found, by_results, confirmed
-from oomfix.runtime.rows import telling
+from oomfix.runtime.rows import telling, without_single_rows
 from oomfix.runtime.verdict import Verdict
 
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
-_FEW_ROWS = 5  # for gradients; a part of one row would lose its dimension where a forward squeezes
-_FEWEST_ROWS = 3  # the least that make two unequal parts
+_FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itself by most losses of pairs
+_FEWEST_ROWS = 3  # where memory has no room for more
 _TRIES = 2
 
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ def check(
     sharded: bool = False,
     trains: bool = True,
 ) -> Verdict:
-    """Compare `forward` on a few rows of `batch` with `forward` on two unequal parts of them.
+    """Compare `forward` on a few rows of `batch` with `forward` on two parts of them.
 
     Nothing remains of it, see `comparison.compare`.
 
@@ -68,30 +68,51 @@ def check(
     if not batch.size:
         return Verdict(None, "it is empty", undecided=True)
     rows = FewRows(forward, batch, modules)
-    most = telling(min(most_rows, _MOST_ROWS), batch.size)
-    few = [_FEW_ROWS if most >= 2 * _FEW_ROWS else _FEWEST_ROWS, _FEWEST_ROWS, 2]
+    most = telling(min(most_rows, _MOST_ROWS))
+    counts = [most, telling(most // 2), _FEWEST_ROWS, 2]
+    few = [_FEW_ROWS, _FEWEST_ROWS, 2]
+    together = without_single_rows(batch.size)
+    if earlier is not None and earlier.single_rows is False:
+        counts, few = [most, *together], together
     may_split = earlier is not None and earlier.rule is not None
     if earlier is not None and may_split and not earlier.drew and not trust and simulation.assumption is None:
         once_more = _with_rows_that_fit(few, partial(confirmed, rows, earlier))
         if once_more is not None:
             return once_more
-    found = _with_rows_that_fit(
-        [most, telling(most // 2, batch.size), _FEWEST_ROWS, 2], partial(by_results, rows, trust)
-    )
+    found, few = _with_results(rows, trust, counts, few, together)
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
-    verdict = found.verdict
-    if trust or simulation.assumption is not None:
-        return verdict
-    if verdict.rule is not None:
-        verdict = _confirmed_closer(rows, found, few, with_gradients=trains and not sharded)
-    if verdict.rule is None and verdict.reason in (DEPEND, GRADIENTS_DEPEND, BENDS) and trains and not sharded:
-        of_divisors = [telling(few[0], batch.size), *few]
-        return _with_rows_that_fit(of_divisors, partial(by_divisors, rows, found.how)) or verdict
-    return verdict
+    verdict, closer = found.verdict, not trust and simulation.assumption is None
+    if closer and verdict.rule is not None:
+        verdict = _confirmed_closer(rows, found, few, together, with_gradients=trains and not sharded)
+    depends = verdict.rule is None and verdict.reason in (DEPEND, GRADIENTS_DEPEND, BENDS)
+    if closer and depends and trains and not sharded:
+        weighed = _in_parts_that_run(few, together, partial(by_divisors, rows, found.how))
+        verdict = verdict if weighed is None or weighed.rule is None else weighed
+    return replace(verdict, single_rows=False) if few is together else verdict
 
 
-def _confirmed_closer(rows: FewRows, found: Found, few: list[int], with_gradients: bool) -> Verdict:
+def _with_results(
+    rows: FewRows, trust: bool, counts: list[int], few: list[int], together: list[int]
+) -> tuple[Found | None, list[int]]:
+    """What the results of as many of `counts` rows as fit show; `few`, or `together` where no row may be single."""
+    run = partial(by_results, rows, trust)
+    found = _with_rows_that_fit(counts, run)
+    if found is not None and found.single_row_differs:
+        in_larger_parts = _with_rows_that_fit(together, run)
+        if in_larger_parts is None or not in_larger_parts.failed:
+            return in_larger_parts, together
+    if found is not None and found.verdict.rule is not None and rows.batch.size < _FEW_ROWS:
+        # what is the same of rows that are named again, as their maximum is, shows in other parts of them
+        other = _with_rows_that_fit([_FEWEST_ROWS, 2], run)
+        if other is not None and not other.failed and other.verdict.rule is None:
+            found = other
+    return found, few
+
+
+def _confirmed_closer(
+    rows: FewRows, found: Found, few: list[int], together: list[int], with_gradients: bool
+) -> Verdict:
     """A verdict that allows a split, or the one that refuses it after a closer look at masks, repeats and gradients."""
     verdict = found.verdict
     how = replace(found.how, light=not verdict.drew)
@@ -102,14 +123,23 @@ def _confirmed_closer(rows: FewRows, found: Found, few: list[int], with_gradient
             return other
     gradients = None
     if with_gradients:
-        # a graph needs more memory than the runs of a check without one; but a part of one row may fail
-        compared = partial(by_gradients, rows, how)
-        gradients = _with_rows_that_fit(few, compared) or _with_rows_that_fit([found.rows], compared)
+        # a graph needs more memory than the runs of a check without one
+        gradients = _in_parts_that_run(few, together, partial(by_gradients, rows, how))
     if gradients is not None and gradients.rule is None and not gradients.undecided:
         return gradients
     if gradients is None:
         return replace(verdict, calls=0)
-    return replace(verdict, means=gradients.means, calls=0 if verdict.drew else gradients.calls)
+    calls, single_rows = 0 if verdict.drew else gradients.calls, gradients.single_rows
+    return replace(verdict, means=gradients.means, calls=calls, single_rows=single_rows)
+
+
+def _in_parts_that_run(few: list[int], together: list[int], run: Callable[[int], Verdict | None]) -> Verdict | None:
+    """What `run` returns on `few` rows, or where the forward fails on a single row, on rows that are never single."""
+    verdict = _with_rows_that_fit(few, run)
+    if verdict is not None or few is together:
+        return verdict
+    verdict = _with_rows_that_fit(together, run)
+    return None if verdict is None else replace(verdict, single_rows=False)
 
 
 def _with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:

@@ -102,6 +102,48 @@ def test_a_loss_by_targets_and_one_by_samples_are_not_mixed(model):
                 memory.forward_backward(forward, x, y)
 
 
+def without_memory_for_a_check(model):
+    """A forward pre-hook that fails the runs of a check, for the time of a call."""
+
+    def fail(*_):
+        if not torch.is_grad_enabled():
+            raise OutOfMemoryError("CUDA out of memory.")
+
+    return model.register_forward_pre_hook(fail)
+
+
+def over_targets(out, y):
+    return F.cross_entropy(out, y, ignore_index=3)
+
+
+def test_a_single_cross_entropy_is_a_mean_over_targets_though_no_check_could_be_made(model):
+    """What the window is averaged over is decided at its first call, and 3 of 4 targets do not count at the second."""
+    data, memory = batches(8, 8), runtime.preset("16gb", precision="fp32")
+    data[1][1][:6] = 3
+    for x, y in memory.accumulate(data, 2):
+        hook = without_memory_for_a_check(model)
+        memory.forward_backward(lambda x, y: over_targets(model(x), y), x, y)
+        hook.remove()
+    assert close(model.weight.grad, gradient(model, data, over_targets))
+
+
+def test_a_batch_is_not_split_by_targets_in_a_window_that_is_averaged_over_samples(model):
+    """Which of two cross entropies counts no check could say at the first call; the second has others in each part."""
+    data, memory = batches(8, 8), runtime.preset("16gb", precision="fp32", micro_batches=4)
+    data[1][1][1:6] = 3
+
+    def loss(out, y):
+        return over_targets(out, y) + over_targets(2 * out, y)
+
+    for index, (x, y) in enumerate(memory.accumulate(data, 2)):
+        hook = None if index else without_memory_for_a_check(model)
+        memory.forward_backward(lambda x, y: loss(model(x), y), x, y)
+        if hook is not None:
+            hook.remove()
+    expected = sum(gradient(model, [batch], loss) for batch in data) / 2
+    assert close(model.weight.grad, expected)
+
+
 def test_a_backward_that_failed_weighs_nothing(model, sgd):
     def fail(gradient):
         raise ValueError("a bad sample")
@@ -123,9 +165,6 @@ def test_a_call_that_failed_decides_nothing_for_its_window(model, fails):
 
     def fail(gradient):
         raise ValueError("a bad sample")
-
-    def over_targets(out, y):
-        return F.cross_entropy(out, y, ignore_index=3)
 
     data, memory = batches(4, 4, 2), runtime.preset("16gb", precision="fp32")
     for index, (x, y) in enumerate(memory.accumulate(data, 3)):

@@ -253,6 +253,21 @@ def test_a_hook_on_a_parameter_outside_all_modules_forces_whole_batches():
     assert max(gradient_errors(lambda x, y: F.mse_loss(x @ w, y), [w], (x, y))) < 1e-12
 
 
+def test_a_hook_that_comes_after_the_first_calls_gets_the_gradient_of_the_whole_batch_once():
+    """On a parameter outside of all modules, which only the graph shows; the third call is not one to check."""
+    w, (x, y), seen = nn.Parameter(torch.randn(4, 3).double()), inputs(), []
+    memory = runtime.preset("16gb", micro_batches=4)
+    for call in range(1, 6):
+        if call == 3:
+            w.register_hook(seen.append)
+        w.grad = None
+        memory.forward_backward(lambda x, y: F.mse_loss(x @ w, y), x, y)
+    (known,) = memory._forwards
+    assert known.split_calls == 2
+    assert len(seen) == 3
+    torch.testing.assert_close(seen[0], torch.autograd.grad(F.mse_loss(x @ w, y), [w])[0], rtol=1e-12, atol=1e-15)
+
+
 def test_an_argument_that_was_whole_stays_whole_beside_a_batch_as_long():
     net, x, centres = nn.Linear(4, 3).double(), inputs()[0], torch.randn(8, 3).double()
 

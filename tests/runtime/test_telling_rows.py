@@ -9,6 +9,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.verify import check
 
 
@@ -74,7 +75,9 @@ def flipped(x):
 
 
 @pytest.mark.parametrize("others", [halves_exchanged, neighbours_exchanged, flipped])
-@pytest.mark.parametrize(("size", "most_rows"), [(4, 2), (5, 3), (6, 2), (6, 3), (7, 4), (8, 4), (16, 8), (31, 15)])
+@pytest.mark.parametrize(
+    ("size", "most_rows"), [(4, 1), (4, 2), (5, 3), (6, 2), (7, 4), (8, 4), (9, 5), (12, 6), (20, 7), (16, 8), (31, 15)]
+)
 @pytest.mark.parametrize("reduce", [torch.mean, torch.sum])
 def test_pairs_by_place_are_seen_where_all_are_far_apart_and_one_is_left_over(others, size, most_rows, reduce):
     """A margin that all pairs keep is 0 in any part; what is left over of an odd number is paired with itself."""
@@ -88,6 +91,37 @@ def test_pairs_by_place_are_seen_where_all_are_far_apart_and_one_is_left_over(ot
 
     assert verdict_of(lambda x: forward(x, others), model, (x,), most_rows).rule is None
     assert verdict_of(apart, model, (x,), most_rows).rule is not None
+
+
+@pytest.mark.parametrize("others", [halves_exchanged, neighbours_exchanged, flipped])
+@pytest.mark.parametrize(("size", "most_rows"), [(4, 1), (5, 2), (8, 3), (9, 5), (16, 8), (31, 15)])
+def test_pairs_by_place_that_show_in_gradients_alone_are_seen(others, size, most_rows):
+    """A straight-through term is 0 whatever it holds; half a batch in two rows and a single one is paired alike."""
+    model, x = network(), rows(size)
+
+    def forward(other):
+        def of_pairs(x):
+            term = (model(x) * model(other(x)).detach()).sum()
+            return (model(x) - 1).pow(2).sum() + term - term.detach()
+
+        return of_pairs
+
+    assert verdict_of(forward(others), model, (x,), most_rows).rule is None
+    assert verdict_of(forward(lambda x: x), model, (x,), most_rows).rule is not None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("other", [halves_exchanged, neighbours_exchanged, flipped, lambda x: x.roll(1, 0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_by_place_are_seen_in_batches_of_two_and_three(size, other, seed):
+    model, x = network(), rows(size, seed)
+
+    def forward(x):
+        return (model(x) - 0.5 * model(other(x))).pow(2).mean(), model(x)
+
+    assert verdict_of(forward, model, (x,), 1).rule is None
+    assert verdict_of(lambda x: model(x).max(), model, (x,), 1).rule is None
+    assert verdict_of(lambda x: (model(x).pow(2).mean(), model(x)), model, (x,), 1).rule is not None
 
 
 @pytest.mark.parametrize("kept", [lambda out: out[::2], lambda out: out[: len(out) // 2 * 2 : 2]])
@@ -147,6 +181,30 @@ def test_sequences_that_differ_in_length_for_the_first_time_are_checked_at_once(
         mean_over_padding(plain)(batch).backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_what_batches_of_two_rows_could_not_show_is_checked_at_the_first_larger_one():
+    """Samples of a class depend on each other, which is in no small batch; the third call is not one to check."""
+    model, plain = network(), network()
+
+    def forward(model):
+        def of_a_class(x, y):
+            if len(x) > 1 and model.training and torch.is_grad_enabled() and model is not plain:
+                raise OutOfMemoryError("CUDA out of memory.")
+            out, rare = model(x), (y == 2)[:, None]
+            centre = (out * rare).sum(0) / (rare.sum() + 1)
+            return out.pow(2).sum() + ((out - centre) * rare).pow(2).sum()
+
+        return of_a_class
+
+    memory = runtime.preset("16gb", checkpointing="off", offloading="off")
+    two, eight = (rows(2), torch.tensor([0, 1])), (rows(8), torch.tensor([0, 2, 2, 1, 2, 0, 2, 1]))
+    memory.forward_backward(forward(model), *two)
+    memory.forward_backward(forward(model), *two)
+    model.zero_grad()
+    with pytest.raises(runtime.DoesNotFitError, match="depend on each other"):
+        memory.forward_backward(forward(model), *eight)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def flooding(loss):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.rows import choose_rows
+from oomfix.runtime.rows import choose_rows, first_part
 from oomfix.runtime.verify import check
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
@@ -275,7 +275,7 @@ def test_no_more_rows_are_run_than_one_micro_batch_has():
     assert max(rows for rows, graded in seen if not graded) <= 4
     seen.clear()
     verdict_of(forward, model, rows=1)
-    assert max(rows for rows, _ in seen) == 3  # two unequal parts need three; without gradients they cost less
+    assert max(rows for rows, _ in seen) == 4  # pairs would stay together in three; without gradients they cost less
 
 
 def test_a_loss_is_checked_again_at_calls_2_4_8_and_a_ramped_coupling_is_caught(caplog):
@@ -491,10 +491,11 @@ def test_choosing_rows_takes_no_more_memory_than_a_few_rows():
 
 @given(st.lists(st.integers(0, 4), min_size=3, max_size=12), st.integers(3, 8))
 def test_the_two_parts_of_a_check_hold_other_numbers_of_boxes_per_image(numbers, count):
+    assume(count != 6 or len(numbers) > 3)  # of three rows, each named twice, no check makes two threes
     boxes = [torch.zeros(number, 4) for number in numbers]
     rows = choose_rows(Batch((torch.zeros(len(numbers), 2), boxes), {}), count)
     seen = [numbers[row] for row in rows]
-    cut = count // 2 + 1
+    cut = first_part(count)
     assert len(rows) == count
     if len(set(seen)) > 1:
         assert sum(seen[:cut]) / cut != sum(seen[cut:]) / (count - cut)
@@ -577,7 +578,7 @@ def squeezed(model, extra):
     return forward
 
 
-@pytest.mark.parametrize("size", range(6, 20))
+@pytest.mark.parametrize("size", range(4, 20))
 def test_what_fails_on_one_row_is_split_where_micro_batches_have_more(size, relative_error):
     model = nn.Linear(6, 4).double()
     reference, (x, y) = copy.deepcopy(model), (torch.randn(size, 6).double(), torch.arange(size) % 4)
@@ -586,7 +587,7 @@ def test_what_fails_on_one_row_is_split_where_micro_batches_have_more(size, rela
     memory.forward_backward(squeezed(model, torch.mean), x, y)
     assert relative_error(model, reference) < 1e-12
     (known,) = memory._forwards
-    assert known.split_calls == (size >= 9)
+    assert known.split_calls == 1
 
 
 def test_what_fails_on_one_row_has_its_gradients_compared_on_more():
