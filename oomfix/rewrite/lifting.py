@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import next_in_chain
-from oomfix.rewrite.effects import trains
+from oomfix.rewrite.effects import is_zero_grad, trains
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
 from oomfix.rewrite.removal import without
@@ -53,8 +53,17 @@ class Lifting:
         behind = f"  {behind}" if behind and not behind.startswith(";") else behind
         if after and text.begins_a_paragraph(lift.site.statement):
             after.append("")
-        lines = [*definition, "", *comments, *call[:-1], call[-1] + behind, *after]
+        resets = [line for statement in self._resets_behind(lift) for line in text.moved(statement, text.margin)]
+        resets = resets if not resets or not resets[0].strip() else ["", *resets]
+        lines = [*definition, *(resets or [""]), *comments, *call[:-1], call[-1] + behind, *after]
         return [Edit(text.start, stop, newline.join(lines)), *self._without_names(lift)]
+
+    @staticmethod
+    def _resets_behind(lift: Lift) -> list[ast.stmt]:
+        """The resets of gradients that stood behind all of the slice: between function and call, they stay in place."""
+        if lift.site.branch is not None or not lift.lifted:
+            return []
+        return [one for one in lift.before if is_zero_grad(one) and one.lineno > lift.lifted[-1].lineno]
 
     def _without_names(self, lift: Lift) -> Iterator[Edit]:
         """What is not needed any more outside of the function."""
@@ -152,7 +161,9 @@ class Lifting:
         for statement in lift.lifted:
             body += text.moved(statement, text.inner)
         body = body[1:] if body and not body[0] else body
-        lines = [line for statement in lift.before for line in text.moved(statement, text.margin)]
+        resets = self._resets_behind(lift)
+        ahead = (statement for statement in lift.before if statement not in resets)
+        lines = [line for statement in ahead for line in text.moved(statement, text.margin)]
         lines = lines[1:] if lines and not lines[0].strip() else lines
         if lines or (text.above and not text.above.endswith(":")):
             lines.append("")

@@ -492,3 +492,30 @@ def test_what_is_only_evaluated_draws_its_random_numbers_where_nothing_reads_the
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_a_reset_of_gradients_behind_the_loss_stays_above_what_was_the_backward():
+    assert loop_of("""\
+        for x, y in loader:
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+
+            # start afresh
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(model.weight.grad.norm())
+        """).startswith(
+        textwrap.dedent("""\
+        for x, y in loader:
+            def forward(x, y):
+                out = model(x)
+                loss = F.cross_entropy(out, y)
+                return loss
+
+            # start afresh
+            model.zero_grad()
+            memory.forward_backward(forward, x, y)
+            memory.step(optimizer, zero_grad=False)
+        """)
+    )

@@ -80,6 +80,7 @@ def test_backwards_that_both_branches_begin_with_run_ahead_of_them_so_that_the_b
         loss = model(x, y)
         return scaler.scale(loss) if scaler is not None else loss
 
+    optimizer.zero_grad()
     memory.forward_backward(forward, x, y)
     if scaler is not None:
         scaler.step(optimizer)
