@@ -143,7 +143,10 @@ def _becomes_array(forward: Forward, trace: Trace) -> bool:
 
 def _is_only_looked_at(forward: Forward, trace: Trace) -> bool:
     """Whether what it gives becomes numbers, text or pictures: nothing goes back through it, nor into training."""
-    origin = forward.origin
+    origin, function = forward.origin, forward.site.function
+    for_a_target = "target" in f"{forward.path} {function.name if function is not None else ''}".lower()
+    if for_a_target or not forward.given:
+        return False
     kept = any(origin in keep.origins for keep in trace.keeps.values())
     if forward.escaped or forward.stored or kept or any(origin in origins for _, origins in trace.handed_on):
         return False
@@ -238,17 +241,17 @@ def _is_a_sample(forward: Forward, training_runs: set[int], waited_for: set[int]
     return any(
         isinstance(guard.statement, ast.If)
         and guard.value
-        and (is_window_test(guard.test) or _is_one_round(guard.test, loop))
+        and (is_window_test(guard.test) or _picks_rounds(guard.test, loop))
         and id(guard.statement) not in waited_for
         and not _is_read_later(guard.statement, forward, loop)
         for guard in site.guards_within(loop)
     )
 
 
-def _is_one_round(test: ast.expr, loop: Loop) -> bool:
-    """`i == 0`, of what a loop counts."""
+def _picks_rounds(test: ast.expr, loop: Loop) -> bool:
+    """`i == 0`, `i == len(loader) - 1`, `i in shown`, of what a loop counts."""
     match test:
-        case ast.Compare(ast.Name(counter), [ast.Eq()], [ast.Constant(int())]):
+        case ast.Compare(ast.Name(counter), [ast.Eq() | ast.In()]):
             return not isinstance(loop, ast.While) and counter in names_in(loop.target)
     return False
 

@@ -35,6 +35,11 @@ def _returns_a_state(function: Function) -> bool:
     )
 
 
+def _is_asked_from_elsewhere(function: Function) -> bool:
+    """`translate`, and not `inference_forward`, a part of one, or `validation_step`, whose loop turns gradients off."""
+    return function.evaluates and "forward" not in function.name and not function.name.endswith("_step")
+
+
 def _is_for(parameter: ast.arg, owner: Class) -> bool:
     """Whether a parameter takes objects of a class, by its annotation if it has one."""
     return parameter.annotation is None or ast.unparse(parameter.annotation).strip("'\"") == owner.name
@@ -134,7 +139,7 @@ class Follower(Flow):
             return
         inside = owner is not None and owner.is_module and self._belongs_to_forward(function, owner)
         apart = inside and function.name != "forward"
-        if apart and ("forward" in function.name or not function.evaluates or function in self.ran):
+        if apart and (function in self.ran or not _is_asked_from_elsewhere(function)):
             return
         inside = inside and not apart
         receiver = None if owner is None or function.is_static else self._instance_for(owner)

@@ -92,7 +92,8 @@ class _Uses:
                 return name in _READING
             case ast.Call(func) if node is not func:
                 path = path_of(func) or ""
-                logged = last_name(around) in _LOGGING and root_of(path) not in _COMPUTING
+                method = isinstance(func, ast.Attribute) and root_of(path) not in _COMPUTING
+                logged = method and last_name(around) in _LOGGING
                 return path in _TO_NUMBERS or root_of(path) in _PICTURES or logged
         return isinstance(around, ast.FormattedValue | ast.If | ast.While | ast.Assert)
 

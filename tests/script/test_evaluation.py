@@ -740,6 +740,8 @@ SAMPLED = """
     [
         "if i % 100 == 0: utils.save_image(generator(fixed), 'x.png')",
         "if i % 100 == 0: images = generator(fixed); utils.save_image(images.detach(), 'x.png')",
+        "if i in shown: kept.append(generator(fixed).detach())",
+        "if i == len(loader) - 1: utils.save_image(generator(fixed), 'x.png')",
         "if (i + 1) % 100 == 0 or i == len(loader) - 1: writer.add_images(generator(fixed))",
         "if i == 0: images = generator(fixed); utils.save_image(images.detach(), 'x.png')",
     ],
@@ -757,6 +759,8 @@ def test_a_look_at_the_network_every_few_iterations_is_an_evaluation(report, sam
         "if i % 5 == 0: adversarial_step(generator(noise), optimizer)",
         "penalty = images - ema\n            if i % 5 == 0: ema = generator(fixed).detach()",
         "if warm: utils.save_image(generator(fixed), 'x.png')",
+        "if x in shown: criterion(generator(fixed), x).backward()",
+        "if kind in shown: utils.save_image(generator(fixed), 'x.png')",
         "if epoch == 0: utils.save_image(generator(fixed), 'x.png')",
         "penalty = images - ema\n            if i == 0: ema = generator(fixed).detach()",
         "if i % 100 == 0:\n                with torch.no_grad(): utils.save_image(generator(fixed), 'x.png')",

@@ -51,6 +51,9 @@ def test_what_becomes_numbers_in_a_training_iteration_needs_no_graph(report, loo
         "remember(model(z).detach())",
         # read at the end of one round, trained on in the next
         "print(x.sum().item()); x = model(z).detach()",
+        "best = target_net(z).max().item(); criterion(other(x), y + best).backward()",
+        "chance = model(z).softmax(1); criterion(other(x), log(chance).detach()).backward()",
+        "print(f'{model.count_weights():.2e}')",
         # nothing of it is read: a look at shapes, or at what hooks do
         "print(model(z).shape)",
         "out = model(z); size = out.size(0)",

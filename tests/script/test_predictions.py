@@ -486,6 +486,7 @@ def test_a_method_that_runs_the_parts_of_its_network_for_tokens_needs_no_graph(r
         ("generate", "return torch.stack(tokens), scores.log_softmax(-1)", ""),
         ("generate", "self.scores = scores", ""),
         ("forward_step", "return torch.stack(tokens)", ""),
+        ("validation_step", "return torch.stack(tokens)", ""),
         ("inference_forward", "x[:] = scores\n            return x", ""),
         # the only call of it is made without gradients
         ("generate", "return tokens", "with torch.no_grad(): Translator().generate(x)"),
