@@ -65,7 +65,8 @@ class EvalWithGrad(Rule):
     def check(self, script: Script) -> Iterator[Finding]:
         if script.is_test_module:
             return
-        recorded = [forward for forward in script.evaluation_forwards if forward.records_graph]
+        forwards = [forward for forward in script.evaluation_forwards if forward.records_graph]
+        recorded = [forward for forward in forwards if not script.is_array_at_once(forward)]
         for forward in script.distinct(script.where_asked_for(recorded)):
             yield self.finding(
                 script.place(forward.node),

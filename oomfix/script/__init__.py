@@ -34,13 +34,13 @@ from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.named_like import looks_like_forward, looks_like_loss
-from oomfix.script.names import last_of, path_of
+from oomfix.script.names import last_of, path_of, receivers
 from oomfix.script.nodes import Nodes, Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
 from oomfix.script.recurrent_states import CarriedState, carried_states
 from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
-from oomfix.script.torch_facts import BACKWARD_HOOKS, OTHER_LIBRARIES
+from oomfix.script.torch_facts import BACKWARD_HOOKS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import lost_tails
@@ -137,6 +137,22 @@ class Script:
     def evaluation_forwards(self) -> list[Forward]:
         """Every forward of an evaluation pass, with gradients on or off, on each way that leads to it."""
         return find_evaluation_forwards(self.trace, self._training_runs)
+
+    def is_array_at_once(self, forward: Forward) -> bool:
+        """`net(x).cpu().numpy()`, which torch refuses where a graph was recorded: there is none."""
+        return forward.node in self._arrays_at_once
+
+    @cached_property
+    def _arrays_at_once(self) -> set[ast.expr]:
+        """What `numpy` is asked of, and all that it was made of by methods, where none of them takes a graph off."""
+        found: set[ast.expr] = set()
+        for node in self.imports.nodes.of(ast.Attribute):
+            if node.attr == "numpy":
+                chain = list(receivers(node.value))
+                asked = {part.func if isinstance(part, ast.Call) else part for part in chain}
+                if not any(isinstance(part, ast.Attribute) and part.attr in LEAVING_THE_GRAPH for part in asked):
+                    found.update(chain)
+        return found
 
     def where_asked_for(self, forwards: list[Forward]) -> list[Forward]:
         """Forwards in methods of networks that training runs as well, each at the call that an evaluation makes."""

@@ -156,3 +156,23 @@ def test_a_decoder_that_is_fed_its_own_words_needs_no_graph(report):
     """
     found = report(code + "\n        model.eval()")
     assert [line for code, line in found if code == "OOM201"] == [4, 7]
+
+
+@pytest.mark.parametrize(
+    ("chain", "found"),
+    [
+        ("numpy()", []),
+        ("cpu().numpy()[0]", []),
+        ("detach().numpy()", [("OOM201", 5)]),
+        ("data.numpy()", [("OOM201", 5)]),
+    ],
+)
+def test_what_numpy_takes_as_it_is_was_made_without_a_graph(report, chain, found):
+    code = f"""
+        import torch
+        autoencoder = load()
+        autoencoder.eval()
+        for x in test_loader:
+            codes = autoencoder(x).{chain}
+    """
+    assert report(code) == found
