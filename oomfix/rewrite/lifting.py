@@ -54,8 +54,11 @@ class Lifting:
         if after and text.begins_a_paragraph(lift.site.statement):
             after.append("")
         resets = [line for statement in self._resets_behind(lift) for line in text.moved(statement, text.margin)]
-        resets = resets if not resets or not resets[0].strip() else ["", *resets]
-        lines = [*definition, *(resets or [""]), *comments, *call[:-1], call[-1] + behind, *after]
+        if resets and resets[0].strip():
+            resets = ["", *resets]
+        if not resets or text.is_parted(lift.site.statement):
+            resets.append("")
+        lines = [*definition, *resets, *comments, *call[:-1], call[-1] + behind, *after]
         return [Edit(text.start, stop, newline.join(lines)), *self._without_names(lift)]
 
     @staticmethod
@@ -248,11 +251,14 @@ class _Text:
     def moved(self, statement: ast.stmt, to: str) -> list[str]:
         """A statement's lines at another margin, with the blank line that stands above them."""
         lines = self.chunk(statement)
-        above = Lines(lines.first - 1, lines.first - 1)
-        blank = above.first > self._header and not self._layout.source.lines[above.first - 1].strip()
-        return (self._layout.moved(above, self.margin, to) if blank else []) + self._layout.moved(
-            lines, self.margin, to
-        )
+        blank = Lines(lines.first - 1, lines.first - 1)
+        above = self._layout.moved(blank, self.margin, to) if self.is_parted(statement) else []
+        return above + self._layout.moved(lines, self.margin, to)
+
+    def is_parted(self, statement: ast.stmt) -> bool:
+        """Whether a blank line stands above a statement and its comments."""
+        above = self.chunk(statement).first - 1
+        return above > self._header and not self._layout.source.lines[above - 1].strip()
 
     def begins_a_paragraph(self, statement: ast.stmt) -> bool:
         """Whether a blank line stands above a statement, and none below it or below all of its block."""

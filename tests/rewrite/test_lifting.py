@@ -501,7 +501,8 @@ def test_a_reset_of_gradients_behind_the_loss_stays_above_what_was_the_backward(
             loss = F.cross_entropy(out, y)
 
             # start afresh
-            model.zero_grad()
+            model.zero_grad()  # all of it
+
             loss.backward()
             optimizer.step()
             print(model.weight.grad.norm())
@@ -514,7 +515,8 @@ def test_a_reset_of_gradients_behind_the_loss_stays_above_what_was_the_backward(
                 return loss
 
             # start afresh
-            model.zero_grad()
+            model.zero_grad()  # all of it
+
             memory.forward_backward(forward, x, y)
             memory.step(optimizer, zero_grad=False)
         """)
