@@ -130,7 +130,7 @@ def test_a_single_cross_entropy_is_a_mean_over_targets_though_no_check_could_be_
 def test_a_batch_is_not_split_by_targets_in_a_window_that_is_averaged_over_samples(model):
     """Which of two cross entropies counts no check could say at the first call; the second has others in each part."""
     data, memory = batches(8, 8), runtime.preset("16gb", precision="fp32", micro_batches=4)
-    data[1][1][1:6] = 3
+    data[1][1][1] = 3
 
     def loss(out, y):
         return over_targets(out, y) + over_targets(2 * out, y)
@@ -142,6 +142,19 @@ def test_a_batch_is_not_split_by_targets_in_a_window_that_is_averaged_over_sampl
             hook.remove()
     expected = sum(gradient(model, [batch], loss) for batch in data) / 2
     assert close(model.weight.grad, expected)
+
+
+def test_a_least_divisor_that_changes_within_a_window_is_refused_in_parts_too(model):
+    """Both batches are means over what a mask leaves, the second divided by at least 40 instead of 1."""
+    data, memory = batches(8, 8), runtime.preset("16gb", precision="fp32", micro_batches=4)
+
+    def forward(x, y, least):
+        of_each = (model(x) ** 2).sum(1) * (y < 3)
+        return of_each.sum() / (y < 3).sum().clamp(min=least)
+
+    with pytest.raises(RuntimeError, match="the same least divisor"):
+        for (x, y), least in zip(memory.accumulate(data, 2), (1, 3), strict=True):
+            memory.forward_backward(forward, x, y, least)
 
 
 def test_a_backward_that_failed_weighs_nothing(model, sgd):
