@@ -144,6 +144,33 @@ def test_a_batch_is_not_split_by_targets_in_a_window_that_is_averaged_over_sampl
     assert close(model.weight.grad, expected)
 
 
+def test_an_empty_batch_does_not_decide_what_its_window_is_a_mean_of(model):
+    """A mean over what a mask leaves, which is 6 samples of one batch and 2 of the next."""
+    data, memory = batches(0, 8, 8), runtime.preset("16gb", precision="fp32")
+    data[2][1][:5] = 3
+
+    def forward(x, y):
+        counts = y < 3
+        return ((model(x) ** 2).sum(1) * counts).sum() / counts.sum().clamp(min=1)
+
+    for x, y in memory.accumulate(data, 3):
+        memory.forward_backward(forward, x, y)
+    (expected,) = torch.autograd.grad(forward(*(torch.cat(parts) for parts in zip(*data, strict=True))), [model.weight])
+    assert close(model.weight.grad, expected)
+
+
+def test_a_preset_that_is_off_divides_by_the_batches_of_a_window(model, sgd):
+    """As scripts do by hand; the last window has one batch."""
+    data, memory, seen = batches(4, 6, 5), runtime.preset("off"), []
+    for x, y in memory.accumulate(data, 2):
+        by_forward_backward(memory, model, x, y)
+        if memory.window_closed:
+            seen.append(model.weight.grad)
+            model.weight.grad = None
+    assert close(seen[0], (gradient(model, data[:1]) + gradient(model, data[1:2])) / 2)
+    assert close(seen[1], gradient(model, data[2:]))
+
+
 def test_a_least_divisor_that_changes_within_a_window_is_refused_in_parts_too(model):
     """Both batches are means over what a mask leaves, the second divided by at least 40 instead of 1."""
     data, memory = batches(8, 8), runtime.preset("16gb", precision="fp32", micro_batches=4)

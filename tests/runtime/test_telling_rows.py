@@ -183,6 +183,25 @@ def test_sequences_that_differ_in_length_for_the_first_time_are_checked_at_once(
             assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
 
 
+def test_a_forward_hook_that_comes_after_a_check_is_checked_at_once():
+    """It leaves no node in the graph, and centres what the batch gives; the third call is not one to check."""
+
+    def centred(module, args, out):
+        out.data.sub_(out.data.mean(0))
+
+    model, plain, x = network(), network(), rows(12)
+    memory = runtime.preset("16gb", micro_batches=3)
+    for call in range(1, 4):
+        if call == 3:
+            model.register_forward_hook(centred)
+            plain.register_forward_hook(centred)
+        model.zero_grad()
+        memory.forward_backward(lambda x: model(x).pow(2).mean(), x)
+    plain(x).pow(2).mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+
+
 def test_what_batches_of_two_rows_could_not_show_is_checked_at_the_first_larger_one():
     """Samples of a class depend on each other, which is in no small batch; the third call is not one to check."""
     model, plain = network(), network()
