@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from operator import or_
 
+from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.layout import Layout
@@ -26,6 +28,11 @@ _SCALERS = (
     "torch.amp.grad_scaler.GradScaler",
 )
 _SLOTS = {"device": ("device_type", "dtype", "enabled"), "cuda": ("enabled", "dtype")}
+
+
+def _ways(value: ast.expr) -> list[ast.expr]:
+    """What a conditional expression may give."""
+    return [*_ways(value.body), *_ways(value.orelse)] if isinstance(value, ast.IfExp) else [value]
 
 
 class Amp:
@@ -53,6 +60,16 @@ class Amp:
     def is_autocast(self, node: ast.With | ast.AsyncWith) -> bool:
         """Whether a `with` switches autocast on."""
         return any(id(item.context_expr) in self._nodes for item in node.items)
+
+    def holds_autocast(self, node: ast.With) -> bool:
+        """Whether a `with` is about a name for autocast alone: `context = autocast() if amp else nullcontext()`."""
+        paths = {path_of(item.context_expr) for item in node.items}
+        pairs = [pair for assign in self._script.imports.nodes.of(ast.Assign) for pair in bindings(assign)]
+        held = [value for target, value in pairs if path_of(target) in paths - {None}]
+        ways = [way for value in held for way in _ways(value)]
+        switches = [id(way) in self._nodes for way in ways]
+        nothing = [isinstance(way, ast.Call) and last_name(way) == "nullcontext" for way in ways]
+        return any(switches) and all(map(or_, switches, nothing))
 
     def why_left_alone(self, backwards: Iterable[Backward]) -> str | None:
         """Why a loop's precision cannot be handed over, or None."""

@@ -31,7 +31,7 @@ def end_autocast_edits(reading: Reading) -> dict[int, Edit]:
         block = next(blocks.ancestors(statement), None)
         if not isinstance(statement, ast.Expr) or not isinstance(block, ast.With):
             continue
-        edit = _ended_at(block, statement, reading)
+        edit = _ended_at(block, statement, reading) if reading.amp.is_autocast(block) else None
         if edit is not None:
             edits.setdefault(event.node.lineno, edit)
     return edits
@@ -54,7 +54,8 @@ def metric_edits(reading: Reading) -> dict[int, list[Edit]]:
             if runs_network or not _is_for_effect(statement) or names_bound(statement) & made:
                 break
             first = statement
-        edit = _ended_at(block, first, reading) if first is not None else None
+        is_autocast = reading.amp.is_autocast(block) or reading.amp.holds_autocast(block)
+        edit = _ended_at(block, first, reading) if first is not None and is_autocast else None
         if edit is not None:
             edits.setdefault(loop.line, []).append(edit)
     return edits
@@ -105,9 +106,9 @@ def _is_for_effect(statement: ast.stmt, *, differentiated: bool = True) -> bool:
 
 
 def _ended_at(block: ast.With, statement: ast.stmt, reading: Reading) -> Edit | None:
-    """The edit that ends a block of autocast alone ahead of one of its statements, but for the first."""
+    """The edit that ends a block of one context ahead of one of its statements, but for the first."""
     index = block.body.index(statement) if statement in block.body else 0
-    if not index or len(block.items) != 1 or not reading.amp.is_autocast(block):
+    if not index or len(block.items) != 1:
         return None
     layout = reading.layout
     moved = [layout.chunk(other, block.body, block.lineno) for other in block.body[index:]]

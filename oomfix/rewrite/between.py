@@ -135,7 +135,7 @@ def _check_passing(statement: ast.stmt, others: list[ast.stmt], reading_is_fine:
     changed, paths = changed_paths(statement), paths_read(statement)
     for other in others:
         if bound & (names_bound(other) | names_read(other)) or (read & names_bound(other) and not reading_is_fine):
-            raise CannotLift(f"line {statement.lineno} depends on its place between the steps to the loss")
+            raise CannotLift(f"line {statement.lineno} has to stay where it is, between lines that compute the loss")
         if overlap(changed, paths_read(other)) or overlap(changed_paths(other), paths):
             raise CannotLift(f"line {statement.lineno} may change what the loss is computed from")
 

@@ -157,9 +157,20 @@ class Judge:
             for node in walk(body):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
                     receiver = ast.unparse(node.func.value)
-                    named = "optim" in receiver.lower() or looks_like_optimizer(path_of(node.func.value) or "")
+                    path = self._container_of(node.func.value) or path_of(node.func.value)
+                    named = "optim" in receiver.lower() or looks_like_optimizer(path or "")
                     if named and "sched" not in receiver.lower():
                         yield Step(node, event.site, event.order, optimizer=receiver, scaled=False)
+
+    def _container_of(self, element: ast.expr) -> str | None:
+        """The path of what a loop takes a name from: `opts` of `for o in opts`, `for o in opts.values()`."""
+        for loop in self._blocks.ancestors(element) if isinstance(element, ast.Name) else ():
+            if isinstance(loop, ast.For) and path_of(loop.target) == path_of(element):
+                held = loop.iter
+                if isinstance(held, ast.Call) and isinstance(held.func, ast.Attribute) and held.func.attr == "values":
+                    held = held.func.value
+                return path_of(held)
+        return None
 
     def _engines_reason(self, node: ast.Call) -> str:
         if "deepspeed" in self._script.source.text.lower():

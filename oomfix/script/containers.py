@@ -42,9 +42,9 @@ class Containers(ContextsByHand):
             return NONE
         if name in ("copy", "values", "keys", "union"):
             return receiver
-        if name == "items" and receiver.graph:
-            entry = Value(Kind.TENSOR, receiver.graph, receiver.origins)
-            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=(NUMBER, entry)),))
+        if name == "items" and (receiver.graph or receiver.items):
+            held = self.element(receiver) if receiver.items else Value(Kind.TENSOR, receiver.graph, receiver.origins)
+            return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=(NUMBER, held)),))
         if name == "clear":
             self.assign(node.func.value, Value(Kind.CONTAINER), self.statement)
             return NONE

@@ -174,7 +174,7 @@ class Expressions(Calls):
         for key in node.keys:
             if key is not None:
                 self.evaluate(key)
-        if any(value.kind is Kind.CONTEXT for value in values):
+        if any(value.kind in (Kind.CONTEXT, Kind.OPTIMIZER) for value in values):
             return Value(Kind.SEQUENCE, items=tuple(values))  # `contexts[precision]`: one of them
         content = combine(values)
         pairs = [
@@ -262,7 +262,7 @@ class Expressions(Calls):
                 self.evaluate(condition)
         content = self.evaluate(node.value if isinstance(node, ast.DictComp) else node.elt)
         content_flat = flatten(content)
-        if content.kind is Kind.MODULE:
+        if content.kind in (Kind.MODULE, Kind.OPTIMIZER):
             return Value(Kind.SEQUENCE, items=(content,))
         return Value(Kind.CONTAINER, content_flat.graph, content_flat.origins)
 

@@ -117,3 +117,11 @@ def test_a_loss_that_a_function_returns_is_added_up_in_its_autocast_block():
         """)
     assert forms == [("micro-batched", None)]
     assert "        loss += F" in text
+
+
+@pytest.mark.parametrize("other", ["nullcontext()", "torch.autocast('cpu')", "profiler()"])
+def test_metrics_leave_a_block_of_a_name_that_is_nothing_but_autocast(other):
+    held = f"context = torch.autocast('cuda') if torch.cuda.is_available() else {other}\n"
+    text, forms = apply(held + METRICS.replace('torch.autocast("cuda"):', "context:"))
+    assert forms[0][0] == ("in-place" if other == "profiler()" else "micro-batched")
+    assert ("    loss = memory.forward_backward(forward, x, y)\n    seen.append" in text) == (other != "profiler()")

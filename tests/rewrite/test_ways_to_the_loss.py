@@ -79,7 +79,7 @@ def test_a_guard_still_ends_the_run():
 @pytest.mark.parametrize("test", ["loss > 9", "torch.isnan(loss) or loss > 9"])
 def test_a_guard_that_weighs_the_loss_sees_that_of_the_whole_batch(test):
     _, loops = apply(GUARDED.replace("torch.isnan(loss)", test))
-    assert loops == [("in-place", "line 10 depends on its place between the steps to the loss")]
+    assert loops == [("in-place", "line 10 has to stay where it is, between lines that compute the loss")]
 
 
 ALTERNATIVES = """\
