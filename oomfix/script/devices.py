@@ -64,11 +64,12 @@ class Devices:
         if self._hides_gpus:
             return False
         followed, names = self._devices_of_tensors
-        idle = [*self._overruled, *self._unused, *self._said, *followed]
+        elsewhere = bool(self._overruled) or self._runs_elsewhere
+        idle = [*self._overruled, *self._unused, *self._said, *followed, *(self._printed if elsewhere else ())]
         text = _SEED.sub("", _DEVICE_OF_A_TENSOR.sub("", self._without(idle)))
         if names:
             text = re.sub(rf"(?:\bdevice\s*=|\.to\()\s*(?:{'|'.join(names)})\b", "", text)
-        if self._overruled or self._runs_elsewhere:
+        if elsewhere:
             return bool(_CUDA.search(_IDLE_CALL.sub("", text)))
         return bool(_CUDA.search(text) or _DEVICE.search(text))
 
@@ -124,6 +125,12 @@ class Devices:
     def _said(self) -> list[ast.expr]:
         """Docstrings, and other texts that stand alone."""
         return [node.value for node in self._nodes.of(ast.Expr) if isinstance(node.value, ast.Constant)]
+
+    @property
+    def _printed(self) -> list[ast.expr]:
+        """`print(f"{device}, GPU: {torch.cuda.is_available()}")`, of a script that runs elsewhere."""
+        printed = (node for node in self._nodes.of(ast.Call) if path_of(node.func) == "print")
+        return [text for node in printed for text in node.args if isinstance(text, ast.JoinedStr | ast.Constant)]
 
     @cached_property
     def _unused(self) -> list[ast.stmt | ast.alias]:

@@ -252,8 +252,20 @@ def _picks_rounds(test: ast.expr, loop: Loop) -> bool:
     """`i == 0`, `i == len(loader) - 1`, `i in shown`, of what a loop counts."""
     match test:
         case ast.Compare(ast.Name(counter), [ast.Eq() | ast.In()]):
-            return not isinstance(loop, ast.While) and counter in names_in(loop.target)
+            return counter in _counters(loop)
     return False
+
+
+def _counters(loop: Loop) -> set[str]:
+    """What a loop goes through by itself, and what its body counts: `batch += 1`."""
+    counted = {
+        statement.target.id
+        for statement in loop.body
+        if isinstance(statement, ast.AugAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(statement.value, ast.Constant)
+    }
+    return counted if isinstance(loop, ast.While) else counted | names_in(loop.target)
 
 
 def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:

@@ -22,6 +22,7 @@ def trains_on_cuda(read, *lines: str) -> bool:
         ("if torch.cuda.is_available():\n    device = 'cuda'\nelse:\n    device = 'cpu'", "device = 'cpu'"),
         ('device = "cuda"', 'device = "cuda:1"', 'device = "cpu"'),
         ('device = "cpu"', "torch.cuda.manual_seed_all(0)", "torch.cuda.empty_cache()"),
+        ('device = "cpu"', "print(f'{device}, not cuda: {torch.cuda.is_available()}')", "print('no GPU', device)"),
         ('os.environ["CUDA_VISIBLE_DEVICES"] = ""', EITHER, "model = Net().to(device)"),
         ('os.environ["CUDA_VISIBLE_DEVICES"] = "-1"', EITHER, "model = Net().to(device)"),
     ],

@@ -744,6 +744,7 @@ SAMPLED = """
         "if i == len(loader) - 1: utils.save_image(generator(fixed), 'x.png')",
         "if (i + 1) % 100 == 0 or i == len(loader) - 1: writer.add_images(generator(fixed))",
         "if i == 0: images = generator(fixed); utils.save_image(images.detach(), 'x.png')",
+        "if done == batches: utils.save_image(generator(fixed).data, 'x.png')\n            done += 1",
     ],
 )
 def test_a_look_at_the_network_every_few_iterations_is_an_evaluation(report, sampling):
@@ -762,6 +763,7 @@ def test_a_look_at_the_network_every_few_iterations_is_an_evaluation(report, sam
         "if x in shown: criterion(generator(fixed), x).backward()",
         "if kind in shown: utils.save_image(generator(fixed), 'x.png')",
         "if epoch == 0: utils.save_image(generator(fixed), 'x.png')",
+        "if mode == 3: utils.save_image(generator(fixed), 'x.png')",
         "penalty = images - ema\n            if i == 0: ema = generator(fixed).detach()",
         "if i % 100 == 0:\n                with torch.no_grad(): utils.save_image(generator(fixed), 'x.png')",
     ],
