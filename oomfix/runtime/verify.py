@@ -102,11 +102,6 @@ def _with_results(
         in_larger_parts = _with_rows_that_fit(together, run)
         if in_larger_parts is None or not in_larger_parts.failed:
             return in_larger_parts, together
-    if found is not None and found.verdict.rule is not None and rows.batch.size < _FEW_ROWS:
-        # what is the same of rows that are named again, as their maximum is, shows in other parts of them
-        other = _with_rows_that_fit([_FEWEST_ROWS, 2], run)
-        if other is not None and not other.failed and other.verdict.rule is None:
-            found = other
     return found, few
 
 

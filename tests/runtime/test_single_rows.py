@@ -9,6 +9,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.verify import check
 
 
@@ -26,7 +27,7 @@ class Scores(nn.Module):
         if self.most_rows is not None and torch.is_grad_enabled():
             self.sizes.append(len(x))
             if len(x) > self.most_rows:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                raise OutOfMemoryError("CUDA out of memory.")
         return self.layers(x).squeeze()
 
 
@@ -131,7 +132,7 @@ def test_what_fails_on_single_rows_is_evaluated_in_larger_parts():
 
     def predict(x):
         if len(x) > 6:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise OutOfMemoryError("CUDA out of memory.")
         return model(x)
 
     x, _ = rows(9)
