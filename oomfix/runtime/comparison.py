@@ -91,6 +91,7 @@ class Evidence:
         counts_nothing: such a number, or one that was compared, was computed, and was 0 on all rows.
         selects: a selection (topk, a random permutation) was made among as many entries as there are rows.
         alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
+        terms: numbers [] that were added up to the loss of all rows.
     """
 
     whole: Any = None
@@ -115,6 +116,7 @@ class Evidence:
     counts_nothing: bool = False
     selects: bool = False
     alike_masks: frozenset[int] = frozenset()
+    terms: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -135,6 +137,7 @@ class _Run:
     masks: list[MaskOfRows | None]
     calls: int
     differentiates: bool
+    terms: list[torch.Tensor]
     drawn_shapes: list[tuple[str, Shape]]
     functions_tell: bool
 
@@ -255,6 +258,7 @@ class _Comparison:
         # operations that the functions called show all of, and that draw nothing, need not be watched in the parts
         light = whole.functions_tell and not found.drew
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
+        found.terms = whole.terms
         parts: list[_Run] = []
         drawn_shapes = [whole.drawn_shapes]
         after = RandomState(own=self._own, of_cpu=False) if found.drew_besides_torch else None
@@ -359,33 +363,39 @@ class _Comparison:
         if light:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):
-                result, divided_by = self._result(args, kwargs, watch)
+                result, divided_by, terms = self._result(args, kwargs, watch)
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
             weights, among, masks = watch.nll_weights, watch.selected_among, watch.masks.seen
-            return _Run(result, self._changes(), weights, divided_by, among, watch.bent, masks, calls, False, [], True)
+            return _Run(
+                result, self._changes(), weights, divided_by, among, watch.bent, masks, calls, False, terms, [], True
+            )
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
         # the watch is passed by every function of torch, so only the runs that are compared by it get it
         drawn = DrawnShapes()
         with watch if begin == 0 else nullcontext(), probe, drawn:
-            result, divided_by = self._result(args, kwargs, watch)
+            result, divided_by, terms = self._result(args, kwargs, watch)
             calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
         left, weights, among = self._changes(), probe.nll_weights, probe.selected_among
         masks, shapes = watch.masks.seen, drawn.drawn_shapes
-        return _Run(result, left, weights, divided_by, among, watch.bent, masks, calls, differentiates, shapes, tell)
+        return _Run(
+            result, left, weights, divided_by, among, watch.bent, masks, calls, differentiates, terms, shapes, tell
+        )
 
-    def _result(self, args: Any, kwargs: Any, watch: Watch) -> tuple[Any, list[Divisor]]:
-        """What the forward returns, and what the loss in it divides by."""
+    def _result(self, args: Any, kwargs: Any, watch: Watch) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
+        """What the forward returns, what the loss in it divides by, and its terms."""
         bounds = Bounds(watch.bent) if self._how.divides else None
         with bounds or nullcontext():
             result = self._forward(*args, **kwargs)
         loss = outputs.loss_in(result)
-        return result, divisors(loss, bounds) if loss is not None and loss.numel() == 1 else []
+        if loss is None or loss.numel() != 1:
+            return result, [], []
+        return result, divisors(loss, bounds), watch.terms_of(loss)
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

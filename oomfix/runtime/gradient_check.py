@@ -69,7 +69,8 @@ def _loss_and_gradients(
 def _judge(evidence: Evidence) -> Verdict:
     """The verdict that losses and gradients give; undecided where they cannot be compared."""
     loss, gradients = evidence.whole
-    rule = rule_choice.choose(loss, [part[0] for part in evidence.parts], evidence.shares) if gradients else Zero()
+    losses = [part[0] for part in evidence.parts]
+    rule = rule_choice.choose(loss, losses, evidence.shares, evidence.terms) if gradients else Zero()
     if rule is None and all(bool(of_part.isfinite()) for of_part, _ in evidence.parts):
         return Verdict(None, DEPEND)
     if rule is None or rule == Zero():

@@ -29,7 +29,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         loss = None  # an evaluation returns what it likes
     if loss is not None and simulated is None and not loss.isfinite().all():
         return Verdict(None, "its loss is not a number on a few rows", undecided=True)
-    rule = rule_choice.choose(evidence.whole, evidence.parts, evidence.shares)
+    rule = rule_choice.choose(evidence.whole, evidence.parts, evidence.shares, evidence.terms)
     trusted = trust and (rule is None or bool(evidence.wrote))
     if rule is None and trust:
         rule = rule_choice.likely(evidence.whole, evidence.parts[0])
@@ -67,7 +67,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
 
 def _rule_of_loss(evidence: Evidence) -> Rule | None:
     losses = [outputs.loss_in(part) for part in evidence.parts]
-    return rule_choice.choose(outputs.loss_in(evidence.whole), losses, evidence.shares)
+    return rule_choice.choose(outputs.loss_in(evidence.whole), losses, evidence.shares, evidence.terms)
 
 
 def _leaves_open(rule: Rule | None, evidence: Evidence) -> bool:

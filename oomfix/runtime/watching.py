@@ -30,6 +30,9 @@ _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_e
 # others that give a mask
 _MASKS = ("eq", "ne", "not_equal", "__eq__", "__ne__", "isfinite", "__invert__", "logical_not", "bitwise_not",
           "__and__", "logical_and", "bitwise_and")  # fmt: skip
+# what gives the sum or difference of two terms of a loss
+_IN_PLACE = ("add_", "__iadd__", "sub_", "__isub__")
+_ADDITIONS = ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", *_IN_PLACE)
 _MOST_ENTRIES = 1024  # of a tensor that is kept to be compared
 # besides those whose names end with an underscore, unless they begin with two
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
@@ -39,6 +42,7 @@ class _Kind(Enum):
     """What a function of torch does, as far as it matters."""
 
     OTHER = auto()
+    ADDS = auto()
     CROSS_ENTROPY = auto()
     WRITES = auto()
     SELECTS = auto()
@@ -66,6 +70,8 @@ def _kind_of(func: Any) -> _Kind:
         return _Kind.READS
     if func in (F.cross_entropy, F.nll_loss):
         return _Kind.CROSS_ENTROPY
+    if name in _ADDITIONS:
+        return _Kind.ADDS
     if name.endswith("_") and (not name.startswith("__") or name in _WRITES):
         return _Kind.WRITES
     if name in _SELECTIONS:
@@ -177,6 +183,7 @@ class Watch(TorchFunctionMode):
         self.bent: list[Bent] = []
         self.calls = 0
         self.masks = ComputedMasks(rows, gaps)
+        self._added: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._rows = rows
         self._held_out = held_out
         self._decided = iter(list(held_out.decisions)) if held_out is not None and held_out.decided else None
@@ -198,6 +205,10 @@ class Watch(TorchFunctionMode):
             return self._cross_entropy(func, args, dict(kwargs))
         if kind is _Kind.READS:
             return self._read(func(*args), args[0])
+        if kind is _Kind.ADDS:
+            if func.__name__ in _IN_PLACE:
+                self._about_to_write(args)
+            return self._add(func, args, kwargs)
         if kind is _Kind.WRITES:
             self._about_to_write(args)
         elif kind is _Kind.SELECTS:
@@ -240,6 +251,30 @@ class Watch(TorchFunctionMode):
                 is_plain = compat.beneath_transforms(written) is written
                 if is_plain and written.untyped_storage()._cdata in self._outside:
                     self._writes.about_to_write(written)
+
+    def terms_of(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """The numbers [] that were added up to the loss, by operators."""
+        found, sums, seen = [], [loss], set()
+        while sums:
+            total = sums.pop()
+            if id(total) not in seen and id(total) in self._added:
+                seen.add(id(total))
+                for term, value in self._added[id(total)][1]:
+                    found.append(value)
+                    sums.append(term)
+        return found
+
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        terms = [value for value in args[:2] if isinstance(value, torch.Tensor)]
+        are_numbers = all(
+            term.dim() == 0 and term.is_floating_point() and compat.beneath_transforms(term) is term for term in terms
+        )
+        values = [(term, term.detach().clone()) for term in terms] if are_numbers else []
+        result = func(*args, **kwargs)
+        if values:
+            # kept, so that no other tensor gets its number
+            self._added.setdefault(id(result), (result, []))[1].extend(values)
+        return result
 
     def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = args[0] if args else kwargs.get("input")

@@ -1,0 +1,91 @@
+"""Losses whose terms nearly cancel each other, such as a critic's two means, are as exact as their terms."""
+
+import pytest
+import torch
+from torch import nn
+
+from oomfix import runtime
+
+BATCHES = 9
+DTYPES = [torch.float32, torch.float64]
+
+
+def critic(dtype, spread):
+    """A network whose outputs are 0.01, apart from each other by about `spread`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
+    with torch.no_grad():
+        model[2].weight.mul_(spread)
+        model[2].bias.fill_(0.01)
+    return model
+
+
+def trained(loss, dtype, spread, then=lambda model: None, **overrides):
+    """The parameters after some steps, `then` called behind each, and the report."""
+    runtime.reset()
+    memory = runtime.preset("16gb", precision="fp32", **overrides)
+    model = memory.prepare(critic(dtype, spread))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def forward(real, made):
+        return loss(model(real), model(made))
+
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(BATCHES):
+        real, made = (torch.randn(12, 6, generator=generator, dtype=dtype) for _ in range(2))
+        memory.forward_backward(forward, real, made)
+        memory.step(optimizer)
+        then(model)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), str(memory.report())
+
+
+def difference(real, made):
+    return -real.mean() + made.mean()
+
+
+def difference_in_place(real, made):
+    loss = made.mean()
+    loss -= real.mean()
+    return loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss", [difference, difference_in_place])
+def test_what_a_first_check_saw_holds_where_later_losses_cancel(loss, dtype, caplog):
+    """A critic whose weights are clipped after each step: its outputs are alike from the first one on."""
+
+    @torch.no_grad()
+    def clip(model):
+        model[2].weight.fill_(1e-7 if dtype == torch.float32 else 1e-16)
+        model[2].bias.fill_(0.01)
+
+    _, report = trained(loss, dtype, 1.0, clip, micro_batches=3)
+    assert "depend" not in caplog.text
+    assert f"3 micro-batches, {BATCHES} training calls" in report
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loss_of_terms_that_cancel_trains_the_same_in_parts(dtype):
+    whole, _ = trained(difference, dtype, 1e-3)
+    split, report = trained(difference, dtype, 1e-3, micro_batches=3)
+    assert "3 micro-batches" in report
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=0)
+
+
+def test_a_dependence_that_is_larger_than_rounding_is_seen_behind_terms_that_cancel():
+    def coupled(real, made):
+        return difference(real, made) + (real - real.mean()).pow(2).mean()
+
+    _, report = trained(coupled, torch.float32, 0.1, micro_batches=3)
+    assert "samples depend on each other" in report
+
+
+def test_a_large_number_that_is_no_term_of_the_loss_hides_nothing():
+    seen = torch.tensor(1e9)
+
+    def coupled(real, made):
+        (seen + real.detach().sum()).sqrt()
+        return (real - real.mean()).pow(2).mean() + made.pow(2).mean()
+
+    _, report = trained(coupled, torch.float32, 1.0, micro_batches=3)
+    assert "samples depend on each other" in report
