@@ -12,6 +12,7 @@ from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import nodes_of_scope
 from oomfix.script import Script
 from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
 
 
 def skips_if_not_finite(statement: ast.stmt) -> bool:
@@ -40,7 +41,7 @@ class SkippedBatches:
         self._script, self._blocks, self._manager = script, blocks, manager
 
     def check(self, lift: Lift) -> None:
-        """Whether the gradients of skipped batches are dropped before any others are added to them.
+        """Whether the gradients of skipped batches are dropped before others are added to them, and used by nothing.
 
         Raises:
             CannotLift: they may stay; says which line skips the batch.
@@ -50,7 +51,8 @@ class SkippedBatches:
         for statement in lift.after:
             if skips_if_not_finite(statement):
                 resets = self._resets([*ahead, *getattr(statement, "body", [])])
-                if self._backward_raises or not self._stepped <= resets:
+                stays = self._is_used_elsewhere(block[block.index(lift.site.end) + 1 :])
+                if stays or self._backward_raises or not self._stepped <= resets:
                     keyword = leaves(statement)
                     raise CannotLift(f"`{keyword}` in line {statement.lineno} stands between forward and backward")
             elif not any(map(is_zero_grad, ahead)):
@@ -58,11 +60,25 @@ class SkippedBatches:
                 if raises and self._blocks.may_be_skipped_by_exceptions(statement):
                     raise CannotLift(f"line {raises[0].lineno} may skip the batch between forward and backward")
 
+    def _is_used_elsewhere(self, skipped: list[ast.stmt]) -> bool:
+        """Whether something steps or reads gradients that is not among the statements that are skipped as well."""
+        inside = {node for statement in skipped for node in walk(statement)}
+        read = (
+            node
+            for node in self._script.imports.nodes.of(ast.Attribute)
+            if node.attr == "grad" and isinstance(node.ctx, ast.Load)
+        )
+        return any(node not in inside for node in (*self._steps, *read))
+
+    @cached_property
+    def _steps(self) -> list[ast.Call]:
+        calls = self._script.calls_of_method("step")
+        return [call for call in calls if path_of(call.func) == f"{self._manager}.step" and call.args]
+
     @cached_property
     def _stepped(self) -> set[str | None]:
-        """The access paths of the optimizers that step anywhere in the script; None for one without."""
-        calls = self._script.calls_of_method("step")
-        return {path_of(call.args[0]) for call in calls if path_of(call.func) == f"{self._manager}.step" and call.args}
+        """The access paths of the optimizers that step; None for one without."""
+        return {path_of(call.args[0]) for call in self._steps}
 
     @cached_property
     def _backward_raises(self) -> bool:

@@ -12,6 +12,7 @@ from oomfix.script.externals import Externals, divisors_of, has_integers
 from oomfix.script.methods import SAME_MODULE
 from oomfix.script.named_like import looks_like_loss, looks_like_metric, looks_like_module, looks_like_training
 from oomfix.script.names import MOVES, last_of, path_of
+from oomfix.script.nodes import asks_for_gradients
 from oomfix.script.trace import Event, Handed
 from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine, flatten
 
@@ -38,7 +39,7 @@ class Calls(Externals):
             {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords},
         )
         value = self._call_value(node, function, result, given)
-        if _makes_a_leaf(node) and value.kind in (Kind.TENSOR, Kind.UNKNOWN) and not value.graph:
+        if asks_for_gradients(node) and value.kind in (Kind.TENSOR, Kind.UNKNOWN) and not value.graph:
             return Value(Kind.TENSOR, Graph.MAYBE)  # a loss may go back to it, through a frozen network too
         return value
 
@@ -258,11 +259,3 @@ def _path_of_each(node: ast.expr) -> str | None:
     if path is None and isinstance(node, ast.Subscript) and (holder := path_of(node.value)) is not None:
         return f"{holder}[*]"
     return path
-
-
-def _makes_a_leaf(node: ast.Call) -> bool:
-    """`torch.randn(3, requires_grad=True)`."""
-    return any(
-        keyword.arg == "requires_grad" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
-        for keyword in node.keywords
-    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from oomfix.script.names import last_of, path_of
-from oomfix.script.nodes import Scope, encloses, walk
+from oomfix.script.nodes import Scope, asks_for_gradients, encloses, walk
 from oomfix.script.rounds import carries_over, feeds_itself, read_first
 from oomfix.script.trace import Backward, Loop, Trace, exclude_each_other
 
@@ -168,7 +168,4 @@ def _computes(node: ast.expr) -> bool:
 
 def _is_leaf(call: ast.Call) -> bool:
     """Whether a call makes a tensor that requires gradients."""
-    return last_of(path_of(call.func)) == "Parameter" or any(
-        keyword.arg == "requires_grad" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
-        for keyword in call.keywords
-    )
+    return last_of(path_of(call.func)) == "Parameter" or asks_for_gradients(call)

@@ -106,3 +106,13 @@ def test_gradients_of_parts_that_something_else_trains_stay():
 def test_a_search_for_anomalies_would_raise_in_the_backward():
     _, loops = apply("torch.autograd.set_detect_anomaly(True)\n" + textwrap.dedent(LOOP))
     assert loops == [("in-place", STAYS.replace("11", "12"))]
+
+
+def test_a_step_behind_the_loop_would_apply_the_gradients_of_the_skipped_batch():
+    behind = textwrap.dedent(LOOP.replace("continue", "break")) + "optimizer.step()\n"
+    assert apply(behind)[1] == [("in-place", STAYS.replace("continue", "break"))]
+
+
+@pytest.mark.parametrize("reader", ["print(model.weight.grad)", "norms = [p.grad.norm() for p in model.parameters()]"])
+def test_gradients_that_are_read_behind_the_loop_are_those_of_the_last_backward(reader):
+    assert apply(textwrap.dedent(LOOP) + f"{reader}\n")[1] == [("in-place", STAYS)]
