@@ -63,10 +63,12 @@ def by_results(few: FewRows, trust: bool, count: int) -> Found:
 
 def _is_of_one_kind(value: Any, other: Any) -> bool:
     """Whether two results hold values of the same types and numbers of dimensions."""
-    inner, others = trees.contents(value), trees.contents(other)
-    if type(value) is not type(other) or getattr(value, "ndim", 0) != getattr(other, "ndim", 0):
+    if type(value) is not type(other):
         return False
-    if inner is None or others is None or isinstance(value, list):
+    inner, others = trees.contents(value), trees.contents(other)
+    if inner is None or others is None:
+        return bool(getattr(value, "ndim", 0) == getattr(other, "ndim", 0))
+    if isinstance(value, list):
         return True
     return len(inner) == len(others) and all(
         _is_of_one_kind(a, b) for (_, a), (_, b) in zip(inner, others, strict=True)

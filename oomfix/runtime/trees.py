@@ -67,6 +67,9 @@ def rebuilt(node: Any, values: list[Any]) -> Any:
         try:
             # a shallow copy keeps what else the mapping carries (encodings of a tokenizer, default factories)
             result: Any = copy.copy(node)
+            if getattr(node, "__dict__", None) is node:
+                # `self.__dict__ = self`, which a copy would keep the old attributes of
+                result.__dict__ = result
             before = [node[key] for key in keys]
             for key, value in zip(keys, values, strict=True):
                 result[key] = value

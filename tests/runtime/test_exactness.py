@@ -272,6 +272,20 @@ class Encoding(dict):
     note = None
 
 
+class Namespace(dict):
+    """A mapping whose attributes are its entries, and which knows no others."""
+
+    __getattr__ = dict.__getitem__
+
+
+class OwnAttributes(dict):
+    """A mapping that is its own namespace."""
+
+    def __init__(self, **entries):
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
 def pair_of(kind, x, y):
     if kind == "encoding":
         batch = Encoding(image=x, label=y)
@@ -281,6 +295,8 @@ def pair_of(kind, x, y):
         "dataclass": Pair(x, y),
         "dict": {"image": x, "label": y, "scale": 2.0},
         "read-only mapping": MappingProxyType({"image": x, "label": y}),
+        "namespace": Namespace(image=x, label=y),
+        "own attributes": OwnAttributes(image=x, label=y),
         "list of samples": [{"image": a, "label": b} for a, b in zip(x, y, strict=True)],
         "tuple of samples": tuple((a, b) for a, b in zip(x, y, strict=True)),
     }[kind]
@@ -291,15 +307,19 @@ def unpacked(batch):
         return torch.stack([s["image"] for s in batch]), torch.stack([s["label"] for s in batch])
     if isinstance(batch, tuple):
         return torch.stack([s[0] for s in batch]), torch.stack([s[1] for s in batch])
-    if isinstance(batch, Pair):
-        assert batch.name == "pair"
+    if isinstance(batch, Pair | Namespace | OwnAttributes):
+        assert not isinstance(batch, Pair) or batch.name == "pair"
         return batch.image, batch.label
     assert not isinstance(batch, Encoding) or batch.note == "kept"
     return batch["image"], batch["label"]
 
 
 @pytest.mark.parametrize(
-    "kind", ["encoding", "dataclass", "dict", "read-only mapping", "list of samples", "tuple of samples"]
+    "kind",
+    [
+        *("encoding", "dataclass", "dict", "read-only mapping", "namespace", "own attributes"),
+        *("list of samples", "tuple of samples"),
+    ],
 )
 def test_containers_are_split_and_keep_their_type(kind, relative_error):
     model = network()

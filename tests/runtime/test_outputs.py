@@ -108,6 +108,28 @@ def test_a_loss_under_its_name_in_a_mapping():
     assert torch.allclose(result["out"], MODEL(X), rtol=1e-12)
 
 
+class Namespace(dict):
+    __getattr__ = dict.__getitem__
+
+
+class OwnAttributes(dict):
+    def __init__(self, **entries):
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize("kind", [Namespace, OwnAttributes])
+def test_attributes_of_a_mapping_are_the_entries_of_the_whole_batch(kind):
+    def forward(x):
+        out = MODEL(x)
+        return out.pow(2).mean(), kind(logits=out, size=len(x))
+
+    _, found = runtime.preset("16gb", micro_batches=4).forward_backward(forward, X)
+    assert type(found) is kind
+    assert torch.allclose(found.logits, MODEL(X), rtol=1e-12)
+    assert found["logits"] is found.logits
+
+
 def test_large_outputs_are_never_held_twice():
     weight = nn.Parameter(torch.ones(1))
     x = torch.randn(64, 1)
