@@ -22,10 +22,10 @@ def apex_edits(reading: Reading) -> list[Edit]:
     """The edits that leave a script without `apex.amp`: losses are differentiated as they are.
 
     Nothing where any use of it is not understood: saved states, options of one loss, losses scaled but not at once
-    differentiated, half precision by hand.
+    differentiated, half precision by hand, networks that another file gives to it.
     """
     text = reading.source.text
-    if "scale_loss" not in text or "fp16_utils" in text or "FP16_Optimizer" in text:
+    if "scale_loss" not in text or "initialize" not in text or "fp16_utils" in text or "FP16_Optimizer" in text:
         return []
     return _Migration(reading).edits()
 

@@ -179,7 +179,7 @@ def rewrite_loops(script: Script, options: Options) -> _Rewritten:
     if "apex" in script.source.text and (edits := apex_edits(reading)):
         current = with_text(script.source, apply_edits(script.source.text, edits))
         rewritten, loops, fixed = _rewrite_read(Reading(Script.read(current, options.target_torch)), options)
-        if len(loops) == len(reading.loops) and all(loop.rewrite != "none" for loop in loops):
+        if loops and len(loops) == len(reading.loops) and all(loop.rewrite != "none" for loop in loops):
             return rewritten, tuple(_before(loop, script.source.text, edits) for loop in loops), fixed
     return _rewrite_read(reading, options)
 

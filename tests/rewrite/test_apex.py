@@ -75,3 +75,32 @@ def test_another_use_of_apex_leaves_the_script_alone(old, new):
     after = rewritten(text)
     assert after.loops[0].rewrite == "none"
     assert "amp.scale_loss" in after.text
+
+
+def test_a_file_without_a_training_loop_keeps_its_apex():
+    text = """\
+from apex import amp
+from torch import nn
+
+
+class Module(nn.Module):
+    def backward(self, loss, optimizer, use_amp):
+        if use_amp:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+
+    def configure_apex(self, model, optimizer, level):
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+        return model, optimizer
+"""
+    after = rewritten(text)
+    assert (after.text, after.loops) == (text, ())
+
+
+def test_a_loop_whose_network_another_file_gives_to_apex_is_left_alone():
+    text = SCRIPT.replace('    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n', "")
+    after = rewritten(text)
+    assert (after.text, after.loops[0].rewrite) == (text, "none")
+    assert after.loops[0].reason == "apex does the mixed precision; move it to torch.amp first"
