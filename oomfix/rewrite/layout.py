@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import textwrap
 import tokenize
 from functools import cached_property
 from typing import NamedTuple
@@ -65,19 +66,31 @@ class Layout:
         return Lines(first, last) if re.fullmatch(r"[ \t\f]*;?[ \t\f]*(#.*)?", rest) else None
 
     def chunk(self, statement: ast.stmt, block: list[ast.stmt], header: int) -> Lines | None:
-        """A statement's lines with the comments above it, down from the statement before it or line `header`."""
+        """A statement's lines with the comments above it, down from the statement before it or line `header`.
+
+        Code that is commented out right below a statement is the statement's where a blank line follows.
+        """
         own = self.own_lines(statement)
         if own is None:
             return None
         index = block.index(statement)
-        above = self._last_line(block[index - 1]) if index else header
+        above = self._last_with_code_below(block[index - 1]) if index else header
         first = number = own.first
         while number - 1 > above and self.source.lines[number - 2].lstrip()[:1] in ("#", ""):
             number -= 1
             first = number if self.source.lines[number - 1].strip() else first
-        return Lines(first, self._last_line(statement))
+        followed = index + 1 < len(block)
+        return Lines(first, self._last_with_code_below(statement) if followed else self.last_line(statement))
 
-    def _last_line(self, statement: ast.stmt) -> int:
+    def _last_with_code_below(self, statement: ast.stmt) -> int:
+        last = number = self.last_line(statement)
+        lines, start = self.source.lines, f"{self.margin(statement)}#"
+        while number < len(lines) and lines[number].startswith(start):
+            number += 1
+        parted = number < len(lines) and not lines[number].strip()
+        return number if parted and _is_code([line[len(start) :] for line in lines[last:number]]) else last
+
+    def last_line(self, statement: ast.stmt) -> int:
         """A statement's last line, with the comments behind it that are indented like its block."""
         last = number = statement.end_lineno or statement.lineno
         if not isinstance(statement, ast.With | ast.AsyncWith | ast.For | ast.AsyncFor | ast.While | ast.If | ast.Try):
@@ -137,6 +150,15 @@ class Layout:
 
     def _end_of_line(self, number: int) -> int:
         return self.source.line_starts[number - 1] + len(self.source.lines[number - 1])
+
+
+def _is_code(comments: list[str]) -> bool:
+    """Whether comments are statements that are commented out: assignments or calls, not words."""
+    try:
+        body = ast.parse(textwrap.dedent("\n".join(comments))).body
+    except (SyntaxError, ValueError):
+        return False
+    return any(isinstance(node, ast.Assign | ast.AugAssign | ast.Call) for one in body for node in walk(one))
 
 
 def _is_of_another(comment: str, statement: ast.stmt) -> bool:

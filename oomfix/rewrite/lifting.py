@@ -46,8 +46,11 @@ class Lifting:
         backward = text.chunk(lift.site.statement)
         comments = self._layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), text.margin, text.margin)
         call = self._call(lift, f"{self._manager}.forward_backward", text.margin)
+        end = self._layout.last_line(lift.site.statement)
+        below = self._layout.moved(Lines(end + 1, backward.last), text.margin, text.margin)
         _, stop = self._layout.span(backward)
-        behind = self._source.text[bounds(self._source, lift.site.statement)[1] : stop].strip()
+        _, ended = self._layout.span(Lines(end, end))
+        behind = self._source.text[bounds(self._source, lift.site.statement)[1] : ended].strip()
         if behind.startswith("#") and len(f"{call[-1]}  {behind}") > self._layout.longest_line:
             comments, behind = [*comments, text.margin + behind], ""
         behind = f"  {behind}" if behind and not behind.startswith(";") else behind
@@ -58,7 +61,7 @@ class Lifting:
             resets = ["", *resets]
         if not resets or text.is_parted(lift.site.statement):
             resets.append("")
-        lines = [*definition, *resets, *comments, *call[:-1], call[-1] + behind, *after]
+        lines = [*definition, *resets, *comments, *call[:-1], call[-1] + behind, *below, *after]
         return [Edit(text.start, stop, newline.join(lines)), *self._without_names(lift)]
 
     @staticmethod
@@ -108,7 +111,7 @@ class Lifting:
         branch, newline = lift.site.branch, self._layout.newline
         assert branch is not None
         chunk = text.chunk(branch)
-        start, stop = self._layout.span(chunk)
+        start, stop = self._layout.span(chunk._replace(last=self._layout.last_line(branch)))
         statement = lift.site.statement
         if self._layout.own_lines(statement) is None:
             raise JoinedStatements(statement.lineno)

@@ -28,6 +28,59 @@ def test_comments_at_the_end_of_a_block_stay_in_it():
     ) in text
 
 
+def test_code_commented_out_right_below_a_statement_stays_with_it_where_a_blank_line_follows():
+    assert loop_of("""\
+        for x, y in loader:
+            out = model(x)
+            # out = out.float()
+
+            loss = F.cross_entropy(out, y)
+            print(loss.item())
+            # print(out.argmax(1))
+            # print(y)
+
+            # gradients, and a step
+            optimizer.zero_grad()
+            loss.backward()
+            # scaler.scale(loss).backward()
+
+            optimizer.step()
+        """) == textwrap.dedent("""\
+        for x, y in loader:
+            def forward(x, y):
+                out = model(x)
+                # out = out.float()
+
+                loss = F.cross_entropy(out, y)
+                return loss
+
+            # gradients, and a step
+            loss = memory.forward_backward(forward, x, y)
+            # scaler.scale(loss).backward()
+            print(loss.item())
+            # print(out.argmax(1))
+            # print(y)
+
+            memory.step(optimizer)
+        """)
+
+
+def test_a_headline_over_a_paragraph_goes_with_what_follows():
+    text = loop_of("""\
+        for x, y in loader:
+            print(x.shape)
+
+            # forward
+
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """)
+    assert "    def forward(x, y):\n        # forward\n\n        out = model(x)\n" in text
+
+
 def test_a_loop_with_semicolons_is_split_and_keeps_them():
     assert loop_of("""\
         for x, y in loader:
