@@ -64,6 +64,8 @@ class Calls(Externals):
                     return function
                 if self.hints.is_loss(path or ""):
                     return self._through_loss(given.all)
+                if (training := self._training_forward(function)) is not None:
+                    return self._function(node, Value(Kind.FUNCTION, ref=(training, function)), given)
                 return self.forward(node, function, path, given, method=self._own(function, "forward"))
             case Kind.LOSS:
                 return self._of_criterion(node, function, given)

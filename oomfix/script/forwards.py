@@ -116,6 +116,13 @@ class Forwards(Networks):
         method = instance.cls.find(name) if instance is not None else None
         return method if method is not None and self._is_part_of_forward(method) else None
 
+    def _training_forward(self, module: Value) -> Function | None:
+        """The forward of a module that trains by itself on what it is given: a meta-learner, adaptation in a test."""
+        instance = self.instance_of(module)
+        if instance is None or "forward" not in instance.cls.training_methods:
+            return None
+        return instance.cls.find("forward")
+
     def _of_criterion(self, node: ast.Call, criterion: Value, given: Given) -> Value:
         """What a criterion gives: a loss, or several things where its own code shows which of them carry no graph."""
         loss = self._through_loss(given.all)._replace(divisors=criterion.divisors)

@@ -41,6 +41,8 @@ class Hints:
     modules: set[str] = field(default_factory=set)
     losses: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
+    asked_by_name: set[str] = field(default_factory=set)
+    """What is called with texts alone: `data("train_mask", "val_mask")` of a graph gives its parts."""
     assigned: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     """What is moved to a device, or whose gradients are zeroed: a network, where it is called."""
@@ -90,7 +92,8 @@ class Hints:
         """Whether the uses of a called path say that it is a network."""
         if path in self.losses:
             return False
-        moved = path in self.moved and (path in self.called or path in self.owners_of_parts)
+        run = path in self.called and path not in self.asked_by_name
+        moved = path in self.moved and (run or path in self.owners_of_parts)
         return moved or path in self.modules
 
 
@@ -178,6 +181,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
     called = path_of(node.func)
     if called is not None:
         hints.called.add(called)
+        if node.args and all(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in node.args):
+            hints.asked_by_name.add(called)
         if looks_like_scaler(called) and len(node.args) > 1:
             hints.backwarded.update(scoped(path, scope) for path in _additive_terms(node.args[0]))
     if not isinstance(node.func, ast.Attribute):

@@ -68,6 +68,7 @@ class Methods(Unseen):
         if self._always_without_graph(name):
             self.state.grad = Graph.NO
         part = looks_like_module(name) or looks_like_part(name) or is_letter_of_part(name)
+        part = part or self.hints.is_module(path or "")
         if part and not values and self.is_for_effect(node):
             return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
         direct = part or (runs_network(name) and bool(values) and not _evaluates_itself(receiver))

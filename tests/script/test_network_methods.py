@@ -560,3 +560,57 @@ def test_a_class_of_another_base_that_makes_layers_for_its_forward_is_a_network(
                     optimizer.step()
     """
     assert [line for code, line in report(code) if code == "OOM202"] == lines
+
+
+META = """
+    import torch
+    from torch import nn
+
+    class Meta(nn.Module):
+        def __init__(self, learner):
+            super().__init__()
+            self.learner = learner
+            self.optimizer = torch.optim.Adam(self.learner.parameters())
+
+        def forward(self, support, query):
+            loss = self.learner(support).mean() + self.learner(query).mean()
+            self.optimizer.zero_grad(set_to_none=True)
+            {last}
+            self.optimizer.step()
+            return loss.item()
+
+    meta = Meta(Learner()).cuda()
+    for support, query in loader:
+        print(meta(support, query))
+"""
+
+
+def test_a_forward_that_trains_by_itself_is_followed_where_it_is_called(read, report):
+    code = META.format(last="loss.backward()")
+    assert [loop.line for loop in read(code).loops] == [18]
+    assert report(code) == [("OOM202", 11)]
+
+
+def test_a_forward_that_does_not_is_one_forward_where_it_is_called(read):
+    assert [forward.node.lineno for forward in read(META.format(last="pass")).trace.forwards.values()] == [19]
+
+
+GRAPH = """
+    import torch
+
+    model, data = Net().to("cuda"), data.to("cuda")
+
+    def test():
+        model.eval()
+        scores = model(data.x)
+        for _, mask in data({asked}):
+            print(scores[mask].argmax(1))
+"""
+
+
+def test_what_is_asked_for_its_parts_by_name_is_no_network(report):
+    assert report(GRAPH.format(asked='"train_mask", "test_mask"')) == [("OOM201", 7)]
+
+
+def test_what_is_moved_and_called_with_anything_else_is_one(report):
+    assert report(GRAPH.format(asked="batch")) == [("OOM201", 7), ("OOM201", 8)]
