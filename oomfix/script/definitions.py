@@ -26,7 +26,7 @@ _ACTING = (
 )
 _EVALUATION_NAME = re.compile(
     r"(^|_)(eval|evaluate|evaluation|evaluator|val|valid|validate|validation|test|testing|tester|infer|inference|predict|prediction|"
-    r"predictions|dev|score|demo|generate|sample|visuali[sz]e|embed)(_|$|\d)|"
+    r"predictions|dev|score|demo|generate|sample|visuali[sz]e|embed|(greedy|beam)_(decode|search))(_|$|\d)|"
     rf"(^|_)({_ACTING})(_|$|\d)|"
     r"^(eval|valid|test|infer|predict|(plot|show|display)_|save_(?!.*(model|checkpoint|ckpt|state|weight)))",
     re.IGNORECASE,

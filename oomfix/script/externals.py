@@ -73,6 +73,8 @@ class Externals(Methods):
             return flatten(values[0]) if name.startswith("tqdm") and values else NUMBER
         if torch_facts.runs_module(last) and node.args:
             return self.run_argument(node, given)
+        if torch_facts.runs_what_it_is_given(name) and self._is_network_or_function(node, given):
+            return self.run_argument(node, given)
         if (made := self._of_a_kind(node, name, path, given)) is not None:
             return made
         if name.startswith("torch."):
@@ -83,6 +85,13 @@ class Externals(Methods):
             path = last  # `self.augment = fgsm_attack`: in another class of the file `self.augment` may be a network
         unseen = self._unknown(node, path, given, imported=True)
         return Value(Kind.TRAINER) if torch_facts.is_trainer(name) else unseen
+
+    def _is_network_or_function(self, node: ast.Call, given: Given) -> bool:
+        """Whether the first argument is a network, or a function of the file."""
+        if not node.args:
+            return False
+        known = given.positional[0].kind in (Kind.MODULE, Kind.FUNCTION)
+        return known or self.hints.is_module(path_of(node.args[0]) or "")
 
     def _of_one_name(self, node: ast.Call, name: str, given: Given) -> Value | None:
         """What a function that is known by its whole name gives."""

@@ -23,7 +23,8 @@ _PART_NAME = re.compile(
 )
 _LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
-    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|(features?|logits?|loss|embeddings?)$",
+    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|"
+    r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob)$",
     re.IGNORECASE,
 )
 _RUNNING_METHOD = re.compile(

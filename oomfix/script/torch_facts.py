@@ -61,6 +61,7 @@ _TRANSFORM = re.compile(
     r"^((torchvision|torchaudio|torchio|monai)\.transforms|kornia\.augmentation)\.(\w+\.)*[A-Z]|(^|\.)\w*(Spectrogram|MFCC)$"
 )
 _LOSS_CLASS = re.compile(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion|^LabelSmooth")
+_LOSSES_ELSEWHERE = "gpytorch.mlls."
 _OPTIMIZER_CLASS = re.compile(
     r"^(torch\.optim\.(?!lr_scheduler|swa_utils)\w+|.*\b(Adam\w*|AdamW\w*|SGD|RMSprop|Adagrad|Adafactor|Lamb|LAMB|RAdam|Lion|"
     r"\w*Optimizer|BertAdam|AdaBelief|SAM|NoamOpt|ScheduledOptim|MADGRAD|Ranger))$"
@@ -149,6 +150,8 @@ def kind_of_call(qualified: str) -> Kind | None:
         if rest.startswith("modules."):
             rest = last_of(rest)
         return Kind.LOSS if _LOSS_CLASS.search(rest) or rest in _PARAMETERLESS else Kind.MODULE
+    if qualified.startswith(_LOSSES_ELSEWHERE):
+        return Kind.LOSS
     if _OPTIMIZER_CLASS.match(qualified):
         return Kind.OPTIMIZER
     if _ACCELERATOR.match(qualified):
@@ -194,6 +197,11 @@ def summed_by(keywords: Mapping[str, Value]) -> frozenset[str]:
 def runs_module(name: str) -> bool:
     """Whether a function, by its last name, runs the network that is its first argument on the others."""
     return name in ("data_parallel", "functional_call")
+
+
+def runs_what_it_is_given(qualified: str) -> bool:
+    """Whether a function calls its first argument, a network or a function, with the others."""
+    return qualified == "torch.utils.checkpoint.checkpoint"
 
 
 @lru_cache(MANY_NAMES)

@@ -22,6 +22,7 @@ from oomfix.script.names import last_of, path_of, without_moves
 from oomfix.script.trace import Handed
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Given, Graph, Kind, Value, combine
 
+_COPYING = re.compile(r"(deep_?)?(copy|clone)(_?(module|model|net|network|learner))?$", re.IGNORECASE)
 _TRANSFORMS = re.compile(r"(^|[._])transforms?\b", re.IGNORECASE)
 
 
@@ -101,8 +102,10 @@ class Unseen(Containers):
         return value is not None and bool(_TRANSFORMS.search(path_of(value) or ""))
 
     def _in_its_place(self, node: ast.Call, arguments: Sequence[Value]) -> Value | None:
-        """`net = to_gpu(net)`: what takes the place of a network is that network."""
+        """`net = to_gpu(net)`: what takes the place of a network is that network; `clone(net)` is one like it."""
         path = path_of(node.args[0]) if node.args else None
+        if arguments and arguments[0].kind is Kind.MODULE and _COPYING.match(last_of(path_of(node.func))):
+            return self.copied(arguments[0], self.number_of_made(node))
         if path is None or self._assigned_to(node) != path:
             return None
         if arguments[0].kind is Kind.UNKNOWN and self.hints.is_module(path):

@@ -1082,3 +1082,27 @@ def test_what_stands_behind_a_raise_outside_of_loops_never_runs(report):
                 print(model(x).argmax(1))
     """
     assert report(code) == []
+
+
+@pytest.mark.parametrize("name", ["greedy_decode", "beam_search", "caption_by_beam_search"])
+def test_what_decodes_a_sentence_evaluates_the_encoder_too(report, name):
+    assert report(DECODING.format(name=name)) == [("OOM201", 4), ("OOM201", 7)]
+
+
+def test_what_another_function_encodes_may_be_trained_through(report):
+    assert ("OOM201", 4) not in report(DECODING.format(name="unroll"))
+
+
+DECODING = """
+    import torch
+
+    def {name}(model, source, length):
+        memory = model.encode(source)
+        words = torch.ones(1, 1)
+        for i in range(length):
+            out = model.decode(memory, words)
+            words = torch.cat([words, out[:, -1].argmax(1, keepdim=True)], 1)
+        return words
+
+    model.eval()
+"""

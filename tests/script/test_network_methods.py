@@ -614,3 +614,66 @@ def test_what_is_asked_for_its_parts_by_name_is_no_network(report):
 
 def test_what_is_moved_and_called_with_anything_else_is_one(report):
     assert report(GRAPH.format(asked="batch")) == [("OOM201", 7), ("OOM201", 8)]
+
+
+@pytest.mark.parametrize("copied", ["clone", "clone_model", "deep_copy", "meta.clone_module"])
+def test_what_a_function_copies_of_a_network_is_one(report, copied):
+    code = f"""
+        net = Net().cuda()
+        optimizer = torch.optim.Adam(net.parameters())
+        for task in tasks:
+            learner = {copied}(net)
+            error = criterion(learner(task.x), task.y)
+            error.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 5)]
+
+
+def test_what_a_function_makes_of_a_network_otherwise_is_none(report):
+    code = """
+        net = Net().cuda()
+        optimizer = torch.optim.Adam(net.parameters())
+        for task in tasks:
+            weights = copy_weights(net)
+            error = criterion(net(task.x, weights(task.y)), task.y)
+            error.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 5)]
+
+
+@pytest.mark.parametrize("method", ["log_prob", "neg_log_likelihood", "log_likelihood", "nll", "sentence_nll"])
+def test_a_network_that_gives_a_likelihood_of_what_it_is_given_runs(report, method):
+    assert report(LIKELIHOOD.format(called=f"{method}(x.cuda())")) == [("OOM202", 5)]
+
+
+@pytest.mark.parametrize("called", ["log_probability_table(x)", "pruning_null(x)"])
+def test_another_method_may_be_anything(report, called):
+    assert report(LIKELIHOOD.format(called=called)) == []
+
+
+LIKELIHOOD = """
+    flow = Flow().cuda()
+    optimizer = torch.optim.Adam(flow.parameters())
+    for x in loader:
+        optimizer.zero_grad(set_to_none=True)
+        loss = -flow.{called}.mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_marginal_likelihood_of_gpytorch_is_a_loss_and_no_network(report):
+    code = """
+        import gpytorch
+        model = Regression(x, y, likelihood).cuda()
+        bound = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
+        optimizer = torch.optim.Adam(model.parameters())
+        for i in range(100):
+            out = model(x)
+            loss = -bound(out, y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 6)]

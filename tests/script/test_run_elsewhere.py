@@ -31,6 +31,8 @@ def training(forward: str, loss: str = "loss = torch.nn.functional.mse_loss(out,
         "torch.nn.parallel.data_parallel(model, x, [0, 1])",
         "data_parallel(model, x)",
         "torch.func.functional_call(model, weights, (x,))",
+        "torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)",
+        "torch.utils.checkpoint.checkpoint(lambda part: model(part), x)",
         "networks[name](x)",
         "model.fc(x)",
         "model.block_2(x)",
@@ -41,6 +43,10 @@ def training(forward: str, loss: str = "loss = torch.nn.functional.mse_loss(out,
 def test_what_runs_a_network_is_its_forward(report, call):
     before = "networks = {}" if "networks" in call else "pass"
     assert report(training(f"out = {call}", before=before)) == [("OOM202", 9)]
+
+
+def test_checkpointing_what_is_out_of_sight_runs_no_network(report):
+    assert report(training("out = torch.utils.checkpoint.checkpoint(step, x)", "loss = out.sum()")) == []
 
 
 def test_a_container_that_is_not_named_like_networks_says_nothing(report):
