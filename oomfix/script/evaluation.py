@@ -11,7 +11,7 @@ from oomfix.script.as_arrays import becomes_array
 from oomfix.script.definitions import Function
 from oomfix.script.into_numbers import is_only_looked_at
 from oomfix.script.named_like import looks_like_loss, looks_like_training
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import names_in, walk
 from oomfix.script.rounds import read_first
 from oomfix.script.trace import Forward, Guard, Loop, Site, Trace
@@ -19,7 +19,8 @@ from oomfix.script.windows import is_window_test
 
 _EVALUATION_DATA = re.compile(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECASE)
 _AS_NUMBERS = frozenset(("numpy", "tolist", "item"))
-_EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev|eval|infer|predict)", re.IGNORECASE)
+_EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev(?!ice)|eval|infer|predict)", re.IGNORECASE)
+_MOVES = frozenset(("to", "cuda"))
 
 
 def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forward]:
@@ -293,12 +294,17 @@ def _taken(block: ast.stmt, forward: Forward) -> set[str | None]:
 
 
 def _is_given_evaluation_data(forward: Forward) -> bool:
-    """`model(val_x)`: the names of what goes in say it."""
-    return any(
-        isinstance(name, ast.Name) and _EVALUATION_DATA.search(name.id)
-        for value in forward.given
-        for name in walk(value)
-    )
+    """`model(val_x)`: the names of what goes in say it; in `model(x.to(dev))`, `dev` is a device."""
+    nodes = [node for value in forward.given for node in walk(value)]
+    devices = {part for node in nodes for device in _devices_in(node) for part in walk(device)}
+    return any(isinstance(node, ast.Name) and _EVALUATION_DATA.search(node.id) for node in nodes if node not in devices)
+
+
+def _devices_in(node: ast.AST) -> list[ast.expr]:
+    """`dev` of `x.to(dev)` and `torch.zeros(8, device=dev)`."""
+    if isinstance(node, ast.Call) and last_name(node) in _MOVES:
+        return [*node.args, *(keyword.value for keyword in node.keywords)]
+    return [node.value] if isinstance(node, ast.keyword) and node.arg == "device" else []
 
 
 def _says_evaluation(loop: Loop) -> bool:

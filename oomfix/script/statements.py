@@ -147,6 +147,8 @@ class Statements(Expressions):
         fresh = base.kind is Kind.TENSOR and base.is_tensor
         if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
             self.trace.let_escape(content.origins)
+            if content.graph and base.kind is Kind.UNKNOWN and _is_of_tensor(target.slice):
+                self.assign(target.value, content.with_graph(Graph.MAYBE), statement)
             return
         binding = self.binding_of(target.value)
         loops = binding.loops if binding is not None else self._loops_of_root(target.value)
@@ -296,6 +298,11 @@ def _adds_to(node: ast.expr, path: str) -> bool:
         # `log.get("loss", 0) + loss`
         return path == f"{ast.unparse(node.func.value)}[{ast.unparse(node.args[0])}]"
     return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and ast.unparse(node) == path
+
+
+def _is_of_tensor(index: ast.expr) -> bool:
+    """`[:, i]`: several dimensions, some of them whole, as only tensors have, and arrays, which take no graph."""
+    return isinstance(index, ast.Tuple) and any(isinstance(part, ast.Slice) for part in index.elts)
 
 
 def _not_in(entry: ast.Subscript) -> ast.expr:

@@ -1106,3 +1106,46 @@ DECODING = """
 
     model.eval()
 """
+
+
+DETACHED = """
+    import torch
+
+    for x, y in loader:
+        features = backbone({given}).detach()
+        loss = criterion(head(features), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    backbone.eval()
+"""
+
+
+@pytest.mark.parametrize(
+    "given", ["x.to(dev)", "x.to(device=dev)", "x.cuda(dev)", "torch.cat([x, torch.ones(1, device=dev)])"]
+)
+def test_a_device_is_no_data_of_a_development_set(report, given):
+    assert report(DETACHED.format(given=given)) == []
+
+
+@pytest.mark.parametrize("given", ["dev_x.to(device)", "dev", "torch.cat([x, dev])", "val_x.to(dev)"])
+def test_data_is(report, given):
+    assert report(DETACHED.format(given=given)) == [("OOM201", 4)]
+
+
+@pytest.mark.parametrize(("parts", "found"), [("split(x, device)", [("OOM202", 7)]), ("dev_loader", [("OOM201", 6)])])
+def test_a_loop_that_names_a_device_is_over_no_development_set(report, parts, found):
+    code = f"""
+        import torch
+
+        for x, y in loader:
+            scores = []
+            for part in {parts}:
+                scores.append(teacher(part).detach())
+            loss = criterion(student(x), torch.cat(scores))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        teacher.eval()
+    """
+    assert report(code) == found

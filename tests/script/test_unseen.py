@@ -526,3 +526,26 @@ def test_what_counts_hits_backpropagates_nothing(report, mode, count):
 @pytest.mark.parametrize("count", ["agent.update({'out': out})", "learner.update([part for part in out])"])
 def test_what_is_updated_with_terms_may_be_trained(report, count):
     assert report(COUNTED.format(mode="model.eval()", count=count)) == []
+
+
+WRITTEN_INTO = """
+    actor, critic = Actor().cuda(), Critic().cuda()
+    optimizer = torch.optim.Adam(actor.parameters())
+    for states, actions in loader:
+        joint = actions.clone()
+        joint[{index}] = actor(states)
+        loss = -critic(states, joint).mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("index", [":, 0", "0, :", "..., 2:"])
+def test_what_is_written_into_columns_of_a_tensor_is_backpropagated_with_it(report, index):
+    assert report(WRITTEN_INTO.format(index=index)) == [("OOM202", 5), ("OOM202", 6)]
+
+
+@pytest.mark.parametrize("index", ["row", "0, 1"])
+def test_an_entry_of_what_may_be_a_dict_is_lost_out_of_sight(report, index):
+    assert report(WRITTEN_INTO.format(index=index)) == [("OOM202", 6)]
