@@ -175,7 +175,8 @@ class Calls(Externals):
         if receiver.kind is Kind.UNKNOWN and each is not None and looks_like_module(each) and looks_like_module(name):
             return self._module_method(node, Value(Kind.MODULE, ref=each), name, f"{each}.{name}", given)
         if receiver.kind is Kind.UNKNOWN and base is not None and name not in SAME_MODULE:
-            if self.hints.is_module(base) or (base in self.hints.called and looks_like_module(base)):
+            called = base in self.hints.called and looks_like_module(base)
+            if called or self.hints.is_module(base) or self.hints.is_autoencoder(base):
                 return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, given)
         if name in SAME_MODULE and not values and base is not None and self.hints.is_module(base):
             return Value(Kind.MODULE, ref=base)

@@ -88,6 +88,10 @@ class Hints:
         owners = (called.rpartition(".") for called in self.called)
         return {owner for owner, _, part in owners if owner and looks_like_part(part)}
 
+    def is_autoencoder(self, path: str) -> bool:
+        """Whether what is named like a network both encodes and decodes in the file."""
+        return looks_like_module(path) and {f"{path}.encode", f"{path}.decode"} <= self.called
+
     def is_module(self, path: str) -> bool:
         """Whether the uses of a called path say that it is a network."""
         if path in self.losses:

@@ -13,7 +13,7 @@ from oomfix.script.names import MANY_NAMES, last_of
 _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
-    r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip)\d*(_?[a-z0-9]{1,3})?$"
+    r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip|vgg|inception)\d*(_?[a-z0-9]{1,3})?$"
     r"|^net[A-Z]\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$",
     re.IGNORECASE,
 )

@@ -193,3 +193,46 @@ def test_a_network_whose_gradients_are_zeroed_is_one_under_any_name(report):
     """
     assert report(code.format(zero="self.m.zero_grad()")) == [("OOM103", 8)]
     assert report(code.format(zero="pass")) == []
+
+
+ENCODING = """
+    import torch
+
+    def embed({name}, loader, device):
+        for x in loader:
+            code = {name}.encode(x.to(device))
+            print(code.argmax(1).cpu())
+            show({name}.{other}(code))
+"""
+
+
+@pytest.mark.parametrize("name", ["vae", "net", "autoencoder"])
+def test_a_network_that_encodes_and_decodes_runs_in_both(report, name):
+    assert report(ENCODING.format(name=name, other="decode")) == [
+        ("OOM201", 5),
+        ("OOM201", 7),
+    ]
+
+
+@pytest.mark.parametrize(("name", "other"), [("model", "similarity"), ("tokenizer", "decode"), ("codec", "decode")])
+def test_what_encodes_only_may_turn_gradients_off_itself_or_be_no_network(report, name, other):
+    assert report(ENCODING.format(name=name, other=other)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("vgg", [6, 7]), ("self.vgg16", [6, 7]), ("inception", [6, 7]), ("resize", [6])]
+)
+def test_a_network_is_told_by_the_name_of_its_architecture(report, name, found):
+    code = f"""
+        import torch
+        from elsewhere import *
+
+        def train(self, generator, {name.removeprefix("self.")}, loader, optimizer):
+            for low, high in loader:
+                image = generator(low.cuda())
+                error = ({name}(image) - high).abs().mean()
+                optimizer.zero_grad(set_to_none=True)
+                error.backward()
+                optimizer.step()
+    """
+    assert report(code) == [("OOM202", line) for line in found]
