@@ -1,4 +1,4 @@
-"""Where an evaluation asks for a forward that stands in a method which training runs as well."""
+"""Where an evaluation asks for a forward that stands in a function which training may run as well."""
 
 from __future__ import annotations
 
@@ -19,6 +19,26 @@ def where_asked_for(forwards: list[Forward], trace: Trace) -> list[Forward]:
     trained = {forward for forward in trace.forwards.values() if forward.origin in trace.backpropagated}
     shared = {id(forward.node) for forward in trained} | {step for forward in trained for step in forward.site.way}
     return [_at_caller(forward, calls, shared) for forward in forwards]
+
+
+def where_graph_ends(forward: Forward, trace: Trace) -> Forward:
+    """A forward of a pass that other files call, at the call whose function gives nobody the graph.
+
+    What gives its caller a graph, such as a policy's `distribution(x)`, those files may call for training as well, but
+    not what is named for evaluation.
+    """
+    site = forward.site
+    calls = {id(call): call for call in trace.followed}
+    called = [calls[step] for step in reversed(site.way) if step in calls]
+    if site.way[:1] != ("entry",) or len(called) + 1 != len(site.functions):
+        return forward
+    node: ast.Call = forward.node
+    for depth, (function, call) in enumerate(zip(site.functions, called, strict=False)):
+        named = function.evaluates and not function.acts
+        if named or forward.origin not in trace.given_back.get(id(call), {forward.origin}):
+            return replace(forward, node=node, site=replace(site, functions=site.functions[depth:]))
+        node = call
+    return replace(forward, node=node, site=replace(site, functions=site.functions[-1:]))
 
 
 def _at_caller(forward: Forward, calls: dict[int, ast.Call], shared: set[Hashable]) -> Forward:

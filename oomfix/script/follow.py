@@ -299,10 +299,14 @@ class Follower(Flow):
         frame.state = state.after(list(frame.exits)) or state
         self.frame, self.way, self.autocast, self.apex = caller, way, autocast, apex
         self.scopes, self.statement = guards, statement
+        returned = self._returned(frame)
         if call is not None:
             self.state.leave(frame.state)
             self.state.grad = grad if function.effects else frame.state.grad
-        return self._returned(frame)
+            self.trace.given_back[id(call)] = (
+                self.trace.given_back.get(id(call), NO_ORIGINS) | flatten(returned).origins
+            )
+        return returned
 
     def _returned(self, frame: Frame) -> Value:
         if frame.yields:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
+from oomfix.script.asked_for import where_graph_ends
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
 from oomfix.script.named_like import looks_like_differentiating, looks_like_logging, looks_like_training
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     """Take gradients off an evaluation pass: decorate its function where it never trains, else wrap its loop.
 
+    A helper that gives its caller a graph is left alone where other files may call it: its caller is decorated.
     Empty where neither is certain: the forward is trained through on another way, its result goes out of sight, or
     torch is not imported under its own name.
     """
     if "torch" not in script.imports.names.get("torch", ()) or forward.escaped:
         return ()
+    forward = where_graph_ends(forward, script.trace)
     function = forward.site.function
     if function is None:
         return _wrapped_loop(script, forward)

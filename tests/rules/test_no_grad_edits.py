@@ -11,6 +11,7 @@ from oomfix.rewrite.edits import apply_edits
 from oomfix.rules.eval_with_grad import EvalWithGrad
 from oomfix.script import Script
 from oomfix.source import Source
+from tests.rewrite.equivalence import rewritten
 
 
 def fix(code: str) -> tuple[int, str]:
@@ -241,3 +242,79 @@ def test_an_attack_needs_gradients(made, certain):
     found, fixed = fix(ATTACKED.format(made=made))
     assert found == 1
     assert ("no_grad" in fixed) is certain
+
+
+HELD = """
+    import torch
+    from torch.distributions import Categorical
+
+    class Policy(torch.nn.Module):
+        def forward(self, x):
+            return self.layers(x)
+
+        def distribution(self, x):
+            return Categorical(logits=self.forward(x))
+
+        def get_action(self, x):
+            return self.distribution(x).sample()
+"""
+
+
+def test_a_method_that_gives_its_caller_a_graph_keeps_it_where_a_training_elsewhere_may_call_it():
+    found, fixed = fix(HELD)
+    assert found == 1
+    assert fixed.count("no_grad") == 1
+    assert "    @torch.no_grad()\n    def get_action(" in fixed
+
+
+def test_each_function_that_takes_the_graph_off_such_a_helper_is_decorated():
+    code = dedent("""
+        import torch
+
+        def logits_of(model, x):
+            return model(x.flatten(1))
+
+        def logits_of_pairs(model, x, y):
+            return logits_of(model, x) - logits_of(model, y)
+
+        def validate(model, loader):
+            model.eval()
+            for x, y in loader:
+                print(logits_of_pairs(model, x, y).argmax(1))
+
+        def predict(model, x):
+            return logits_of(model, x).argmax(1).item()
+    """)
+    text = rewritten(code).text
+    assert text.count("no_grad") == 2
+    assert "@torch.no_grad()\ndef validate(" in text
+    assert "@torch.no_grad()\ndef predict(" in text
+
+
+def test_a_helper_that_gives_numbers_is_decorated_itself():
+    code = HELD.replace("Categorical(logits=self.forward(x))", "self.forward(x).argmax(1)").replace(".sample()", "")
+    assert "    @torch.no_grad()\n    def distribution(" in fix(code)[1]
+
+
+def test_a_helper_of_a_script_is_decorated_itself():
+    found, fixed = fix(HELD + "\n    policy = Policy()\n    print(policy.get_action(torch.zeros(4)))\n")
+    assert found == 1
+    assert "    @torch.no_grad()\n    def distribution(" in fixed
+
+
+def test_what_is_named_for_evaluation_is_decorated_whatever_it_returns():
+    code = """
+        import torch
+
+        class Trainer:
+            def fit(self):
+                for x, y in self.loader:
+                    criterion(self.model(x), y).backward()
+                    self.optimizer.step()
+                print(self.validate()[0])
+
+            def validate(self):
+                outputs = [self.model(x) for x in self.val_loader]
+                return report(outputs), 0.5
+    """
+    assert "    @torch.no_grad()\n    def validate(" in fix(code)[1]
