@@ -95,8 +95,20 @@ class Devices:
         return "torch_xla" in self._source.text or any(
             any(_DEVICE_NAME.search(target) for target in _targets(node)) and _is_one_of(node.value, _OTHER_DEVICES)
             for node in self._nodes.of(ast.Assign)
-            if node not in self._for_callers_without
+            if node not in self._for_callers_without and node not in self._unless_asked
         )
+
+    @cached_property
+    def _unless_asked(self) -> set[ast.AST]:
+        """`device = "cpu"` before `if torch.cuda.is_available(): device = 0`: taken where no condition holds."""
+        return {
+            first
+            for block in blocks(self._nodes)
+            for index, first in enumerate(block)
+            if isinstance(first, ast.Assign)
+            for decision in block[index + 1 :]
+            if isinstance(decision, ast.If) and any(_decides_otherwise(part, first) for part in decision.body)
+        }
 
     @cached_property
     def _for_callers_without(self) -> set[ast.AST]:
@@ -216,6 +228,13 @@ def _only_decides(statement: ast.stmt, path: str) -> bool:
     return _targets(statement) == [path] and not any(
         isinstance(node, ast.expr) and path_of(node) == path for node in walk(statement.value)
     )
+
+
+def _decides_otherwise(statement: ast.stmt, first: ast.Assign) -> bool:
+    """Whether a statement sets what another one set, to what may be a GPU."""
+    if not isinstance(statement, ast.Assign) or _is_one_of(statement.value, _OTHER_DEVICES):
+        return False
+    return bool(set(_targets(statement)) & set(_targets(first)))
 
 
 def _targets(statement: ast.Assign) -> list[str]:

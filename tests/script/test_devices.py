@@ -191,3 +191,21 @@ class Learner({base}):
             optimizer.step()
 """
     assert read(code).devices.may_be_cuda is may
+
+
+@pytest.mark.parametrize(
+    ("decided", "may"),
+    [("device = 0", True), ("device = pick()", True), ("device = 'mps'", False), ("seed = 0", False)],
+)
+def test_a_cpu_that_is_taken_where_no_condition_holds_decides_nothing(read, decided, may):
+    code = f"""
+        import torch
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            {decided}
+        net = Net().to(device)
+        for x, y in loader:
+            criterion(net(x.to(device)), y).backward()
+            optimizer.step()
+    """
+    assert read(code).devices.may_be_cuda is may
