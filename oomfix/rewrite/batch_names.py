@@ -68,11 +68,11 @@ class BatchNames:
         return found | (others & inside) | (self._outside(lift) if others - inside else set()) & others
 
     def _given_to_networks(self, lift: Lift) -> set[str]:
-        """Names given as they are to a network, or to a function that runs one."""
+        """Names given as they are, or as columns, to a network or to a function that runs one."""
         calls = (node for part in (*lift.lifted, lift.site.root) for node in walk(part) if isinstance(node, ast.Call))
         given = (one for call in calls if self._runs_forward(call) for one in (*call.args, *call.keywords))
         values = (one.value if isinstance(one, ast.keyword | ast.Starred) else one for one in given)
-        return {value.id for value in values if isinstance(value, ast.Name)}
+        return {value.id for value in map(_of_all_rows, values) if isinstance(value, ast.Name)}
 
     @cached_property
     def _objects(self) -> set[str]:
@@ -152,6 +152,15 @@ def _is_of_samples(name: str, site: Site) -> bool:
             if value is not None and (effects.draws_random_numbers(value) or _is_cut_out(value)):
                 return True
     return isinstance(site.iteration, ast.For) and _comes_with_the_batch(name, site.iteration)
+
+
+def _of_all_rows(value: ast.AST) -> ast.AST:
+    """`x` for its columns `x[:, t]`, which have all of its rows."""
+    if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Tuple) and value.slice.elts:
+        first = value.slice.elts[0]
+        if isinstance(first, ast.Slice) and not (first.lower or first.upper or first.step):
+            return value.value
+    return value
 
 
 def _bound_to(name: str, node: ast.Assign) -> ast.expr | None:

@@ -484,6 +484,27 @@ def test_what_a_network_is_given_is_an_input_wherever_it_was_bound():
     assert "def forward(noise, x):" in text
 
 
+def test_a_sequence_of_which_the_network_is_given_one_column_after_the_other_is_an_input():
+    text = assert_trains_the_same("""\
+        def update(sequence):
+            state = torch.zeros(len(sequence), 2)
+            for start in (0, 2):
+                state = state.detach()
+                loss = 0
+                for t in range(start, start + 2):
+                    state = state + model(sequence[:, t])
+                    loss = loss + state.pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                print(loss.item())
+
+        for x, y in loader * 2:
+            update(x.unsqueeze(1).repeat(1, 4, 1))
+    """)
+    assert "forward(start, state, sequence)" in text
+
+
 def test_what_a_loss_reckons_with_is_an_input_though_the_slice_binds_a_part_of_it_anew():
     text = assert_trains_the_same("""\
         def update(states, actions, old, gains):
