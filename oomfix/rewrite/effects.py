@@ -82,7 +82,8 @@ def changed_paths(statement: ast.stmt) -> set[str]:
             found.add(root_of(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr
-            if name in _TAKING or (name.endswith("_") and not name.endswith("__")):
+            changes = name.endswith("_") and not name.endswith("__") and not _switches_a_copy(node)
+            if name in _TAKING or changes:
                 found.add(root_of(node.func.value))
             found |= {root_of(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
         if isinstance(node, ast.Expr):
@@ -117,6 +118,15 @@ def _holders(node: ast.expr) -> set[str]:
         return {root_of(node)}
     given = {path for argument in node.args for path in _holders(argument)} - {""}
     return given or {root_of(node)}
+
+
+def function_that_may_change(path: str, statement: ast.stmt) -> str:
+    """The function that a statement calls for its effect and gives `path` to, among other things; "" for none."""
+    for node in nodes_of_scope(statement):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+            if path in _changed_by(node.value):
+                return node.value.func.id
+    return ""
 
 
 def _changed_by(call: ast.Call) -> set[str]:
@@ -198,11 +208,19 @@ def switches_mode(node: ast.AST) -> bool:
     return any(
         last_name(call) in _MODE_FUNCTIONS or (isinstance(call.func, ast.Attribute) and call.func.attr in _MODE_METHODS)
         for call in calls_in(node)
-        if id(call) not in contexts
+        if id(call) not in contexts and not _switches_a_copy(call)
     ) or any(
         isinstance(child, ast.Attribute) and child.attr == "requires_grad" and isinstance(child.ctx, ast.Store)
         for child in nodes_of_scope(node)
     )
+
+
+def _switches_a_copy(call: ast.Call) -> bool:
+    """`x.detach().requires_grad_()`, which switches and changes nothing that was there before."""
+    method = call.func
+    if not isinstance(method, ast.Attribute) or method.attr != "requires_grad_":
+        return False
+    return called_name(method.value) in ("clone", "detach")
 
 
 def keeps_gradients(node: ast.AST) -> bool:

@@ -77,7 +77,7 @@ class Lift:
         own: names bound only on some ways through the slice, and read on the same ones, or where all others fail.
         all_names_are_read: something reads names of the scope that it does not write down.
         state: what the slice leaves behind in objects, which the runtime can put back.
-        in_turn: why the rows of the batch depend on each other, where that is seen.
+        one_sample: why the rows of the batch cannot be told apart, where that is seen.
         rescaled: `loss = loss / k` at the end of the slice, done again behind what reads the loss before it.
     """
 
@@ -101,4 +101,4 @@ class Lift:
     rescaled: list[ast.stmt] = field(default_factory=list)
     all_names_are_read: bool = False
     state: str | None = None
-    in_turn: str | None = None
+    one_sample: str | None = None

@@ -138,7 +138,7 @@ class _Lifter:
         self.state = next((lift.state for lift in lifts if lift.state is not None), None)
         if self.state is not None and len(lifts) > 1:
             raise CannotLift(f"{self.state}, which another loss may go through")
-        self.state = self.state or next((lift.in_turn for lift in lifts if lift.in_turn is not None), None)
+        self.state = self.state or next((lift.one_sample for lift in lifts if lift.one_sample is not None), None)
         self.objects = why_perhaps_whole(lifts) if self.state is None else None
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")

@@ -194,7 +194,7 @@ class Lifting:
         if not method:
             return self._broken(f"{margin}{_targets(lift)}{self._function}(", given, ")")
         # one sample: never cut, since it keeps state or is one sequence
-        size = ["batch_size=1"] if lift.state is not None or lift.in_turn is not None else []
+        size = ["batch_size=1"] if lift.state is not None or lift.one_sample is not None else []
         return self._broken(f"{margin}{_targets(lift)}{method}(", [self._function, *given, *size], ")")
 
     @staticmethod

@@ -23,6 +23,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.rewrite.rescaling import without_scaling
+from oomfix.rewrite.rows_by_number import why_by_number
 from oomfix.rewrite.rows_in_turn import why_in_turn
 from oomfix.rewrite.signature import Signature
 from oomfix.script.names import path_of
@@ -129,8 +130,8 @@ class Slicer:
         self._between.place(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)
-        lift.in_turn = why_in_turn(lift, self._runs_forward)
         signature.copy_sizes(lift, chosen[0] if chosen else end)
+        lift.one_sample = why_in_turn(lift, self._runs_forward) or why_by_number(lift, self._runs_forward)
         return lift
 
     # -- which statements --------------------------------------------------------------------------------------
@@ -269,7 +270,7 @@ class Slicer:
             made |= names_bound(statement)
             for path in sorted(self._helpers.changed_paths(statement)):
                 if path.split(".")[0] not in made:
-                    raise CannotLift(f"line {statement.lineno} changes {path}, which was made outside of the slice")
+                    raise CannotLift(f"line {statement.lineno} {_told_change(path, statement)}")
         for name in sorted(self._helpers.records(lift.site.root) - made):
             raise CannotLift(f"line {lift.site.root.lineno} changes {name}, which was made outside of the slice")
         if self._runs_forward(lift.site.root):
@@ -280,6 +281,14 @@ class Slicer:
         if id(scope) not in self._liveness:
             self._liveness[id(scope)] = Liveness(scope, self._tree)
         return self._liveness[id(scope)]
+
+
+def _told_change(path: str, statement: ast.stmt) -> str:
+    """What is done to something from outside of the slice; which of its arguments a function changes is not known."""
+    function = effects.function_that_may_change(path, statement)
+    if function:
+        return f"calls `{function}`, which may change what it is given"
+    return f"changes {path}, which was made outside of the slice"
 
 
 def _first_line_again(lift: Lift) -> int:

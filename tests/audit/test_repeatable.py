@@ -8,10 +8,11 @@ SCRIPT = """
 import torch
 from utils import collect, synchronise
 
-def train(model, shared_model, batches, optimizer, criterion):
+def train(model, first, second, batches, optimizer, criterion):
     for batch in batches:
-        synchronise(model, shared_model)
-        outputs = collect(model, batch)
+        kept = synchronise(model)
+        first[0] = second[0] = kept
+        outputs = collect(model, first, second, batch)
         loss = criterion(outputs, batch)
         loss.backward()
         optimizer.step()

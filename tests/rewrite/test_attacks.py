@@ -161,3 +161,32 @@ def test_a_network_whose_gradient_keeps_its_graph_runs_in_the_function(kept):
 def test_a_network_whose_gradient_keeps_no_graph_runs_ahead_of_it():
     text = rewritten(TOP + PENALTY.format(kept="create_graph=False")).text
     assert text.index("steep = penalty(x)") < text.index("def forward(x, noise, y, steep):")
+
+
+UNDER_AUTOCAST = """\
+for x, y in loader * 3:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", enabled=False):
+        harder = x.clone().detach().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(harder), y), harder)
+        harder = (harder + 0.1 * gradient.sign()).detach()
+        loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(harder), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+def test_an_attack_on_a_copy_under_autocast_is_split_with_the_loss():
+    after = rewritten(TOP + UNDER_AUTOCAST, micro_batches=2)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    before = run(TOP + UNDER_AUTOCAST)
+    assert_same_bits(before, run(rewritten(TOP + UNDER_AUTOCAST).text, preset="off"))
+    split = run(after.text)
+    assert split.calls_in_parts
+    assert_close(before, split)
+
+
+def test_gradients_switched_on_for_the_batch_itself_stay_in_place():
+    text = TOP + UNDER_AUTOCAST.replace("harder = x.clone().detach()", "harder = x")
+    assert [loop.rewrite for loop in rewritten(text).loops] == ["in-place"]

@@ -16,6 +16,11 @@ from tests.rewrite.small_loops import TOP, apply, loop_of
         ("out = model(x)\n    model.eval()\n    loss = out.sum()", "switches layers or gradients"),
         ("out = model(x)\n    reset_grad()\n    loss = out.sum()", "may reset gradients"),
         ("out = model(x)\n    noise = torch.rand(1)\n    loss = out.sum() * torch.rand(1)", "draws random numbers"),
+        (
+            "out = model(x)\n    with torch.no_grad():\n        blend(teacher, model, 0.9)\n        soft = teacher(x)\n"
+            "    loss = (out - soft).pow(2).mean()",
+            "calls `blend`, which may change what it is given",
+        ),
         ("loss = model(x).sum() + len(locals())", "`locals()` in line"),
         ("loss = model(x).sum() * eval('weight')", "`eval()` in line"),
         ("out = model(x)\n    loss = super().criterion(out, y)", "`super()` in line"),

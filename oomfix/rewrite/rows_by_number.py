@@ -1,0 +1,107 @@
+"""Losses that take rows of the batch by their number, or ask how many there are: a part of it has others.
+
+The rows of a check do not show it where they are fewer than the number that is meant.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from oomfix.rewrite.batch_names import size_of
+from oomfix.rewrite.lift import Lift
+from oomfix.rewrite.liveness import names_bound, names_bound_by_target, names_read, nodes_of_scope_body
+from oomfix.script.nodes import walk
+
+
+def why_by_number(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> str | None:
+    """Why not all rows of a slice's inputs are the same to it, or None.
+
+    Args:
+        lift: the slice with its inputs and the sizes that are asked inside.
+        runs_forward: whether a statement runs a network.
+    """
+    parts = [*lift.lifted, ast.Expr(lift.site.root)]
+    rows = {name for one in lift.lifted if runs_forward(one) for name in names_bound(one)} | set(lift.inputs)
+    made = {name for part in (*parts, *lift.copied) for name in _bound_within(part)}
+    sizes, found = _Sizes(lift), []
+    for node in (node for part in parts for node in walk(part)):
+        if isinstance(node, ast.If | ast.IfExp | ast.While) and sizes.decide(node.test):
+            found.append((node.test.lineno, node.test.col_offset, "asks how many rows the batch has"))
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in rows:
+            bounds = _names_in_bounds(node.slice)
+            if bounds and bounds.isdisjoint(made | set(lift.inputs)):
+                found.append((node.lineno, node.col_offset, f"takes rows of `{node.value.id}` by their number"))
+    if not found:
+        return None
+    line, _, told = min(found)
+    return f"line {line} {told}"
+
+
+class _Sizes:
+    """Tells the expressions that ask how many rows there are.
+
+    Args:
+        lift: the slice with its inputs.
+    """
+
+    def __init__(self, lift: Lift) -> None:
+        self._names: set[str] = set()
+        # of a batch that is opened, `len` counts what it brings
+        opened = {name for node in nodes_of_scope_body(lift.site.scope) for name in _opened_by(node)}
+        self._batches = set(lift.inputs) - opened
+        for one in (*lift.copied, *lift.lifted):
+            if isinstance(one, ast.Assign) and self._ask_rows(one.value):
+                self._names |= names_bound(one)
+
+    def decide(self, test: ast.expr) -> bool:
+        """Whether a test compares the rows with a number: not with 0, which no part has, or what parts have as well."""
+        for node in walk(test):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                if any(map(self._ask_rows, sides)) and any(map(_is_number_of_its_own, sides)):
+                    return True
+        return False
+
+    def _ask_rows(self, value: ast.expr) -> bool:
+        if isinstance(value, ast.Name):
+            return value.id in self._names
+        return _asks_first_size(value) and size_of(value) in self._batches
+
+
+def _asks_first_size(value: ast.expr) -> bool:
+    """`len(x)`, `x.size(0)`, `x.shape[0]`."""
+    if isinstance(value, ast.Subscript):
+        return _is_zero(value.slice)
+    return isinstance(value, ast.Call) and (isinstance(value.func, ast.Name) or any(map(_is_zero, value.args)))
+
+
+def _is_number_of_its_own(value: ast.expr) -> bool:
+    plain = isinstance(value, ast.Constant | ast.Name | ast.Attribute | ast.Subscript)
+    return plain and not _is_zero(value) and size_of(value) is None
+
+
+def _is_zero(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value == 0
+
+
+def _opened_by(node: ast.AST) -> set[str]:
+    """`batch` in `x, y = batch`, `batch[0]`, `batch["x"]` and `model(*batch)`."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple | ast.List):
+        return {node.value.id} if isinstance(node.value, ast.Name) else set()
+    held = node.value if isinstance(node, ast.Starred) else None
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        held = node.value
+    return {held.id} if isinstance(held, ast.Name) else set()
+
+
+def _names_in_bounds(index: ast.expr) -> set[str]:
+    """The names that `x[a:b, :]` takes rows by."""
+    first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
+    return names_read(first) if isinstance(first, ast.Slice) else set()
+
+
+def _bound_within(part: ast.AST) -> set[str]:
+    """The names that a statement binds, those of comprehensions included."""
+    generators = (node for node in walk(part) if isinstance(node, ast.comprehension))
+    return names_bound(part).union(*(names_bound_by_target(one.target) for one in generators))
