@@ -15,7 +15,7 @@ _REST = re.compile(r"[ \t]*(#[^\r\n]*)?(?=[\r\n])")
 def added_keyword(layout: Layout, call: ast.Call, keyword: str) -> tuple[Edit, ...]:
     """The edits that append a keyword argument to a call that has arguments.
 
-    It gets a line of its own where each of the others has one, or where the last line would get too long.
+    It gets a line of its own where each of the others has one.
     """
     source = layout.source
     given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
@@ -23,8 +23,7 @@ def added_keyword(layout: Layout, call: ast.Call, keyword: str) -> tuple[Edit, .
     keyword = _spaced(layout, call, keyword)
     ((end, _, added),) = add_keyword(source, call, keyword)
     inline = Edit(end, end, added if _spaces_commas(layout, arguments) else added.replace(", ", ",", 1))
-    line = source.lines[source.position(end)[0] - 1]
-    if not _stand_apart(call, arguments) and len(line) + len(inline.replacement) <= layout.longest_line:
+    if not _stand_apart(call, arguments):
         return (inline,)
     start = f"{layout.newline}{_margin(layout, arguments)}{keyword}"
     comma = _COMMA.match(source.text, end)

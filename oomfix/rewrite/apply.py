@@ -12,6 +12,7 @@ from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, findings_in, fix_locally
+from oomfix.rewrite.long_lines import long_line_edits
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.module import Overrides, other_preset_in
 from oomfix.rewrite.reading import Reading
@@ -134,6 +135,7 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, left, changed))
     if any(loop.rewrite != "none" for loop in loops):
         text = apply_edits(text, evaluation_call_edits(Script.read(changed, options.target_torch)))
+    text = apply_edits(text, long_line_edits(Layout(source), text))
     return Applied(text, loops, ended + last.fixed, unfixed)
 
 

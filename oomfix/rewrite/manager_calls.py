@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Collection, Iterator
 
 from oomfix.rewrite.layout import Layout
@@ -22,10 +21,6 @@ def through_manager(layout: Layout, calls: Collection[ast.Call], method: str) ->
     inside = {id(node) for call in calls for node in walk(call) if node is not call}
     written = (_Call(layout, call, method) for call in calls)
     return [edit for one in written for edit in one.edits(alone=id(one.call) not in inside)]
-
-
-_TAKEN = re.compile(r"\s*(return |[^=()]+ = )?")
-_METHODS = re.compile(r"(\.\w+(\([^()]*\))?|\[[^\[\]]*\])*\s*(#.*)?")
 
 
 class _Call:
@@ -47,12 +42,10 @@ class _Call:
         yield Edit(self._start, self._function_end, self._method)
         if self._arguments and bounds(self._source, self._arguments[0])[0] < self._behind:
             yield from self._before_generator()
-        elif not self._arguments or not alone:
+        elif not self._arguments or not alone or self._line_of(self._behind) == self.call.end_lineno:
             yield Edit(self._behind, self._behind, f"{self._model}, " if self._arguments else self._model)
         elif self._arguments[0].lineno > self._line_of(self._behind):
             yield self._on_the_first_arguments_line()
-        elif self._line_of(self._behind) == self.call.end_lineno:
-            yield from self._on_one_line()
         else:
             yield from self._aligned()
 
@@ -78,27 +71,6 @@ class _Call:
         margin = _margin(self._text_of(first.lineno))
         return Edit(start, start, f"{self._model},{self._layout.newline}{margin}")
 
-    @property
-    def _longer(self) -> int:
-        """How much longer the first line gets."""
-        return len(self._method) + len(", ")
-
-    def _on_one_line(self) -> Iterator[Edit]:
-        line = self._text_of(self.call.lineno)
-        if len(line) + self._longer <= self._layout.longest_line or not self._is_all_of(line):
-            yield Edit(self._behind, self._behind, f"{self._model}, ")
-            return
-        margin, newline = _margin(line), self._layout.newline
-        yield Edit(self._behind, self._behind, f"{newline}{margin}{self._layout.unit}{self._model}, ")
-        end = bounds(self._source, self.call)[1] - 1
-        yield Edit(end, end, f"{newline}{margin}")
-
-    def _is_all_of(self, line: str) -> bool:
-        """Whether a line holds little more than the call: `out = model(x).squeeze(1)`."""
-        first = self._source.line_starts[self.call.lineno - 1]
-        start, end = (offset - first for offset in bounds(self._source, self.call))
-        return bool(_TAKEN.fullmatch(line[:start]) and _METHODS.fullmatch(line[end:]))
-
     def _aligned(self) -> Iterator[Edit]:
         """Arguments that begin behind the parenthesis; lines that stand below them still do."""
         first = self._line_of(self._behind)
@@ -109,7 +81,7 @@ class _Call:
             if number not in self._layout.inside_strings and len(_margin(self._text_of(number))) >= column
         ]
         shift = len(self._method) - len(self._model)
-        lines = [len(self._text_of(first)) + self._longer, *(len(self._text_of(n)) + shift for n in below)]
+        lines = [len(self._text_of(first)) + len(f"{self._method}, "), *(len(self._text_of(n)) + shift for n in below)]
         given = f"{self._model}, "
         if below and max(lines) > self._layout.longest_line:
             inner = _margin(self._text_of(first)) + self._layout.unit

@@ -334,7 +334,8 @@ def test_spaces_around_the_equals_sign_are_those_of_the_call():
 def test_a_line_that_would_get_longer_than_those_of_the_file_is_broken():
     call = "loader = DataLoader(rows, batch_size=8, shuffle=True, num_workers=0, drop_last=False)"
     text = after((LOADER, f"{call}\n"))
-    assert f"{call[:-1]},\n                    pin_memory=True)\n" in text
+    arguments = call[len("loader = DataLoader(") : -1]
+    assert f"loader = DataLoader(\n    {arguments}, pin_memory=True\n)\n" in text
 
 
 @pytest.mark.parametrize(

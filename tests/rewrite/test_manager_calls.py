@@ -56,12 +56,7 @@ def test_the_arguments_stand_below_each_other_as_before(before, after):
     assert written(before) == after
 
 
-def test_a_call_that_gets_too_long_is_broken_behind_its_parenthesis():
-    names = "first_of_all_inputs, second_of_all_inputs, third=third_of_all_inputs"
-    assert written(f"out = net({names})\n") == f"out = memory.evaluate(\n    net, {names}\n)\n"
-    assert written(f"a, b = net({names}).squeeze(1)[0]  # logits\n").splitlines()[2] == ").squeeze(1)[0]  # logits"
-    for kept in (f"out = 0.5 * (net({names}) - 1)\n", f"out = net({names}) + net(first_of_all_inputs)\n"):
-        assert written(kept) == kept.replace("net(", "memory.evaluate(net, ")
+def test_lines_below_a_call_that_gets_too_long_go_below_its_parenthesis():
     aligned = f"out = net(first_of_all_inputs, second_of_all_inputs, fourth,\n          {'x' * 67})\n"
     assert written(aligned) == (
         f"out = memory.evaluate(\n    net, first_of_all_inputs, second_of_all_inputs, fourth,\n    {'x' * 67})\n"

@@ -41,7 +41,9 @@ def test_calls_of_models_go_through_the_manager_each_where_it_stands():
                 critic,
                 self.fake.detach(),
             ).mean()
-            loss = memory.forward(critic, input=self.fake).mean() + memory.forward(net).sum() + score
+            loss = memory.forward(
+                critic, input=self.fake
+            ).mean() + memory.forward(net).sum() + score
             memory.backward(loss)
             memory.step(optimizer)
         """)

@@ -1,5 +1,7 @@
 """Presets of one's own are written into scripts by their values."""
 
+import ast
+
 import pytest
 from click.testing import CliRunner
 
@@ -38,21 +40,22 @@ def written(folder, *options: str, pyproject: str = MINE) -> str:
     done = RUN.invoke(apply, [*options, str(folder / "train.py")])
     if done.exit_code:
         return done.output
-    (line,) = [line for line in (folder / "train.py").read_text().splitlines() if line.startswith("memory =")]
-    return line
+    module = ast.parse((folder / "train.py").read_text())
+    (made,) = [text for text in map(ast.unparse, module.body) if text.startswith("memory =")]
+    return made
 
 
 def test_its_values_are_written_not_its_name(tmp_path):
     line = written(tmp_path, "--preset", "mine")
     assert line == (
-        'memory = runtime.preset("24gb", budget_gib=20.5, micro_batches=3, precision="fp32", pin_memory=False)'
+        "memory = runtime.preset('24gb', budget_gib=20.5, micro_batches=3, precision='fp32', pin_memory=False)"
     )
     values = {"budget_gib": 20.5, "micro_batches": 3, "precision": "fp32", "pin_memory": False}
     assert manager("24gb", **values).preset.budget_gib == 20.5
 
 
 def test_without_a_base_the_other_fields_are_those_of_auto(tmp_path):
-    assert written(tmp_path, "--preset", "plain") == 'memory = runtime.preset("auto", clip_norm=1)'
+    assert written(tmp_path, "--preset", "plain") == "memory = runtime.preset('auto', clip_norm=1)"
 
 
 def test_flags_win(tmp_path):

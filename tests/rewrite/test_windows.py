@@ -224,9 +224,9 @@ def test_a_header_that_would_get_too_long_is_given_a_name_for_its_batches():
     header = "for i, (x, y) in tqdm(enumerate(loader), total=len(loader), desc='a long description of all'):"
     text, _ = loop_of(window("(loss / k).backward()", header=header))
     result = rewritten(TOP + window("(loss / k).backward()", header=header)).text
-    assert text.startswith(header.replace("enumerate(loader)", "enumerate(batches)"))
+    assert text.startswith("for i, (x, y) in tqdm(\n    enumerate(batches), total=len(loader), desc=")
     assert f"batches = memory.accumulate(loader, k)\n{header[:20]}" in result
-    assert max(map(len, result.splitlines())) <= 98
+    assert max(map(len, result.splitlines())) <= len(header)
 
 
 def test_a_progress_bar_with_a_name_has_the_length_of_what_it_shows():

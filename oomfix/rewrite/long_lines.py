@@ -1,0 +1,205 @@
+"""Lines that a rewrite made longer than any of the file, broken inside their brackets."""
+
+from __future__ import annotations
+
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from oomfix.parsing import NEWLINE, split_lines
+from oomfix.rewrite.layout import Layout
+from oomfix.script.edits import Edit
+
+# what a tool reads belongs to its line: `# type: ignore`, or the mark of a notebook's magic
+_FOR_TOOLS = re.compile(r"#\s*(type:|noqa|pylint|pragma|fmt|ruff|mypy|pyright|oomfix|nosec|isort|yapf|\w+ magic \d)")
+_OPENING, _CLOSING = ("(", "[", "{"), (")", "]", "}")
+_BLANKS = " \t\f"
+_NO_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def long_line_edits(layout: Layout, text: str) -> list[Edit]:
+    """The edits of a rewritten text after which its new lines are no longer than the file's, as far as brackets allow.
+
+    A comment behind a statement gives up the blanks ahead of it, or goes above; a statement is broken inside of its
+    brackets. Strings and comments that are too long by themselves stay as they are.
+
+    Args:
+        layout: of the file as it was.
+        text: the file as rewritten.
+    """
+    limit = max(layout.longest_line, *map(len, layout.source.lines))
+    lines = split_lines(text)
+    long = [number for number, line in enumerate(lines, 1) if len(line) > limit]
+    if not long:
+        return []
+    tokens = _by_line(lines)
+    starts = [0, *(end.end() for end in NEWLINE.finditer(text))]
+    edits = []
+    for number in long:
+        line = _Line(lines[number - 1], tokens[number], limit, layout.unit)
+        below = lines[number] if number < len(lines) else ""
+        if (broken := line.broken(below)) is not None:
+            start = starts[number - 1]
+            edits.append(Edit(start, start + len(line.text), layout.newline.join(broken)))
+    return edits
+
+
+class _Token(NamedTuple):
+    """A token in its line: its columns, and how many brackets are open ahead of it.
+
+    An opening bracket and the closing one have the same depth.
+    """
+
+    text: str
+    start: int
+    end: int
+    depth: int
+
+
+def _by_line(lines: Sequence[str]) -> dict[int, list[_Token]]:
+    """The tokens of each line; none for lines that hold a part of a string of several lines."""
+    found: dict[int, list[_Token]] = defaultdict(list)
+    inside: set[int] = set()
+    readline = (f"{line}\n" for line in lines)
+    depth = 0
+    for kind, text, (row, start), (last, end), _ in _whole_strings(
+        tokenize.generate_tokens(lambda: next(readline, ""))
+    ):
+        if last > row:
+            inside.update(range(row, last + 1))
+        if kind in _NO_CODE:
+            continue
+        depth -= kind == tokenize.OP and text in _CLOSING
+        found[row].append(_Token(text, start, end, depth))
+        depth += kind == tokenize.OP and text in _OPENING
+    return defaultdict(list, {row: tokens for row, tokens in found.items() if row not in inside})
+
+
+def _whole_strings(tokens: Iterator[tokenize.TokenInfo]) -> Iterator[tokenize.TokenInfo]:
+    """Tokens, those of an f-string made one."""
+    opened: list[tokenize.TokenInfo] = []
+    for token in tokens:
+        name = tokenize.tok_name[token.type]
+        if name in ("FSTRING_START", "TSTRING_START"):
+            opened.append(token)
+        elif name in ("FSTRING_END", "TSTRING_END"):
+            first = opened.pop()
+            if not opened:
+                yield first._replace(type=tokenize.STRING, end=token.end)
+        elif not opened:
+            yield token
+
+
+class _Line:
+    """A line that is too long."""
+
+    def __init__(self, text: str, tokens: list[_Token], limit: int, unit: str) -> None:
+        self.text = text
+        self._tokens = tokens
+        self._limit = limit
+        self._unit = unit
+        self._margin = text[: len(text) - len(text.lstrip(_BLANKS))]
+
+    def broken(self, below: str) -> list[str] | None:
+        """The lines in its place; None where it cannot be broken.
+
+        Args:
+            below: the next line, whose margin is that of what is left of an open bracket.
+        """
+        code, comment = self._tokens, None
+        if code and code[-1].text.startswith("#"):
+            *code, comment = code
+        if not code or self.text[code[-1].end : comment.start if comment else None].strip():
+            return None  # a backslash joins it to the next line
+        if comment is None:
+            return self._code(code, below)
+        if _FOR_TOOLS.match(comment.text):
+            return None
+        ahead = self.text[: code[-1].end]
+        if len(f"{ahead}  {comment.text}") <= self._limit:
+            # comments below each other stay so
+            return [f"{ahead}{' ' * (self._limit - len(ahead) - len(comment.text))}{comment.text}"]
+        above = self._margin + comment.text
+        rest = [ahead] if len(ahead) <= self._limit else self._code(code, below)
+        return None if rest is None or len(above) > self._limit else [above, *rest]
+
+    def _code(self, tokens: list[_Token], below: str) -> list[str] | None:
+        return self._behind_comma(tokens, below) or self._in_brackets(tokens, self._margin)
+
+    def _in_brackets(self, tokens: Sequence[_Token], margin: str) -> list[str] | None:
+        """Some tokens of the line on one line, or with what is inside of a pair of brackets below it."""
+        start, end = tokens[0].start, tokens[-1].end
+        if len(margin) + end - start <= self._limit:
+            return [margin + self.text[start:end]]
+        for opening, closing in _pairs(tokens):
+            head = margin + self.text[start : tokens[opening].end]
+            tail = margin + self.text[tokens[closing].start : end]
+            if max(len(head), len(tail)) <= self._limit:
+                inside = self._filled(tokens[opening + 1 : closing], margin + self._unit)
+                if inside is not None:
+                    return [head, *inside, tail]
+        return None
+
+    def _filled(self, tokens: Sequence[_Token], margin: str) -> list[str] | None:
+        """What is inside of brackets, broken behind its commas where it has to be."""
+        lines: list[str] = []
+        behind = 0
+        for item in _items(tokens):
+            beside = self.text[behind : item[-1].end]
+            if lines and len(lines[-1] + beside) <= self._limit:
+                lines[-1] += beside
+            elif (broken := self._in_brackets(item, margin)) is not None:
+                lines += broken
+            else:
+                return None
+            behind = item[-1].end
+        return lines
+
+    def _behind_comma(self, tokens: list[_Token], below: str) -> list[str] | None:
+        """A line of a bracket that spans several, broken behind its last comma that leaves no long line."""
+        first, last = tokens[0].depth, tokens[-1].depth + (tokens[-1].text in _OPENING)
+        for index in range(len(tokens) - 2, 0, -1):
+            token = tokens[index]
+            if token.text != "," or token.end > self._limit or token.depth == 0:
+                continue
+            if token.depth == last and last > first:
+                margin = below[: len(below) - len(below.lstrip(_BLANKS))]
+            elif token.depth == first:
+                margin = self._margin
+            else:
+                continue
+            rest = self._in_brackets(tokens[index + 1 :], margin)
+            if rest is not None:
+                return [self.text[: token.end], *rest]
+        return None
+
+
+def _pairs(tokens: Sequence[_Token]) -> list[tuple[int, int]]:
+    """The pairs of brackets that are inside of no other bracket, as indices: that with most inside first."""
+    found: list[tuple[int, int]] = []
+    outermost = min(token.depth for token in tokens)
+    opening = None
+    for index, token in enumerate(tokens):
+        if token.depth != outermost:
+            continue
+        if token.text in _OPENING:
+            opening = index
+        elif token.text in _CLOSING:
+            if opening is not None and index - opening > 1:
+                found.append((opening, index))
+            opening = None
+    return sorted(found, key=lambda pair: tokens[pair[0]].end - tokens[pair[1]].start)
+
+
+def _items(tokens: Sequence[_Token]) -> Iterator[Sequence[_Token]]:
+    """What stands between the commas of a bracket, each with its comma."""
+    depth = min(token.depth for token in tokens)
+    first = 0
+    for index, token in enumerate(tokens):
+        if token.text == "," and token.depth == depth:
+            yield tokens[first : index + 1]
+            first = index + 1
+    if first < len(tokens):
+        yield tokens[first:]
