@@ -19,10 +19,10 @@ from torch import nn
 
 from bench.heading import heading
 from bench.runtime import CPU, CUDA, RESULTS, Batch, Step, Workload, managed, timed
-from oomfix.runtime.rows import first_part
+from oomfix.runtime.rows import first_part, telling
 
-MOST_ROWS = 31  # that a check looks at
-FEW_ROWS = 5  # of which gradients are compared, and at later calls all
+MOST_ROWS = 32  # that a check looks at
+FEW_ROWS = 4  # of which gradients are compared, and at later calls all
 CHECKS = (1, 2, 4, 8, 16, 32, 64)
 CPU_STEPS = (
     CPU,
@@ -35,7 +35,7 @@ CUDA_STEPS = (CUDA, replace(CUDA, samples=256), replace(CUDA, width=1024))
 
 def by_hand(model: nn.Module, samples: int, first: bool) -> Callable[[Batch], torch.Tensor]:
     """The forwards and backwards of a check, at the first call or a later one, and nothing else."""
-    most = min((samples // 2 - 1) // 2 * 2 + 1, MOST_ROWS)
+    most = telling(min(samples // 2, MOST_ROWS))
     parameters = list(model.parameters())
 
     def loss(batch: Batch, begin: int, end: int) -> torch.Tensor:

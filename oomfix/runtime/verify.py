@@ -28,6 +28,7 @@ from oomfix.runtime.verdict import Verdict
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
 _FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itself by most losses of pairs
 _FEWEST_ROWS = 3  # where memory has no room for more
+_ROWS_TO_REPEAT_IN = 6  # others are groups of their own, and show no more; two parts of which none is a single row
 _TRIES = 2
 
 _T = TypeVar("_T")
@@ -111,9 +112,13 @@ def _confirmed_closer(
     """A verdict that allows a split, or the one that refuses it after a closer look at masks, repeats and gradients."""
     verdict = found.verdict
     how = replace(found.how, light=not verdict.drew)
-    by_gaps = (partial(by_masks, rows, how), partial(by_computed_masks, rows, found, how))
-    for by_other_rows in (*by_gaps, partial(by_repetition, rows, how)):
-        other = _with_rows_that_fit([found.rows, 2], by_other_rows)
+    other_looks = (
+        (found.rows, partial(by_masks, rows, how)),
+        (found.rows, partial(by_computed_masks, rows, found, how)),
+        (min(found.rows, _ROWS_TO_REPEAT_IN), partial(by_repetition, rows, how)),
+    )
+    for most, look in other_looks:
+        other = _with_rows_that_fit([most, 2], look)
         if other is not None and other.rule is None and not other.undecided:
             return other
     gradients = None

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomfix import runtime
+from oomfix.runtime.batch import Batch
+from oomfix.runtime.verify import check
 
 PACKAGE = str(Path(runtime.__file__).parent)
 
@@ -87,3 +89,24 @@ def test_a_settled_call_and_step_wait_for_nothing(overrides):
     with Waits() as waits:
         loss.item()
     assert len(waits.seen) == 1
+
+
+def rows_run_by_a_check(model, earlier=None):
+    """Samples that a check of a batch of 64 gives the model, all runs together; and its verdict."""
+    sizes = []
+    x, y = torch.randn(64, 4), torch.arange(64) % 3
+
+    def forward(x, y):
+        sizes.append(len(x))
+        return nn.functional.cross_entropy(model(x), y)
+
+    verdict = check(forward, Batch((x, y), {}), list(model.modules()), 32, earlier=earlier)
+    return sum(sizes), verdict
+
+
+def test_a_check_runs_the_rows_of_a_micro_batch_once_together_and_once_in_parts_and_few_besides():
+    rows, verdict = rows_run_by_a_check(layers(1))
+    assert rows <= 2 * (32 + 6 + 4)
+    rows, confirmed = rows_run_by_a_check(layers(1), verdict)
+    assert rows <= 2 * 4
+    assert confirmed.rule is not None

@@ -384,3 +384,20 @@ def test_a_weight_that_the_samples_of_a_class_share_is_seen_though_few_rows_are_
         for most_rows in (2, 3, 4):
             assert verdict_of(by_class, model, batch, most_rows).rule is None
             assert verdict_of(by_sample, model, batch, most_rows).rule is not None
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
+@pytest.mark.parametrize("size", [8, 16, 40])
+def test_a_weight_that_the_samples_of_a_class_share_is_seen_though_all_rows_are_of_a_class_each(size, reduce):
+    model = network()
+
+    def by_class(x, y):
+        return reduce(model(x).pow(2).mean(1) / torch.bincount(y)[y])
+
+    def by_sample(x, y):
+        return reduce(model(x).pow(2).mean(1) / (1 + y))
+
+    batch = rows(size), torch.arange(size)
+    for most_rows in (2, size // 2):
+        assert verdict_of(by_class, model, batch, most_rows).rule is None
+        assert verdict_of(by_sample, model, batch, most_rows).rule is not None
