@@ -38,6 +38,8 @@ def generators_in(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> 
     values = [value for helper in _helpers(forward) for _, value in references(helper)]
     objects = [value for value in values if _is_object(value) and len(vars(value)) <= MOST_ENTRIES]
     values += itertools.chain.from_iterable(vars(holder).values() for holder in (*objects, *modules))
+    # a method of a generator, which a program may have given a name of its own, is built in
+    values += [value.__self__ for value in values if isinstance(value, types.BuiltinMethodType)]
     one_of_each = dict(zip(map(type, values), values, strict=True))
     if not any(map(is_generator, one_of_each.values())):
         return []

@@ -19,7 +19,7 @@ from oomfix.runtime.random_state import RandomState
 from oomfix.runtime.whole_draws import DrawnShapes, DrawnSize, WholeDraws, sizes_by_rows
 
 EXACT = 1e-12
-OWN = SimpleNamespace(torch=torch.Generator(), numpy=np.random.default_rng(0))
+OWN = SimpleNamespace(torch=torch.Generator(), numpy=np.random.default_rng(0), python=random.Random(0))
 
 
 def vae():
@@ -161,10 +161,11 @@ def seed():
     np.random.seed(5)
     OWN.torch.manual_seed(5)
     OWN.numpy.bit_generator.state = np.random.default_rng(5).bit_generator.state
+    OWN.python.seed(5)
 
 
 def drawn_next():
-    own = torch.rand(20, generator=OWN.torch).tolist(), OWN.numpy.random()
+    own = torch.rand(20, generator=OWN.torch).tolist(), OWN.numpy.random(), OWN.python.random()
     return torch.rand(20).tolist(), random.random(), np.random.rand(), own
 
 
@@ -205,7 +206,11 @@ def test_gradients_and_generators_are_those_of_the_whole_batch(make, size, doubl
     assert memory.report().forwards[0].micro_batches == 3
 
 
-@pytest.mark.parametrize("coin", [random.random, np.random.rand, OWN.numpy.random], ids=["python", "numpy", "own"])
+@pytest.mark.parametrize(
+    "coin",
+    [random.random, np.random.rand, OWN.numpy.random, OWN.python.random],
+    ids=["python", "numpy", "own of numpy", "own of python"],
+)
 def test_noise_behind_a_coin_that_the_check_saw_fall_otherwise_is_that_of_the_whole_batch(coin, double):
     model, x = nn.Linear(6, 6), torch.randn(12, 6)
 
@@ -218,7 +223,7 @@ def test_noise_behind_a_coin_that_the_check_saw_fall_otherwise_is_that_of_the_wh
         seed()
         for _ in range(begin):
             coin()
-        start = RandomState(own=[OWN.torch, OWN.numpy])
+        start = RandomState(own=[OWN.torch, OWN.numpy, OWN.python])
         forward(x).backward()
         after, expected = drawn_next(), gradients_of([model])
         start.restore()
