@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oomfix.runtime.recomputation import Conduct, observe, recomputation_contexts
+from oomfix.runtime import compat
+from oomfix.runtime.recomputation import Conduct, observe, recomputation_contexts, updates_statistics
 
 _logger = logging.getLogger(__name__)
 _conducts: "weakref.WeakKeyDictionary[nn.Module, Conduct]" = weakref.WeakKeyDictionary()
@@ -100,7 +101,8 @@ def _run(block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwarg
     # by position: checkpoint looks only there for the devices whose random generators it restores
     checkpointed = functools.partial(checkpoint, run_positional, *args, *kwargs.values(), use_reentrant=False)
     if torch.compiler.is_compiling():
-        return checkpointed()
+        runs_once = compat.RECOMPUTES_UNSEEN_WHERE_COMPILED or not updates_statistics(block)
+        return checkpointed() if runs_once else run(*args, **kwargs)
     conduct = _conducts.get(block)
     if conduct is None:
         conduct = _conducts[block] = observe(block, run, args, kwargs)

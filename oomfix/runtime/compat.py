@@ -20,6 +20,10 @@ _MODULE_FILE = torch.nn.modules.module.__file__
 OutOfMemoryError: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
 
+# what torch 2.6 compiles together with a checkpoint updates running statistics again in backward
+RECOMPUTES_UNSEEN_WHERE_COMPILED = torch.__version__ >= "2.13"
+
+
 def force_eager() -> AbstractContextManager[Any]:
     """Context in which compiled functions run as they were written; no compilation is started or thrown away."""
     # importing the compiler takes seconds, and a program that has not done so has compiled nothing

@@ -160,6 +160,11 @@ def _statistics_kept(block: nn.Module) -> Iterator[None]:
             buffers.update(original)
 
 
+def updates_statistics(block: nn.Module) -> bool:
+    """Whether a forward of `block` updates running statistics of a layer inside."""
+    return any(norm.training for norm in _norms(block))
+
+
 def _norms(block: nn.Module) -> list[_NormBase]:
     return [module for module in modules_in(block) if isinstance(module, _NormBase) and module.track_running_stats]
 
