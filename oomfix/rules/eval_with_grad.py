@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import EVALUATES, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.no_grad import no_grad_edits
+from oomfix.script.no_grad import no_grad_edits, why_not_edited
 
 _ACTING = (
     b"def act(",
@@ -72,7 +72,7 @@ class EvalWithGrad(Rule):
                 script.place(forward.node),
                 "evaluation with gradients on: every activation is saved for a backward that never comes",
                 edits=no_grad_edits(script, forward),
-                by_hand="what is around it may need gradients",
+                by_hand=why_not_edited(script),
             )
 
     INVALID = [

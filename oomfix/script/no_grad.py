@@ -24,7 +24,7 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     Empty where neither is certain: the forward is trained through on another way, its result goes out of sight, or
     torch is not imported under its own name.
     """
-    if "torch" not in script.imports.names.get("torch", ()) or forward.escaped:
+    if not _imports_torch(script) or forward.escaped:
         return ()
     forward = where_graph_ends(forward, script.trace)
     function = forward.site.function
@@ -41,6 +41,15 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     start = script.source.offset(node.lineno, node.col_offset)
     margin = script.source.text[line_start(script.source, start) : start]
     return (Edit(start, start, f"@torch.no_grad(){newline_of(script.source)}{margin}"),)
+
+
+def why_not_edited(script: Script) -> str:
+    """Why an evaluation pass of a script is left to be changed by hand."""
+    return "what is around it may need gradients" if _imports_torch(script) else "torch is not imported as `torch`"
+
+
+def _imports_torch(script: Script) -> bool:
+    return "torch" in script.imports.names.get("torch", ())
 
 
 def _leaves_a_graph(script: Script, node: ast.AST) -> bool:
