@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from functools import cached_property, reduce
 
 from oomfix.script.definitions import Class, Function, called_on_self
@@ -162,6 +163,8 @@ class Follower(Flow):
         if leaving and function.name in self._always_taken_off:
             leaving = NO_ORIGINS
         left = self._left_on_arguments(frame, earlier)
+        if function.acts:
+            left |= self._left_on_objects(earlier, looks_like_state)  # the log probability of what was done
         leaving |= left
         for origin in flatten(returned).origins | left:
             if origin in self.trace.forwards:
@@ -173,9 +176,10 @@ class Follower(Flow):
     def _always_taken_off(self) -> frozenset[str]:
         return always_taken_off(self._nodes)
 
-    def _left_on_objects(self, earlier: int) -> frozenset[int]:
-        """Where the graphs come from that attributes hold which were bound since."""
-        held = [self.state.attributes.get(key) for key in self.bound[earlier:] if isinstance(key, tuple)]
+    def _left_on_objects(self, earlier: int, but: Callable[[str], bool] = lambda _: False) -> frozenset[int]:
+        """Where the graphs come from that attributes hold which were bound since, but for those with such names."""
+        slots = [key for key in self.bound[earlier:] if isinstance(key, tuple) and not but(key[-1])]
+        held = [self.state.attributes.get(slot) for slot in slots]
         return combine([flatten(binding.value) for binding in held if binding is not None]).origins
 
     def _left_on_arguments(self, frame: Frame, earlier: int) -> frozenset[int]:

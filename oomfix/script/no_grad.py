@@ -53,9 +53,15 @@ def _imports_torch(script: Script) -> bool:
 
 
 def _leaves_a_graph(script: Script, node: ast.AST) -> bool:
-    """Whether another forward in it leaves its graph to what is out of sight, such as the value of what was done."""
+    """Whether another forward in it leaves its graph to what is out of sight, such as the value of what was done.
+
+    It may leave it in a list of an object, too, from where others take it.
+    """
+    evaluated = {forward.origin for forward in script.evaluation_forwards}
     return any(
-        forward.escaped and forward.records_graph and _is_inside(forward, node)
+        (forward.escaped or (forward.stored and forward.origin not in evaluated))
+        and forward.records_graph
+        and _is_inside(forward, node)
         for forward in script.trace.forwards.values()
     )
 

@@ -331,3 +331,38 @@ def test_what_is_named_for_evaluation_is_decorated_whatever_it_returns():
                 return report(outputs), 0.5
     """
     assert "    @torch.no_grad()\n    def validate(" in fix(code)[1]
+
+
+ACTING = """
+    import torch
+    from torch.distributions import Categorical
+
+    class Player:
+        def __init__(self, net):
+            self.net = net
+            self.kept = []
+
+        def act(self, state):
+            {body}
+            return action.item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("drawn = Categorical(self.net(state)); action = drawn.sample(); self.log_prob = drawn.log_prob(action)", 0),
+        ("drawn = Categorical(self.net(state)); action = drawn.sample(); self.kept.append(drawn.log_prob(action))", 0),
+        ("out, self.hidden = self.net(state, self.hidden); action = out.argmax()", 1),
+        ("action = self.net(state).argmax(); self.last = action", 1),
+    ],
+    ids=["log probability", "list of them", "recurrent state", "number"],
+)
+def test_what_an_action_leaves_on_its_object_may_be_trained_on_by_another_file(body, found):
+    assert fix(ACTING.format(body=body))[0] == found
+
+
+def test_no_edit_cuts_the_graph_that_another_forward_leaves_in_a_list():
+    body = "drawn = Categorical(self.net(state)); action = drawn.sample(); self.kept.append(drawn.log_prob(action)); {}"
+    found, fixed = fix(ACTING.format(body=body.format("print(self.net(state).max().item())")))
+    assert (found, fixed) == (1, "")
