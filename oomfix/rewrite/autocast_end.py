@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 
-from oomfix.rewrite.effects import called_name
-from oomfix.rewrite.liveness import FunctionNode, names_bound, names_read, nodes_of_scope_body
+from oomfix.rewrite.effects import called_name, changed_paths, overlap, paths_read
+from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
 from oomfix.rewrite.reading import Reading
 from oomfix.script import TrainingLoop
 from oomfix.script.edits import Edit
@@ -47,11 +47,13 @@ def metric_edits(reading: Reading) -> dict[int, list[Edit]]:
     edits: dict[int, list[Edit]] = {}
     for block, loop in _blocks_of_forwards(reading).items():
         made = {name for statement in block.body if not _is_for_effect(statement) for name in names_bound(statement)}
-        made |= _read_behind(block, loop, reading)
+        read = _read_behind(block, loop, reading)
         first = None
         for statement in reversed(block.body):
             runs_network = any(id(node) in forwards for node in walk(statement))
-            if runs_network or not _is_for_effect(statement) or names_bound(statement) & made:
+            bound = names_bound(statement)
+            needed = bound & made or overlap(bound | changed_paths(statement), read)
+            if runs_network or needed or not _is_for_effect(statement):
                 break
             first = statement
         is_autocast = reading.amp.is_autocast(block) or reading.amp.holds_autocast(block)
@@ -75,21 +77,22 @@ def _blocks_of_forwards(reading: Reading) -> dict[ast.With, TrainingLoop]:
 
 
 def _read_behind(block: ast.With, loop: TrainingLoop, reading: Reading) -> set[str]:
-    """The names that a loss is made of behind a block, or of a function that runs no backward, what it returns."""
+    """The access paths that a loss is made of behind a block; of a function that runs no backward, what it returns."""
     scope = reading.blocks.scope_of(block)
     if scope is None:
         return set()
     statements = [node for node in nodes_of_scope_body(scope) if isinstance(node, ast.stmt)]
-    ends: list[ast.AST] = [event.node for event in loop.backwards if reading.blocks.scope_of(event.node) is scope]
-    ends = ends or [statement for statement in statements if isinstance(statement, ast.Return)]
-    names = {name for end in ends for name in names_read(end)}
-    behind = [
-        one for one in statements if isinstance(one, _BINDING) and one.lineno > (block.end_lineno or block.lineno)
+    ends: list[ast.Call | ast.stmt] = [
+        event.node for event in loop.backwards if reading.blocks.scope_of(event.node) is scope
     ]
+    ends = ends or [statement for statement in statements if isinstance(statement, ast.Return)]
+    paths = {path for end in ends for path in paths_read(end)}
+    first, last = block.end_lineno or block.lineno, max((end.lineno for end in ends), default=0)
+    behind = [one for one in statements if isinstance(one, _BINDING) and first < one.lineno < last]
     for statement in sorted(behind, key=lambda one: one.lineno, reverse=True):
-        if names_bound(statement) & names:
-            names |= names_read(statement)
-    return names
+        if overlap(names_bound(statement), paths):
+            paths |= paths_read(statement)
+    return paths
 
 
 def _is_for_effect(statement: ast.stmt, *, differentiated: bool = True) -> bool:

@@ -76,8 +76,9 @@ def test_what_the_loss_needs_or_runs_the_network_stays_in_its_autocast_block(sta
         "if len(seen) % 10 == 0:\n            print(loss.item())\n        elif seen:\n            print(seen[-1])",
         "with torch.no_grad():\n            hits = (out.argmax(1) == y).sum()\n            print(hits.item())",
         "for row in out.tolist():\n            print(row)",
+        "count(out, y)\n        print(1)",
     ],
-    ids=["if", "no_grad", "for"],
+    ids=["if", "no_grad", "for", "call"],
 )
 def test_blocks_that_a_part_of_a_batch_would_print_in_follow_the_call(printing):
     text, forms = apply(METRICS.replace("seen.append(loss.item())", printing))
@@ -125,3 +126,20 @@ def test_metrics_leave_a_block_of_a_name_that_is_nothing_but_autocast(other):
     text, forms = apply(held + METRICS.replace('torch.autocast("cuda"):', "context:"))
     assert forms[0][0] == ("in-place" if other == "profiler()" else "micro-batched")
     assert ("    loss = memory.forward_backward(forward, x, y)\n    seen.append" in text) == (other != "profiler()")
+
+
+@pytest.mark.parametrize("added", ["terms.append((out @ out.T).mean())", "terms[0] += (out @ out.T).mean()"])
+def test_a_term_that_is_put_into_a_list_of_the_loss_is_computed_under_autocast(added):
+    script = METRICS.replace("    with torch", "    terms = [0]\n    with torch")
+    script = script.replace("seen.append", f"{added}\n        seen.append")
+    text, forms = apply(script.replace("loss.backward", "(loss + sum(terms)).backward"))
+    assert forms == [("micro-batched", None)]
+    assert f"            {added}\n        return loss + sum(terms)" in text
+    assert text.index("memory.forward_backward(") < text.index("seen.append(")
+
+
+def test_what_the_name_of_a_loss_is_bound_to_behind_its_backward_is_no_part_of_the_loss():
+    script = METRICS.replace("seen = []", "meter = Meter()").replace("seen.append", "meter.update")
+    text, forms = apply(f"from meters import Meter\n{script}    loss = meter.average\n")
+    assert forms == [("micro-batched", None)]
+    assert text.index("memory.forward_backward(") < text.index("meter.update(")
