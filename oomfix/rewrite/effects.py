@@ -302,9 +302,9 @@ def asks_if_not_finite(test: ast.expr) -> bool:
     """`torch.isnan(loss) or torch.isinf(loss)`, `not torch.isfinite(losses).all()`: true where one number is not."""
     if isinstance(test, ast.BoolOp):
         return isinstance(test.op, ast.Or) and all(map(asks_if_not_finite, test.values))
-    over_all = "any"
+    asked, over_all = {"isnan", "isinf"}, "any"
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, over_all = test.operand, "all"
+        test, asked, over_all = test.operand, {"isfinite"}, "all"
     while isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and last_name(test) in (over_all, "item"):
         test = test.func.value
-    return called_name(test) in ("isnan", "isinf", "isfinite")
+    return called_name(test) in asked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from functools import cached_property
+from typing import TypeGuard
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import asks_if_not_finite, is_zero_grad, last_name, leaves
@@ -15,7 +16,7 @@ from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
 
-def skips_if_not_finite(statement: ast.stmt) -> bool:
+def skips_if_not_finite(statement: ast.stmt) -> TypeGuard[ast.If]:
     """`if torch.isnan(loss): print("skipped"); continue`."""
     if not isinstance(statement, ast.If) or statement.orelse or not asks_if_not_finite(statement.test):
         return False
@@ -23,9 +24,9 @@ def skips_if_not_finite(statement: ast.stmt) -> bool:
     return isinstance(last, ast.Continue | ast.Break | ast.Return) and not any(map(leaves, others))
 
 
-def body_of_skip(statement: ast.stmt) -> list[ast.stmt]:
+def body_of_skip(skip: ast.If) -> list[ast.stmt]:
     """What a skip does before it leaves, but for resets of gradients."""
-    return [other for other in statement.body[:-1] if not is_zero_grad(other)] if isinstance(statement, ast.If) else []
+    return [other for other in skip.body[:-1] if not is_zero_grad(other)]
 
 
 class SkippedBatches:
@@ -50,7 +51,7 @@ class SkippedBatches:
         ahead = block[: block.index(lift.site.end)]
         for statement in lift.after:
             if skips_if_not_finite(statement):
-                resets = self._resets([*ahead, *getattr(statement, "body", [])])
+                resets = self._resets([*ahead, *statement.body])
                 stays = self._is_used_elsewhere(block[block.index(lift.site.end) + 1 :])
                 if stays or self._backward_raises or not self._stepped <= resets:
                     keyword = leaves(statement)

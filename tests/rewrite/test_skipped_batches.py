@@ -87,7 +87,10 @@ def test_gradients_that_nothing_resets_would_stay():
     assert apply(reset_last)[1] == [("in-place", STAYS.replace("11", "10"))]
 
 
-@pytest.mark.parametrize("test", ["len(x) == 0", "loss == 0", "loss is None", "skip"])
+FINITE = ["torch.isfinite(loss)", "not torch.isnan(loss)", "torch.isnan(loss).all()", "not loss.isfinite().any()"]
+
+
+@pytest.mark.parametrize("test", ["len(x) == 0", "loss == 0", "loss is None", "skip", *FINITE])
 def test_other_tests_may_guard_losses_without_a_graph(test):
     assert apply(LOOP.replace("torch.isnan(loss)", test))[1] == [("in-place", STAYS)]
 
