@@ -8,6 +8,7 @@ import math
 import re
 
 from oomfix.rewrite.layout import Layout, Lines
+from oomfix.rewrite.liveness import names_bound
 from oomfix.script import Script
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
@@ -26,17 +27,14 @@ class Names:
     """
 
     def __init__(self, script: Script) -> None:
-        self._taken = set(dir(builtins))
         nodes = script.imports.nodes
+        self._taken = set(dir(builtins))
         self._taken.update(node.id for node in nodes.of(ast.Name))
         self._taken.update(node.arg for node in nodes.of(ast.arg))
-        self._taken.update(node.asname or node.name.split(".")[0] for node in nodes.of(ast.alias))
         self._taken.update(name for node in nodes.of(ast.Global) for name in node.names)
         self._taken.update(name for node in nodes.of(ast.Nonlocal) for name in node.names)
-        self._taken.update(node.name for node in nodes.of(ast.ExceptHandler) if node.name)
-        for statement in script.source.tree.body:
-            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                self._taken.add(statement.name)
+        for scope in (script.source.tree, *nodes.functions):
+            self._taken.update(name for statement in scope.body for name in names_bound(statement))
 
     def free(self, *wanted: str) -> str:
         """The first of these names that is free, else the last with a number."""
@@ -57,11 +55,10 @@ def manager_in(script: Script) -> str | None:
 
 def other_preset_in(script: Script, preset: str) -> str | None:
     """What to say of a manager that a module has already made for another preset; None where there is none."""
-    made = _manager_made_in(script)
-    given = made.value.args[:1] if made is not None and isinstance(made.value, ast.Call) else []
-    if made is None or not given or not isinstance(given[0], ast.Constant) or given[0].value == preset:
-        return None
-    return f"line {made.lineno} makes the manager for {given[0].value!r}: write {preset!r} there to train in that"
+    match _manager_made_in(script):
+        case ast.Assign(value=ast.Call(args=[ast.Constant(made), *_]), lineno=line) if made != preset:
+            return f"line {line} makes the manager for {made!r}: write {preset!r} there to train in that"
+    return None
 
 
 def _manager_made_in(script: Script) -> ast.Assign | None:

@@ -26,6 +26,28 @@ def test_names_that_the_file_uses_are_not_taken():
 
 
 @pytest.mark.parametrize(
+    "bound",
+    [
+        "import memory",
+        "def memory():\n        pass",
+        "class memory:\n        pass",
+        'match {}:\n        case {"memory": memory}:\n            pass',
+        "match {}:\n        case {**memory}:\n            pass",
+        "match []:\n        case [*memory]:\n            pass",
+    ],
+)
+def test_names_that_a_function_binds_and_never_reads_are_not_taken(bound):
+    loop = """
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    """
+    result = rewritten(f"{TOP}\ndef train():\n    {bound}\n{loop}")
+    assert "gpu_memory.forward_backward(" in result.text
+
+
+@pytest.mark.parametrize(
     ("imports", "expected"),
     [
         (
