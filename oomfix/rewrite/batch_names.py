@@ -14,6 +14,7 @@ from oomfix.rewrite.liveness import (
     Scope,
     names_bound,
     names_bound_by_target,
+    names_of_parameters,
     names_read,
     nodes_of_scope_body,
 )
@@ -29,8 +30,6 @@ _NOT_DATA = re.compile(
     r"self|lr|gpu|tokenizer|vocab)$",
     re.IGNORECASE,
 )
-
-
 _FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
 _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load_state_dict step".split())
 _MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
@@ -133,7 +132,7 @@ class BatchNames:
             return True
         nodes = list(nodes_of_scope_body(site.scope))
         stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
-        values = [node.value for node in nodes if isinstance(node, ast.Assign) and binds_alone(node, name)]
+        values = [node.value for node in nodes if isinstance(node, ast.Assign) and _binds_alone(node, name)]
         return bool(values) and len(values) == len(stores) and all(_is_scalar(value) for value in values)
 
 
@@ -165,7 +164,7 @@ def _of_all_rows(value: ast.AST) -> ast.AST:
 
 def _bound_to(name: str, node: ast.Assign) -> ast.expr | None:
     """What a name alone is bound to: by `idx = v`, or by `idx, y = v, w`."""
-    if binds_alone(node, name):
+    if _binds_alone(node, name):
         return node.value
     target = node.targets[0] if len(node.targets) == 1 else None
     if not (isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)):
@@ -195,7 +194,7 @@ def _comes_with_the_batch(name: str, loop: ast.For) -> bool:
     return name in others or name in inner
 
 
-def binds_alone(node: ast.Assign, name: str) -> bool:
+def _binds_alone(node: ast.Assign, name: str) -> bool:
     return len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
 
 
@@ -206,18 +205,13 @@ def _bound_by_iteration(lift: Lift) -> set[str]:
         target = names_bound_by_target(loop.target) if not isinstance(loop, ast.While) else set()
         return target.union(*(names_bound(statement) for statement in loop.body if statement not in lift.lifted))
     scope = site.scope
-    if isinstance(scope, ast.Module):
-        return set()
-    arguments = scope.args
-    parameters = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    return parameters.union(*(names_bound(statement) for statement in scope.body))
+    return set() if isinstance(scope, ast.Module) else bound_anywhere(scope)
 
 
 def bound_anywhere(scope: Scope) -> set[str]:
+    """The names that a scope binds, those of its parameters included."""
     bound = {name for statement in scope.body for name in names_bound(statement)}
-    if isinstance(scope, ast.Module):
-        return bound
-    return bound | {argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs)}
+    return bound if isinstance(scope, ast.Module) else bound | names_of_parameters(scope.args)
 
 
 def _called_names(lift: Lift) -> set[str]:

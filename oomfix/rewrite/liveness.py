@@ -47,8 +47,7 @@ def _read_into(node: ast.AST, found: set[str]) -> None:
 def free_names(function: FunctionNode | ast.Lambda) -> set[str]:
     """The names that a function, its decorators and its defaults read from around it."""
     arguments = function.args
-    own = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    own |= {argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None}
+    own = names_of_parameters(arguments)
     outside: set[str] = set()
     for default in (*arguments.defaults, *arguments.kw_defaults, *getattr(function, "decorator_list", ())):
         outside |= names_read(default)
@@ -59,6 +58,11 @@ def free_names(function: FunctionNode | ast.Lambda) -> set[str]:
     for part in body:
         _read_into(part, inside)
     return outside | (inside - own)
+
+
+def names_of_parameters(arguments: ast.arguments) -> set[str]:
+    """The names that a function gives to its arguments, `*args` and `**kwargs` too."""
+    return {node.arg for node in children(arguments) if isinstance(node, ast.arg)}
 
 
 def names_bound(statement: ast.AST) -> set[str]:
@@ -213,7 +217,7 @@ class Liveness:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if node.value is not None:
                     for target in targets:
-                        live = live - _killed(target)
+                        live = live - names_bound_by_target(target)
                 return live.union(names_read(node.value), *(names_read(target) for target in targets))
             case ast.If():
                 return names_read(node.test) | self._block(node.body, live) | self._block(node.orelse, live)
@@ -223,10 +227,9 @@ class Liveness:
                 return self._while(node, live)
             case ast.With() | ast.AsyncWith():
                 live = self._block(node.body, live)
-                for item in node.items:
-                    live = (live - (_killed(item.optional_vars) if item.optional_vars else set())) | names_read(
-                        item.context_expr
-                    )
+                for item in reversed(node.items):
+                    bound = names_bound_by_target(item.optional_vars) if item.optional_vars else set()
+                    live = (live - bound) | names_read(item.context_expr)
                 return live
             case ast.Try():
                 return self._try(node, live)
@@ -245,19 +248,23 @@ class Liveness:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 return (live - {node.name}) | names_read(node)
             case ast.Match():
-                inner = [self._block(case.body, live) | names_read(case.guard) for case in node.cases]
                 passed = set() if _has_a_case_for_all(node) else live
-                return passed.union(names_read(node.subject), *inner)
+                return passed.union(names_read(node.subject), *(self._case(case, live) for case in node.cases))
         return live | names_read(node)
+
+    def _case(self, case: ast.match_case, live: set[str]) -> set[str]:
+        behind = self._block(case.body, live) | names_read(case.guard)
+        return (behind - names_bound(case.pattern)) | names_read(case.pattern)
 
     def _for(self, node: ast.For | ast.AsyncFor, live: set[str]) -> set[str]:
         ended = self._block(node.orelse, live)
+        bound = names_bound_by_target(node.target)
         head: set[str] = set(ended)
         for _ in range(_MOST_ROUNDS):
             self._loops.append((live, head))
             body = self._block(node.body, head)
             self._loops.pop()
-            larger = head | (body - _killed(node.target)) | (names_read(node.target) - _killed(node.target))
+            larger = head | ((body | names_read(node.target)) - bound)
             if larger == head:
                 break
             head = larger
@@ -290,10 +297,6 @@ def nodes_of_scope_body(scope: Scope) -> Iterator[ast.AST]:
     """Every node that runs in a function's or module's own scope."""
     for statement in scope.body:
         yield from nodes_of_scope(statement)
-
-
-def _killed(target: ast.expr) -> set[str]:
-    return names_bound_by_target(target)
 
 
 def _captured(scope: Scope) -> set[str]:

@@ -886,3 +886,25 @@ def test_a_second_loss_of_noise_that_it_draws_itself_takes_no_part_of_a_batch():
             print(loss.item(), fooled.item())
         """)
     assert "    fooled = memory.forward_backward(forward_2)\n" in text
+
+
+@pytest.mark.parametrize(("star", "given"), [("*inputs", "x, x + 1"), ("**inputs", "a=x, b=x + 1")])
+def test_parameters_that_gather_arguments_are_parts_of_the_batch(star, given):
+    text = assert_trains_the_same(f"""\
+        class Pair(nn.Linear):
+            def forward(self, a, b):
+                return super().forward(a) + super().forward(b)
+
+        model = Pair(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        def step(target, {star}):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model({star}), target)
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+
+        for x, y in loader * 3:
+            step(y, {given})
+        """)
+    assert "memory.forward_backward(forward, inputs, target)" in text
