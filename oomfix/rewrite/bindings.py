@@ -9,15 +9,27 @@ from oomfix.script.names import path_of
 
 
 def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What a node binds to what; of a loop, to what it goes through."""
+    """What a node binds to what, `a, b = x, y` one by one; of a loop, to what it goes through."""
     if isinstance(node, ast.Assign):
-        yield from ((target, node.value) for target in node.targets)
+        for target in node.targets:
+            yield from _bindings_of_parts(target, node.value)
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
         yield node.target, node.value
     elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
         yield from _bindings_of_loop(node.target, node.iter)
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
         yield node.optional_vars, node.context_expr
+
+
+def _bindings_of_parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    match target, value:
+        case ((ast.Tuple(places) | ast.List(places)), (ast.Tuple(parts) | ast.List(parts))) if len(places) == len(
+            parts
+        ):
+            if not any(isinstance(one, ast.Starred) for one in (*places, *parts)):
+                yield from zip(places, parts, strict=True)
+                return
+    yield target, value
 
 
 def _bindings_of_loop(target: ast.expr, source: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.effects import calls_in, root_of
 from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given, parameters_of
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_bound_by_target, nodes_of_scope
@@ -87,12 +88,8 @@ def _made_empty(nodes: Nodes) -> set[str]:
     """The names that are only ever bound to empty containers: `metrics = defaultdict(float)`."""
     empty: set[str] = set()
     other: set[str] = set()
-    for node in nodes.of(ast.Assign):
-        names = {name for target in node.targets for name in names_bound_by_target(target)}
-        if _is_empty(node.value):
-            empty |= names
-        else:
-            other |= names
+    for target, value in (binding for node in nodes for binding in bindings(node)):
+        (empty if _is_empty(value) else other).update(names_bound_by_target(target))
     return empty - other
 
 

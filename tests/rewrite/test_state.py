@@ -226,7 +226,10 @@ print(kept)
 """
 
 
-@pytest.mark.parametrize("made", ["kept = defaultdict(float)", "kept = {}", "kept = []", "kept = dict()"])
+@pytest.mark.parametrize(
+    "made",
+    ["kept = defaultdict(float)", "kept = {}", "kept = []", "kept = dict()", "kept: list = []", "kept, other = {}, 1"],
+)
 def test_what_is_made_empty_and_given_to_a_function_of_another_file_is_there_to_be_filled(made):
     (loop,) = rewritten(FILLED.format(made=made, loss="calc_loss(out, y, kept)")).loops
     assert (loop.rewrite, loop.reason) == ("in-place", "line 13 changes kept, which was made outside of the slice")
