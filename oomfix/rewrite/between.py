@@ -9,7 +9,8 @@ from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.effects import changed_paths, overlap, paths_read
 from oomfix.rewrite.lift import CannotLift, Lift
-from oomfix.rewrite.liveness import names_bound, names_read
+from oomfix.rewrite.liveness import Liveness, Scope, names_bound, names_read
+from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_not_finite
 from oomfix.script.names import path_of
 
@@ -20,11 +21,18 @@ class Between:
     Args:
         runs_forward: whether a statement runs a network.
         takes_network: whether it hands a network to a function, which may run it.
+        liveness_of: of a function or the module.
     """
 
-    def __init__(self, runs_forward: Callable[[ast.AST], bool], takes_network: Callable[[ast.AST], bool]) -> None:
+    def __init__(
+        self,
+        runs_forward: Callable[[ast.AST], bool],
+        takes_network: Callable[[ast.AST], bool],
+        liveness_of: Callable[[Scope], Liveness],
+    ) -> None:
         self._runs_forward = runs_forward
         self._takes_network = takes_network
+        self._liveness_of = liveness_of
 
     def place(self, lift: Lift, chosen: list[int], end: int) -> None:
         """Where the statements between the slice's go.
@@ -45,13 +53,14 @@ class Between:
             if index in chosen:
                 continue
             statement = block[index]
-            ahead = [block[other] for other in chosen if other < index]
-            passed = [block[other] for other in chosen if other > index]
+            ahead = [other for other in block[chosen[0] : index] if other not in lift.before]
+            behind = [block[other] for other in chosen if other > index]
             if effects.is_zero_grad(statement):
+                self._check_reset(statement, ahead, lift)
                 lift.before.append(statement)
             elif index < first_forward and lift.state is not None:
                 raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
-            elif index < first_forward or statement in lift.kept or _is_for_nobody(statement, passed):
+            elif index < first_forward or statement in lift.kept or _is_for_nobody(statement, behind):
                 _check_passing(statement, ahead)
                 lift.before.append(statement)
             elif statement in lift.rescaled:
@@ -59,7 +68,7 @@ class Between:
             else:
                 self._check_delay(statement)
                 branch = lift.site.branch
-                _check_passing(statement, passed + ([] if branch is None else [branch]))
+                _check_passing(statement, behind + ([] if branch is None else [branch]))
                 lift.after.append(statement)
 
     def place_in_branch(self, lift: Lift) -> None:
@@ -82,12 +91,21 @@ class Between:
         lift.reading = ahead[first:]
         for statement in ahead[:first]:
             # it ran behind the network, and will run ahead of it
-            if not effects.is_zero_grad(statement):
+            if effects.is_zero_grad(statement):
+                self._check_reset(statement, lift.lifted, lift)
+            else:
                 self._check_delay(statement)
                 _check_passing(statement, lift.lifted)
         for statement in lift.reading:
             self._check_delay(statement)
             _check_passing(statement, lift.lifted, reading_is_fine=True)
+
+    def _check_reset(self, reset: ast.stmt, ahead: list[ast.stmt], lift: Lift) -> None:
+        """Whether a reset of gradients means the same ahead of the statements that it stood behind."""
+        liveness = self._liveness_of(lift.site.scope)
+        made = {name for other in ahead for name in names_bound(other)}
+        if liveness.before([reset], set()) & made or names_bound(reset) & liveness.before(ahead, set()):
+            raise CannotLift(f"line {reset.lineno} resets gradients, and shares names with lines ahead of it")
 
     def _check_delay(self, statement: ast.stmt) -> None:
         line = statement.lineno
@@ -104,6 +122,8 @@ class Between:
             raise CannotLift(f"line {line} draws random numbers between forward and backward")
         if effects.may_reset_gradients(statement):
             raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
+        if reads_gradients(statement) or effects.keeps_gradients(statement):
+            raise CannotLift(f"line {line} asks for gradients between forward and backward")
         if self._runs_forward(statement):
             raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
         for call in effects.calls_in(statement):
@@ -140,9 +160,9 @@ def _check_passing(statement: ast.stmt, others: list[ast.stmt], reading_is_fine:
             raise CannotLift(f"line {statement.lineno} may change what the loss is computed from")
 
 
-def _is_for_nobody(statement: ast.stmt, passed: list[ast.stmt]) -> bool:
+def _is_for_nobody(statement: ast.stmt, behind: list[ast.stmt]) -> bool:
     """Whether a statement starts a name that the slice binds anew: `loss = 0.0` between encoder and decoder."""
-    return is_start(statement) and any(names_bound(statement) & names_bound(other) for other in passed)
+    return is_start(statement) and any(names_bound(statement) & names_bound(other) for other in behind)
 
 
 def is_start(statement: ast.stmt) -> bool:

@@ -176,7 +176,7 @@ def is_zero_grad(statement: ast.stmt) -> bool:
     """Whether a statement only drops or zeroes gradients."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         return last_name(statement.value) == "zero_grad"
-    if isinstance(statement, ast.For):
+    if isinstance(statement, ast.For) and not statement.orelse:
         return all(_drops_gradient(child) or is_zero_grad(child) for child in statement.body)
     if isinstance(statement, ast.If) and not statement.orelse:
         return all(is_zero_grad(child) for child in statement.body) and not any(calls_in(statement.test))

@@ -48,7 +48,7 @@ def taken_by_number(
     changed = {
         name for one in left for name in (*names_bound(one), *(path.split(".")[0] for path in changed_paths(one)))
     }
-    return [] if brought & changed or found[:1] == list(chosen[:1]) else found
+    return [] if brought & changed else found
 
 
 def _number_of(loop: ast.For | ast.AsyncFor | ast.While | None) -> str | None:

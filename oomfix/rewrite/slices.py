@@ -25,6 +25,7 @@ from oomfix.rewrite.liveness import (
 from oomfix.rewrite.rescaling import without_scaling
 from oomfix.rewrite.rows_by_number import why_by_number
 from oomfix.rewrite.rows_in_turn import why_in_turn
+from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.signature import Signature
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -37,7 +38,6 @@ PREPARATION = frozenset(
     "randn_like arange normal_ t eq ne".split()
 )
 """What makes, moves and shapes data; no network is called like that."""
-
 
 _MOST_STARTS = 4
 
@@ -66,7 +66,7 @@ class Slicer:
         self._runs_forward = runs_forward
         self._is_trained = is_trained
         self._takes_network = takes_network
-        self._between = Between(runs_forward, takes_network)
+        self._between = Between(runs_forward, takes_network, self.liveness_of)
         self._batch_names = BatchNames(tree, runs_forward)
         self._liveness: dict[int, Liveness] = {}
         self._filled = filled_from_inside(tree)
@@ -222,6 +222,8 @@ class Slicer:
             raise CannotLift(f"line {line} switches layers or gradients on the way to the loss")
         if self._helpers.fetch(statement):
             raise CannotLift(f"line {line} fetches a batch on the way to the loss, and would do so for every part")
+        if reads_gradients(statement):
+            raise CannotLift(f"line {line} reads gradients on the way to the loss, which would be those of parts")
         if effects.keeps_gradients(statement):
             raise CannotLift(f"line {line} keeps a gradient on the way to the loss, which would be one of a part")
         for node in nodes_of_scope(statement):

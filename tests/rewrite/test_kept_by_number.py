@@ -51,6 +51,12 @@ def test_what_depends_on_the_network_or_does_more_than_move_stays_where_it_is(ta
     assert "enumerate(loader * 3):\n    def forward(x, y):\n        out = model(x)\n        # what" in text
 
 
+def test_what_reads_that_of_the_batch_before_keeps_the_loss_in_place():
+    loop = DISTILLED.format(taken="print(soft)\n    soft = torch.from_numpy(kept[i])")
+    _, loops = apply(loop.replace("for i", "soft = 0\nfor i"))
+    assert loops == [("in-place", "line 14 has to stay where it is, between lines that compute the loss")]
+
+
 @pytest.mark.parametrize("hook", ["lambda m, x, out: kept.append(out)", "note"])
 def test_what_a_hook_keeps_while_the_network_runs_is_taken_out_behind_it(hook):
     loop = DISTILLED[DISTILLED.index("for i") :].format(taken="soft = kept[i].detach()")

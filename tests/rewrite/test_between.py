@@ -1,0 +1,80 @@
+"""What stands between a forward and its backward, and cannot go ahead of the one or behind the other."""
+
+import textwrap
+
+import pytest
+
+from tests.rewrite.small_loops import apply
+from tests.rewrite.test_slices import assert_trains_the_same
+
+LOOP = """\
+for x, y in loader * 3:
+    loss = 2 * F.cross_entropy(model(x), y)
+    {between}
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+SHARED = "resets gradients, and shares names with lines ahead of it"
+
+
+@pytest.mark.parametrize(
+    "reset",
+    [
+        "if loss < 9:\n        optimizer.zero_grad()",
+        "low = loss < 9\n    if low:\n        optimizer.zero_grad()",
+        "parts = list(model.parameters())\n    for part in parts:\n        part.grad = None",
+    ],
+)
+def test_a_reset_by_what_the_forward_or_lines_behind_it_make_keeps_the_loss_in_place(reset):
+    _, loops = apply(LOOP.format(between=reset))
+    assert loops[0][0] == "in-place" and loops[0][1].endswith(SHARED)
+
+
+def test_a_loop_that_does_more_than_reset_keeps_the_loss_in_place():
+    _, loops = apply(LOOP.format(between="for o in [optimizer]:\n        o.zero_grad()\n    else:\n        decay()"))
+    assert loops == [("in-place", "line 10, between forward and backward, may reset gradients or change the model")]
+
+
+def test_a_reset_that_binds_what_the_loss_reads_keeps_it_in_place():
+    loop = LOOP.replace("2 *", "p *").format(between="for p in model.parameters():\n        p.grad = None")
+    _, loops = apply(f"p = 2\n{loop}    p = 3\n")
+    assert loops == [("in-place", f"line 11 {SHARED}")]
+
+
+def test_a_reset_goes_ahead_of_a_loss_that_binds_the_same_name_itself():
+    penalty = "for p in model.parameters():\n        loss = loss + 0.01 * p.square().sum()\n    "
+    text = assert_trains_the_same(LOOP.format(between=f"{penalty}for p in model.parameters():\n        p.grad = None"))
+    assert text.index("return loss") < text.index("p.grad = None") < text.index("memory.forward_backward(")
+
+
+def test_a_reset_in_the_branch_of_the_backward_that_asks_the_loss_keeps_it_in_place():
+    loop = textwrap.indent(LOOP.format(between="if train:"), "    ").replace("  optimizer", "      optimizer")
+    loop = loop.replace("loss.back", "    if loss < 9:\n                optimizer.zero_grad()\n            loss.back")
+    _, loops = apply(f"def run(train):\n{loop}\nrun(True)\n")
+    assert loops == [("in-place", f"line 12 {SHARED}")]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "print(model.weight.grad)\n    optimizer.zero_grad()",
+        "optimizer.zero_grad()\n    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]",
+        "if loss < 9:\n        print(model.weight.grad)\n    optimizer.zero_grad()",
+    ],
+)
+def test_gradients_that_are_read_between_are_those_from_before_the_backward(reader):
+    _, loops = apply(LOOP.format(between=reader))
+    assert loops[0][0] == "in-place" and loops[0][1].endswith("asks for gradients between forward and backward")
+
+
+def test_gradients_that_a_loss_is_made_of_are_those_of_the_batch_before():
+    _, loops = apply(LOOP.format(between="loss = loss * (1 + model.weight.grad.norm()) if seen else loss"))
+    assert loops == [("in-place", "line 10 reads gradients on the way to the loss, which would be those of parts")]
+
+
+@pytest.mark.parametrize("asked", ["hook = out.register_hook(print)", "hook = model.weight.register_hook(print)"])
+def test_a_gradient_that_is_asked_for_between_is_that_of_this_backward(asked):
+    loop = LOOP.replace("loss = 2 * F.cross_entropy(model(x), y)", "out = model(x)\n    loss = F.cross_entropy(out, y)")
+    _, loops = apply(loop.format(between=asked))
+    assert loops == [("in-place", "line 11 asks for gradients between forward and backward")]
