@@ -18,7 +18,7 @@ from oomfix.rewrite.liveness import (
     names_read,
     nodes_of_scope_body,
 )
-from oomfix.script.nodes import children, walk
+from oomfix.script.nodes import blocks, children, walk
 
 _WITHOUT_GRAPH = frozenset("item detach detach_ tolist numpy float int len print".split())
 
@@ -94,9 +94,8 @@ def _statements(body: list[ast.stmt], without: Sequence[ast.stmt] = ()) -> Itera
 
 
 def _blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
-    holders = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
-    blocks = (getattr(one, name, None) for one in holders for name in ("body", "orelse", "finalbody"))
-    return [block for block in blocks if block]
+    holders = (statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))
+    return [block for block in blocks(holders) if block]
 
 
 def _read_with_graph(node: ast.AST) -> set[str]:

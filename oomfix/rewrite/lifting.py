@@ -11,7 +11,7 @@ from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
 from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit, bounds
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import blocks, walk
 
 
 class Lifting:
@@ -90,18 +90,10 @@ class Lifting:
                 yield Edit(start, end, f"del {', '.join(self._source.segment(target) for target in kept)}")
                 continue
             lines = self._layout.own_lines(statement)
-            if lines is None or self._is_alone(statement, lift):
+            if lines is None or any(block == [statement] for block in blocks(walk(lift.site.scope))):
                 yield Edit(start, end, "pass")
             else:
                 yield Edit(*self._layout.whole(lines), "")
-
-    def _is_alone(self, statement: ast.stmt, lift: Lift) -> bool:
-        """Whether a statement is all of its block."""
-        for node in walk(lift.site.scope):
-            for block in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None)):
-                if isinstance(block, list) and statement in block:
-                    return len(block) == 1
-        return True
 
     def _around_branch(self, lift: Lift, text: _Text, definition: list[str], after: list[str]) -> list[Edit]:
         """A loss that only `if train:` differentiates; on the other side it is evaluated, read or not.

@@ -20,7 +20,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.rewrite.unsure_inputs import read_at_once, tests_of
-from oomfix.script.nodes import children, walk
+from oomfix.script.nodes import blocks, children, walk
 
 
 class Signature:
@@ -118,18 +118,10 @@ class Signature:
                     kept |= names & rebound
                     lift.deletes[node] = names - rebound
                 else:
-                    kept |= names - self._bound_ahead(node, scope)
+                    kept |= names - _bound_ahead(node, scope)
         for statement, names in lift.deletes.items():
             lift.deletes[statement] = names - kept
         return kept
-
-    def _bound_ahead(self, statement: ast.Delete, scope: Scope) -> set[str]:
-        """The names that are bound anew in a `del`'s own block ahead of it."""
-        for node in [scope, *nodes_of_scope_body(scope)]:
-            for block in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None)):
-                if isinstance(block, list) and statement in block:
-                    return definitely_bound(block[: block.index(statement)])
-        return set()
 
     def _bound_where_read(self, name: str, statements: list[ast.stmt]) -> bool:
         """Whether a name is read only under a test that also stood over its binding in an earlier statement.
@@ -196,6 +188,12 @@ class Signature:
         if lift.all_names_are_read or statement not in lift.site.block[1:]:
             return False
         return names_bound(statement).isdisjoint(_read_outside(lift) | self._liveness.always)
+
+
+def _bound_ahead(statement: ast.Delete, scope: Scope) -> set[str]:
+    """The names that are bound anew in a `del`'s own block ahead of it."""
+    block = next(block for block in blocks(walk(scope)) if statement in block)
+    return definitely_bound(block[: block.index(statement)])
 
 
 def _bound_in_expressions(statements: list[ast.stmt]) -> set[str]:
