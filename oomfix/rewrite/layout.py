@@ -122,21 +122,8 @@ class Layout:
 
         Blank lines that move to another margin lose what white space is in them.
         """
-        result = []
-        for number in range(lines.first, lines.last + 1):
-            line = self.source.lines[number - 1]
-            if number not in self.inside_strings:
-                line = _from_form_feed(line)
-            if number in self.inside_strings:
-                result.append(line)
-            elif not line.strip():
-                result.append(line if before == after else "")
-            elif line.startswith(before):
-                result.append(after + line[len(before) :])
-            else:
-                # a comment or the rest of a bracket, further left than its statement
-                result.append(after + line.lstrip(" \t"))
-        return result
+        numbered = enumerate(self.source.lines[lines.first - 1 : lines.last], start=lines.first)
+        return [line if number in self.inside_strings else _moved(line, before, after) for number, line in numbered]
 
     def span(self, lines: Lines) -> tuple[int, int]:
         """The offsets of whole lines, the last line's end excluded."""
@@ -172,6 +159,16 @@ def _is_of_another(comment: str, statement: ast.stmt) -> bool:
 
 def _targets(statement: ast.stmt) -> set[str]:
     return {ast.unparse(target) for target in statement.targets} if isinstance(statement, ast.Assign) else set()
+
+
+def _moved(line: str, before: str, after: str) -> str:
+    line = _from_form_feed(line)
+    if not line.strip():
+        return line if before == after else ""
+    if line.startswith(before):
+        return after + line[len(before) :]
+    # a comment or the rest of a bracket, further left than its statement
+    return after + line.lstrip(" \t")
 
 
 def _from_form_feed(line: str) -> str:

@@ -29,27 +29,30 @@ def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
     empty gets `pass`.
     """
     own = layout.own_lines(statement)
-    start, end = bounds(layout.source, statement)
-    index = block.index(statement)
-    if len(block) == 1:
-        return Edit(start, end, "pass")
-    if own is None and index + 1 < len(block) and block[index + 1].lineno == statement.end_lineno:
-        return Edit(start, bounds(layout.source, block[index + 1])[0], "")
-    if own is None and index and block[index - 1].end_lineno == statement.lineno:
-        return Edit(bounds(layout.source, block[index - 1])[1], end, "")
-    if own is None:
-        return Edit(start, end, "pass")
+    if own is None or len(block) == 1:
+        return _without_neighbours(layout, statement, block)
     lines = layout.source.lines
     first, last = own
     if first >= 2 and _is_about(lines[first - 2]) and not (first >= 3 and lines[first - 3].lstrip().startswith("#")):
         first -= 1
-    followed = block.index(statement) + 1 < len(block)
     above = lines[first - 2].strip() if first >= 2 else ""
     below = lines[last + 1].lstrip() if last + 1 < len(lines) else ""
-    told = above.startswith("#") and not below.startswith("#")
-    if followed and last < len(lines) and not lines[last].strip() and (not above or above.endswith(":") or told):
+    # a comment that stays is one on what follows, if that has none
+    heads = not above or above.endswith(":") or (above.startswith("#") and not below.startswith("#"))
+    if statement is not block[-1] and heads and not lines[last].strip():
         last += 1
     return Edit(*layout.whole(own._replace(first=first, last=last)), "")
+
+
+def _without_neighbours(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
+    """The edit that takes out a statement alone, of a line or block that it shares or fills; `pass` if it has to."""
+    start, end = bounds(layout.source, statement)
+    index = block.index(statement)
+    if index + 1 < len(block) and block[index + 1].lineno == statement.end_lineno:
+        return Edit(start, bounds(layout.source, block[index + 1])[0], "")
+    if index and block[index - 1].end_lineno == statement.lineno:
+        return Edit(bounds(layout.source, block[index - 1])[1], end, "")
+    return Edit(start, end, "pass")
 
 
 def together(text: str, edits: list[Edit]) -> list[Edit]:
