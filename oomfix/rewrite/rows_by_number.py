@@ -13,6 +13,8 @@ from oomfix.rewrite.lift import Lift
 from oomfix.rewrite.liveness import names_bound, names_bound_by_target, names_read, nodes_of_scope_body
 from oomfix.script.nodes import walk
 
+_OF_TENSORS = frozenset("to cuda float long shape size view".split())
+
 
 def why_by_number(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> str | None:
     """Why not all rows of a slice's inputs are the same to it, or None.
@@ -21,21 +23,44 @@ def why_by_number(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> str | 
         lift: the slice with its inputs and the sizes that are asked inside.
         runs_forward: whether a statement runs a network.
     """
-    parts = [*lift.lifted, ast.Expr(lift.site.root)]
-    rows = {name for one in lift.lifted if runs_forward(one) for name in names_bound(one)} | set(lift.inputs)
-    made = {name for part in (*parts, *lift.copied) for name in _bound_within(part)}
-    sizes, found = _Sizes(lift), []
-    for node in (node for part in parts for node in walk(part)):
+    sizes, ranges, found = _Sizes(lift), _Ranges(lift, runs_forward), []
+    for node in (node for part in (*lift.lifted, lift.site.root) for node in walk(part)):
         if isinstance(node, ast.If | ast.IfExp | ast.While) and sizes.decide(node.test):
             found.append((node.test.lineno, node.test.col_offset, "asks how many rows the batch has"))
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in rows:
-            bounds = _names_in_bounds(node.slice)
-            if bounds and bounds.isdisjoint(made | set(lift.inputs)):
-                found.append((node.lineno, node.col_offset, f"takes rows of `{node.value.id}` by their number"))
+        if isinstance(node, ast.Subscript) and (name := ranges.cut_from(node)) is not None:
+            found.append((node.lineno, node.col_offset, f"takes rows of `{name}` by their number"))
     if not found:
         return None
     line, _, told = min(found)
     return f"line {line} {told}"
+
+
+class _Ranges:
+    """Tells the ranges of rows that mean certain samples of the batch: other ones in a part of it.
+
+    Args:
+        lift: the slice with its inputs and the sizes that are asked inside.
+        runs_forward: whether a statement runs a network.
+    """
+
+    def __init__(self, lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> None:
+        parts = (*lift.copied, *lift.lifted, lift.site.root)
+        self._inputs = set(lift.inputs)
+        self._rows = {name for one in lift.lifted if runs_forward(one) for name in names_bound(one)} | self._inputs
+        self._made = {name for part in parts for name in _bound_within(part)} | self._inputs
+        self._tensors = {name for node in nodes_of_scope_body(lift.site.scope) for name in _shown_a_tensor(node)}
+
+    def cut_from(self, node: ast.Subscript) -> str | None:
+        """The name of what `x[:labelled]` and `x[:4]` cut, None for what is cut by sizes that the slice asks for."""
+        first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+        if not (isinstance(node.value, ast.Name) and isinstance(first, ast.Slice)):
+            return None
+        if not (first.lower or first.upper or first.step):
+            return None
+        name, bounds = node.value.id, names_read(first)
+        # of anything but a tensor, `x[:2]` may be the first two views
+        means_samples = bounds.isdisjoint(self._made) if bounds else name in self._tensors & self._inputs
+        return name if name in self._rows and means_samples else None
 
 
 class _Sizes:
@@ -95,10 +120,11 @@ def _opened_by(node: ast.AST) -> set[str]:
     return {held.id} if isinstance(held, ast.Name) else set()
 
 
-def _names_in_bounds(index: ast.expr) -> set[str]:
-    """The names that `x[a:b, :]` takes rows by."""
-    first = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
-    return names_read(first) if isinstance(first, ast.Slice) else set()
+def _shown_a_tensor(node: ast.AST) -> set[str]:
+    """`x` in `x.to(device)` and `x.shape`; a list of views has neither."""
+    if isinstance(node, ast.Attribute) and node.attr in _OF_TENSORS and isinstance(node.value, ast.Name):
+        return {node.value.id}
+    return set()
 
 
 def _bound_within(part: ast.AST) -> set[str]:

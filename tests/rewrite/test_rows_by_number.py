@@ -59,6 +59,19 @@ def test_a_number_of_rows_that_is_no_part_of_the_batch(rows):
     assert_whole(TOP + LOOP.format(also=also), "line 18 takes rows of `x` by their number")
 
 
+@pytest.mark.parametrize("rows", ["x[:4]", "x[2:, :]", "x[:-3]", "x[::2]"])
+def test_a_fixed_number_of_rows_of_a_tensor(rows):
+    also = f"loss = loss + model({rows}).pow(2).mean()"
+    moved = LOOP.replace("    out = model(x)\n", "    x = x.to('cpu')\n    out = model(x)\n")
+    assert_whole(TOP + moved.format(also=also), "line 19 takes rows of `x` by their number")
+
+
+def test_a_list_of_views_has_no_rows():
+    text = TOP + LOOP.format(also="loss = loss + sum(model(view).mean() for view in views[:2])")
+    text = text.replace("    out = model(x)\n", "    views = [x.to('cpu'), x.flip(1), x]\n    out = model(x)\n")
+    assert "batch_size=1" not in rewritten(text, micro_batches=2).text
+
+
 def test_rows_that_a_network_gave():
     also = "loss = loss + out[:labelled].pow(2).mean()"
     assert_whole(TOP + LOOP.format(also=also), "line 18 takes rows of `out` by their number")
