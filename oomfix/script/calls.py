@@ -10,7 +10,7 @@ from oomfix.script.containers import STORING
 from oomfix.script.contexts import NULL
 from oomfix.script.externals import Externals, divisors_of, has_integers
 from oomfix.script.methods import SAME_MODULE
-from oomfix.script.named_like import looks_like_loss, looks_like_metric, looks_like_module, looks_like_training
+from oomfix.script.named_like import looks_like_loss, looks_like_module
 from oomfix.script.names import MOVES, last_of, path_of
 from oomfix.script.nodes import asks_for_gradients
 from oomfix.script.trace import Event, Handed
@@ -94,12 +94,7 @@ class Calls(Externals):
     def _method(self, node: ast.Call, receiver: Value, name: str, given: Given) -> Value:
         values = given.all
         path = path_of(node.func)
-        if (
-            looks_like_training(name)
-            and not _is_metric(node)
-            and any(value.kind is Kind.CONTAINER and value.graph for value in values)
-        ):
-            # `agent.update(log_probs, values)`: lists of graphs are terms of a loss out of sight.
+        if self._is_given_terms(path or name, values):
             self.trace.backpropagated |= combine(values).origins
         if name in ("configure_optimizer", "configure_optimizers"):
             return UNKNOWN
@@ -249,11 +244,6 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "train": Calls._mode,
     "eval": Calls._mode,
 }
-
-
-def _is_metric(call: ast.Call) -> bool:
-    """`evaluator.update(results)`."""
-    return isinstance(call.func, ast.Attribute) and looks_like_metric(path_of(call.func.value) or "")
 
 
 def _path_of_each(node: ast.expr) -> str | None:

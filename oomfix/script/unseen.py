@@ -158,7 +158,7 @@ class Unseen(Containers):
         return self.is_for_effect(node) and not looks_like_logging(path or "")
 
     def _is_given_terms(self, path: str | None, values: list[Value]) -> bool:
-        """`agent.update(log_probs, values)`: lists of graphs go to something that is named like training."""
+        """`agent.update(log_probs, values)`: graphs for a loss out of sight, and not `evaluator.update(results)`."""
         collected = any(value.kind is Kind.CONTAINER and value.graph for value in values)
         holder = (path or "").rpartition(".")[0]
         return collected and looks_like_training(last_of(path)) and not looks_like_metric(holder)
