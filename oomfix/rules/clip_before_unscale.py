@@ -27,7 +27,11 @@ class ClipBeforeUnscale(Rule):
     fixed_by_runtime = True
 
     def check(self, script: Script) -> Iterator[Finding]:
-        scaled = [clip for clip in script.trace.clips if "scaled" in clip.gradients]
+        scaled = [
+            clip
+            for clip in script.trace.clips
+            if "scaled" in clip.gradients and not script.precision.is_without_scaler(clip.site)
+        ]
         for clip in script.distinct(scaled):
             yield self.finding(
                 script.place(clip.node),
@@ -102,5 +106,23 @@ while step < steps:
     if scaler:
         scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+""",
+        """
+import torch
+for micro_step, batch in enumerate(loader):
+    train_step(model, batch, self.scaler)
+if self.scaler is not None:
+    self.scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    self.scaler.step(optimizer)
+else:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+def train_step(model, batch, scaler):
+    if scaler is not None:
+        scaler.scale(model(batch)).backward()
+    else:
+        model(batch).backward()
 """,
     ]

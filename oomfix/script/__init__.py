@@ -40,7 +40,7 @@ from oomfix.script.precision import Precision
 from oomfix.script.recurrent_states import CarriedState, carried_states
 from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
-from oomfix.script.torch_facts import BACKWARD_HOOKS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
+from oomfix.script.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import lost_tails
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
 
 AnyEvent = TypeVar("AnyEvent", bound=Event)
+
+_WITHOUT_GRAPH = LEAVING_THE_GRAPH | INTEGER_RESULTS
 
 
 class Place(NamedTuple):
@@ -150,7 +152,7 @@ class Script:
             if node.attr == "numpy":
                 chain = list(receivers(node.value))
                 asked = {part.func if isinstance(part, ast.Call) else part for part in chain}
-                if not any(isinstance(part, ast.Attribute) and part.attr in LEAVING_THE_GRAPH for part in asked):
+                if not any(isinstance(part, ast.Attribute) and part.attr in _WITHOUT_GRAPH for part in asked):
                     found.update(chain)
         return found
 

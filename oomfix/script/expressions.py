@@ -11,7 +11,7 @@ from oomfix.script import torch_facts
 from oomfix.script.calls import Calls
 from oomfix.script.contexts import NULL
 from oomfix.script.definitions import Function
-from oomfix.script.named_like import looks_like_loss, looks_like_part
+from oomfix.script.named_like import looks_like_loss, looks_like_metric, looks_like_part
 from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.nodes import children
 from oomfix.script.values import (
@@ -156,6 +156,9 @@ class Expressions(Calls):
         if isinstance(index.constant, str) and index.constant in (entries := dict(base.entries)):
             return entries[index.constant]
         if base.kind in (Kind.TENSOR, Kind.UNKNOWN, Kind.CONTAINER) and base.graph:
+            if isinstance(index.constant, str) and looks_like_metric(index.constant):
+                # `outputs["accuracy"]` is a number, or a tensor without a graph
+                return Value(Kind.TENSOR, Graph.MAYBE, base.origins)
             return Value(Kind.TENSOR, base.graph, base.origins, divisors=base.divisors, carried_from=base.carried_from)
         return base if base.kind in (Kind.NUMBER, Kind.TENSOR) else UNKNOWN
 

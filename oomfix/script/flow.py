@@ -193,7 +193,9 @@ class Flow(Entering):
             if self.loops and binding is not None and binding.loops[: len(self.loops)] == self.loops:
                 self.trace.pieces_of_batches.add(node)
         if (frozen := frozen_by(node)) is not None:
-            self.freeze(*frozen)
+            network, trains = frozen
+            if isinstance(value := self.evaluate(trains).constant, bool):
+                self.freeze(network, not value)
         element = self.element(source)
         if phases:
             self._rounds_over(node, element, phases)

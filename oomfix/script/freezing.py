@@ -8,11 +8,11 @@ from oomfix.script.names import path_of
 from oomfix.script.nodes import only_argument
 
 
-def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, bool] | None:
-    """The network all of whose parameters a loop freezes (True) or thaws (False); None for any other loop.
+def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
+    """The network all of whose parameters a loop freezes or thaws, and what it makes `requires_grad` of each.
 
     `for p in net.parameters(): p.requires_grad = False`, unconditionally, also by `requires_grad_` and over
-    `named_parameters`.
+    `named_parameters`. None for any other loop.
     """
     iterable, target = loop.iter, loop.target
     if not (isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute)):
@@ -25,17 +25,16 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, bool] | None:
     for statement in loop.body:
         trains = _sets_training(statement, parameter)
         if trains is not None:
-            return iterable.func.value, not trains
+            return iterable.func.value, trains
     return None
 
 
-def _sets_training(statement: ast.stmt, parameter: str | None) -> bool | None:
+def _sets_training(statement: ast.stmt, parameter: str | None) -> ast.expr | None:
     """What a statement makes `requires_grad` of a parameter; None where it does not say."""
-    value: ast.expr | None = None
     if isinstance(statement, ast.Assign) and path_of(statement.targets[0]) == f"{parameter}.requires_grad":
-        value = statement.value
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return statement.value
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         if path_of(call.func) == f"{parameter}.requires_grad_":
-            value = only_argument(call) or ast.Constant(True)
-    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, bool) else None
+            return only_argument(call) or ast.Constant(True)
+    return None

@@ -20,13 +20,14 @@ _ON_THE_CPU = tuple(
 def trains_what_it_is_handed(trace: Trace, imports: Imports) -> bool:
     """Whether all that is trained is handed to functions and objects that nothing in the file calls or makes.
 
-    A file that makes tensors, and puts them nowhere, trains where they lie.
+    A file that makes tensors, and puts them nowhere, trains where they lie, unless it fetches others by `.cpu()`.
 
     Args:
         trace: what happens in the file.
         imports: its imports, and their uses.
     """
-    if not trace.steps or any(imports.calls(*_ON_THE_CPU)):
+    fetches = any(node.attr == "cpu" for node in imports.nodes.of(ast.Attribute))
+    if not trace.steps or (any(imports.calls(*_ON_THE_CPU)) and not fetches):
         return False
     trained = [
         forward for forward in trace.forwards.values() if forward.origin in trace.backpropagated and forward.site.runs

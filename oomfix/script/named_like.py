@@ -27,6 +27,7 @@ _FORWARD_METHOD = re.compile(
     r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob)$",
     re.IGNORECASE,
 )
+_GIVES_INTEGERS = re.compile(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
 _RUNNING_METHOD = re.compile(
     r"^(encode|decode|embed|encode_image|encode_text|extract_features?|forward_features|logits?)$"
 )
@@ -95,7 +96,7 @@ def looks_like_module(name: str) -> bool:
 
 def looks_like_forward(method: str) -> bool:
     """Whether a method of a network is usually a part of its forward."""
-    return bool(_FORWARD_METHOD.search(method))
+    return bool(_FORWARD_METHOD.search(method)) and not _GIVES_INTEGERS.search(method)
 
 
 def runs_network(method: str) -> bool:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from oomfix.script.imports import Imports
 from oomfix.script.names import last_of, path_of
-from oomfix.script.trace import Forward, Trace
+from oomfix.script.nodes import walk
+from oomfix.script.trace import Forward, Site, Trace
 from oomfix.script.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
@@ -72,6 +73,15 @@ class Precision:
             for guard in forward.site.guards
         }
 
+    def is_without_scaler(self, site: Site) -> bool:
+        """Whether it is the branch for no scaler: the other branch of a condition takes the scale off by one."""
+        return any(
+            _unscales(guard.statement.orelse if guard.value else guard.statement.body)
+            and not _unscales(guard.statement.body if guard.value else guard.statement.orelse)
+            for guard in site.guards
+            if isinstance(guard.statement, ast.If)
+        )
+
     def unscaled(self, loop: TrainingLoop) -> list[Forward]:
         """The fp16 forwards of a loop whose gradients nothing scales."""
         half = [forward for forward in loop.forwards if forward.site.autocast == "float16"]
@@ -105,6 +115,10 @@ class Precision:
         functions = dict.fromkeys(function for event in events for function in event.site.functions)
         owners = [function.owner.node if function.owner is not None else function.node for function in functions]
         yield from dict.fromkeys(node for node in owners if isinstance(node, definitions))
+
+
+def _unscales(block: list[ast.stmt]) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr == "unscale_" for part in block for node in walk(part))
 
 
 def _is_scaled_by_hand(node: ast.Call) -> bool:

@@ -72,7 +72,8 @@ def _grows_by_iteration(
     forwards = list(trace.forwards_of(keep.origins))
     if not forwards:
         return any(run in training_runs for run in keep.site.runs[outside:])
-    if keep.returned and not any(run in training_runs for run in keep.site.runs[outside:]):
+    trained = {run for forward in forwards for run in forward.site.runs} | set(keep.site.runs[outside:])
+    if keep.returned and not trained & training_runs:
         function = keep.site.function
         evaluating = any(forward.evaluating for forward in forwards)
         if not evaluating and not (function is not None and function.evaluates):

@@ -249,3 +249,40 @@ STYLE = """
 )
 def test_a_frozen_network_is_trained_through_where_what_goes_in_is_trained(report, image, found):
     assert report(STYLE.format(image=image)) == found
+
+
+BY_A_HELPER = """
+    import torch
+    from models import Generator
+
+    def set_trainable(model, flag=True):
+        for p in model.parameters():
+            p.requires_grad = {flag}
+
+    generator = Generator().cuda()
+    for step, x in enumerate(loader):
+        {before}
+        loss = discriminator(generator(x)).mean()
+        loss.backward()
+        optimizer.step()
+        {after}
+        if step % 100 == 0:
+            generator.eval()
+            writer.add_image("sample", generator(noise), step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "before", "after", "found"),
+    [
+        ("flag", "set_trainable(generator, True)", "set_trainable(generator, False)", []),
+        ("flag", "set_trainable(generator)", "set_trainable(generator, flag=False)", []),
+        ("flag", "set_trainable(generator, False)", "set_trainable(generator)", [("OOM201", 17)]),
+        ("flag", "set_trainable(generator)", "set_trainable(generator, frozen)", [("OOM201", 17)]),
+        ("flag", "set_trainable(generator)", "set_trainable(discriminator, False)", [("OOM201", 17)]),
+        ("not flag", "set_trainable(generator, False)", "set_trainable(generator)", []),
+    ],
+)
+def test_a_helper_that_is_told_freezes_a_network(report, flag, before, after, found):
+    reported = report(BY_A_HELPER.format(flag=flag, before=before, after=after))
+    assert [one for one in reported if one[0] == "OOM201"] == found

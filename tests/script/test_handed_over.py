@@ -42,6 +42,8 @@ TRAINER = """
         # a function in between, which nothing calls either
         FUNCTION + "\n    def train_all(model, loaders):\n        for loader in loaders:\n"
         "            train(model, loader, make(model), torch.nn.MSELoss())\n",
+        # what is fetched from where it was made
+        FUNCTION.replace("model(x)", "model(x).cpu() - torch.zeros(4)"),
     ],
 )
 def test_a_network_that_is_handed_over_may_run_on_a_gpu(read, code):

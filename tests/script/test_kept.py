@@ -535,6 +535,37 @@ def test_an_entry_of_a_dict_is_what_it_was_written_with(report, changed, key, ke
     assert (("OOM101", 16) in report(COUNTED.format(changed=changed, key=key))) is kept
 
 
+@pytest.mark.parametrize(("key", "kept"), [("loss_term", True), ("metric", False), ("mean_accuracy", False)])
+def test_a_metric_among_the_outputs_of_a_network_may_be_a_number(report, key, kept):
+    reported = report(f"""
+        history = []
+        for inputs in loader:
+            outputs = model(**inputs)
+            history.append({{"value": outputs["{key}"]}})
+            outputs["loss"].backward()
+    """)
+    assert (("OOM102", 4) in reported) is kept
+
+
+@pytest.mark.parametrize("end", ["print(history)", "return history", "return history, model"])
+def test_an_average_of_each_epoch_is_kept_in_a_list_that_a_function_returns(report, end):
+    reported = report(f"""
+        def train(model, loader, optimizer):
+            history = []
+            for epoch in range(9):
+                total = 0.0
+                for x, y in loader:
+                    loss = criterion(model(x), y)
+                    optimizer.zero_grad(set_to_none=True)
+                    loss.backward()
+                    total += loss
+                    optimizer.step()
+                history.append(total / len(loader))
+            {end}
+    """)
+    assert [one for one in reported if one[0] != "OOM202"] == [("OOM101", 9), ("OOM102", 11)]
+
+
 @pytest.mark.parametrize(("name", "kept"), [("test", True), ("unroll", False)])
 def test_a_test_in_between_keeps_what_a_part_of_the_loss_does_not(report, name, kept):
     reported = report(f"""

@@ -677,3 +677,18 @@ def test_a_marginal_likelihood_of_gpytorch_is_a_loss_and_no_network(report):
             optimizer.step()
     """
     assert report(code) == [("OOM202", 6)]
+
+
+@pytest.mark.parametrize(("method", "found"), [("encode_batch", True), ("encode_batch_indices", False)])
+def test_a_method_that_gives_indices_is_no_forward(report, method, found):
+    reported = report(f"""
+        import torch
+
+        encoder = Encoder().cuda()
+        optimizer = torch.optim.Adam(encoder.parameters())
+        for batch in loader:
+            codes = encoder.{method}(batch)
+            encoder(codes).mean().backward()
+            optimizer.step()
+    """)
+    assert (("OOM202", 6) in reported) is found

@@ -529,3 +529,31 @@ def test_what_a_distribution_of_torch_draws_holds_no_graph(report, draw, found):
             return action.item()
     """
     assert [place for place in report(code) if place[0] == "OOM201"] == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("argmax(dim=1).cpu().numpy()", [("OOM201", 10)]),
+        ("argmax(dim=1).tolist()", [("OOM201", 10)]),
+        ("detach().cpu().numpy()", [("OOM201", 10)]),
+        # torch refuses: gradients are off somewhere
+        ("cpu().numpy()", []),
+        ("softmax(dim=1).numpy()", []),
+    ],
+)
+def test_numbers_of_classes_are_asked_of_what_has_a_graph(report, asked, found):
+    reported = report(f"""
+        import torch
+
+        model = Net().cuda()
+        for epoch in range(50):
+            with torch.autocast("cuda"):
+                loss = criterion(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        predicted = model(others).{asked}
+        print((predicted == labels).mean())
+    """)
+    assert [one for one in reported if one[0] == "OOM201"] == found
