@@ -112,9 +112,15 @@ def confirmed(few: FewRows, earlier: Verdict, count: int) -> Verdict | None:
     divides = bool(earlier.divisors)
     how = Runs(graph=earlier.needs_gradients or divides, graph_of_whole=True, light=True, divides=divides)
     verdict = judge(few.compared(count, how), rows=count)
-    same = replace(earlier, drew=verdict.drew, held=verdict.held)
-    same = replace(same, needs_gradients=False, differentiates=False, from_nothing=False, means=0)
-    same = replace(same, single_rows=verdict.single_rows)
-    if not earlier.calls:
-        same = replace(same, calls=verdict.calls)
+    same = replace(
+        earlier,
+        drew=verdict.drew,
+        held=verdict.held,
+        single_rows=verdict.single_rows,
+        calls=earlier.calls or verdict.calls,
+        needs_gradients=False,
+        differentiates=False,
+        from_nothing=False,
+        means=0,
+    )
     return replace(earlier, single_rows=verdict.single_rows or earlier.single_rows) if verdict == same else None
