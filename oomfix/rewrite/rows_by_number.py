@@ -121,10 +121,15 @@ def _opened_by(node: ast.AST) -> set[str]:
 
 
 def _shown_a_tensor(node: ast.AST) -> set[str]:
-    """`x` in `x.to(device)` and `x.shape`; a list of views has neither."""
-    if isinstance(node, ast.Attribute) and node.attr in _OF_TENSORS and isinstance(node.value, ast.Name):
-        return {node.value.id}
-    return set()
+    """`x` in `x.to(device)`, `x.shape`, `x[:4].clone()` and `x[:4, 0]`; a list of views has none of them."""
+    held: ast.expr | None = None
+    if isinstance(node, ast.Subscript):
+        held = node.value if isinstance(node.slice, ast.Tuple) else None
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Subscript):
+        held = node.value.value if isinstance(node.value.slice, ast.Slice) and not hasattr(list, node.attr) else None
+    elif isinstance(node, ast.Attribute):
+        held = node.value if node.attr in _OF_TENSORS else None
+    return {held.id} if isinstance(held, ast.Name) else set()
 
 
 def _bound_within(part: ast.AST) -> set[str]:

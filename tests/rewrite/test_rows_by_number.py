@@ -66,6 +66,12 @@ def test_a_fixed_number_of_rows_of_a_tensor(rows):
     assert_whole(TOP + moved.format(also=also), "line 19 takes rows of `x` by their number")
 
 
+@pytest.mark.parametrize("rows", ["x[:4].detach()", "x[:4, :]"])
+def test_a_range_that_shows_itself_that_it_is_one_of_a_tensor(rows):
+    also = f"loss = loss + model({rows}).pow(2).mean()"
+    assert_whole(TOP + LOOP.format(also=also), "line 18 takes rows of `x` by their number")
+
+
 def test_a_list_of_views_has_no_rows():
     text = TOP + LOOP.format(also="loss = loss + sum(model(view).mean() for view in views[:2])")
     text = text.replace("    out = model(x)\n", "    views = [x.to('cpu'), x.flip(1), x]\n    out = model(x)\n")
