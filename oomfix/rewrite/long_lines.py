@@ -15,6 +15,8 @@ from oomfix.script.edits import Edit
 # what a tool reads belongs to its line: `# type: ignore`, or the mark of a notebook's magic
 _FOR_TOOLS = re.compile(r"#\s*(type:|noqa|pylint|pragma|fmt|ruff|mypy|pyright|oomfix|nosec|isort|yapf|\w+ magic \d)")
 _OPENING, _CLOSING = ("(", "[", "{"), (")", "]", "}")
+_ASSIGNING = frozenset(("=", "+=", "-=", "*=", "/="))
+_NO_ASSIGNMENT_ALONE = frozenset(("lambda", ";", ":"))
 _BLANKS = " \t\f"
 _NO_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
@@ -39,8 +41,9 @@ def long_line_edits(layout: Layout, text: str) -> list[Edit]:
     edits = []
     for number in long:
         line = _Line(lines[number - 1], tokens[number], limit, layout.unit)
+        above = lines[number - 2] if number > 1 else ""
         below = lines[number] if number < len(lines) else ""
-        if (broken := line.broken(below)) is not None:
+        if (broken := line.broken(above, below)) is not None:
             start = starts[number - 1]
             edits.append(Edit(start, start + len(line.text), layout.newline.join(broken)))
     return edits
@@ -102,10 +105,11 @@ class _Line:
         self._unit = unit
         self._margin = text[: len(text) - len(text.lstrip(_BLANKS))]
 
-    def broken(self, below: str) -> list[str] | None:
+    def broken(self, above: str, below: str) -> list[str] | None:
         """The lines in its place; None where it cannot be broken.
 
         Args:
+            above: the line before, which may go on in this one.
             below: the next line, whose margin is that of what is left of an open bracket.
         """
         code, comment = self._tokens, None
@@ -114,19 +118,23 @@ class _Line:
         if not code or self.text[code[-1].end : comment.start if comment else None].strip():
             return None  # a backslash joins it to the next line
         if comment is None:
-            return self._code(code, below)
+            return self._code(code, above, below)
         if _FOR_TOOLS.match(comment.text):
             return None
         ahead = self.text[: code[-1].end]
         if len(f"{ahead}  {comment.text}") <= self._limit:
             # comments below each other stay so
             return [f"{ahead}{' ' * (self._limit - len(ahead) - len(comment.text))}{comment.text}"]
-        above = self._margin + comment.text
-        rest = [ahead] if len(ahead) <= self._limit else self._code(code, below)
-        return None if rest is None or len(above) > self._limit else [above, *rest]
+        own_line = self._margin + comment.text
+        rest = [ahead] if len(ahead) <= self._limit else self._code(code, above, below)
+        return None if rest is None or len(own_line) > self._limit else [own_line, *rest]
 
-    def _code(self, tokens: list[_Token], below: str) -> list[str] | None:
-        return self._behind_comma(tokens, below) or self._in_brackets(tokens, self._margin)
+    def _code(self, tokens: list[_Token], above: str, below: str) -> list[str] | None:
+        return (
+            self._behind_comma(tokens, below)
+            or self._in_brackets(tokens, self._margin)
+            or (None if above.rstrip().endswith("\\") else self._in_new_parentheses(tokens))
+        )
 
     def _in_brackets(self, tokens: Sequence[_Token], margin: str) -> list[str] | None:
         """Some tokens of the line on one line, or with what is inside of a pair of brackets below it."""
@@ -141,6 +149,19 @@ class _Line:
                 if inside is not None:
                     return [head, *inside, tail]
         return None
+
+    def _in_new_parentheses(self, tokens: list[_Token]) -> list[str] | None:
+        """`name = value` that is all of its line, with the value in parentheses of its own below."""
+        outside = [index for index, token in enumerate(tokens) if token.depth == 0]
+        texts = {tokens[index].text for index in outside}
+        if not outside or outside[0] != 0 or outside[-1] != len(tokens) - 1 or tokens[-1].text in _OPENING:
+            return None
+        assigned = [index for index in outside if tokens[index].text in _ASSIGNING]
+        if not assigned or texts & _NO_ASSIGNMENT_ALONE:
+            return None
+        head = self.text[: tokens[assigned[-1]].end]
+        value = self._in_brackets(tokens[assigned[-1] + 1 :], self._margin + self._unit)
+        return None if value is None else [f"{head} (", *value, f"{self._margin})"]
 
     def _filled(self, tokens: Sequence[_Token], margin: str) -> list[str] | None:
         """What is inside of brackets, broken behind its commas where it has to be."""

@@ -38,6 +38,14 @@ def broken(text: str, before: str = "") -> str:
             f"if ready:\n    loss[first] = criterion(\n        model({NAMES}), target_of_all_inputs\n    )",
         ),
         (
+            "loss_of_all = first_of_all + 0.5 * second_of_all - 0.001 * third_of_all.entropy()",
+            "loss_of_all = (\n    first_of_all + 0.5 * second_of_all - 0.001 * third_of_all.entropy()\n)",
+        ),
+        (
+            "of_all[i] += first_of_all_inputs + second_of_all_inputs * third_of_all_inputs  # sum",
+            "# sum\nof_all[i] += first_of_all_inputs + second_of_all_inputs * third_of_all_inputs",
+        ),
+        (
             f"sum_of_both_of_all = call(first) + call({NAMES})",
             f"sum_of_both_of_all = call(first) + call(\n    {NAMES}\n)",
         ),
@@ -87,6 +95,11 @@ def test_a_long_line_is_broken_where_a_formatter_would(long, expected):
         f'text = """\ncall({NAMES}, third_of_all_inputs, fourth)\n"""',
         f'call({NAMES}, third_of_all_inputs, """of several\n lines""", 4)',
         f"an_identifier_{'x' * 80}()",
+        f"name = lambda first_of_all=1: first_of_all + {'x' * 41}.second_of_all_inputs()",
+        "one = 1; the_loss = first_of_all + 0.005 * second_of_all - 0.001 * third_of_all.entropy()",
+        "if 1: the_loss = first_of_all + 0.005 * second_of_all - 0.001 * third_of_all.entropy()",
+        "assert first_of_all_inputs + second_of_all_inputs == third_of_all_inputs + 0.5 * last",
+        "one = \\\n    two = first_of_all + 0.5 * second_of_all - 0.01 * third_of_all.entropy() - last",
     ],
 )
 def test_what_cannot_be_broken_stays(kept):
