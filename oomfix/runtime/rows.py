@@ -104,7 +104,6 @@ def _orders(rows: list[int], numbers: list[Any], second: int) -> Iterator[list[i
     yield [fullest_first[0], *fullest_first[1 + second :], *fullest_first[1 : 1 + second]]
     # that may make the parts alike: 3 and 1 against 2
     yield fullest_first[::-1]
-    yield fullest_first
 
 
 def _differ(numbers: list[Any], first: list[int], second: list[int]) -> bool:

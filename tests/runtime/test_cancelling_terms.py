@@ -5,6 +5,10 @@ import torch
 from torch import nn
 
 from oomfix import runtime
+from oomfix.runtime.outputs import Weight
+from oomfix.runtime.probe import Writes
+from oomfix.runtime.rule_choice import choose, close
+from oomfix.runtime.watching import Watch
 
 BATCHES = 9
 DTYPES = [torch.float32, torch.float64]
@@ -89,3 +93,28 @@ def test_a_large_number_that_is_no_term_of_the_loss_hides_nothing():
 
     _, report = trained(coupled, torch.float32, 1.0, micro_batches=3)
     assert "samples depend on each other" in report
+
+
+def test_terms_are_those_of_sums_too_as_they_were_when_they_were_added():
+    with Watch(4, None, Writes()) as watch:
+        first, second, third, fourth = (torch.tensor(number) for number in (1.0, 2.0, 4.0, 8.0))
+        loss = first + second - third
+        loss -= fourth
+    assert sorted(term.item() for term in watch.terms_of(loss)) == [-1.0, 1.0, 2.0, 3.0, 4.0, 8.0]
+
+
+def test_infinite_terms_explain_nothing_and_infinity_is_close_to_itself_alone():
+    one, infinite = torch.tensor(1.0), torch.tensor(float("inf"))
+    parts, shares = [torch.tensor(5.0), torch.tensor(7.0)], [Weight(3, 3), Weight(1, 1)]
+    assert choose(one, parts, shares, [infinite]) is None
+    assert close(infinite, infinite)
+    assert not close(one, infinite)
+    assert not close(infinite, one)
+    assert not close(infinite, -infinite)
+
+
+def test_what_is_no_number_is_close_to_itself_alone():
+    one, none = torch.tensor(1.0), torch.tensor(float("nan"))
+    assert close(none, none)
+    assert not close(one, none)
+    assert not close(none, one)

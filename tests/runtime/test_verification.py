@@ -502,6 +502,25 @@ def test_the_two_parts_of_a_check_hold_other_numbers_of_boxes_per_image(numbers,
     assert len(set(seen)) > 1 or len(set(numbers)) == 1
 
 
+@pytest.mark.parametrize(
+    ("tensors", "count"),
+    [
+        # in the one of two ways to name rows again that does so
+        ([[[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 1, 0]], [2, -100, 1, -100]], 6),
+        # in an order that does so
+        ([[1, 0, 2], [0, 1, 2]], 8),
+    ],
+)
+def test_rows_that_are_named_again_put_other_numbers_of_each_tensor_into_two_parts(tensors, count):
+    batch, cut = [torch.tensor(tensor) for tensor in tensors], first_part(count)
+    rows = choose_rows(Batch(tuple(batch), {}), count)
+    for tensor in batch:
+        counted = (tensor > 0).double().reshape(len(tensor), -1).sum(1)
+        assert counted[rows[:cut]].mean() != counted[rows[cut:]].mean()
+        if tensor.dim() == 1:
+            assert tensor.double()[rows[:cut]].mean() != tensor.double()[rows[cut:]].mean()
+
+
 @pytest.mark.parametrize("valid", [[3], [3, 9], [0, 1, 14, 15]])
 def test_rows_with_targets_that_count_are_chosen_and_the_mean_over_them_is_seen(valid):
     model, y = nn.Linear(6, 4), torch.full((16,), -100)
