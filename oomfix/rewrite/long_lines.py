@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from keyword import iskeyword
 from typing import NamedTuple
 
 from oomfix.parsing import NEWLINE, split_lines
@@ -47,6 +48,9 @@ def long_line_edits(layout: Layout, text: str) -> list[Edit]:
             start = starts[number - 1]
             edits.append(Edit(start, start + len(line.text), layout.newline.join(broken)))
     return edits
+
+
+_Pair = tuple[int, int]
 
 
 class _Token(NamedTuple):
@@ -130,18 +134,27 @@ class _Line:
         return None if rest is None or len(own_line) > self._limit else [own_line, *rest]
 
     def _code(self, tokens: list[_Token], above: str, below: str) -> list[str] | None:
+        value = [] if above.rstrip().endswith("\\") else _value(tokens)
         return (
             self._behind_comma(tokens, below)
+            or (self._in_new_parentheses(value) if _has_operators(value) else None)
             or self._in_brackets(tokens, self._margin)
-            or (None if above.rstrip().endswith("\\") else self._in_new_parentheses(tokens))
+            or self._in_new_parentheses(value)
+            or self._in_brackets(tokens, self._margin, _pairs)
         )
 
-    def _in_brackets(self, tokens: Sequence[_Token], margin: str) -> list[str] | None:
-        """Some tokens of the line on one line, or with what is inside of a pair of brackets below it."""
+    def _in_brackets(
+        self, tokens: Sequence[_Token], margin: str, choose: Callable[[Sequence[_Token]], Iterable[_Pair]] | None = None
+    ) -> list[str] | None:
+        """Some tokens of the line on one line, or with what is inside of a pair of brackets below it.
+
+        Args:
+            choose: gives the pairs of brackets that may be chosen; None: those of calls.
+        """
         start, end = tokens[0].start, tokens[-1].end
         if len(margin) + end - start <= self._limit:
             return [margin + self.text[start:end]]
-        for opening, closing in _pairs(tokens):
+        for opening, closing in (choose or _calls)(tokens):
             head = margin + self.text[start : tokens[opening].end]
             tail = margin + self.text[tokens[closing].start : end]
             if max(len(head), len(tail)) <= self._limit:
@@ -150,18 +163,13 @@ class _Line:
                     return [head, *inside, tail]
         return None
 
-    def _in_new_parentheses(self, tokens: list[_Token]) -> list[str] | None:
-        """`name = value` that is all of its line, with the value in parentheses of its own below."""
-        outside = [index for index, token in enumerate(tokens) if token.depth == 0]
-        texts = {tokens[index].text for index in outside}
-        if not outside or outside[0] != 0 or outside[-1] != len(tokens) - 1 or tokens[-1].text in _OPENING:
+    def _in_new_parentheses(self, value: list[_Token]) -> list[str] | None:
+        """What is assigned, in parentheses of its own on one line below the rest."""
+        if not value:
             return None
-        assigned = [index for index in outside if tokens[index].text in _ASSIGNING]
-        if not assigned or texts & _NO_ASSIGNMENT_ALONE:
-            return None
-        head = self.text[: tokens[assigned[-1]].end]
-        value = self._in_brackets(tokens[assigned[-1] + 1 :], self._margin + self._unit)
-        return None if value is None else [f"{head} (", *value, f"{self._margin})"]
+        head = self.text[: value[0].start].rstrip(_BLANKS)
+        inside = self._margin + self._unit + self.text[value[0].start : value[-1].end]
+        return [f"{head} (", inside, f"{self._margin})"] if len(inside) <= self._limit else None
 
     def _filled(self, tokens: Sequence[_Token], margin: str) -> list[str] | None:
         """What is inside of brackets, broken behind its commas where it has to be."""
@@ -197,9 +205,37 @@ class _Line:
         return None
 
 
-def _pairs(tokens: Sequence[_Token]) -> list[tuple[int, int]]:
+def _value(tokens: list[_Token]) -> list[_Token]:
+    """What is assigned by a statement that is all of its line; nothing for other statements."""
+    outside = [index for index, token in enumerate(tokens) if token.depth == 0]
+    texts = {tokens[index].text for index in outside}
+    if not outside or outside[0] != 0 or outside[-1] != len(tokens) - 1 or tokens[-1].text in _OPENING:
+        return []
+    assigned = [index for index in outside if tokens[index].text in _ASSIGNING]
+    return [] if not assigned or texts & _NO_ASSIGNMENT_ALONE else tokens[assigned[-1] + 1 :]
+
+
+def _has_operators(value: list[_Token]) -> bool:
+    """Whether it is a sum, a condition or the like, other than a sign ahead of all."""
+    texts = [token.text for token in value if token.depth == 0][1:]
+    return any(iskeyword(text) or not (text[0].isalnum() or text[0] in "_.,'\"()[]{}") for text in texts)
+
+
+def _calls(tokens: Sequence[_Token]) -> Iterator[_Pair]:
+    """The pairs that are those of a call or subscript, not parentheses around a part of a sum."""
+    for pair in _pairs(tokens):
+        before = tokens[pair[0] - 1].text if pair[0] else ""
+        if before in _CLOSING or _is_name(before):
+            yield pair
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not iskeyword(text)
+
+
+def _pairs(tokens: Sequence[_Token]) -> list[_Pair]:
     """The pairs of brackets that are inside of no other bracket, as indices: that with most inside first."""
-    found: list[tuple[int, int]] = []
+    found: list[_Pair] = []
     outermost = min(token.depth for token in tokens)
     opening = None
     for index, token in enumerate(tokens):

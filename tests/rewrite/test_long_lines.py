@@ -30,8 +30,24 @@ def broken(text: str, before: str = "") -> str:
             f"output = memory.forward(\n    model, {NAMES}, third=3\n)",
         ),
         (
-            f"out = 0.5 * (memory.forward(model, {NAMES}) - a_mean).squeeze(1)[0]",
-            f"out = 0.5 * (\n    memory.forward(model, {NAMES}) - a_mean\n).squeeze(1)[0]",
+            f"the_output = 0.5 * (call({NAMES}) - a_mean).sum(1)",
+            f"the_output = (\n    0.5 * (call({NAMES}) - a_mean).sum(1)\n)",
+        ),
+        (
+            f"the_output = -call({NAMES}, third).sum(1)[0].item()",
+            f"the_output = -call(\n    {NAMES}, third\n).sum(1)[0].item()",
+        ),
+        (
+            f"with_all(0.5 * (call({NAMES}) - a_mean).sum(1)) | {{}}",
+            f"with_all(\n    0.5 * (call({NAMES}) - a_mean).sum(1)\n) | {{}}",
+        ),
+        (
+            f"yield 0.5 * (memory.forward(model, {NAMES}) - a_mean).squeeze(1)[0]",
+            f"yield 0.5 * (\n    memory.forward(model, {NAMES}) - a_mean\n).squeeze(1)[0]",
+        ),
+        (
+            f"the_last = call({NAMES}) if ready else call(last)",
+            f"the_last = (\n    call({NAMES}) if ready else call(last)\n)",
         ),
         (
             f"if ready:\n    loss[first] = criterion(model({NAMES}), target_of_all_inputs)",
@@ -46,8 +62,12 @@ def broken(text: str, before: str = "") -> str:
             "# sum\nof_all[i] += first_of_all_inputs + second_of_all_inputs * third_of_all_inputs",
         ),
         (
-            f"sum_of_both_of_all = call(first) + call({NAMES})",
-            f"sum_of_both_of_all = call(first) + call(\n    {NAMES}\n)",
+            f"yield sum_of_both_of_all, call(first) + call({NAMES})",
+            f"yield sum_of_both_of_all, call(first) + call(\n    {NAMES}\n)",
+        ),
+        (
+            f"call({NAMES}).attribute[first_of_all:].method(1).another",
+            f"call(\n    {NAMES}\n).attribute[first_of_all:].method(1).another",
         ),
         (
             f"call({NAMES},third_of_all_inputs,{NAMES},fourth_input)",
