@@ -92,19 +92,23 @@ def nodes_of_scope(node: ast.AST) -> Iterator[ast.AST]:
 
     The targets of comprehensions belong to the comprehension and are left out; walrus targets are not.
     """
-    yield node
-    if isinstance(node, FunctionNode | ast.Lambda | ast.ClassDef):
-        return
-    if isinstance(node, COMPREHENSIONS):
-        for child in walk(node):
-            if isinstance(child, ast.NamedExpr):
-                yield child
-                yield child.target
-            elif isinstance(child, ast.Call | ast.Await | ast.Yield | ast.YieldFrom | ast.Attribute):
-                yield child
-        return
-    for child in children(node):
-        yield from nodes_of_scope(child)
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        yield current
+        if isinstance(current, COMPREHENSIONS):
+            yield from _nodes_of_comprehension(current)
+        elif not isinstance(current, FunctionNode | ast.Lambda | ast.ClassDef):
+            waiting.extend(reversed(children(current)))
+
+
+def _nodes_of_comprehension(comprehension: ast.AST) -> Iterator[ast.AST]:
+    for child in walk(comprehension):
+        if isinstance(child, ast.NamedExpr):
+            yield child
+            yield child.target
+        elif isinstance(child, ast.Call | ast.Await | ast.Yield | ast.YieldFrom | ast.Attribute):
+            yield child
 
 
 def definitely_bound(statements: Iterable[ast.stmt]) -> set[str]:

@@ -19,6 +19,12 @@ _BEGIN_OF_CELL = re.compile(r"\.\.\.  # \w+ \d+$")
 """The marker at the top of each cell of a notebook."""
 
 
+_BINDING = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias, ast.ExceptHandler),
+    *(ast.MatchAs, ast.MatchStar, ast.MatchMapping),
+)
+
+
 class Names:
     """Names that are free in a whole file: nothing binds or reads them anywhere.
 
@@ -33,8 +39,8 @@ class Names:
         self._taken.update(node.arg for node in nodes.of(ast.arg))
         self._taken.update(name for node in nodes.of(ast.Global) for name in node.names)
         self._taken.update(name for node in nodes.of(ast.Nonlocal) for name in node.names)
-        for scope in (script.source.tree, *nodes.functions):
-            self._taken.update(name for statement in scope.body for name in names_bound(statement))
+        for kind in _BINDING:
+            self._taken.update(name for node in nodes.of(kind) for name in names_bound(node))
 
     def free(self, *wanted: str) -> str:
         """The first of these names that is free, else the last with a number."""
