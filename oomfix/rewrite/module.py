@@ -39,8 +39,9 @@ class Names:
         self._taken.update(node.arg for node in nodes.of(ast.arg))
         self._taken.update(name for node in nodes.of(ast.Global) for name in node.names)
         self._taken.update(name for node in nodes.of(ast.Nonlocal) for name in node.names)
+        methods = {method for owner in nodes.of(ast.ClassDef) for method in owner.body}
         for kind in _BINDING:
-            self._taken.update(name for node in nodes.of(kind) for name in names_bound(node))
+            self._taken.update(name for node in nodes.of(kind) if node not in methods for name in names_bound(node))
 
     def free(self, *wanted: str) -> str:
         """The first of these names that is free, else the last with a number."""
