@@ -104,12 +104,14 @@ def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[
     ahead = first
     apart = False
     for condition in blocks.conditions_of(first):
+        # the others in an `if` that is to be preceded have their model from around it
+        others = [other for other in others if ahead not in blocks.conditions_of(other)]
         together = [other for other in others if condition in blocks.conditions_of(other)]
         apart |= any(blocks.are_apart_in(condition, first, other) for other in together)
         if blocks.is_elif(condition):
             continue  # nothing stands between it and the `if` that it belongs to
         if together and place.path.split(".")[0] in names_bound(condition):
-            return list(dict.fromkeys([first, *others]))
+            return list(dict.fromkeys([ahead, *others]))
         if apart:
             ahead, apart = condition, False
     return [ahead]

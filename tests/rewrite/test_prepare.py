@@ -97,6 +97,21 @@ train(net, loader, opt)
     assert prepared(text) == [("memory.prepare(net)", "if adam:")]
 
 
+def test_what_is_around_such_branches_may_make_the_model():
+    text = """
+        if __name__ == "__main__":
+            net = Net().cuda()
+            if adam:
+                opt = torch.optim.Adam(net.parameters())
+            elif nesterov:
+                opt = torch.optim.SGD(net.parameters(), nesterov=True)
+            else:
+                opt = torch.optim.SGD(net.parameters())
+            train(net, loader, opt)
+    """
+    assert prepared(LOOP + textwrap.dedent(text)) == [("memory.prepare(net)", "if adam:")]
+
+
 def test_branches_that_make_the_model_prepare_it_each():
     text = (
         LOOP
@@ -111,6 +126,25 @@ train(net, loader, opt)
 """
     )
     assert prepared(text) == [("memory.prepare(net)", "opt = torch.optim.Adam(net.parameters())")] * 2
+
+
+def test_branches_that_make_the_model_are_each_preceded_ahead_of_their_own():
+    text = """
+        if resume:
+            net = load()
+            if adam:
+                opt = torch.optim.Adam(net.parameters())
+            else:
+                opt = torch.optim.SGD(net.parameters())
+        else:
+            net = Net()
+            opt = torch.optim.Adam(net.parameters())
+        train(net, loader, opt)
+    """
+    assert prepared(LOOP + textwrap.dedent(text)) == [
+        ("memory.prepare(net)", "if adam:"),
+        ("memory.prepare(net)", "opt = torch.optim.Adam(net.parameters())"),
+    ]
 
 
 def test_a_network_that_trains_itself_is_prepared_by_who_calls_it():
