@@ -171,6 +171,10 @@ class LoopRewriter:
         for verdict in self.verdicts:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
                 verdict.reason = stages.with_lines_before(verdict.reason)
+            if verdict.state is not None:
+                verdict.state = stages.with_lines_before(verdict.state)
+            if verdict.objects is not None:
+                verdict.objects = stages.with_lines_before(verdict.objects)
         stages.edit(lifted)
         if scaling != "script's" and any(verdict.form == "in-place" for verdict in self.verdicts):
             stages.edit(model_call_edits(Script.read(stages.source, self._target), self.verdicts, manager))

@@ -29,10 +29,12 @@ for i in range(0, len(X), batch_size):
 """
 
 
-def assert_whole(text, note):
+def assert_whole(text, where, note):
+    """That the batches of a script run whole, for a reason that names the line in which `where` stands."""
+    line = next(number for number, line in enumerate(text.splitlines(), 1) if where in line)
     after = rewritten(text, micro_batches=4)
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
-    assert any(f"{note}: batches run whole" in told for told in after.loops[0].notes)
+    assert any(told.startswith(f"line {line} {note}: batches run whole") for told in after.loops[0].notes)
     before = run(text)
     assert_same_bits(before, run(rewritten(text).text, preset="off"))
     split = run(after.text)
@@ -49,27 +51,27 @@ def assert_whole(text, note):
     ],
 )
 def test_another_way_for_other_numbers_of_rows(also):
-    line = 18 + also.startswith("n =")
-    assert_whole(TOP + LOOP.format(also=also), f"line {line} asks how many rows the batch has")
+    where = also.splitlines()[-1 if also.startswith("n =") else 0]
+    assert_whole(TOP + LOOP.format(also=also), where, "asks how many rows the batch has")
 
 
 @pytest.mark.parametrize("rows", ["x[:labelled]", "x[-labelled:]"])
 def test_a_number_of_rows_that_is_no_part_of_the_batch(rows):
     also = f"loss = loss + model({rows}).pow(2).mean()"
-    assert_whole(TOP + LOOP.format(also=also), "line 18 takes rows of `x` by their number")
+    assert_whole(TOP + LOOP.format(also=also), also, "takes rows of `x` by their number")
 
 
 @pytest.mark.parametrize("rows", ["x[:4]", "x[2:, :]", "x[:-3]", "x[::2]"])
 def test_a_fixed_number_of_rows_of_a_tensor(rows):
     also = f"loss = loss + model({rows}).pow(2).mean()"
     moved = LOOP.replace("    out = model(x)\n", "    x = x.to('cpu')\n    out = model(x)\n")
-    assert_whole(TOP + moved.format(also=also), "line 19 takes rows of `x` by their number")
+    assert_whole(TOP + moved.format(also=also), also, "takes rows of `x` by their number")
 
 
 @pytest.mark.parametrize("rows", ["x[:4].detach()", "x[:4, :]"])
 def test_a_range_that_shows_itself_that_it_is_one_of_a_tensor(rows):
     also = f"loss = loss + model({rows}).pow(2).mean()"
-    assert_whole(TOP + LOOP.format(also=also), "line 18 takes rows of `x` by their number")
+    assert_whole(TOP + LOOP.format(also=also), also, "takes rows of `x` by their number")
 
 
 def test_a_list_of_views_has_no_rows():
@@ -80,11 +82,11 @@ def test_a_list_of_views_has_no_rows():
 
 def test_rows_that_a_network_gave():
     also = "loss = loss + out[:labelled].pow(2).mean()"
-    assert_whole(TOP + LOOP.format(also=also), "line 18 takes rows of `out` by their number")
+    assert_whole(TOP + LOOP.format(also=also), also, "takes rows of `out` by their number")
 
 
 def test_a_data_set_whose_rows_are_taken_in_turn_is_no_batch():
-    assert_whole(TOP + IN_TURN, "line 16 takes rows of `X` by their number")
+    assert_whole(TOP + IN_TURN, "model(X[i", "takes rows of `X` by their number")
 
 
 @pytest.mark.parametrize(
