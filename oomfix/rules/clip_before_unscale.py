@@ -68,6 +68,23 @@ for x, y in loader:
 """,
             (11,),
         ),
+        Invalid(
+            """
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    with torch.autocast("cuda"):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    if args.unscale:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    scaler.step(optimizer)
+""",
+            (12,),
+        ),
     ]
     VALID = [
         """

@@ -74,10 +74,9 @@ class Precision:
         }
 
     def is_without_scaler(self, site: Site) -> bool:
-        """Whether it is the branch for no scaler: the other branch of a condition takes the scale off by one."""
+        """Whether it is the branch for no scaler: the other one takes the scale off by what the condition asks for."""
         return any(
-            _unscales(guard.statement.orelse if guard.value else guard.statement.body)
-            and not _unscales(guard.statement.body if guard.value else guard.statement.orelse)
+            bool(_unscaling(guard.statement.orelse if guard.value else guard.statement.body) & _paths_in(guard.test))
             for guard in site.guards
             if isinstance(guard.statement, ast.If)
         )
@@ -117,8 +116,14 @@ class Precision:
         yield from dict.fromkeys(node for node in owners if isinstance(node, definitions))
 
 
-def _unscales(block: list[ast.stmt]) -> bool:
-    return any(isinstance(node, ast.Attribute) and node.attr == "unscale_" for part in block for node in walk(part))
+def _unscaling(block: list[ast.stmt]) -> set[str | None]:
+    """The paths of the scalers that take the scale off in a block."""
+    nodes = (node for part in block for node in walk(part))
+    return {path_of(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "unscale_"}
+
+
+def _paths_in(test: ast.expr) -> set[str | None]:
+    return {path_of(node) for node in walk(test) if isinstance(node, ast.Name | ast.Attribute)} - {None}
 
 
 def _is_scaled_by_hand(node: ast.Call) -> bool:
