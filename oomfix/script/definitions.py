@@ -103,6 +103,18 @@ class Function:
         )
 
     @property
+    def is_left_open(self) -> bool:
+        """Whether a method says nothing, as for classes of other files to fill: `raise NotImplementedError`."""
+        if self.owner is None or isinstance(self.node, ast.Lambda):
+            return False
+        return all(
+            isinstance(statement, ast.Pass)
+            or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+            or (isinstance(statement, ast.Raise) and "NotImplemented" in ast.unparse(statement))
+            for statement in self.node.body
+        )
+
+    @property
     def is_whole_pass(self) -> bool:
         """Whether it says that it evaluates, and goes over the batches itself."""
         return self.evaluates and any(isinstance(node, ast.For | ast.AsyncFor) for node in self.nodes)

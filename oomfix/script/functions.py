@@ -78,7 +78,7 @@ class Functions(Core):
         if self._too_deep(function):
             return UNKNOWN
         function.calls += 1
-        self.trace.followed.add(node)
+        (self.trace.left_open if function.is_left_open else self.trace.followed).add(node)
         named = {keyword.arg: keyword.value for keyword in node.keywords}
         written = [*zip(node.args, given.positional, strict=False)]
         written += [(named[name], value) for name, value in given.keywords.items() if name in named]

@@ -71,15 +71,27 @@ def _is_inside(forward: Forward, node: ast.AST) -> bool:
 
 
 def _may_need_gradients_out_of_sight(script: Script, node: ast.AST) -> bool:
-    """`finetune(model, loader)`, `adversary.perturb(x, y)`: calls out of sight that are named as if they need them."""
+    """`finetune(model, loader)`, `adversary.perturb(x, y)`: calls out of sight that are named as if they need them.
+
+    So is `self.update()` where the class leaves it to others to say what that does.
+    """
     calls = [child for child in walk(node) if isinstance(child, ast.Call) and child not in script.trace.followed]
     if any(call.args and looks_like_differentiating(path_of(call.func) or "") for call in calls):
         return True
     return any(
         looks_like_training(last_of(path_of(call.func)))
         for call in calls
-        if not (isinstance(call.func, ast.Attribute) and (not call.args or _counts(script, call.func, call.args)))
+        if call in script.trace.left_open or not _switches_or_counts(script, call)
     )
+
+
+def _switches_or_counts(script: Script, call: ast.Call) -> bool:
+    """`model.train()`, `bar.update(1)`; but `self.learn()` is for a class of another file to say."""
+    method = call.func
+    if not isinstance(method, ast.Attribute):
+        return False
+    own = path_of(method.value) == "self" and method.attr != "train"
+    return (not call.args and not own) or _counts(script, method, call.args)
 
 
 def _counts(script: Script, method: ast.Attribute, given: list[ast.expr]) -> bool:

@@ -234,6 +234,8 @@ class Trace:
     """Where a framework's trainer runs the training loop, out of sight."""
     followed: set[ast.Call] = field(default_factory=set)
     """Calls of functions of the file."""
+    left_open: set[ast.Call] = field(default_factory=set)
+    """Those of methods that say nothing: classes of other files fill them."""
     given_back: dict[int, frozenset[int]] = field(default_factory=dict)
     """By the id of such a call, the origins of what it returns with a graph."""
     calls: dict[str, list[Event]] = field(default_factory=dict)

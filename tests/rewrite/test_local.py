@@ -1,5 +1,7 @@
 """All local fixes of a file together: each once, none that a comment silences, none left to be found."""
 
+import pytest
+
 from oomfix.rewrite.apply import Options, apply_to
 from oomfix.rewrite.local import findings_of
 from oomfix.rules import all_rules
@@ -61,3 +63,51 @@ for x, y in loader:
 """
     assert fixed(text) == (text, [])
     assert fixed(text, only=("OOM203",))[0] == text.replace("zero_grad()", "zero_grad(set_to_none=True)")
+
+
+ABSTRACT = """\
+import torch
+
+class Agent:
+    def run(self, steps):
+        samples = self.collect()
+        for _ in range(steps):
+            self.update(next(samples))
+
+    def collect(self):
+        state = self.env.reset()
+        while True:
+            with torch.no_grad():
+                action = self.policy.forward(state)
+            state, reward, done, info = self.env.step(action)
+            yield {"state": state, "q": self.value.forward(state)}
+
+    def imitate(self, samples):
+        for sample in samples:
+            self.backward(sample)
+
+    def update(self, sample):
+        raise NotImplementedError
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["raise NotImplementedError", "raise NotImplementedError('train')", "pass", "...", '"""Train on a sample."""'],
+)
+def test_gradients_stay_on_around_a_method_that_classes_of_other_files_fill_with_their_training(body: str):
+    script = ABSTRACT.replace("raise NotImplementedError", body)
+    assert fixed(script) == (script, [])
+
+
+@pytest.mark.parametrize("call", ["learn()", "learn(sample=next(samples))"])
+@pytest.mark.parametrize("body", ["    def learn(self, sample=None):\n        raise NotImplementedError\n", ""])
+def test_such_a_method_trains_whatever_it_is_given_and_whether_the_class_names_it_or_not(call: str, body: str):
+    script = ABSTRACT[: ABSTRACT.index("    def update")].replace("update(next(samples))", call) + body
+    assert fixed(script) == (script, [])
+
+
+def test_a_method_of_the_file_that_trains_nothing_may_run_without_gradients():
+    text, codes = fixed(ABSTRACT.replace("raise NotImplementedError", "print(sample)"))
+    assert codes == ["OOM201"]
+    assert "@torch.no_grad()\n    def run" in text
