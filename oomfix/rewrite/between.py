@@ -128,7 +128,8 @@ class Between:
             raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
         for call in effects.calls_in(statement):
             path = (path_of(call.func) or "").lower()
-            if effects.last_name(call) in ("step", "backward", "grad") and "sched" not in path:
+            name = effects.last_name(call)
+            if (name in ("step", "grad") or "backward" in name.split("_")) and "sched" not in path:
                 raise CannotLift(f"line {line} runs `{path or 'a step'}` between forward and backward")
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.liveness import COMPREHENSIONS, FunctionNode, names_bound_by_target, nodes_of_scope
+from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import last_name as last_name
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -36,6 +37,9 @@ _HARMLESS = re.compile(
     r"measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put",
     re.IGNORECASE,
 )
+_ABOUT_RATES = re.compile(r"lr|learning_?rate|warm_?up|sched|anneal|log|print|report|track", re.IGNORECASE)
+"""What functions that are given an optimizer say in their names when they look at nothing but its learning rate."""
+
 _COLLECTIVES = frozenset(
     "all_reduce reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter all_to_all broadcast "
     "barrier".split()
@@ -229,8 +233,10 @@ def keeps_gradients(node: ast.AST) -> bool:
 
 
 def may_reset_gradients(statement: ast.stmt) -> bool:
-    """Whether a statement resets gradients, or calls for its effect something that might."""
+    """Whether a statement resets gradients, or calls something that might: for its effect, or with an optimizer."""
     if any("grad" in last_name(call) and "no_grad" not in last_name(call) for call in calls_in(statement)):
+        return True
+    if any(_takes_optimizer(call) and not _ABOUT_RATES.search(last_name(call)) for call in calls_in(statement)):
         return True
     for node in nodes_of_scope(statement):
         if isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.ctx, ast.Store):
@@ -241,6 +247,11 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
             if not harmless and not _averages_a_result(call, statement):
                 return True
     return False
+
+
+def _takes_optimizer(call: ast.Call) -> bool:
+    given = (*call.args, *(keyword.value for keyword in call.keywords))
+    return any(looks_like_optimizer(path_of(argument) or "") for argument in given)
 
 
 def _calls_for_effect(node: ast.AST) -> list[ast.Call]:

@@ -78,3 +78,31 @@ def test_a_gradient_that_is_asked_for_between_is_that_of_this_backward(asked):
     loop = LOOP.replace("loss = 2 * F.cross_entropy(model(x), y)", "out = model(x)\n    loss = F.cross_entropy(out, y)")
     _, loops = apply(loop.format(between=asked))
     assert loops == [("in-place", "line 11 asks for gradients between forward and backward")]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "skip = skip or hook.pre_update(model=model, optimizer=optimizer, loss=loss)",
+        "skip = guard(optimizer)",
+        "skip = [hook(loss, optimizer) for hook in hooks]",
+        "if hook.before(optimizer):\n        skip = True",
+    ],
+)
+def test_what_is_handed_an_optimizer_may_look_at_gradients_or_change_weights_before_the_backward(asked):
+    _, loops = apply(LOOP.format(between=asked))
+    assert loops == [("in-place", "line 10, between forward and backward, may reset gradients or change the model")]
+
+
+def test_what_prepares_a_backward_comes_before_it():
+    _, loops = apply(LOOP.format(between="skip = skip or hook.pre_backward(loss)"))
+    assert loops == [("in-place", "line 10 runs `hook.pre_backward` between forward and backward")]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["lr = get_lr(optimizer)", "print('lr', lr_of(optimizer))", "bar.set_postfix(lr=round(current_lr(optimizer), 5))"],
+)
+def test_the_learning_rate_is_the_same_behind_the_backward(asked):
+    _, loops = apply(LOOP.format(between=asked))
+    assert loops == [("micro-batched", None)]
