@@ -6,6 +6,7 @@ ragged batch, ignored targets), all gradients are corrected by one factor before
 """
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -64,6 +65,28 @@ class Divisor:
         return Divisor(self.expected, self.total, self.bound)
 
 
+class Proportions:
+    """What the means of a loss divide by, as long as it is in proportion to what weighs the loss."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, list[float]] | None = None
+
+    def keep(self, weight: float, divisors: list[float], or_stay: bool = False) -> bool:
+        """Whether these are to `weight` what the first were to theirs; `or_stay`: or the same as the first."""
+        self._first = self._first or (weight, divisors)
+        first, of_first = self._first
+        return len(divisors) == len(of_first) and all(
+            math.isclose(amount * first, before * weight) or (or_stay and math.isclose(amount, before))
+            for amount, before in zip(divisors, of_first, strict=True)
+        )
+
+    def copy(self) -> "Proportions":
+        """An independent copy."""
+        other = Proportions()
+        other._first = self._first
+        return other
+
+
 class Slot:
     """The nth loss of every batch of a window; the only one where the loop has one loss per batch.
 
@@ -72,6 +95,7 @@ class Slot:
         decided_by: what a check had found then.
         divisor: what it is divided by.
         calls: batches that had it.
+        others: what its other means divide by.
     """
 
     def __init__(self) -> None:
@@ -79,16 +103,34 @@ class Slot:
         self.decided_by: Verdict | None = None
         self.divisor = Divisor()
         self.calls = 0
+        self.others = Proportions()
+        self._held: list[tuple[int, float]] = []
         self.remember()
 
     def remember(self) -> None:
         """A call begins: what it adds or decides is forgotten if it fails."""
-        self._before = self.units, self.decided_by, self.divisor.copy()
+        self._before = self.units, self.decided_by, self.divisor.copy(), self.others.copy()
 
     def put_back(self) -> None:
         """Forget what the call that failed added or decided."""
-        self.units, self.decided_by, divisor = self._before
-        self.divisor = divisor.copy()
+        self.units, self.decided_by, divisor, others = self._before
+        self.divisor, self.others = divisor.copy(), others.copy()
+
+    def keep(self, rows: int) -> None:
+        """The call went well; its batch had so many samples."""
+        self._held.append((rows, self.divisor.total - self._before[2].total))
+
+    def averages_over_samples(self) -> bool:
+        """Go on by samples instead of targets; False where the batches so far did not weigh in the same way by both."""
+        held = [(rows, targets) for rows, targets in self._held if targets]
+        if held:
+            rows, targets = held[0]
+            if any(not math.isclose(others * rows, targets * more) for more, others in held):
+                return False
+            self.divisor.expected *= rows / targets
+            self.divisor.total *= rows / targets
+        self.units = "rows"
+        return True
 
 
 class Totals:

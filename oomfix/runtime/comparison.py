@@ -79,7 +79,7 @@ class Evidence:
         nll_losses: cross entropies with a mean.
         divisors: what the parts weigh, where they are to divide, by its place among what their losses divide by.
         bound: how that is kept away from 0.
-        means: what the losses divide by, counted, where their graphs show as many on all rows and on both parts.
+        means: of each mean in the loss, where all rows and both parts have as many, whether it counts samples.
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
         drew_besides_torch: some of them from Python's or NumPy's generators, which are not watched.
@@ -104,7 +104,7 @@ class Evidence:
     nll_losses: int = 0
     divisors: tuple[int, ...] = ()
     bound: Bound | None = None
-    means: int = 0
+    means: tuple[bool, ...] = ()
     calls: int = 0
     drew: bool = False
     drew_besides_torch: bool = False
@@ -301,8 +301,10 @@ class _Comparison:
         ):
             # a loop over the samples: each cross entropy divides by what is in one of them, whatever the batch holds
             found.nll_losses, divisors = 0, [[], []]
-        if all(len(part.divisors) == len(whole.divisors) for part in parts):
-            found.means = len(whole.divisors)
+        if simulation.assumption is None and all(len(part.divisors) == len(whole.divisors) for part in parts):
+            amounts, *of_parts = ([one.divided_by for one in read(run.divisors)[0]] for run in (whole, *parts))
+            counted = counting(amounts, of_parts)
+            found.means = tuple(position in counted for position in range(len(amounts)))
         if self._how.divides:
             self._divide(found, whole, parts, sizes)
             return

@@ -346,10 +346,11 @@ class Iteration:
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
             loss = self.loss_of(result)
-            if verdict.divides:
+            divided_by = shares.divided_by(loss, stop - start, bounds)
+            if divided_by:
                 assert self.weighing is not None
-                self.weighing.check_targets(loss, verdict)
-            return result, shares.divided_by(loss, stop - start, bounds)
+                self.weighing.check_targets(loss, verdict, divided_by[0].amount)
+            return result, divided_by
         if not verdict.nll_losses:
             return self._call(args, kwargs), []
         # without a graph the divisors are read as they are computed

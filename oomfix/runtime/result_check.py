@@ -121,6 +121,6 @@ def confirmed(few: FewRows, earlier: Verdict, count: int) -> Verdict | None:
         needs_gradients=False,
         differentiates=False,
         from_nothing=False,
-        means=0,
+        means=(),
     )
     return replace(earlier, single_rows=verdict.single_rows or earlier.single_rows) if verdict == same else None

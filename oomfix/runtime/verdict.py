@@ -23,7 +23,8 @@ class Verdict:
         divisors: which of the means that the program takes itself count, see `divisors`; `units` is "targets" then.
         bound: how these are kept away from 0, if they are.
         from_nothing: of rows that have nothing that counts, these were seen to be 0.
-        means: how many its loss has besides that the program takes itself; 0 also where a loop over samples takes them.
+        means: of each that its loss has besides, taken by the program itself, whether it counts samples (a constant
+            does not); none also where a loop over samples takes them.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
         needs_gradients: the forward fails without a graph.
         differentiates: it runs a backward of its own (gradient penalties).
@@ -49,7 +50,7 @@ class Verdict:
     divisors: tuple[int, ...] = ()
     bound: Bound | None = None
     from_nothing: bool = False
-    means: int = 0
+    means: tuple[bool, ...] = ()
     held: bool = False
     needs_gradients: bool = False
     differentiates: bool = False

@@ -8,12 +8,11 @@ weighs nothing gets the share 0, because its mean is NaN. A call that fails with
 again.
 """
 
-import math
 from dataclasses import replace
 
 import torch
 
-from oomfix.runtime.accumulation import Slot, Window
+from oomfix.runtime.accumulation import Proportions, Slot, Window
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.bounds import Bounds
 from oomfix.runtime.divisors import Counted, Means, are_one, common_bound, divisors, means, numbers, weights
@@ -98,9 +97,7 @@ class Weighing:
         if self._window is None:
             return 1.0
         verdict, slot = verdict or Verdict(None, undecided=True), self._slot
-        # a forward that takes no argument has its batch from elsewhere: that of the loader
-        takes_batch = any(True for _ in self._batch.layout())
-        size = self._batch.size if takes_batch else max(self._window.samples, 1)
+        size = self._size_in(self._window)
         if slot.units and not verdict.divides:
             verdict = slot.decided_by or verdict  # a call that failed in parts may have left nothing known
         divided_by = weights(loss, verdict, bounds)
@@ -128,15 +125,46 @@ class Weighing:
                 f"first call of this accumulation window, and now divide by {told}, which cannot be weighed apart any "
                 "more; use the same targets, and the same least divisor, throughout a window"
             )
+        if not self._others_keep(loss, first.amount):
+            if not slot.averages_over_samples():
+                raise RuntimeError(
+                    f"{self._name}: the means in its loss had targets in one proportion in the first batches of this "
+                    "accumulation window, and have them in another now, which cannot be weighed apart any more; return "
+                    "one mean, or use the same targets for all, throughout a window"
+                )
+            return self.share(Weight(size, size))
         return self.share(Weight(size, first.amount, first.divided_by, first.bound))
 
-    def check_targets(self, loss: torch.Tensor, verdict: Verdict) -> None:
+    def _size_in(self, window: Window) -> int:
+        """Samples of this call. A forward that takes no argument has its batch from elsewhere: that of the loader."""
+        takes_batch = any(True for _ in self._batch.layout())
+        return self._batch.size if takes_batch else max(window.samples, 1)
+
+    def _others_keep(self, loss: torch.Tensor, targets: float) -> bool:
+        """Whether what other means in `loss` divide by is in proportion to its targets throughout the window."""
+        decided = self._slot.decided_by
+        if decided is None or decided.divisors or not targets or not (decided.undecided or any(decided.means)):
+            return True
+        found = divisors(loss)
+        if decided.means and len(found) != len(decided.means):
+            return True  # they are hidden in compiled code
+        counts = [one.amount for place, one in enumerate(found) if not decided.means or decided.means[place]]
+        return self._slot.others.keep(targets, numbers(counts))
+
+    def check_targets(self, loss: torch.Tensor, verdict: Verdict, targets: float) -> None:
         """Refuse micro-batches of a window that is averaged over targets, where means have their own.
+
+        Args:
+            loss: with its graph.
+            verdict: what is known about the forward.
+            targets: those that count in the micro-batch.
 
         Raises:
             CannotSplit: they do.
         """
-        if self._window is None or self._slot.units != "targets" or are_one(loss, verdict):
+        if self._window is None or self._slot.units != "targets":
+            return
+        if are_one(loss, verdict) and self._others_keep(loss, targets):
             return
         reason = "the means in its loss have targets of their own, which no window can weigh apart"
         raise CannotSplit(reason, Verdict(None, reason, nll_losses=verdict.nll_losses))
@@ -185,6 +213,7 @@ class Weighing:
     def end(self) -> None:
         """The gradients have joined: the window is corrected if this was its last loss."""
         if self._window is not None:
+            self._slot.keep(self._size_in(self._window))
             self._window.totals.end(self._window)
 
 
@@ -199,7 +228,7 @@ class Shares:
         self._verdict = verdict
         self._first: list[float] | None = None
         self._first_means: Means | None = None
-        self._first_divisors: tuple[float, list[float]] | None = None
+        self._proportions = Proportions()
         self._has_targets = False
 
     def divided_by(self, loss: torch.Tensor, rows: int, bounds: Bounds | None = None) -> list[Counted]:
@@ -246,14 +275,10 @@ class Shares:
     def _expect_in_proportion(self, loss: torch.Tensor, weight: float) -> None:
         """Refuse means that in some part divide by more or less than in proportion to its weight, or a constant."""
         found = divisors(loss)
-        if not weight or len(found) != self._verdict.means:
+        if not weight or len(found) != len(self._verdict.means):
             return  # it is left out, or they are hidden in compiled code, or it takes another branch
-        read = numbers([divisor.amount for divisor in found])
-        self._first_divisors = self._first_divisors or (weight, read)
-        first, of_first = self._first_divisors
-        for amount, expected in zip(read, of_first, strict=True):
-            if not math.isclose(amount, expected) and not math.isclose(amount * first, expected * weight):
-                raise self._open("the means in its loss divide by more in one part of it than in another")
+        if not self._proportions.keep(weight, numbers([divisor.amount for divisor in found]), or_stay=True):
+            raise self._open("the means in its loss divide by more in one part of it than in another")
 
     def of(self, rows: int, targets: list[Counted]) -> Weight:
         """The weight of a micro-batch of `rows` samples, whose means divide by `targets`.

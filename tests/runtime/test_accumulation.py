@@ -144,6 +144,96 @@ def test_a_batch_is_not_split_by_targets_in_a_window_that_is_averaged_over_sampl
     assert close(model.weight.grad, expected)
 
 
+def marked(targets, left):
+    """A batch of which so many of 5 targets count in each sample, and so many entries are left by a mask."""
+    generator = torch.Generator().manual_seed(len(targets))
+    x, y = torch.randn(len(targets), 6, generator=generator).double(), torch.arange(len(targets)) % 4
+    y = y.repeat(5, 1).T.clone()
+    for row, count in zip(y, targets, strict=True):
+        row[count:] = -100
+    return x, y, (torch.arange(5) < torch.tensor(left)[:, None]).double()
+
+
+FIRST = marked([5, 3, 2, 4] * 2, [5, 3, 2, 4] * 2)
+LIKE_THE_FIRST = marked([1, 2, 4] * 2, [1, 2, 4] * 2)
+OTHER = marked([2, 1, 1] * 2, [5, 5, 2] * 2)
+TWICE = marked([2, 1, 1] * 2, [4, 2, 2] * 2)
+
+
+def over_both(model, x, y, mask):
+    out = model(x)[:, :, None].repeat(1, 1, 5)
+    return F.cross_entropy(out, y) + ((out**2).sum(1) * mask).sum() / mask.sum()
+
+
+def weighed(model, forward, data, weights):
+    """The gradient of the mean over batches of such weights."""
+    gradients = [torch.autograd.grad(forward(*batch), [model.weight])[0] for batch in data]
+    return sum(gradient * (weight / sum(weights)) for gradient, weight in zip(gradients, weights, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batches": 2}, {"split": "never"}], ids=str)
+@pytest.mark.parametrize(
+    ("data", "weigh"),
+    [
+        ((FIRST, LIKE_THE_FIRST, LIKE_THE_FIRST), lambda x, y, mask: (y >= 0).sum()),
+        ((FIRST, OTHER, LIKE_THE_FIRST), lambda x, y, mask: len(x)),
+    ],
+    ids=["in proportion throughout", "only at the first batch"],
+)
+def test_a_window_of_two_means_is_weighed_by_targets_as_long_as_both_are_in_proportion_and_else_by_samples(
+    model, data, weigh, settings
+):
+    """No weight of a batch is right for both means where they are not."""
+    memory, weights = runtime.preset("16gb", precision="fp32", **settings), [weigh(*batch) for batch in data]
+    expected = weighed(model, lambda *batch: over_both(model, *batch), data, weights)
+    for batch in memory.accumulate(data, len(data)):
+        memory.forward_backward(lambda *batch: over_both(model, *batch), *batch)
+    assert close(model.weight.grad, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batches": 2}, {"split": "never"}], ids=str)
+def test_a_window_whose_means_part_after_batches_of_other_shares_is_refused(model, settings):
+    memory = runtime.preset("16gb", precision="fp32", **settings)
+    with pytest.raises(RuntimeError, match="had targets in one proportion in the first batches"):
+        for batch in memory.accumulate([FIRST, LIKE_THE_FIRST, OTHER], 3):
+            memory.forward_backward(lambda *batch: over_both(model, *batch), *batch)
+
+
+def test_a_term_that_counts_no_samples_leaves_a_window_to_its_targets(model):
+    """What it divides by changes from batch to batch, with the length of the samples."""
+    positions, memory = nn.Parameter(torch.randn(7).double()), runtime.preset("16gb", precision="fp32")
+    data = [(*FIRST[:2], 5), (*OTHER[:2], 7)]
+
+    def forward(x, y, length):
+        out = model(x)[:, :, None].repeat(1, 1, 5)
+        return F.cross_entropy(out, y) + (positions[:length] ** 2).mean()
+
+    weights = [int((y >= 0).sum()) for _, y, _ in data]
+    expected = weighed(model, forward, data, weights)
+    for batch in memory.accumulate(data, 2):
+        memory.forward_backward(forward, *batch)
+    assert close(model.weight.grad, expected)
+
+
+def test_a_call_that_failed_leaves_no_proportion_behind(model):
+    def forward(*batch, fails=False):
+        is_checked = len(batch[0]) < len(TWICE[0])
+        return over_both((lambda x: through(fail)(model(x))) if fails and not is_checked else model, *batch)
+
+    def fail(gradient):
+        raise ValueError("a bad sample")
+
+    memory, data = runtime.preset("16gb", precision="fp32"), [FIRST, LIKE_THE_FIRST]
+    weights = [int((y >= 0).sum()) for _, y, _ in data]
+    expected = weighed(model, forward, data, weights)
+    for index, batch in enumerate(memory.accumulate(data, 2)):
+        if index == 0:
+            with pytest.raises(ValueError, match="a bad sample"):
+                memory.forward_backward(forward, *TWICE, fails=True)
+        memory.forward_backward(forward, *batch)
+    assert close(model.weight.grad, expected)
+
+
 def test_an_empty_batch_does_not_decide_what_its_window_is_a_mean_of(model):
     """A mean over what a mask leaves, which is 6 samples of one batch and 2 of the next."""
     data, memory = batches(0, 8, 8), runtime.preset("16gb", precision="fp32")
