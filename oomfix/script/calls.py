@@ -62,12 +62,14 @@ class Calls(Externals):
             case Kind.MODULE:
                 if self._takes_the_name_of(node, path):
                     return function
-                if self.hints.is_loss(path or ""):
+                if self.hints.is_loss(path or "") and not self._is_network_and_loss(path or "", given):
                     return self._through_loss(given.all)
                 if (training := self._training_forward(function)) is not None:
                     return self._function(node, Value(Kind.FUNCTION, ref=(training, function)), given)
                 return self.forward(node, function, path, given, method=self._own(function, "forward"))
             case Kind.LOSS:
+                if path is not None and self._is_network_and_loss(path, given):
+                    return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
                 return self._of_criterion(node, function, given)
             case Kind.CONTEXT:
                 decorated = given.positional[0] if given.positional else UNKNOWN
@@ -171,7 +173,8 @@ class Calls(Externals):
             return self._module_method(node, Value(Kind.MODULE, ref=each), name, f"{each}.{name}", given)
         if receiver.kind is Kind.UNKNOWN and base is not None and name not in SAME_MODULE:
             called = base in self.hints.called and looks_like_module(base)
-            if called or self.hints.is_module(base) or self.hints.is_autoencoder(base):
+            known = called or self.hints.is_module(base) or self.hints.is_autoencoder(base)
+            if known and not (looks_like_module(name) and self._is_method_of_an_object(node)):
                 return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, given)
         if name in SAME_MODULE and not values and base is not None and self.hints.is_module(base):
             return Value(Kind.MODULE, ref=base)

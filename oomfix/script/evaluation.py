@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Hashable, Iterable
+from itertools import takewhile
 
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.as_arrays import becomes_array
@@ -81,8 +82,8 @@ def _is_evaluation(
     site = forward.site
     # An action may leave with its log probability, and a loss out of sight go back through that.
     acted = forward.escaped and any(function.acts for function in site.functions)
-    named = site.function is not None and site.function.evaluates and not acted
     if site.runs and site.runs[-1] in training_runs:
+        named = _is_asked_for_by_an_evaluation(forward, trace) and not acted
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
         given = _is_given_evaluation_data(forward) and not forward.escaped
         return named or given or _is_only_looked_at(forward, trace)
@@ -106,6 +107,19 @@ def _is_evaluation(
         # A script that trains nothing may only be trying out the network.
         return (site.function is not None or bool(orders)) and _is_only_looked_at(forward, trace)
     return not within_training or _says_evaluation(site.loop) or _is_only_looked_at(forward, trace)
+
+
+def _is_asked_for_by_an_evaluation(forward: Forward, trace: Trace) -> bool:
+    """Whether its function says by its name that it evaluates, or one that asks it for numbers, and trains nothing.
+
+    `validation_statistics()` asks for the errors that the steps of training ask for as well.
+    """
+    functions = forward.site.functions
+    if not functions or functions[0].evaluates:
+        return bool(functions)
+    trained = {function for backward in trace.backwards for function in backward.site.functions}
+    asking = list(takewhile(lambda function: function not in trained, functions))
+    return not forward.escaped and not forward.stored and any(function.evaluates for function in asking)
 
 
 def _is_trained_out_of_sight(forward: Forward, trace: Trace) -> bool:

@@ -20,20 +20,28 @@ _ON_THE_CPU = tuple(
 def trains_what_it_is_handed(trace: Trace, imports: Imports) -> bool:
     """Whether all that is trained is handed to functions and objects that nothing in the file calls or makes.
 
-    A file that makes tensors, and puts them nowhere, trains where they lie, unless it fetches others by `.cpu()`.
+    A file that makes tensors, and puts them nowhere, trains where they lie, unless it fetches others by `.cpu()`. So
+    does one that reads what it has computed as arrays (`out.detach().numpy()`), which no tensor on a GPU allows.
 
     Args:
         trace: what happens in the file.
         imports: its imports, and their uses.
     """
     fetches = any(node.attr == "cpu" for node in imports.nodes.of(ast.Attribute))
-    if not trace.steps or (any(imports.calls(*_ON_THE_CPU)) and not fetches):
+    lies_here = any(imports.calls(*_ON_THE_CPU)) or any(map(_is_read_where_it_lies, imports.nodes.of(ast.Attribute)))
+    if not trace.steps or (lies_here and not fetches):
         return False
     trained = [
         forward for forward in trace.forwards.values() if forward.origin in trace.backpropagated and forward.site.runs
     ]
     made = set(_made(imports.nodes))
     return bool(trained) and all(_is_handed_in(forward) and not _names(forward) & made for forward in trained)
+
+
+def _is_read_where_it_lies(node: ast.Attribute) -> bool:
+    """`out.detach().numpy()`, `loss.data.numpy()`: what a network gives, without `.cpu()` or anything else between."""
+    value = node.value.func if isinstance(node.value, ast.Call) else node.value
+    return node.attr == "numpy" and isinstance(value, ast.Attribute) and value.attr in ("detach", "data")
 
 
 def _is_handed_in(forward: Forward) -> bool:

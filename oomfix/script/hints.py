@@ -30,6 +30,7 @@ _MODULE_METHODS = frozenset(
     "forward get_parameter_groups".split()
 )
 
+_DISTRIBUTED = frozenset({"DDP", "DistributedDataParallel"})
 _SAYING_NOTHING = (ast.Constant, ast.keyword, ast.arg)
 _OTHER_ASSIGNMENTS = (ast.AugAssign, ast.AnnAssign)
 
@@ -65,6 +66,8 @@ class Hints:
     """The texts that a name is compared with in a function: `phase == "train"`."""
     labels: set[str] = field(default_factory=set)
     """Constants that tell cases apart: `TRAIN` and `EVAL` in `mode == TRAIN` and `run(mode=EVAL)`."""
+    distributed: set[str] = field(default_factory=set)
+    """What `DistributedDataParallel` is put around, which refuses what has no parameters to train."""
     named_modules: set[str] = field(default_factory=set)
     """Attributes that hold what a name says is a network: `self.gen = generator`."""
     named_losses: set[str] = field(default_factory=set)
@@ -187,6 +190,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.called.add(called)
         if node.args and all(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in node.args):
             hints.asked_by_name.add(called)
+        if last_of(called) in _DISTRIBUTED and node.args and (wrapped := path_of(node.args[0])) is not None:
+            hints.distributed.add(wrapped)
         if looks_like_scaler(called) and len(node.args) > 1:
             hints.backwarded.update(scoped(path, scope) for path in _additive_terms(node.args[0]))
     if not isinstance(node.func, ast.Attribute):

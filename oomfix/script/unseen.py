@@ -65,13 +65,14 @@ class Unseen(Containers):
         if path is not None:
             if self._takes_the_name_of(node, path):
                 return self._network_made(node)
-            named = bool(values) and not imported and looks_like_module(path) and not self._is_a_transform(path)
+            named = bool(values) and not imported and looks_like_module(path)
+            named = named and not (self._is_a_transform(path) or self._is_method_of_an_object(node))
             if self.hints.is_module(path) or named:
                 target = self._assigned_to(node)
                 used = target in self.hints.owners_of_parts or (is_class and target in self.hints.called)
                 if used or self._made_to_be_module(node):
                     return self._network_made(node)
-                if not self.hints.is_loss(path):
+                if not self.hints.is_loss(path) or self._is_network_and_loss(path, given):
                     return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)
@@ -93,6 +94,10 @@ class Unseen(Containers):
             return Value(Kind.TENSOR, Graph.MAYBE, self.unseen_forward(path))
         return UNKNOWN
 
+    def _is_network_and_loss(self, path: str, given: Given) -> bool:
+        """Whether what is called like a criterion has parameters, and is given no outputs of a network."""
+        return path in self.hints.distributed and not combine(given.all).graph
+
     def _is_a_transform(self, path: str) -> bool:
         """`transformer = data_transforms["val"]`: what makes samples of images."""
         binding = self.lookup(path)
@@ -100,6 +105,13 @@ class Unseen(Containers):
         while isinstance(value, ast.Call | ast.Subscript):
             value = value.func if isinstance(value, ast.Call) else value.value
         return value is not None and bool(_TRANSFORMS.search(path_of(value) or ""))
+
+    def _is_method_of_an_object(self, node: ast.Call) -> bool:
+        """`agent.epsilon_greedy_policy(state)`, where a class of the file that is no network has such a method."""
+        if not isinstance(node.func, ast.Attribute):
+            return False
+        owners = [function.owner for function in self.functions if function.name == node.func.attr]
+        return any(owner is not None and not owner.is_module for owner in owners)
 
     def _in_its_place(self, node: ast.Call, arguments: Sequence[Value]) -> Value | None:
         """`net = to_gpu(net)`: what takes the place of a network is that network; `clone(net)` is one like it."""
@@ -164,10 +176,21 @@ class Unseen(Containers):
         return collected and looks_like_training(last_of(path)) and not looks_like_metric(holder)
 
     def _is_given_what_it_trains(self, node: ast.Call, values: list[Value]) -> bool:
+        if self.is_for_effect(node) and self._is_shown_evaluation(node, values):
+            return False
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in values):
             return True
         paths = [path_of(argument) or "" for argument in (*node.args, *(keyword.value for keyword in node.keywords))]
         return any(path in self.hints.modules or looks_like_optimizer(path) for path in paths)
+
+    def _is_shown_evaluation(self, node: ast.Call, values: list[Value]) -> bool:
+        """`callback.on_step(model, out)` in a function that evaluates, of a network that was switched to `eval()`."""
+        paths = [path_of(argument) for argument in node.args]
+        evaluating = any(
+            self.state.evaluating.get(self._identity(value, path)) is True
+            for path, value in zip(paths, values, strict=False)
+        )
+        return evaluating and self.site().within_evaluation and not looks_like_training(last_of(path_of(node.func)))
 
     def _made_to_be_module(self, node: ast.Call) -> bool:
         """The call is assigned to a path that is used as a network."""

@@ -181,6 +181,53 @@ def test_an_evaluation_helper_counts_where_its_forward_is_written(report):
     assert report(code) == [("OOM201", 4)]
 
 
+ASKED = """
+    import torch
+
+    class Agent:
+        def errors(self, batch):
+            out = self.network(batch)
+            return criterion(out, batch)
+
+        def step(self, batch):
+            loss = self.errors(batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            self.optimizer.step()
+
+        def {name}(self, data):
+            {asked}
+
+        def fit(self, loader):
+            for batch in loader:
+                self.step(batch)
+                {call}
+"""
+
+
+def test_a_validation_in_a_training_iteration_may_ask_what_training_asks(report):
+    code = ASKED.format(
+        name="validation_statistics",
+        asked="return self.errors(data).item()",
+        call="self.log.append(self.validation_statistics(self.held_out))",
+    )
+    assert ("OOM201", 5) in report(code)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "call"),
+    [
+        ("statistics", "return self.errors(data).item()", "self.log.append(self.statistics(self.held_out))"),
+        # it trains, or somebody else may
+        ("validation_step", "self.step(data)", "self.validation_step(self.held_out)"),
+        ("validation_loss", "return self.errors(data)", "self.validation_loss(self.held_out).backward()"),
+        ("validation_loss", "self.kept.append(self.errors(data))", "self.validation_loss(self.held_out)"),
+    ],
+)
+def test_what_else_it_asks_may_be_trained(report, name, asked, call):
+    assert ("OOM201", 5) not in report(ASKED.format(name=name, asked=asked, call=call))
+
+
 def test_a_class_with_its_own_model_is_followed(report):
     code = """
         import torch

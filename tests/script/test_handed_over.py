@@ -44,6 +44,10 @@ TRAINER = """
         "            train(model, loader, make(model), torch.nn.MSELoss())\n",
         # what is fetched from where it was made
         FUNCTION.replace("model(x)", "model(x).cpu() - torch.zeros(4)"),
+        FUNCTION + "            print(model(x).detach().cpu().numpy())\n",
+        FUNCTION + "            print(model(x).detach().cpu().numpy(), loss.to(y).data.numpy())\n",
+        # arrays of what may never have left the CPU
+        FUNCTION + "            print(y.numpy())\n",
     ],
 )
 def test_a_network_that_is_handed_over_may_run_on_a_gpu(read, code):
@@ -64,6 +68,9 @@ def test_a_network_that_is_handed_over_may_run_on_a_gpu(read, code):
         ),
         # tensors of its own, on the CPU
         FUNCTION.replace("model(x)", "model(x, torch.zeros(4))"),
+        # arrays of what was computed, which no tensor on a GPU gives
+        FUNCTION + "            print(model(x).detach().numpy())\n",
+        FUNCTION + "            total += loss.data.numpy()\n",
         # nothing is trained
         FUNCTION.replace("loss.backward()", "print(loss)"),
         FUNCTION.replace("optimizer.step()", "print(x.grad)"),

@@ -236,3 +236,34 @@ def test_a_network_is_told_by_the_name_of_its_architecture(report, name, found):
                 optimizer.step()
     """
     assert report(code) == [("OOM202", line) for line in found]
+
+
+AGENT = """
+    import torch
+
+    class Agent{base}:
+        def greedy_policy(self, state):
+            return self.table[state]
+
+        def learn(self, loader):
+            for x, y in loader:
+                criterion(self.network(x), y).backward()
+                self.optimizer.step()
+
+    def test(agent, env):
+        state = env.reset()
+        for t in range(100):
+            action = agent.{policy}(state, 0.05)
+            state, reward, done, info = env.step(action)
+"""
+
+
+@pytest.mark.parametrize("rest", ["", "    agent = make()\n    agent.train()\n"])
+def test_a_method_of_an_object_is_no_network_of_its_name(report, rest):
+    code = AGENT.format(base="", policy="greedy_policy") + rest
+    assert ("OOM201", 15) not in report(code)
+
+
+@pytest.mark.parametrize(("base", "policy"), [("", "other_policy"), ("(torch.nn.Module)", "greedy_policy")])
+def test_a_name_of_a_network_says_that_it_is_one_otherwise(report, base, policy):
+    assert ("OOM201", 15) in report(AGENT.format(base=base, policy=policy))

@@ -549,3 +549,79 @@ def test_what_is_written_into_columns_of_a_tensor_is_backpropagated_with_it(repo
 @pytest.mark.parametrize("index", ["row", "0, 1"])
 def test_an_entry_of_what_may_be_a_dict_is_lost_out_of_sight(report, index):
     assert report(WRITTEN_INTO.format(index=index)) == [("OOM202", 6)]
+
+
+WRAPPED_LOSS = """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from losses import Criterion
+
+    class Trainer:
+        def __init__(self, model, optimizer, loader):
+            self.model, self.optimizer, self.loader = model.cuda(), optimizer, loader
+            self.compute_loss = Criterion(model).cuda()
+            {wrapped}
+
+        def train(self):
+            for x, y in self.loader:
+                loss = self.compute_loss({given}, y)
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+"""
+WRAP = "self.compute_loss = DDP(self.compute_loss)"
+
+
+def test_a_loss_whose_parameters_are_trained_on_several_gpus_is_a_network(report):
+    assert report(WRAPPED_LOSS.format(wrapped=WRAP, given="x.cuda()")) == [("OOM202", 13)]
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "given", "found"),
+    [
+        ("self.model = DDP(self.model)", "x.cuda()", []),
+        # it stays a loss where a network gives it outputs
+        (WRAP, "self.model(x.cuda())", [("OOM202", 13)]),
+    ],
+)
+def test_any_other_loss_is_none(read, report, wrapped, given, found):
+    code = WRAPPED_LOSS.format(wrapped=wrapped, given=given)
+    assert report(code) == found
+    assert "self.compute_loss" not in {forward.path for forward in read(code).trace.forwards.values()}
+
+
+SHOWN = """
+    import torch
+
+    def {name}(model, loader, callbacks, optimizer):
+        {mode}
+        for x, y in loader:
+            out = model(x)
+            loss = criterion(out, y)
+            for callback in callbacks:
+                {shown}
+
+    model = Net().cuda()
+    for x, y in train_loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+    {name}(model, loader, callbacks, optimizer)
+"""
+STEP = "callback.on_step(model, out, loss)"
+
+
+def test_what_an_evaluation_shows_with_its_network_is_not_trained(report):
+    assert ("OOM201", 6) in report(SHOWN.format(name="validate", mode="model.eval()", shown=STEP))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "shown"),
+    [
+        ("run", "model.eval()", STEP),
+        ("validate", "pass", STEP),
+        ("validate", "model.eval()", "callback.adapt(model, out, loss)"),
+        ("validate", "model.eval()", "x = callback.on_step(model, out, loss)"),
+    ],
+)
+def test_what_may_be_trained_in_one_is_left_alone(report, name, mode, shown):
+    assert ("OOM201", 6) not in report(SHOWN.format(name=name, mode=mode, shown=shown))
