@@ -12,6 +12,9 @@ from oomfix.script.names import last_name as last_name
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
+CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)
+"""What clips gradients, or asks for their norm: `clip_grad_norm_`, `gradient_clipping`, `clip_gnorm`."""
+
 CHANGING = frozenset(
     "append extend insert pop popitem remove clear update add discard setdefault sort reverse appendleft popleft "
     "write writelines put load_state_dict register_buffer".split()

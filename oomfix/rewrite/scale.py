@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from functools import cached_property
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.handed_networks import HandedNetworks
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Step
-
-_CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)
-"""What clips gradients, or asks for their norm: `clip_grad_norm_`, `gradient_clipping`, `clip_gnorm`."""
 
 _TWO_STEPS = frozenset({"first_step", "second_step", "ascent_step", "descent_step"})
 _WITHOUT_NUMBERS = frozenset("shape size dtype device dim ndim numel is_sparse is_cuda layout".split())
@@ -39,11 +36,15 @@ class ScaleWatch:
     def __init__(self, script: Script, blocks: Blocks) -> None:
         self._script = script
         self._blocks = blocks
+        self._handed = HandedNetworks(script, blocks)
 
     def why_seen(self, verdict: Verdict) -> str | None:
         """What would see scaled gradients, or None; `verdict.steps` are those the manager makes."""
         return (
-            self._why_body_sees(verdict) or self._why_clipping_sees(verdict) or self._why_another_function_sees(verdict)
+            self._why_body_sees(verdict)
+            or self._why_clipping_sees(verdict)
+            or self._why_another_function_sees(verdict)
+            or self._handed.why_seen(verdict)
         )
 
     def _why_body_sees(self, verdict: Verdict) -> str | None:
@@ -82,7 +83,7 @@ class ScaleWatch:
     def _clips(self, node: ast.AST) -> bool:
         """Whether a node stands in a function that clips, before whose calls gradients are unscaled."""
         scope = self._blocks.scope_of(node)
-        return isinstance(scope, FunctionNode) and bool(_CLIPPING.search(scope.name))
+        return isinstance(scope, FunctionNode) and bool(effects.CLIPPING.search(scope.name))
 
     def _reads_one(self, node: ast.AST) -> bool:
         """Whether a node reads the numbers of a gradient, other than to set them to zero."""
@@ -107,9 +108,15 @@ class ScaleWatch:
                     continue
                 scope_of = self._blocks.scope_of
                 steps = [step for step in verdict.steps if scope_of(step.node) is scope_of(node)]
-                if steps and not any(self._follows(step, node, verdict) for step in steps):
+                if not steps and self._unscales(scope_of(node)):
+                    continue
+                if not any(self._follows(step, node, verdict) for step in steps):
                     return f"line {node.lineno} clips or reads gradients also where no step follows"
         return None
+
+    def _unscales(self, scope: ast.AST | None) -> bool:
+        """Whether a scope holds an `unscale_` of the script's own, which then becomes the manager's."""
+        return any(self._blocks.scope_of(call) is scope for call in self._script.calls_of_method("unscale_"))
 
     def _follows(self, step: Step, reader: ast.stmt, verdict: Verdict) -> bool:
         """Whether a step runs whenever a statement does: no `if` skips it, no loop of backwards ends before it."""
@@ -198,7 +205,7 @@ def reads_gradients(node: ast.AST) -> bool:
     """Whether a node clips or reads gradients; their shape tells nothing of them."""
     described: set[int] = set()
     for child in walk(node):
-        if isinstance(child, ast.Call) and _CLIPPING.search(last_name(child)):
+        if isinstance(child, ast.Call) and effects.CLIPPING.search(last_name(child)):
             return True
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
             if child.attr in _WITHOUT_NUMBERS:
