@@ -38,6 +38,8 @@ class Calls(Externals):
             [self.evaluate(argument) for argument in node.args],
             {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords},
         )
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
+            given = given.with_unknown_rest()
         value = self._call_value(node, function, result, given)
         if asks_for_gradients(node) and value.kind in (Kind.TENSOR, Kind.UNKNOWN) and not value.graph:
             return Value(Kind.TENSOR, Graph.MAYBE)  # a loss may go back to it, through a frozen network too

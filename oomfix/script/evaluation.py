@@ -115,11 +115,21 @@ def _is_asked_for_by_an_evaluation(forward: Forward, trace: Trace) -> bool:
     `validation_statistics()` asks for the errors that the steps of training ask for as well.
     """
     functions = forward.site.functions
-    if not functions or functions[0].evaluates:
-        return bool(functions)
+    if not functions:
+        return False
+    if functions[0].evaluates and not _is_trained_beside(forward, trace):
+        return True
     trained = {function for backward in trace.backwards for function in backward.site.functions}
     asking = list(takewhile(lambda function: function not in trained, functions))
-    return not forward.escaped and not forward.stored and any(function.evaluates for function in asking)
+    return not forward.escaped and not forward.stored and any(function.evaluates for function in asking[1:])
+
+
+def _is_trained_beside(forward: Forward, trace: Trace) -> bool:
+    """Whether the same iteration trains through the same line: `def generate` gives samples for both networks."""
+    return any(
+        other.node is forward.node and other.origin in trace.backpropagated and other.site.runs == forward.site.runs
+        for other in trace.forwards.values()
+    )
 
 
 def _is_trained_out_of_sight(forward: Forward, trace: Trace) -> bool:

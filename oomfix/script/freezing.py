@@ -11,8 +11,8 @@ from oomfix.script.nodes import only_argument
 def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
     """The network all of whose parameters a loop freezes or thaws, and what it makes `requires_grad` of each.
 
-    `for p in net.parameters(): p.requires_grad = False`, unconditionally, also by `requires_grad_` and over
-    `named_parameters`. None for any other loop.
+    `for p in net.parameters(): p.requires_grad = False`, unconditionally (or `if p.requires_grad`), also by
+    `requires_grad_` and over `named_parameters`. None for any other loop.
     """
     iterable, target = loop.iter, loop.target
     if not (isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute)):
@@ -23,9 +23,12 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
         return None
     parameter = path_of(target)
     for statement in loop.body:
-        trains = _sets_training(statement, parameter)
-        if trains is not None:
-            return iterable.func.value, trains
+        always = [statement]
+        if isinstance(statement, ast.If) and path_of(statement.test) == f"{parameter}.requires_grad":
+            always = statement.body  # the others are frozen as they are
+        for part in always:
+            if (trains := _sets_training(part, parameter)) is not None:
+                return iterable.func.value, trains
     return None
 
 

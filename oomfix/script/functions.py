@@ -14,6 +14,7 @@ from oomfix.script.named_like import looks_like_logging, looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
+from oomfix.script.torch_facts import runs_nothing
 from oomfix.script.trace import Guard, Trace
 from oomfix.script.values import UNKNOWN, Given, Kind, Value, combine, join
 from oomfix.script.weights import has_no_weights, is_bare
@@ -58,6 +59,9 @@ class Functions(Core):
             return False
         if not self._is_part_of_forward(function) or is_bare(function) or _asks_one_network(function):
             return False
+        own_loss = looks_like_loss(function.name) and (path_of(node.func) or "").startswith("self.")
+        if own_loss or runs_nothing(function.name):
+            return False  # the forwards are those that stand in it, if any
         for_a_log = self.is_for_effect(node) and looks_like_logging(function.name)
         return not for_a_log and not self._is_in_constructor_of(receiver)
 

@@ -108,6 +108,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     """Collect the evidence of a file from its nodes."""
     hints = Hints()
     assignments: list[tuple[Scope, ast.expr, ast.expr]] = []
+    loops: list[ast.For] = []
     labelled: set[str] = set()
     for node, scope in nodes:
         # in the order of how many there are: every node of a file is asked
@@ -133,12 +134,15 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 _read_assignment(node, hints)
             elif isinstance(node, ast.If) and len(node.orelse) == 1:
                 hints.elifs.add(node.orelse[0])
+            elif isinstance(node, ast.For):
+                loops.append(node)
             elif isinstance(node, _OTHER_ASSIGNMENTS) and node.value is not None:
                 assignments.append((scope, node.target, node.value))
     if labelled:
         hints.labels.update(_given_for(labelled, nodes))
     _spread(assignments, hints)
     hints.modules |= hints.named_modules & hints.called
+    hints.modules |= hints.called & _gone_through(loops, assignments, hints)
     hints.modules |= _used_elsewhere(hints)
     for alike in hints.made_by.values():
         if alike & hints.modules and len(alike) > 1:
@@ -168,6 +172,17 @@ def _thaws(statement: ast.Assign) -> bool:
 
 def _is_false(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
+
+
+def _gone_through(
+    loops: list[ast.For], assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints
+) -> set[str | None]:
+    """What stands in the lists whose elements are networks: `for net in [encoder, head]: net.train()`."""
+    over_networks = [loop.iter for loop in loops if path_of(loop.target) in hints.modules]
+    names = {path for node in over_networks if (path := path_of(node)) is not None}
+    named = [value for _, target, value in assignments if path_of(target) in names]
+    lists = (node for node in (*over_networks, *named) if isinstance(node, ast.List | ast.Tuple))
+    return {path_of(element) for node in lists for element in node.elts}
 
 
 def _used_elsewhere(hints: Hints) -> set[str]:

@@ -48,7 +48,7 @@ class Methods(Unseen):
         computes = looks_like_forward(name) and not looks_like_loss(name) and bool(values)
         if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
             return UNKNOWN
-        if name in torch_facts.BOOKKEEPING or name.startswith(("set_", "register_", "load_", "save_", "init_")):
+        if torch_facts.runs_nothing(name):
             return NUMBER
         if name.startswith("get_") and not looks_like_loss(name) and not computes:
             return content.with_graph(Graph.MAYBE)  # `net.get_coefficients(out)` computes on what it is given

@@ -25,18 +25,32 @@ class Networks(Functions):
     """Knows which networks are in `eval()` mode, and which are frozen."""
 
     def freeze(self, node: ast.expr, frozen: bool) -> None:
-        """All parameters of a network are frozen, or trained again."""
+        """All parameters of a network are frozen, or trained again; of each that a loop goes through, if it is one."""
         network = self.evaluate(node)
         while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             node = node.func.value  # `net.eval().cuda()` is `net`
         path, binding = path_of(node), self.binding_of(node)
-        if frozen and path is not None and binding is not None and isinstance(binding.statement, ast.For):
-            self.frozen_elements.add(path)
+        if path is not None and binding is not None and isinstance(binding.statement, ast.For):
+            if frozen:
+                self.frozen_elements.add(path)
+            for each in self._listed(binding.statement.iter):
+                self._freeze_one(each, self.evaluate(each), frozen)
+        self._freeze_one(node, network, frozen)
+
+    def _freeze_one(self, node: ast.expr, network: Value, frozen: bool) -> None:
+        path, binding = path_of(node), self.binding_of(node)
         if network.kind is Kind.UNKNOWN and path is not None:
             # From here on it is known wherever it is handed to, under whatever name.
             network = Value(Kind.MODULE, ref=self.trace.number("frozen", path, self.way))
             self.assign(node, network, self.statement, binding.loops if binding is not None else ())
         self.state.frozen[self._frozen_key(network, path)] = frozen
+
+    def _listed(self, node: ast.expr) -> list[ast.expr]:
+        """What stands in a list: `[encoder, head]`, or the name that it was given."""
+        binding = self.binding_of(node)
+        if binding is not None and isinstance(binding.statement, ast.Assign):
+            node = binding.statement.value
+        return node.elts if isinstance(node, ast.List | ast.Tuple) else []
 
     def is_frozen(self, module: Value, path: str | None) -> bool:
         """Whether a network was frozen, all of it, and no part of it was replaced or thawed since."""

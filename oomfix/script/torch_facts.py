@@ -109,6 +109,7 @@ BOOKKEEPING = frozenset(
     "initHidden reset_parameters update_learning_rate get_config tie_weights freeze unfreeze summary".split()
 )
 """Methods of modules that run nothing."""
+_BOOKKEEPING_BEGINS = ("set_", "register_", "load_", "save_", "init_")
 DETACHED_OUTPUTS = frozenset({"mems", "new_mems"})
 """What the outputs of Transformer-XL and XLNet carry into the next segment: their models detach it themselves."""
 SEVERAL = frozenset("split chunk unbind tensor_split hsplit vsplit meshgrid broadcast_tensors where".split())
@@ -213,3 +214,8 @@ def wraps_module(qualified: str) -> bool:
 def is_plain(qualified: str) -> bool:
     """Whether everything a package's functions return is free of autograd graphs."""
     return qualified.split(".")[0] in PLAIN_PACKAGES
+
+
+def runs_nothing(method: str) -> bool:
+    """Whether a method of a module only keeps books, by its name: `state_dict`, `save_weights`."""
+    return method in BOOKKEEPING or method.startswith(_BOOKKEEPING_BEGINS)

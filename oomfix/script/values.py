@@ -99,7 +99,7 @@ class Given(NamedTuple):
 
     Attributes:
         positional: the arguments without a name, in order.
-        keywords: those with one; what `**` unpacks stands under "**".
+        keywords: those with one; what `**` unpacks stands under "**", and so does what `*` may give to any parameter.
     """
 
     positional: Sequence[Value] = ()
@@ -109,6 +109,10 @@ class Given(NamedTuple):
     def all(self) -> list[Value]:
         """Every argument, with a name or without."""
         return [*self.positional, *self.keywords.values()]
+
+    def with_unknown_rest(self) -> Given:
+        """These, and perhaps others for parameters that have a default."""
+        return self._replace(keywords={"**": UNKNOWN, **self.keywords})
 
     @property
     def rest(self) -> Given:

@@ -1196,3 +1196,55 @@ def test_a_loop_that_names_a_device_is_over_no_development_set(report, parts, fo
         teacher.eval()
     """
     assert report(code) == found
+
+
+SHARED_SAMPLES = """
+    import torch
+
+    class Trainer:
+        def generate(self, noise):
+            return self.g_net(noise)
+
+        def train_generator(self, noise):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = self.criterion(self.d_net(self.generate(noise)))
+            loss.backward()
+            self.g_optimizer.step()
+
+        def {name}(self, noise):
+            {used}
+
+        def train(self):
+            for noise in self.loader:
+                self.train_generator(noise.cuda())
+                self.{name}(noise.cuda())
+"""
+FOR_THE_DISCRIMINATOR = """with torch.autocast("cuda", torch.bfloat16):
+                loss = self.criterion(self.d_net(self.generate(noise).detach()))
+            loss.backward()
+            self.d_optimizer.step()"""
+
+
+def test_samples_that_training_also_goes_through_are_no_evaluation(report):
+    assert report(SHARED_SAMPLES.format(name="train_critic", used=FOR_THE_DISCRIMINATOR)) == []
+    assert report(SHARED_SAMPLES.format(name="show_samples", used="save_image(self.g_net(noise).cpu())")) == [("OOM201", 14)]
+
+
+STARRED = """
+    import torch
+
+    def losses(net, x, y, state=None):
+        if state is not None:
+            return criterion(net(x, state), y)
+        return criterion(net(x), y)
+
+    for batch in loader:
+        loss = losses(net.cuda(), {given})
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("given", "found"), [("*batch", [5, 6]), ("batch[0], *batch[1:]", [5, 6]), ("x, y", [6])])
+def test_what_a_star_gives_may_be_for_a_parameter_with_a_default(report, given, found):
+    assert report(STARRED.format(given=given)) == [("OOM202", line) for line in found]

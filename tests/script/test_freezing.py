@@ -286,3 +286,48 @@ BY_A_HELPER = """
 def test_a_helper_that_is_told_freezes_a_network(report, flag, before, after, found):
     reported = report(BY_A_HELPER.format(flag=flag, before=before, after=after))
     assert [one for one in reported if one[0] == "OOM201"] == found
+
+EACH = """
+    import torch
+
+    def evaluate(encoder, classifier, data):
+        nets = [encoder, classifier]
+        for net in nets:
+            for parameter in net.parameters():
+                {frozen}
+        print(classifier(encoder(data)).argmax())
+
+    def train(encoder, classifier, loader):
+        for x, y in loader:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = criterion(classifier(encoder(x)), y)
+            loss.backward()
+            optimizer.step()
+            evaluate(encoder, classifier, x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("frozen", "found"),
+    [
+        ("parameter.requires_grad = False", []),
+        ("if parameter.requires_grad: parameter.requires_grad = False", []),
+        ("if parameter.ndim > 1: parameter.requires_grad = False", [("OOM201", 8)]),
+        ("parameter.requires_grad = True", [("OOM201", 8)]),
+    ],
+)
+def test_networks_of_a_list_are_frozen_one_by_one(report, frozen, found):
+    assert report(EACH.format(frozen=frozen)) == found
+
+
+def test_networks_of_a_list_are_known_by_what_is_done_to_each(report):
+    code = """
+        import torch
+
+        for each in (sage, top):
+            each.train()
+        for nodes, y in batches:
+            criterion(top(sage(nodes.cuda())), y).backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 6)]

@@ -692,3 +692,27 @@ def test_a_method_that_gives_indices_is_no_forward(report, method, found):
             optimizer.step()
     """)
     assert (("OOM202", 6) in reported) is found
+
+TRAINS_ITSELF = """
+    import torch
+    from base import BaseNet
+
+    class Net(BaseNet):
+        async def save_weights(self, path):
+            await self.write(self.mymodel.state_dict(), path)
+
+        def losses(self, x):
+            return self.encode(x).mean()
+
+        async def train(self):
+            for x in self.loader:
+                self.optimizer.zero_grad()
+                loss = self.losses(x.cuda())
+                loss.backward()
+                self.optimizer.step()
+            await self.save_weights(self.path)
+"""
+
+
+def test_the_forwards_of_a_network_that_trains_itself_stand_in_its_loss_and_saving_is_none(report):
+    assert report(TRAINS_ITSELF) == [("OOM202", 9)]
