@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import encloses, walk
 from oomfix.script.rounds import feeds_itself
 from oomfix.script.trace import Backward, Event, Guard, Loop, Step, Trace, exclude_each_other
@@ -217,7 +217,11 @@ def lost_tails(loop: TrainingLoop, own: list[ast.AST]) -> list[ast.If]:
     for guard in window.alternatives:
         if isinstance(guard.statement, ast.If) and not _fires_on_last_batch(guard):
             decisions.append((guard.statement, guard.test))
-    return [decision for decision, test in decisions if _is_counted_per_epoch(test, loop.node, own)]
+    return [
+        decision
+        for decision, test in decisions
+        if _is_counted_per_epoch(test, loop.node, own) or _is_dropped_by_the_next_epoch(test, loop.node, own)
+    ]
 
 
 def _is_the_whole_run(loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
@@ -232,6 +236,27 @@ def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: lis
     return any(counters & set(_names(node.target)) for node in counted) or any(
         _starts_with_the_epoch(counter, loop, own) for counter in counters
     )
+
+
+def _is_dropped_by_the_next_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
+    """`self.optimizer.zero_grad()` where each epoch begins, with a counter that goes on: `self.seen % k == 0`."""
+    around = [node for node in own if isinstance(node, Loop | ast.If) and encloses(node, loop)]
+    counted = {path_of(node.target) or "" for node in walk(loop) if isinstance(node, ast.AugAssign)}
+    on_object = any(path.startswith("self.") and last_of(path) in _names(test) for path in counted)
+    return (on_object or any(isinstance(node, Loop) for node in around)) and any(
+        node.lineno < loop.lineno
+        and all(encloses(outer, node) for outer in around)
+        and not any(isinstance(other, ast.If) and other not in around and encloses(other, node) for other in own)
+        for node in own
+        if _resets_gradients(node)
+    )
+
+
+def _resets_gradients(node: ast.AST) -> TypeGuard[ast.Expr]:
+    match node:
+        case ast.Expr(ast.Call(ast.Attribute(attr="zero_grad"))):
+            return True
+    return False
 
 
 def _enumerates(node: ast.AST) -> TypeGuard[ast.For]:

@@ -243,6 +243,10 @@ COUNTED = """
         ("seen = 0", "pass", "if seen == k:", "seen = 0", "pass", False),
         ("seen = 0", "pass", "if seen % k == 0:", "pass", "pass", False),
         ("seen = 0", "self.seen = 0", "if seen % k == 0:", "pass", "pass", False),
+        ("seen = 0", "optimizer.zero_grad()", "if seen % k == 0:", "pass", "pass", True),
+        ("seen = 0", "if fresh: optimizer.zero_grad()", "if seen % k == 0:", "pass", "pass", False),
+        ("seen = 0; optimizer.zero_grad()", "pass", "if seen % k == 0:", "pass", "pass", False),
+        ("seen = 0", "optimizer.zero_grad()", "if seen % k == 0:", "pass", "optimizer.step()", False),
         ("pass", "seen = 0", "if seen == k:", "seen = 0", "if seen: optimizer.step()", False),
         ("pass", "seen = 0", "if seen == k or seen == len(loader):", "seen = 0", "pass", False),
     ],
@@ -275,6 +279,22 @@ def test_a_counter_made_in_the_function_that_runs_the_epoch_is_of_the_epoch(repo
                     seen = 0
     """
     assert report(code) == [("OOM302", 6)]
+
+
+def test_a_counter_of_the_run_does_not_help_where_each_epoch_resets_gradients(report):
+    code = """
+        class Trainer:
+            def train_epoch(self):
+                self.optimizer.zero_grad()
+                for x, y in self.loader:
+                    self.seen += 1
+                    (criterion(self.model(x), y) / self.k).backward()
+                    if self.seen % self.k == 0:
+                        self.optimizer.step()
+                        self.optimizer.zero_grad()
+    """
+    assert report(code) == [("OOM302", 7)]
+    assert report(code.replace("self.optimizer.zero_grad()\n                for", "for")) == []
 
 
 def test_a_counter_that_is_handed_in_or_kept_elsewhere_is_not_judged(report):

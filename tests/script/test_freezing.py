@@ -287,6 +287,7 @@ def test_a_helper_that_is_told_freezes_a_network(report, flag, before, after, fo
     reported = report(BY_A_HELPER.format(flag=flag, before=before, after=after))
     assert [one for one in reported if one[0] == "OOM201"] == found
 
+
 EACH = """
     import torch
 

@@ -693,6 +693,7 @@ def test_a_method_that_gives_indices_is_no_forward(report, method, found):
     """)
     assert (("OOM202", 6) in reported) is found
 
+
 TRAINS_ITSELF = """
     import torch
     from base import BaseNet
