@@ -125,7 +125,7 @@ def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
     seen = mask.detach()[rows]
     if not _is_mask(mask, len(rows)):
         # the same weight, length or index everywhere; half a weight, and one less of the others, is one too
-        first = seen.view(-1)[0]
+        first = seen[(0,) * seen.dim()]
         alike = seen[0].numel() <= _SMALL_ROW and bool((seen == first).all()) and bool(first > 0)
         return None if not alike else first.item() / 2 if seen.is_floating_point() else first.item() - 1
     is_one = seen == 1

@@ -392,6 +392,27 @@ def test_a_list_of_samples_stays_one_though_they_are_as_long_as_something_else()
     assert Batch((sequences, labels(5), table), {}).size == 5
 
 
+LAYOUTS = {
+    "channels last": lambda: rows(9, 3, 2, 4).to(memory_format=torch.channels_last),
+    "transposed": lambda: rows(9, 8, 3).transpose(1, 2),
+    "every other column": lambda: rows(9, 3, 16)[:, :, ::2],
+    "the same for all": lambda: rows(3, 8).expand(9, 3, 8),
+    "a mask": lambda: torch.ones(9, 8, 3).double().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_is_split_however_it_lies_in_memory(layout):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+
+    def loss(x, y):
+        return F.cross_entropy(model(x.flatten(2)).sum(1), y)
+
+    assert gradients_apart(model, loss, [(LAYOUTS[layout](), labels(9, seed=seed)) for seed in range(3)]) < 1e-12
+    assert whole_because() is None
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_empty_batch_is_run_and_shows_nothing(precision):
     """fp16 is checked for gradients of gradients at the first call, whatever that brings."""
