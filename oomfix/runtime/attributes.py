@@ -88,9 +88,9 @@ class Attributes:
         for index, (attributes, before, contents, is_same) in enumerate(self._saved):
             if not _same_values(attributes, before):
                 for name in attributes.keys() | before.keys():
-                    value = attributes.get(name)
-                    if name not in before or value is not before[name]:
-                        found[index, name] = value
+                    stays = name in attributes and name in before and attributes[name] is before[name]
+                    if not stays:
+                        found[index, name] = attributes.get(name)
             for name, content in contents.items():
                 if (index, name) not in found and not is_same(before[name], content):
                     found[index, name] = _copied(before[name])

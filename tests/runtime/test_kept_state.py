@@ -218,6 +218,35 @@ def test_state_in_an_object_that_is_no_module_is_noticed_and_left_alone_by_the_c
     assert torch.equal(managed.model.weight.grad, plain.model.weight.grad)
 
 
+class WithTeacher(nn.Module):
+    """Copies its encoder into an attribute when it is first run, as a place is kept for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.teacher = nn.Linear(6, 4), None
+
+    def forward(self, x):
+        if not self.teacher:
+            self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
+        return (self.encoder(x) - self.teacher(x.roll(1, 1))).pow(2).mean()
+
+
+@pytest.mark.parametrize("kept", [None, 0])
+def test_a_module_that_a_forward_puts_in_the_place_of_a_value_is_taken_out_again_by_checks(kept):
+    """A module leaves the dictionary in which the value was."""
+    torch.manual_seed(0)
+    model, memory = WithTeacher().double(), runtime.preset("16gb", micro_batches=2, precision="fp32")
+    model.teacher = kept
+    plain = copy.deepcopy(model)
+    for _ in range(3):
+        x = X.double()
+        expected = torch.autograd.grad(plain(x), [*plain.encoder.parameters()])
+        model.zero_grad()
+        memory.forward_backward(model, x)
+        for parameter, gradient in zip(model.encoder.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
 def test_a_generator_among_the_arguments_is_put_back():
     def train(fails):
         runtime.reset()
