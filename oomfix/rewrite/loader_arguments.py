@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oomfix.presets import Preset
-from oomfix.rewrite.added_keyword import added_keyword
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.loaders import Loaders
 from oomfix.rewrite.moved_batches import moves_batches
 from oomfix.rewrite.torchvision_data import TorchvisionData
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
+from oomfix.script.added_keyword import added_keyword
 from oomfix.script.edits import Edit, replace
 from oomfix.script.scopes import Scopes
 
@@ -78,7 +78,7 @@ def loader_arguments(script: Script, layout: Layout, preset: Preset, verdicts: S
         for call in loaders.of(loop):
             place = f"{call.lineno}:{call.col_offset}"
             if preset.pin_memory and pinning.is_certain(call, loop):
-                edits = added_keyword(layout, call, "pin_memory=True")
+                edits = added_keyword(layout.source, call, "pin_memory=True")
                 written.setdefault(f"{place} pin", Written(edits, verdict, call.lineno, "pin_memory=True"))
             if (ahead := _fetched_ahead(call, preset.prefetch_factor)) is not None:
                 edits = replace(script.source, ahead, str(preset.prefetch_factor))

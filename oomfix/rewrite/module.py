@@ -18,6 +18,8 @@ Overrides = dict[str, object]
 _BEGIN_OF_CELL = re.compile(r"\.\.\.  # \w+ \d+$")
 """The marker at the top of each cell of a notebook."""
 
+_COMMENTED_OUT = re.compile(r"#[ \t]*(import [\w., ]+|from [\w.]+ import [\w*, ]+)(#.*)?$")
+"""An import at the margin that is commented out."""
 
 _BINDING = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias, ast.ExceptHandler),
@@ -126,8 +128,9 @@ def header_edits(
     if last is None or last.end_lineno is None:
         start = _behind_head(layout)
         return [Edit(start, start, f"{statement}{newline}{newline}{made}{newline}{newline}")]
-    end = layout.span(Lines(last.end_lineno, last.end_lineno))[1]
-    below = "".join(layout.source.lines[last.end_lineno : last.end_lineno + 1]).strip()
+    stop = _behind_commented_out(layout, last.end_lineno)
+    end = layout.span(Lines(stop, stop))[1]
+    below = "".join(layout.source.lines[stop : stop + 1]).strip()
     made += newline if below and not _BEGIN_OF_CELL.match(below) else ""
     if _runtime_imported(body[: body.index(last) + 1]) is not None:
         return [Edit(end, end, f"{newline}{newline}{made}")]
@@ -136,6 +139,14 @@ def header_edits(
         return [Edit(end, end, f"{newline}{statement}{newline}{newline}{made}")]
     start = layout.source.line_starts[line - 1]
     return [Edit(start, start, f"{statement}{newline}"), Edit(end, end, f"{newline}{newline}{made}")]
+
+
+def _behind_commented_out(layout: Layout, line: int) -> int:
+    """The last of the imports that are commented out right below a line; that line where there are none."""
+    lines = layout.source.lines
+    while line < len(lines) and _COMMENTED_OUT.match(lines[line]):
+        line += 1
+    return line
 
 
 def _sorted_line(layout: Layout, last: ast.stmt) -> int:

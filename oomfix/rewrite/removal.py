@@ -10,7 +10,7 @@ from oomfix.script.edits import Edit, bounds
 
 _ABOUT_GRADIENTS = re.compile(
     r"zero|reset|clear|flush|clean|empt|none|initiali[sz]|updates? (the )?scale|scaler?\b.*(next|updat)|"
-    r"normali[sz]e|(scale|divide|average|reduce|account).*(accum|step|batch)|"
+    r"normali[sz]e|(scale|divide|average|reduce|account).*(accum|step|batch)|grad\w*\b.*\b0\b|"
     r"梯度.*(清|零|空|重置|初始)|(清|零|重置|初始).*梯度|勾配.*(ゼロ|初期|リセット)|기울기.*(0|초기)",
     re.IGNORECASE,
 )

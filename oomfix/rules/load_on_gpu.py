@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.edits import add_keyword
+from oomfix.script.added_keyword import added_keyword
 
 
 class LoadOnGpu(Rule):
@@ -45,7 +45,7 @@ class LoadOnGpu(Rule):
             yield self.finding(
                 script.place(call),
                 "`torch.load` without `map_location` loads the checkpoint onto the GPU it was saved from",
-                edits=add_keyword(script.source, call, 'map_location="cpu"') if script.only_loads_state(call) else (),
+                edits=added_keyword(script.source, call, 'map_location="cpu"') if script.only_loads_state(call) else (),
                 by_hand="it is not seen to go into `load_state_dict`",
             )
 
@@ -75,7 +75,8 @@ model.load_state_dict(state["model"])
 from torch import load as read
 state = read(
     path,
-    weights_only=True, map_location="cpu",
+    weights_only=True,
+    map_location="cpu",
 )
 model.load_state_dict(state["model"])
 """,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from oomfix.script.nodes import blocks, walk
 
 if TYPE_CHECKING:
     from oomfix.source import Source
+
+_ABOUT_CACHE = re.compile(r"cache|memory|vram|显存|缓存|内存|メモリ|메모리", re.IGNORECASE)
 
 
 class Removal:
@@ -30,12 +33,26 @@ class Removal:
     def of(self, call: ast.expr) -> tuple[Edit, ...]:
         """The edit that takes a call out which is a statement of its own; empty for any other.
 
-        With it goes an `if` that does nothing else, and asks for nothing but the device or a flag.
+        With it goes an `if` that does nothing else, and asks for nothing but the device or a flag, and what speaks
+        of it.
         """
         found = self._statements.get(call)
         while found is not None and len(found[1]) == 1 and id(found[1]) in self._conditions:
             found = self._conditions[id(found[1])]
-        return () if found is None else remove_statement(self._source, *found)
+        return () if found is None else self._with_what_speaks_of_it(*found)
+
+    def _with_what_speaks_of_it(self, statement: ast.stmt, block: list[ast.stmt]) -> tuple[Edit, ...]:
+        """Take a statement out with the comment that speaks of nothing else, and one of two blank lines that meet."""
+        edits = remove_statement(self._source, statement, block)
+        if len(edits) != 1 or edits[0].replacement:
+            return edits
+        lines, first = ["", *self._source.lines, ""], statement.lineno
+        comment, above = lines[first - 1].strip(), lines[max(first - 2, 0)].strip()
+        if comment.startswith("#") and _ABOUT_CACHE.search(comment) and not above.startswith("#"):
+            first -= not _goes_on(statement, block)
+        below = lines[min(self._source.position(edits[0].end)[0], len(lines) - 1)]
+        first -= first > 1 and not lines[first - 1].strip() and not below.strip()
+        return (edits[0]._replace(start=self._source.line_starts[first - 1]),)
 
     @cached_property
     def _statements(self) -> dict[ast.expr, tuple[ast.stmt, list[ast.stmt]]]:
@@ -56,6 +73,16 @@ class Removal:
             for statement in block
             if isinstance(statement, ast.If) and not statement.orelse and _asks_nothing_else(statement.test)
         }
+
+
+def _goes_on(statement: ast.stmt, block: list[ast.stmt]) -> bool:
+    """Whether what frees memory goes on right below a statement: `gc.collect()`, `del outputs`."""
+    behind = block[block.index(statement) + 1 :][:1]
+    return any(
+        other.lineno == (statement.end_lineno or 0) + 1
+        and (isinstance(other, ast.Delete) or "collect" in ast.unparse(other))
+        for other in behind
+    )
 
 
 def _asks_nothing_else(test: ast.expr) -> bool:

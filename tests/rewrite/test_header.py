@@ -131,3 +131,14 @@ def test_a_runtime_that_the_module_imports_itself_is_not_imported_again(imported
     text = rewritten(f"{imported}\n{TOP}{body}").text
     assert text.count("oomfix") == 1 + name.count("oomfix")
     assert f'\n\nmemory = {name}.preset("16gb")\n' in text
+
+
+@pytest.mark.parametrize("below", ["\n", "# the command line\n", "\n# the command line\n"])
+def test_imports_that_are_commented_out_below_the_others_stay_with_them(below):
+    body = "for x, y in loader:\n    loss = model(x, y)\n    loss.backward()\n    optimizer.step()\n"
+    out = "# import models.mlp as mlp\n#from models import vit\n"
+    text = rewritten(f"import os\n\nimport torch\n\nimport models.ae as ae\n{out}{below}{body}").text
+    made = f'memory = runtime.preset("16gb")\n{"" if below.startswith(chr(10)) else chr(10)}{below}for x'
+    assert f"import torch\nfrom oomfix import runtime\n\nimport models.ae as ae\n{out}\n{made}" in text
+    text = rewritten(f"import torch\n{out}{below}{body}").text
+    assert text.startswith(f"import torch\n{out}from oomfix import runtime\n\n{made}")

@@ -111,3 +111,42 @@ def test_a_method_of_the_file_that_trains_nothing_may_run_without_gradients():
     text, codes = fixed(ABSTRACT.replace("raise NotImplementedError", "print(sample)"))
     assert codes == ["OOM201"]
     assert "@torch.no_grad()\n    def run" in text
+
+
+EMPTYING = """\
+import torch
+for x, y in loader:
+    loss = model(x).sum()
+    loss.backward()
+    optimizer.step(){between}
+    torch.cuda.empty_cache(){behind}
+print("done")
+"""
+WITHOUT = EMPTYING.replace("\n    torch.cuda.empty_cache()", "")
+
+
+@pytest.mark.parametrize("comment", ["# release memory", "## Clear the CUDA cache", "#清理显存", "# empty cache"])
+@pytest.mark.parametrize("behind", ["", "\n    total += 1", "\n\n    total += 1"])
+def test_what_speaks_of_a_cache_that_is_not_emptied_any_more_goes_too(comment: str, behind: str):
+    text, codes = fixed(EMPTYING.format(between=f"\n    {comment}", behind=behind))
+    assert codes == ["OOM501"]
+    assert text == WITHOUT.format(between="", behind=behind)
+
+
+@pytest.mark.parametrize(
+    ("comment", "behind"),
+    [
+        ("# end of the step", ""),
+        ("# free memory", "\n    gc.collect()"),
+        ("# free memory", "\n    del loss"),
+        ("# a comment of two lines\n    # on memory", ""),
+    ],
+)
+def test_what_speaks_of_more_than_a_cache_stays(comment: str, behind: str):
+    text, _ = fixed(EMPTYING.format(between=f"\n    {comment}", behind=behind))
+    assert text == WITHOUT.format(between=f"\n    {comment}", behind=behind)
+
+
+def test_one_of_the_blank_lines_around_a_cache_that_is_not_emptied_goes():
+    text, _ = fixed(EMPTYING.format(between="\n    ", behind="\n\n    total += 1"))
+    assert text == WITHOUT.format(between="", behind="\n\n    total += 1")

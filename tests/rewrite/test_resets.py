@@ -28,7 +28,10 @@ def test_gradients_of_an_optimizer_from_elsewhere_are_still_reset_first():
     assert "zero_grad" not in rewritten(f"import torch\n\n{loop}\n\n{made}").text
 
 
-@pytest.mark.parametrize("comment", ["zero the gradients", "梯度清零", "将梯度初始化为零", "勾配をゼロにする"])
+@pytest.mark.parametrize(
+    "comment",
+    ["zero the gradients", "Set gradients in optimizer to 0", "梯度清零", "将梯度初始化为零", "勾配をゼロにする"],
+)
 def test_what_speaks_of_a_removed_reset_goes_with_it_and_other_comments_stay(comment):
     text = loop_of(f"""\
         for x, y in loader:

@@ -5,27 +5,26 @@ from __future__ import annotations
 import ast
 import re
 
-from oomfix.rewrite.layout import Layout
-from oomfix.script.edits import Edit, add_keyword, bounds
+from oomfix.script.edits import Edit, add_keyword, bounds, newline_of
+from oomfix.source import Source
 
 _COMMA = re.compile(r"[ \t]*,")
 _REST = re.compile(r"[ \t]*(#[^\r\n]*)?(?=[\r\n])")
 
 
-def added_keyword(layout: Layout, call: ast.Call, keyword: str) -> tuple[Edit, ...]:
+def added_keyword(source: Source, call: ast.Call, keyword: str) -> tuple[Edit, ...]:
     """The edits that append a keyword argument to a call that has arguments.
 
     It gets a line of its own where each of the others has one.
     """
-    source = layout.source
     given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
     arguments = sorted(given, key=lambda argument: bounds(source, argument))
-    keyword = _spaced(layout, call, keyword)
+    keyword = _spaced(source, call, keyword)
     ((end, _, added),) = add_keyword(source, call, keyword)
-    inline = Edit(end, end, added if _spaces_commas(layout, arguments) else added.replace(", ", ",", 1))
+    inline = Edit(end, end, added if _spaces_commas(source, arguments) else added.replace(", ", ",", 1))
     if not _stand_apart(call, arguments):
         return (inline,)
-    start = f"{layout.newline}{_margin(layout, arguments)}{keyword}"
+    start = f"{newline_of(source)}{_margin(source, arguments)}{keyword}"
     comma = _COMMA.match(source.text, end)
     end = end if comma is None else comma.end()
     rest = _REST.match(source.text, end)
@@ -37,17 +36,17 @@ def added_keyword(layout: Layout, call: ast.Call, keyword: str) -> tuple[Edit, .
     return (Edit(end, end, ","), Edit(rest.end(), rest.end(), start))
 
 
-def _spaced(layout: Layout, call: ast.Call, keyword: str) -> str:
+def _spaced(source: Source, call: ast.Call, keyword: str) -> str:
     """A keyword argument with spaces around its `=` where the last one of the call has some."""
     name, value = keyword.split("=", 1)
-    written = [layout.source.text[slice(*bounds(layout.source, one))] for one in call.keywords if one.arg is not None]
+    written = [source.text[slice(*bounds(source, one))] for one in call.keywords if one.arg is not None]
     spaced = written and re.match(r"\w+ = ", written[-1])
     return f"{name} = {value}" if spaced else keyword
 
 
-def _spaces_commas(layout: Layout, arguments: list[ast.expr | ast.keyword]) -> bool:
+def _spaces_commas(source: Source, arguments: list[ast.expr | ast.keyword]) -> bool:
     """Whether the last comma between arguments has white space behind it."""
-    before = layout.source.text[: bounds(layout.source, arguments[-1])[0]]
+    before = source.text[: bounds(source, arguments[-1])[0]]
     return not before.endswith(",")
 
 
@@ -57,9 +56,8 @@ def _stand_apart(call: ast.Call, arguments: list[ast.expr | ast.keyword]) -> boo
     return len(set(lines)) == len(lines) and lines[-1] > call.lineno
 
 
-def _margin(layout: Layout, arguments: list[ast.expr | ast.keyword]) -> str:
+def _margin(source: Source, arguments: list[ast.expr | ast.keyword]) -> str:
     """The white space ahead of the line that the last argument starts on; up to the first, where both are on one."""
-    source = layout.source
     line = source.lines[arguments[-1].lineno - 1]
     if arguments[0].lineno < arguments[-1].lineno:
         return line[: len(line) - len(line.lstrip(" \t"))]
