@@ -323,7 +323,8 @@ class Iteration:
                 statistics.after_first()
         # a batch of which nothing counts has nothing to add to its window
         if self.trains and weighs and not went_backward:
-            raise CannotSplit("no micro-batch has a loss with a graph")
+            reason = "no micro-batch has a loss with a graph, or anything that counts"
+            raise CannotSplit(reason, Verdict(None, reason, undecided=True))
         left.put_together()
         return collector.result()
 

@@ -266,9 +266,7 @@ class Watch(TorchFunctionMode):
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         terms = [value for value in args[:2] if isinstance(value, torch.Tensor)]
-        are_numbers = all(
-            term.dim() == 0 and term.is_floating_point() and compat.beneath_transforms(term) is term for term in terms
-        )
+        are_numbers = all(term.dim() == 0 and term.is_floating_point() for term in terms)
         values = [(term, term.detach().clone()) for term in terms] if are_numbers else []
         result = func(*args, **kwargs)
         if values:

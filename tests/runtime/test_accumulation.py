@@ -234,6 +234,53 @@ def test_a_call_that_failed_leaves_no_proportion_behind(model):
     assert close(model.weight.grad, expected)
 
 
+def test_a_batch_of_which_nothing_counts_leaves_the_rest_of_its_window_in_parts(model):
+    data, sizes = batches(8, 8, 8), []
+    data[1][1][:] = 3
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=4)
+
+    def forward(x, y):
+        if torch.is_grad_enabled():
+            sizes.append(len(x))
+        return over_targets(model(x), y)
+
+    for x, y in memory.accumulate(data, 3):
+        sizes.clear()
+        memory.forward_backward(forward, x, y)
+        assert sizes[-4:] == [2, 2, 2, 2]
+    assert close(model.weight.grad, gradient(model, data, over_targets))
+
+
+def test_a_batch_of_which_nothing_counts_has_its_gradient_outside_of_a_window(model, caplog):
+    """The one that it has without a manager, for weight decay goes on where there is one; the next is split again."""
+    (x, y), memory, sizes = batches(8)[0], runtime.preset("16gb", precision="fp32", micro_batches=4), []
+    nothing = torch.full_like(y, 3)
+
+    def forward(x, y):
+        sizes.append(len(x))
+        return over_targets(model(x), y)
+
+    for targets in (y, y, nothing, y):
+        model.weight.grad = None
+        memory.forward_backward(forward, x, targets)
+        assert close(model.weight.grad, gradient(model, [(x, targets)], over_targets))
+    assert sizes[-4:] == [2, 2, 2, 2]
+    assert "were not the gradients" not in caplog.text
+
+
+def test_a_loss_without_a_graph_is_refused_in_a_window_too(model):
+    memory, frozen = runtime.preset("16gb", precision="fp32", micro_batches=4), torch.tensor(False)
+
+    def forward(x, y):
+        loss = squares(model(x), y)
+        return loss.detach() if frozen else loss
+
+    with pytest.raises(ValueError, match="a loss without a graph"):
+        for index, (x, y) in enumerate(memory.accumulate(batches(8, 8, 8), 3)):
+            frozen.fill_(index == 2)
+            memory.forward_backward(forward, x, y)
+
+
 def test_an_empty_batch_does_not_decide_what_its_window_is_a_mean_of(model):
     """A mean over what a mask leaves, which is 6 samples of one batch and 2 of the next."""
     data, memory = batches(0, 8, 8), runtime.preset("16gb", precision="fp32")

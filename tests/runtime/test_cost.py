@@ -110,3 +110,16 @@ def test_a_check_runs_the_rows_of_a_micro_batch_once_together_and_once_in_parts_
     rows, confirmed = rows_run_by_a_check(layers(1), verdict)
     assert rows <= 2 * 4
     assert confirmed.rule is not None
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+def test_a_forward_that_draws_is_not_run_in_vain_before_it_is_checked_again():
+    """What was seen of draws is not confirmed by functions alone, which do not show them."""
+    rows, verdict = rows_run_by_a_check(layers(1, Noise))
+    assert verdict.drew
+    again, _ = rows_run_by_a_check(layers(1, Noise), verdict)
+    assert again == rows

@@ -247,6 +247,26 @@ def test_a_module_that_a_forward_puts_in_the_place_of_a_value_is_taken_out_again
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("write", [torch.Tensor.add_, torch.Tensor.sub_, torch.Tensor.mul_, torch.Tensor.__iadd__])
+def test_a_tensor_that_a_forward_begins_to_write_later_is_left_alone_by_the_check(write, caplog):
+    """From the fourth call on, which is when what the first check saw is confirmed."""
+    model, total, begins = nn.Linear(6, 4), torch.ones(()), torch.tensor(False)
+
+    def forward(x):
+        if begins:
+            write(total, torch.tensor(2.0))
+        return model(x).pow(2).mean()
+
+    memory, expected = runtime.preset("16gb", micro_batches=4), torch.ones(())
+    for call in range(1, 6):
+        begins.fill_(call >= 4)
+        memory.forward_backward(forward, X)
+        if call >= 4:
+            write(expected, torch.tensor(2.0))
+        assert total == expected
+    assert "it writes parameters, buffers or other tensors that outlive it" in caplog.text
+
+
 def test_a_generator_among_the_arguments_is_put_back():
     def train(fails):
         runtime.reset()

@@ -14,6 +14,7 @@ from torch import nn
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.rows import choose_rows, first_part
 from oomfix.runtime.verify import check
 
@@ -618,3 +619,18 @@ def test_what_fails_on_one_row_has_its_gradients_compared_on_more():
 
     assert verdict_of(squeezed(model, torch.mean), model).rule is not None
     assert verdict_of(squeezed(model, spread), model).rule is None
+
+
+def test_two_rows_that_give_one_and_the_same_loss_alone_leave_it_open():
+    """As those of a triplet loss, in which a single row has nobody to compare itself with; memory holds two."""
+    model = nn.Linear(6, 4)
+
+    def forward(x, y):
+        if len(x) > 2:
+            raise OutOfMemoryError("CUDA out of memory.")
+        away = torch.cdist(model(x), model(x)) * (y[:, None] == y)
+        return (0.2 + away.sum(1)).mean()
+
+    verdict = verdict_of(forward, model, batch=(X[:2], torch.tensor([0, 1])))
+    assert verdict.rule is None
+    assert verdict.undecided
