@@ -176,6 +176,8 @@ class Unseen(Containers):
         return collected and looks_like_training(last_of(path)) and not looks_like_metric(holder)
 
     def _is_given_what_it_trains(self, node: ast.Call, values: list[Value]) -> bool:
+        if self.enclosing_forward is not None:
+            return False  # `decode(state, self.rnn)` is a part of the forward
         if self.is_for_effect(node) and self._is_shown_evaluation(node, values):
             return False
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in values):

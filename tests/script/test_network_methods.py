@@ -717,3 +717,26 @@ TRAINS_ITSELF = """
 
 def test_the_forwards_of_a_network_that_trains_itself_stand_in_its_loss_and_saving_is_none(report):
     assert report(TRAINS_ITSELF) == [("OOM202", 9)]
+
+
+DECODES = """
+    import torch
+    from torch import nn
+    from decoding import unroll
+
+    class Seq(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(8, 8), nn.Linear(8, 9)
+
+        def forward(self, x):
+            return unroll(self.head(x), self.rnn)
+
+        def infer(self, x):
+            return torch.argmax({run}, -1)
+"""
+
+
+def test_what_a_forward_hands_on_with_a_part_of_its_network_is_not_trained_there(report):
+    assert report(DECODES.format(run="self.forward(x)")) == [("OOM201", 14)]
+    assert report(DECODES.format(run="finetuned(self.head(x), self.rnn)")) == []
