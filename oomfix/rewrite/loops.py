@@ -109,7 +109,8 @@ class Judge:
     def _hand_over_steps(self, verdict: Verdict) -> str | None:
         """Keep those steps that the manager can make; returns why another one cannot be."""
         if not verdict.steps:
-            return "the step is out of sight"
+            stepping = self._stepping(verdict)
+            return "the step is out of sight" if stepping is None else f"`{stepping}` is not seen to be an optimizer"
         reasons = {id(step): self._why_step_stays(step) for step in verdict.steps}
         verdict.kept_steps = [step for step in verdict.steps if reasons[id(step)] is not None]
         verdict.steps = [step for step in verdict.steps if reasons[id(step)] is None]
@@ -125,7 +126,17 @@ class Judge:
                     owner = ast.unparse(node.func.value)
                     if "step" in node.func.attr and ("optim" in owner.lower() or self._holds_an_optimizer(owner)):
                         return True
-        return False
+        return self._stepping(verdict) is not None
+
+    def _stepping(self, verdict: Verdict) -> str | None:
+        """What is asked both for `step()` and for `zero_grad()`, as optimizers are, though none is seen to be there."""
+        for scope in bodies(verdict, self._blocks):
+            for node in walk(scope):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+                    owner = ast.unparse(node.func.value)
+                    if f"{owner}.zero_grad" in self._called:
+                        return owner
+        return None
 
     def _holds_an_optimizer(self, path: str) -> bool:
         """Whether the gradients of an object's optimizer are reset, as `schedule.optimizer.zero_grad()` does."""

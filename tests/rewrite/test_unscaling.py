@@ -35,6 +35,10 @@ def test_clipping_of_scaled_gradients_is_preceded_by_unscaling():
             "reads `model.weight.g",
         ),
         ("model(x).sum().backward()\n    optimizer.step_and_update_lr()", "the step is out of sight"),
+        (
+            "solver, _ = model.configure()\n    solver.zero_grad()\n    model(x).sum().backward()\n    solver.step()",
+            "`solver` is not seen to be an optimizer",
+        ),
         ("model(x).sum().backward()\n    norm = optimizer.step()", "what the step in line 11 returns is used"),
         ("model(x).sum().backward()\n    model.weight.data -= 0.1 * model.weight.grad", "the step is out of sight"),
     ],
