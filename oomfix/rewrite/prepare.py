@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.effects import last_name, paths_read
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import (
     FunctionNode,
@@ -138,7 +138,7 @@ def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterato
         if scope is None:
             continue
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        given = [path for argument in arguments for path in _parameters_of(argument, statement, scope)]
+        given = [path for argument in arguments for path in _parameters_of(argument, statement, scope, blocks)]
         given = [path for path in given if _has_value(path, node, statement, scope, blocks)]
         if named:
             given += [path for argument in arguments if (path := path_of(argument)) is not None]
@@ -180,15 +180,18 @@ def is_optimizer_class(script: Script, function: ast.expr) -> bool:
 
 
 def _parameters_of(
-    node: ast.expr, user: ast.stmt, scope: ast.Module | FunctionNode, depth: int = _MOST_ASSIGNMENTS
+    node: ast.expr, user: ast.stmt, scope: ast.Module | FunctionNode, blocks: Blocks, depth: int = _MOST_ASSIGNMENTS
 ) -> Iterator[str]:
-    """The paths whose parameters an expression holds, through names that its scope binds ahead of it."""
+    """The paths whose parameters an expression holds, through names that its scope binds ahead of it.
+
+    Without those that it, or an `if`, asks for first: `head.parameters() if head is not None else []`.
+    """
     names: set[str] = set()
     for child in _without_next(node):
         if isinstance(child, ast.Call) and last_name(child) in ("parameters", "named_parameters"):
             assert isinstance(child.func, ast.Attribute | ast.Name)
             path = path_of(child.func.value) if isinstance(child.func, ast.Attribute) else None
-            if path is not None:
+            if path is not None and not any(_asks_for(path, test) for test in _tests_around(child, blocks)):
                 yield path
         elif isinstance(child, ast.Name):
             names.add(child.id)
@@ -196,7 +199,28 @@ def _parameters_of(
         return
     for statement in nodes_of_scope_body(scope):
         if isinstance(statement, ast.Assign) and statement.lineno < user.lineno and names_bound(statement) & names:
-            yield from _parameters_of(statement.value, statement, scope, depth - 1)
+            tests = [one.test for one in blocks.conditions_of(statement) if one not in blocks.conditions_of(user)]
+            for path in _parameters_of(statement.value, statement, scope, blocks, depth - 1):
+                if not any(_asks_for(path, test) for test in tests):
+                    yield path
+
+
+def _tests_around(node: ast.expr, blocks: Blocks) -> Iterator[ast.expr]:
+    """What the expressions around one ask before it is evaluated."""
+    inner: ast.AST = node
+    for parent in blocks.ancestors(node):
+        if isinstance(parent, ast.IfExp) and inner is not parent.test:
+            yield parent.test
+        elif isinstance(parent, ast.BoolOp):
+            yield from (value for value in parent.values if value is not inner)
+        inner = parent
+
+
+def _asks_for(path: str, test: ast.expr) -> bool:
+    """Whether a test may ask what a path is: `head is not None`, `head.trains()`, but not `hasattr(head, "module")`."""
+    if isinstance(test, ast.Call) and path_of(test.func) == "hasattr":
+        return False
+    return any(read == path or read.startswith(f"{path}.") for read in paths_read(test))
 
 
 def _without_next(node: ast.expr) -> Iterator[ast.AST]:
@@ -209,6 +233,12 @@ def _without_next(node: ast.expr) -> Iterator[ast.AST]:
             yield from _without_next(child)
         else:
             yield from walk(child)
+
+
+def _is_of_network(forward: Forward) -> bool:
+    """Whether a forward stands in a method of a network, and is one of a part of it."""
+    function = forward.site.function
+    return function is not None and function.owner is not None and function.owner.is_module
 
 
 class _Models:
@@ -237,6 +267,8 @@ class _Models:
             return set()
         found: set[Place] = set()
         layer = {self._own(self.place(forward.path, forward.node), forward.node)}
+        if forward.path.startswith("self.") and _is_of_network(forward):
+            layer.add(self.place("self", forward.node))
         for _ in range(_MOST_CALLS):
             found |= layer
             layer = {origin for place in layer for origin in self._origins(place)} - found

@@ -241,3 +241,33 @@ def test_what_is_commented_out_and_belongs_to_the_line_above_stays_below_it(comm
     text = LOOP + f"net = Net()\nrate = 0.2\n{comment}\nopt = torch.optim.Adam(net.parameters(), rate)\n"
     (found,) = prepared(text + "train(net, loader, opt)\n")
     assert found[1].startswith(follows)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "chain(net.parameters(), head.parameters() if head.trains() else [])",
+        "[*net.parameters(), *([] if head is None else head.parameters())]",
+        "list(net.parameters()) + (head and list(head.parameters()) or [])",
+    ],
+)
+@pytest.mark.parametrize("held", ["{}", "(lambda: {})()"])
+def test_what_a_condition_asks_for_before_it_takes_its_parameters_may_be_no_model(given, held):
+    train = LOOP.replace("network(x)", "head(network(x))").replace("(network,", "(network, head,")
+    made = "net, head = Net().cuda(), make_head()\nchosen = given\nopt = torch.optim.SGD(chosen, lr=0.1)\n"
+    made = made.replace("given", held.format(given))
+    assert [call for call, _ in prepared(f"{train}{made}train(net, head, loader, opt)\n")] == ["memory.prepare(net)"]
+
+
+def test_a_model_that_an_if_asks_for_before_it_takes_its_parameters_may_be_none():
+    train = LOOP.replace("network(x)", "head(network(x))").replace("(network,", "(network, head,")
+    made = "net, head = Net().cuda(), make_head()\nchosen = list(net.parameters())\n"
+    made += "if head is not None:\n    chosen = chosen + list(head.parameters())\n"
+    made += "opt = torch.optim.SGD(chosen, lr=0.1)\ntrain(net, head, loader, opt)\n"
+    assert [call for call, _ in prepared(train + made)] == ["memory.prepare(net)"]
+
+
+@pytest.mark.parametrize("test", ["hasattr(net, 'module')", "args.parallel"])
+def test_a_model_whose_own_parameters_are_taken_either_way_is_prepared(test):
+    made = f"net = Net().cuda()\nopt = torch.optim.SGD(net.module.parameters() if {test} else net.parameters(), lr=1)\n"
+    assert "memory.prepare(net)" in [call for call, _ in prepared(f"{LOOP}{made}train(net, loader, opt)\n")]
