@@ -24,10 +24,10 @@ _DEVICE = re.compile(
 _DEVICE_OF_A_TENSOR = re.compile(
     r"(?:\bdevice\s*=|\.to\()\s*"
     r"(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
-    r"\w+\.device\b",
+    r"(\w+)\.device\b",
     re.IGNORECASE,
 )
-"""`torch.arange(n, device=x.device)`, `mask.to(x.device)`: where another tensor is, wherever that may be."""
+"""`torch.arange(n, device=x.device)`, `mask.to(x.device)`: where another tensor is, unless that name is imported."""
 _IDLE_CALL = re.compile(
     r"\btorch\.cuda\.(is_available|empty_cache|manual_seed\w*|synchronize|device_count|\w*memory\w*|reset_\w+|get_\w+)\b"
 )
@@ -66,7 +66,8 @@ class Devices:
         followed, names = self._devices_of_tensors
         elsewhere = bool(self._overruled) or self._runs_elsewhere
         idle = [*self._overruled, *self._unused, *self._said, *followed, *(self._printed if elsewhere else ())]
-        text = _SEED.sub("", _DEVICE_OF_A_TENSOR.sub("", self._without(idle)))
+        text = _DEVICE_OF_A_TENSOR.sub(lambda found: found[0] * (found[1] in self._imported), self._without(idle))
+        text = _SEED.sub("", text)
         if names:
             text = re.sub(rf"(?:\bdevice\s*=|\.to\()\s*(?:{'|'.join(names)})\b", "", text)
         if elsewhere:
@@ -162,7 +163,8 @@ class Devices:
         found: list[tuple[str, ast.Assign]] = []
         for node in self._nodes.of(ast.Assign):
             for name, value in _pairs(node):
-                if _DEVICE_OF_A_TENSOR.fullmatch(f"device={ast.unparse(value)}"):
+                of_tensor = _DEVICE_OF_A_TENSOR.fullmatch(f"device={ast.unparse(value)}")
+                if of_tensor is not None and of_tensor[1] not in self._imported:
                     found.append((name, node))
                 else:
                     other.add(name)
@@ -194,6 +196,13 @@ class Devices:
             for inner in walk(node)
             if isinstance(inner, ast.Assign) and any(target.startswith("self.") for target in _targets(inner))
         }
+
+    @cached_property
+    def _imported(self) -> set[str]:
+        """The names that the file imports: `s` of `from settings import Settings as s`."""
+        modules = [alias for node in self._nodes.of(ast.Import) for alias in node.names]
+        parts = [alias for node in self._nodes.of(ast.ImportFrom) for alias in node.names]
+        return {alias.asname or alias.name for alias in (*modules, *parts)}
 
     @cached_property
     def _words(self) -> Counter[str]:

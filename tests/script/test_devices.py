@@ -156,6 +156,13 @@ def test_a_name_for_where_another_tensor_is_says_nothing_either(read, lines, cud
     assert read(code).devices.may_be_cuda is cuda
 
 
+@pytest.mark.parametrize("used", ["x.to(s.device)", "torch.zeros(2, device=s.device)", "device = s.device"])
+@pytest.mark.parametrize(("made", "cuda"), [("from settings import Settings as s", True), ("s = torch.ones(1)", False)])
+def test_the_device_of_imported_settings_is_that_of_no_tensor(read, made, used, cuda):
+    code = f"import torch\n{made}\n{used}\nfor x, y in loader:\n    criterion(model(x), y).backward()\n"
+    assert read(code).devices.may_be_cuda is cuda
+
+
 def test_a_device_that_a_function_is_given_may_be_the_gpu(read):
     code = """
         import torch
