@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.effects import function_called
 from oomfix.rewrite.liveness import FunctionNode
+from oomfix.script.names import path_of
 from oomfix.script.nodes import Nodes
 
 _KEEPING_ARGUMENTS = frozenset({"staticmethod", "classmethod"})
@@ -29,7 +30,8 @@ class FunctionsCalled:
 
     def by(self, call: ast.Call) -> list[FunctionNode]:
         """Those that a call may run: `scores.log()` does not mean a `log(self, row)` of the file."""
-        return [function for function in self._functions.get(function_called(call), ()) if self._takes(function, call)]
+        named = self._functions.get(function_called(call), ())
+        return [one for one in named if self._takes(one, call) and not _asks_a_part(one, call)]
 
     def _takes(self, function: FunctionNode, call: ast.Call) -> bool:
         if function.name in self._bound_anew:  # `step = partial(step, model)`
@@ -43,6 +45,13 @@ class FunctionsCalled:
         if id(function) in self._methods and _fits(function.args, names[1:], call):
             return True
         return _fits(function.args, names, call)
+
+
+def _asks_a_part(method: FunctionNode, call: ast.Call) -> bool:
+    """Whether a call in a method asks a part of its object for the same: `self.model.train_step(x)` in `train_step`."""
+    receiver = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+    within = method.lineno <= call.lineno <= (method.end_lineno or method.lineno)
+    return within and (receiver or "").startswith("self.")
 
 
 def _fits(arguments: ast.arguments, names: list[str], call: ast.Call) -> bool:

@@ -6,6 +6,7 @@ import pytest
 
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.script.nodes import Nodes, walk
+from tests.rewrite.small_loops import apply
 
 CODE = """
 class Journal:
@@ -45,3 +46,23 @@ NODES = Nodes(walk(ast.parse(CODE)))
 )
 def test_a_call_means_a_function_that_takes_its_arguments(call, number):
     assert len(FunctionsCalled(NODES).by(ast.parse(call, mode="eval").body)) == number
+
+
+DELEGATING = """
+class Trainer:
+    def train_step(self, x):
+        self.optimizer.zero_grad()
+        loss = {}.train_step(x)
+        loss.backward()
+        self.optimizer.step()
+
+    def train(self, loader):
+        for x in loader:
+            self.train_step(x)
+"""
+
+
+@pytest.mark.parametrize(("called", "form"), [("self.model", "micro-batched"), ("self", "in-place")])
+def test_a_method_that_asks_a_part_for_what_has_its_own_name_does_not_call_itself(called, form):
+    _, loops = apply(DELEGATING.format(called))
+    assert [rewrite for rewrite, _ in loops] == [form]
