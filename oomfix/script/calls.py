@@ -213,6 +213,8 @@ class Calls(Externals):
             if receiver.ref == torch_facts.DISTRIBUTION:
                 return PLAIN_TENSOR
             return content.with_graph(min(content.graph, Graph.MAYBE))
+        if name.startswith("get_"):  # no method of a tensor: `loss.get_value()` of an object for losses may be a number
+            return content.with_graph(min(content.graph, Graph.MAYBE))
         if not name.endswith("_") and name not in SAME_MODULE:
             content = self.computed(content)
         if name in torch_facts.INDEX_REDUCTIONS:

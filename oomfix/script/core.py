@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 from oomfix.script.contexts import autocast_under, grad_under
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import Hints, scoped
-from oomfix.script.named_like import looks_like_module
+from oomfix.script.named_like import looks_like_module, looks_like_record
 from oomfix.script.names import path_of, root_of
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.torch_facts import holds_networks
@@ -240,8 +240,10 @@ class Core(ABC):
         networks = []
         if content.kind is Kind.MODULE:
             networks = [target for target in targets if self._is_network(target, content)] or targets[:1]
+        perhaps = single.with_graph(min(single.graph, Graph.MAYBE))
         for target in targets:
-            self.assign(target, content if target in networks else single, statement, loops)
+            one = perhaps if looks_like_record(path_of(target) or "") else single
+            self.assign(target, content if target in networks else one, statement, loops)
 
     def _is_network(self, target: ast.expr, source: Value) -> bool:
         """Whether what comes with a network is one as well, as the tokenizer of `net, tokenizer = load()` is not."""

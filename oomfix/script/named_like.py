@@ -18,8 +18,9 @@ _MODULE_NAME = re.compile(
     re.IGNORECASE,
 )
 _PART_NAME = re.compile(
-    r"^(pi|mu|phi|psi|[fgqv]|fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|neck|embedding|"
-    r"bottleneck|features|\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding))_?\d*$"
+    r"^(pi|mu|phi|psi|logvar|logsigma|[fgqv]|fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|"
+    r"neck|embedding|attention|attn|bottleneck|features|(fc|conv|linear|proj)_(out|in|mu|mean|(log)?_?(var|sigma|std))|"
+    r"\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding|attention|attn))_?\d*$"
 )
 _LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
@@ -29,7 +30,7 @@ _FORWARD_METHOD = re.compile(
 )
 _GIVES_INTEGERS = re.compile(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
 _RUNNING_METHOD = re.compile(
-    r"^(encode|decode|embed|encode_image|encode_text|extract_features?|forward_features|logits?)$"
+    r"^(encode|decode|embed|encode_image|encode_text|extract_features?|forward_features|logits?|(?!pre_|post_)\w+_forward)$"
 )
 """Of the networks of public training code, one in thirty turns gradients off in a method of one of these names."""
 _TRAINING_VERB = re.compile(
@@ -48,6 +49,11 @@ _LOGGING = re.compile(
 )
 _METRIC = re.compile(
     r"metric|meter|evaluator|accuracy|confusion|(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
+    re.IGNORECASE,
+)
+_RECORD = re.compile(
+    r"(^|_)(dict|logs?|stats?|info|details|corrects?|counts?|hits)$|^(num|count|correct)_|"
+    r"^n_(correct|right|valid|hits|samples|tokens|words)$",
     re.IGNORECASE,
 )
 _LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
@@ -89,9 +95,17 @@ def _last(path: str) -> str:
 def looks_like_module(name: str) -> bool:
     """Whether a called name is usually a network, by its last component."""
     last = _last(name)
+    if name.endswith("']") and _is_entry_of_network(name):
+        return True
     if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _NO_NETWORK_NAME.match(last.lstrip("_")):
         return False
     return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
+
+
+def _is_entry_of_network(path: str) -> bool:
+    """`parts["model"]`: what a dict that is not one of losses or optimizers holds under the name of a network."""
+    holder, _, key = path[:-2].rpartition("['")
+    return not looks_like_loss(holder) and not looks_like_optimizer(holder) and looks_like_module(key)
 
 
 def looks_like_forward(method: str) -> bool:
@@ -141,6 +155,11 @@ def looks_like_logging(path: str) -> bool:
 def looks_like_metric(path: str) -> bool:
     """Whether an object is usually one that counts or compares what it is given: `confusion`, `coco_evaluator`."""
     return bool(_METRIC.search(last_of(path)))
+
+
+def looks_like_record(path: str) -> bool:
+    """Whether what comes beside a loss is usually for a log: `loss_dict`, `num_right`, `accuracy`."""
+    return bool(_RECORD.search(last_of(path))) or looks_like_metric(path)
 
 
 def looks_like_encoding(name: str) -> bool:

@@ -9,7 +9,7 @@ from oomfix.script.functions import Functions
 from oomfix.script.names import path_of
 from oomfix.script.nodes import only_argument
 from oomfix.script.state import Layer
-from oomfix.script.values import Graph, Kind, Value
+from oomfix.script.values import LOADED, Graph, Kind, Value
 
 _OF_THE_WHOLE = frozenset(
     "requires_grad_ eval train to cuda half cpu parameters named_parameters load_state_dict state_dict "
@@ -115,7 +115,7 @@ class Networks(Functions):
     def _identity(self, module: Value, path: str | None) -> object:
         if isinstance(module.ref, Instance):
             return module.ref.number
-        return module.ref if module.ref is not None else path
+        return path if module.ref is None or module.ref == LOADED.ref else module.ref
 
     def _mode(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         receiver = self.evaluate(function.value)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from oomfix.script.definitions import Function
+from oomfix.script.loops import is_over_batches
 from oomfix.script.names import path_of
 from oomfix.script.nodes import names_in, walk
 from oomfix.script.trace import Backward, Guard, Keep, Loop, ModuleAttribute, Trace
@@ -59,10 +60,12 @@ def _grows_by_iteration(
     """Each round of the outermost loop that the target outlives makes a graph of its own.
 
     What is collected within a training iteration (samples, time steps, scales) goes with the iteration, unless it is
-    that of a test in between.
+    that of a test in between. So do the steps in which an evaluation decodes a batch.
     """
     crossed = _outlived(keep)
     outside = len(keep.site.loops) - len(crossed)
+    if outside and is_over_batches(keep.site.loops[outside - 1]) and isinstance(crossed[0], ast.While):
+        return False
     if any(run in training_runs for run in keep.site.runs[:outside]) and not keep.site.within_evaluation:
         return False
     if any(_resets(other, keep.target) for other in crossed[0].body if other is not keep.statement):

@@ -1249,3 +1249,20 @@ STARRED = """
 @pytest.mark.parametrize(("given", "found"), [("*batch", [5, 6]), ("batch[0], *batch[1:]", [5, 6]), ("x, y", [6])])
 def test_what_a_star_gives_may_be_for_a_parameter_with_a_default(report, given, found):
     assert report(STARRED.format(given=given)) == [("OOM202", line) for line in found]
+
+
+LOADED = """
+    import torch
+
+    net = torch.load("net.pt", map_location="cpu")
+    net.{moved}
+    {mode}
+    out = net(x)
+    image = out.reshape(3, 8)
+"""
+
+
+@pytest.mark.parametrize("moved", ["cuda()", "to(device)"])
+@pytest.mark.parametrize(("mode", "found"), [("net.eval()", [("OOM201", 6)]), ("net.train()", [])])
+def test_a_network_that_is_loaded_whole_has_the_mode_that_it_is_switched_to(report, moved, mode, found):
+    assert report(LOADED.format(moved=moved, mode=mode)) == found

@@ -861,3 +861,88 @@ def test_a_dict_of_such_objects_holds_no_lists(report, values, found):
             optimizer.step()
     """
     assert len(kept(report(code))) == found
+
+
+BESIDE = """
+    from losses import Criterion
+    criterion, total, kept = Criterion(), 0.0, []
+    for x, y in loader:
+        loss, {beside} = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        {statement}
+"""
+
+
+@pytest.mark.parametrize(
+    ("beside", "statement", "found"),
+    [
+        ("other", "total += other", [("OOM101", 7)]),
+        ("dictionary", "total += dictionary['all']", [("OOM101", 7)]),
+        ("parts", "kept.append(parts)", [("OOM102", 7)]),
+        ("log_likelihood", "total += log_likelihood", [("OOM101", 7)]),
+        # numbers, perhaps
+        ("loss_dict", "total += loss_dict['all']", []),
+        ("logs", "kept.append(logs)", []),
+        ("num_right", "total += num_right", []),
+        ("n_correct", "total += n_correct", []),
+        ("accuracy", "kept.append(accuracy)", []),
+    ],
+)
+def test_what_a_loss_out_of_sight_gives_for_the_log_may_hold_no_graph(report, beside, statement, found):
+    assert kept(report(BESIDE.format(beside=beside, statement=statement))) == found
+
+
+LOSS_OBJECT = """
+    class Trainer:
+        def __init__(self, loss, model, optimizer):
+            self.loss, self.model, self.optimizer = loss, model, optimizer
+
+        def step(self, x, y):
+            loss = self.loss
+            for i, out in enumerate(self.model(x)):
+                loss.eval_batch(out, y[:, i])
+            loss.backward()
+            self.optimizer.step()
+            return loss.{value}()
+
+        def run(self, loader):
+            total = 0.0
+            for x, y in loader:
+                total += self.step(x, y)
+"""
+
+
+@pytest.mark.parametrize(("value", "found"), [("mean", [("OOM101", 16)]), ("get_loss", []), ("get_value", [])])
+def test_what_is_asked_of_a_loss_object_may_be_a_number(report, value, found):
+    assert kept(report(LOSS_OBJECT.format(value=value))) == found
+
+
+DECODING = """
+    import torch
+
+    def evaluate(decoder, loader):
+        every = []
+        for {batch} in {source}:
+            done, words = [], torch.zeros(1)
+            {steps}
+                scores = decoder(words)
+                {kept}.extend(scores[0])
+            words = done
+        return every
+"""
+
+
+@pytest.mark.parametrize(
+    ("batch", "source", "steps", "into", "found"),
+    [
+        ("x", "loader", "while True:", "done", []),
+        ("x", "tqdm(loader)", "while len(done) < 5:", "done", []),
+        ("x", "loader", "while True:", "every", [("OOM102", 9)]),
+        ("x", "range(5)", "while True:", "done", [("OOM102", 9)]),
+        ("x", "loader", "for part in x:", "done", [("OOM102", 9)]),
+    ],
+)
+def test_what_decodes_a_batch_step_by_step_goes_with_the_batch(report, batch, source, steps, into, found):
+    code = DECODING.format(batch=batch, source=source, steps=steps, kept=into)
+    assert kept(report(code)) == found

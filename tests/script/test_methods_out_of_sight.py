@@ -267,3 +267,37 @@ def test_a_method_of_an_object_is_no_network_of_its_name(report, rest):
 @pytest.mark.parametrize(("base", "policy"), [("", "other_policy"), ("(torch.nn.Module)", "greedy_policy")])
 def test_a_name_of_a_network_says_that_it_is_one_otherwise(report, base, policy):
     assert ("OOM201", 15) in report(AGENT.format(base=base, policy=policy))
+
+
+ENTRIES = """
+    import torch
+
+    def train(self, loader):
+        for x, y in loader:
+            out = {called}(x.cuda())
+            loss = torch.nn.functional.mse_loss(out, y)
+            loss.backward()
+            self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "called", ["self.data['model']", "self.parts['first']['net']", "args['encoder']", "self.model['first']"]
+)
+def test_an_entry_under_the_name_of_a_network_is_one(report, called):
+    assert ("OOM202", 5) in report(ENTRIES.format(called=called))
+
+
+@pytest.mark.parametrize("called", ["self.losses['model']", "self.data['rows']", "self.criterion['net']"])
+def test_an_entry_under_another_name_or_of_losses_is_none(report, called):
+    assert ("OOM202", 5) not in report(ENTRIES.format(called=called))
+
+
+@pytest.mark.parametrize("part", ["attention", "self_attn", "fc_out", "fc_mu", "fc_log_var", "logvar", "gen_forward"])
+def test_a_layer_that_is_called_of_a_network_runs_a_part_of_it(report, part):
+    assert ("OOM201", 7) in report(VALIDATE.format(made="", call=f"print(model.{part}(x).mean().item())"))
+
+
+@pytest.mark.parametrize("other", ["attention_weights_of", "fc_names", "log", "pre_forward"])
+def test_another_method_may_run_none(report, other):
+    assert ("OOM201", 7) not in report(VALIDATE.format(made="", call=f"print(model.{other}(x).mean().item())"))
