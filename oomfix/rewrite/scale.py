@@ -48,10 +48,13 @@ class ScaleWatch:
         )
 
     def _why_body_sees(self, verdict: Verdict) -> str | None:
+        optimizers = {step.optimizer for step in verdict.steps}
         for scope in bodies(verdict, self._blocks):
             for node in walk(scope):
                 if isinstance(node, ast.Call):
                     name = last_name(node)
+                    if (path := path_of(node.func)) in optimizers:
+                        return f"line {node.lineno} calls `{path}`, a function that steps where it is no optimizer"
                     if name in _TWO_STEPS:
                         return f"`{name}` in line {node.lineno} steps twice per batch (SAM)"
                     if name in ("register_hook", "register_full_backward_hook"):

@@ -47,6 +47,8 @@ class Hints:
     assigned: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
     """What is moved to a device, or whose gradients are zeroed: a network, where it is called."""
+    optimizers: set[str] = field(default_factory=set)
+    """What is asked whether it is an optimizer: on the other way of the branch it may be a function, and is called."""
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
     names: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
@@ -97,7 +99,7 @@ class Hints:
 
     def is_module(self, path: str) -> bool:
         """Whether the uses of a called path say that it is a network."""
-        if path in self.losses:
+        if path in self.losses or path in self.optimizers:
             return False
         run = path in self.called and path not in self.asked_by_name
         moved = path in self.moved and (run or path in self.owners_of_parts)
@@ -207,6 +209,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
             hints.asked_by_name.add(called)
         if last_of(called) in _DISTRIBUTED and node.args and (wrapped := path_of(node.args[0])) is not None:
             hints.distributed.add(wrapped)
+        if called == "isinstance" and len(node.args) == 2 and _are_optimizers(node.args[1]):
+            hints.optimizers.add(path_of(node.args[0]) or "")
         if looks_like_scaler(called) and len(node.args) > 1:
             hints.backwarded.update(scoped(path, scope) for path in _additive_terms(node.args[0]))
     if not isinstance(node.func, ast.Attribute):
@@ -222,6 +226,12 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.modules.add(receiver)
     elif receiver is not None and (method in MOVES or method == "zero_grad"):
         hints.moved.add(receiver)
+
+
+def _are_optimizers(kinds: ast.expr) -> bool:
+    """`torch.optim.Optimizer`, `(Optimizer, type(None))`: kinds one of which is that of optimizers."""
+    several = kinds.elts if isinstance(kinds, ast.Tuple) else [kinds]
+    return any(last_of(path_of(kind)) == "Optimizer" for kind in several)
 
 
 def _compared_texts(test: ast.Compare) -> list[str]:

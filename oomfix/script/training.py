@@ -175,7 +175,7 @@ class Training(Forwards):
         return NUMBER
 
     def _is_optimizer(self, receiver: Value, path: str) -> bool:
-        if receiver.kind is Kind.OPTIMIZER:
+        if receiver.kind is Kind.OPTIMIZER or path in self.hints.optimizers:
             return True
         return receiver.kind in (Kind.UNKNOWN, Kind.MODULE) and looks_like_optimizer(path)
 
