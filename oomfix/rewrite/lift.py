@@ -71,6 +71,7 @@ class Lift:
         loss: the name of the loss, None where it is an expression.
         outputs: the names read later, but for the loss.
         loss_is_read: whether the loss is read later.
+        underscore_is_taken: `_` means something here, so that a loss which nobody reads needs another name.
         deletes: names to take out of a `del`, since they no longer exist where it stands.
         bound_with_network: names that each round of the loop around the network binds.
         bound_with_loss: names that are bound on every way on which the loss is.
@@ -94,6 +95,7 @@ class Lift:
     loss: str | None = None
     outputs: list[str] = field(default_factory=list)
     loss_is_read: bool = False
+    underscore_is_taken: bool = False
     deletes: dict[ast.Delete, set[str]] = field(default_factory=dict)
     bound_with_network: set[str] = field(default_factory=set)
     bound_with_loss: set[str] = field(default_factory=set)

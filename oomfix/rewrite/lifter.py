@@ -106,9 +106,10 @@ class _Lifter:
             is_trained,
             self._takes_network,
         )
-        self._function = Names(self._script).free("forward", "forward_batch")
+        names = Names(self._script)
+        self._function = names.free("forward", "forward_batch")
         self._skipped = SkippedBatches(self._script, self._blocks, manager)
-        self._lifting = Lifting(reading.layout, manager)
+        self._lifting = Lifting(reading.layout, manager, names.free("loss", "batch_loss"))
         self.state: str | None = None
         self.objects: str | None = None
 

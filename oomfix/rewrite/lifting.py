@@ -20,12 +20,14 @@ class Lifting:
     Args:
         layout: the text they stand in.
         manager: the name of the runtime's manager.
+        unread: a free name, for a loss that nobody reads where `_` is taken.
     """
 
-    def __init__(self, layout: Layout, manager: str) -> None:
+    def __init__(self, layout: Layout, manager: str, unread: str) -> None:
         self._layout = layout
         self._source = layout.source
         self._manager = manager
+        self._unread = unread
         self._function = ""
 
     def edits(self, lift: Lift, function: str) -> list[Edit]:
@@ -184,10 +186,18 @@ class Lifting:
         """The call of the slice's function, by a method of the manager or, for "", as any other."""
         given = [self._given(name, lift.given_if.get(name)) for name in lift.inputs]
         if not method:
-            return self._broken(f"{margin}{_targets(lift)}{self._function}(", given, ")")
+            return self._broken(f"{margin}{self._targets(lift)}{self._function}(", given, ")")
         # one sample: never cut, since it keeps state or is one sequence
         size = ["batch_size=1"] if lift.state is not None or lift.one_sample is not None else []
-        return self._broken(f"{margin}{_targets(lift)}{method}(", [self._function, *given, *size], ")")
+        return self._broken(f"{margin}{self._targets(lift)}{method}(", [self._function, *given, *size], ")")
+
+    def _targets(self, lift: Lift) -> str:
+        """`loss, out = ` as far as they are read later."""
+        loss = lift.loss if lift.loss_is_read else None
+        if not lift.outputs:
+            return f"{loss} = " if loss else ""
+        unread = (lift.loss or self._unread) if lift.underscore_is_taken else "_"
+        return f"{', '.join([loss or unread, *lift.outputs])} = "
 
     @staticmethod
     def _given(name: str, test: ast.expr | None) -> str:
@@ -270,14 +280,6 @@ def _other_branches(branch: ast.If) -> list[list[ast.stmt]]:
         found.append(further.body)
         current = further
     return [*found, current.orelse]
-
-
-def _targets(lift: Lift) -> str:
-    """`loss, out = ` as far as they are read later."""
-    loss = lift.loss if lift.loss_is_read and lift.loss is not None else None
-    if not lift.outputs:
-        return f"{loss} = " if loss else ""
-    return f"{', '.join([loss or '_', *lift.outputs])} = "
 
 
 def _unparsed(text: str) -> str:

@@ -49,6 +49,7 @@ class Signature:
         while lift.after and lift.after[-1] in lift.rescaled and not names_bound(lift.after[-1]) & live:
             lift.after.pop()
         live = self._liveness.before(lift.after, live) if lift.after else live
+        lift.underscore_is_taken = "_" in live or _is_from_outside("_", lift.site.scope)
         bound = _in_order(lift.lifted)
         if lift.all_names_are_read:
             live |= set(bound)
@@ -318,3 +319,9 @@ def _reading_order(lift: Lift) -> list[str]:
                 places.setdefault(node.id, (node.lineno, node.col_offset))
                 places[node.id] = min(places[node.id], (node.lineno, node.col_offset))
     return sorted(places, key=places.__getitem__)
+
+
+def _is_from_outside(name: str, scope: Scope) -> bool:
+    """Whether a scope reads a name that something around it binds: bound here, it would be a name of the scope."""
+    read = any(name in names_read(statement) for statement in scope.body)
+    return read and not any(name in names_bound(statement) for statement in scope.body)

@@ -45,6 +45,53 @@ def test_a_loss_that_nobody_reads_and_an_inline_forward_return_nothing():
         """)
 
 
+@pytest.mark.parametrize(
+    ("top", "target", "read"),
+    [
+        ("for _ in range(3):", "x, y", "print(_, out.sum())"),
+        ("for epoch in range(3):", "x, _", "print(out.sum(), _)"),
+        ("from gettext import gettext as _\nfor epoch in range(3):", "x, y", "print(_('sum'), out.sum())"),
+        ("import builtins\nbuiltins._ = str.upper\nfor epoch in range(3):", "x, y", "print(_('sum'), out.sum())"),
+        ("def show(out):\n    print(_('sum'), out.sum())\n\n_ = str.upper\nfor n in range(3):", "x, y", "show(out)"),
+    ],
+)
+def test_an_underscore_that_is_read_is_not_bound_to_a_loss_that_is_not(top, target, read):
+    loop = f"{top}\n    for {target} in loader:\n        optimizer.zero_grad()\n        out = model(x)\n"
+    body = f"{loop}        (out ** 2).mean().backward()\n        optimizer.step()\n        {read}\n"
+    assert "        loss, out = memory.forward_backward(forward, x)\n" in apply(body)[0]
+    named = body.replace("(out ** 2).mean().backward()", "err = (out ** 2).mean()\n        err.backward()")
+    assert "        err, out = memory.forward_backward(forward, x)\n" in apply(named)[0]
+
+
+def test_an_underscore_of_the_module_stays_that_of_its_functions():
+    text, forms = apply("""\
+        _ = str.upper
+
+
+        def train():
+            print(_("start"))
+            for x, y in loader:
+                optimizer.zero_grad()
+                out = model(x)
+                F.cross_entropy(out, y).backward()
+                optimizer.step()
+                print(out.sum())
+
+
+        train()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "        loss, out = memory.forward_backward(forward, x, y)\n" in text
+
+
+def test_an_underscore_that_is_bound_again_before_it_is_read_is_free():
+    loop = "for _ in range(3):\n    optimizer.zero_grad()\n    out = model(x)\n    out.mean().backward()\n"
+    rest = "    optimizer.step()\n    _, best = out.max(1)\n    print(_, best, [_ + 1 for _ in best])\n"
+    text, forms = apply(f"x, y = loader[0]\n{loop}{rest}")
+    assert forms == [("micro-batched", None)]
+    assert "    _, out = memory.forward_backward(forward" in text
+
+
 def test_a_dead_output_is_not_returned_and_one_of_the_next_iteration_is():
     text = loop_of("""\
         for x, y in loader:
