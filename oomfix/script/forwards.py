@@ -32,7 +32,7 @@ class Forwards(Networks):
         if method is not None:
             self.ran.add(method)
         if self.enclosing_forward is not None and path not in ("self", "self.module"):
-            return self._part_of_forward(content, module, path)
+            return self._part_of_forward(node, content, module, path)
         origin = self.trace.number("forward", id(node), self.way)
         evaluating = self.state.evaluating.get(self._identity(module, path))
         grad = Graph.NO if method is not None and _records_nothing(method) else self.state.grad
@@ -52,7 +52,7 @@ class Forwards(Networks):
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))
-        if grad is Graph.NO or (not content.graph and self.is_frozen(module, path)):
+        if grad is Graph.NO or (not content.graph and self.is_of_frozen(node.func, module, path)):
             self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR
         whole = Value(Kind.TENSOR, grad, content.origins | {origin}, carried_from=content.carried_from)
@@ -83,11 +83,11 @@ class Forwards(Networks):
             return all(path_of(target) == "_" for target in statement.targets)
         return isinstance(statement, ast.Expr) and statement.value is node
 
-    def _part_of_forward(self, content: Value, module: Value, path: str | None) -> Value:
+    def _part_of_forward(self, node: ast.Call, content: Value, module: Value, path: str | None) -> Value:
         assert self.enclosing_forward is not None
         owner = self.frame.function.owner if self.frame.function is not None else None
         frozen = owner is not None and not owner.has_own_parameters and path is not None and not content.graph
-        frozen = frozen and self.is_frozen(module, path)
+        frozen = frozen and self.is_of_frozen(node.func, module, path)
         grad = Graph.NO if frozen else self.state.grad
         if not (path or "").endswith(("tokenizer", "processor")):
             self.parts_record.add(grad)

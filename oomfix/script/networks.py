@@ -57,6 +57,12 @@ class Networks(Functions):
         frozen = path in self.frozen_elements or bool(self.state.frozen.get(self._frozen_key(module, path)))
         return frozen and self._stays_frozen(path)
 
+    def is_of_frozen(self, called: ast.expr, module: Value, path: str | None) -> bool:
+        """Whether what is called is a network that was frozen, or a layer of one: `self.layers[i]`."""
+        if isinstance(called, ast.Subscript) and self.is_frozen(self.evaluate(called.value), path_of(called.value)):
+            return True
+        return self.is_frozen(module, path)
+
     def note_replaced(self, target: ast.expr) -> None:
         """`net.head = nn.Linear(8, 2)`: what was frozen before has a part that trains."""
         while isinstance(target, ast.Attribute | ast.Subscript):
@@ -109,7 +115,8 @@ class Networks(Functions):
         harmless = _OF_THE_WHOLE if self.hints.thaws else _OF_THE_WHOLE | _PARTS
         asked_for = {other[len(prefix) :].split(".")[0] for other in self.hints.called if other.startswith(prefix)}
         # `crnn = crnn.CRNN(size)` asks the module of the file's imports for a class.
-        parts = {name for name in asked_for - harmless if not (name[:1].isupper() and len(name) > 2)}
+        followed = {function.name for function in self.functions}
+        parts = {name for name in asked_for - harmless - followed if not (name[:1].isupper() and len(name) > 2)}
         return not parts and not any(target.startswith(prefix) for target in self.hints.assigned)
 
     def _identity(self, module: Value, path: str | None) -> object:

@@ -332,3 +332,36 @@ def test_networks_of_a_list_are_known_by_what_is_done_to_each(report):
             optimizer.step()
     """
     assert report(code) == [("OOM202", 6)]
+
+
+LAYER_BY_LAYER = """
+    import torch
+    from torch import nn
+    from torchvision import models
+
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = models.vgg19(pretrained=True).features[:9]
+            {frozen}
+
+        def place(self, devices):
+            for i, layer in enumerate(self.net):
+                self.net[i] = layer.to(devices[i])
+
+        def forward(self, x):
+            for i in range(9):
+                x = self.net[i](x)
+            return x
+
+    features = Features()
+    features.eval()
+    features.place(["cuda"] * 9)
+    for image in style_images:
+        print(features(image).mean().item())
+"""
+
+
+def test_a_frozen_network_that_is_run_layer_by_layer_records_nothing(report):
+    assert report(LAYER_BY_LAYER.format(frozen="self.net.requires_grad_(False)")) == []
+    assert report(LAYER_BY_LAYER.format(frozen="self.net.eval()")) == [("OOM201", 24)]
