@@ -12,7 +12,7 @@ from oomfix.runtime import compat, outputs, rule_choice, simulation, trees
 from oomfix.runtime.attributes import Attributes, Containers, namespace
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.bounds import Bound, Bounds
-from oomfix.runtime.computed_masks import MaskOfRows, alike
+from oomfix.runtime.computed_masks import alike
 from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.divisors import Divisor, common_bound, counting, divisors, read
 from oomfix.runtime.drawing_calls import Shape
@@ -89,7 +89,8 @@ class Evidence:
         differentiates: the forward runs a backward of its own.
         bends: a number for the whole batch went into a function that bends at a threshold (clamp, abs, relu).
         counts_nothing: such a number, or one that was compared, was computed, and was 0 on all rows.
-        selects: a selection (topk, a random permutation) was made among as many entries as there are rows.
+        selects: a selection (topk, argmax, a random permutation) was made among as many entries as there are rows, or
+            each pair of rows met a threshold.
         alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
         terms: numbers [] that were added up to the loss of all rows.
     """
@@ -133,8 +134,7 @@ class _Run:
     nll_weights: list[float]
     divisors: list[Divisor]
     selected_among: list[int]
-    bent: list[Bent]
-    masks: list[MaskOfRows | None]
+    watch: Watch
     calls: int
     differentiates: bool
     terms: list[torch.Tensor]
@@ -153,6 +153,16 @@ def _bend_apart(whole: list[Bent], part: list[Bent]) -> bool:
     return any(a.shape == b.shape and a.numel() and not close(a, b) for a, b in pairs)
 
 
+def _go_across(whole: _Run, rows: int, part: _Run, rows_of_part: int) -> bool:
+    """Whether something goes across samples, by its size in a run on all rows and on a part.
+
+    Another number of such functions is that of a loop over samples, whose sizes are their own.
+    """
+    if len(whole.watch.across) != len(part.watch.across):
+        return False
+    return any(a.grows(rows, b, rows_of_part) for a, b in zip(whole.watch.across, part.watch.across, strict=True))
+
+
 def _count_nothing(whole: list[Bent], part: list[Bent]) -> bool:
     """Whether a number was 0, as a count is of rows of which none counts: for other rows it may be apart."""
     return len(whole) == len(part) and any(a.is_nothing() and b.is_nothing() for a, b in zip(whole, part, strict=True))
@@ -161,10 +171,10 @@ def _count_nothing(whole: list[Bent], part: list[Bent]) -> bool:
 def _bent_besides(run: _Run, counting: Sequence[int]) -> list[Bent]:
     """What went into functions that bend, without what they made a divisor of that counts."""
     if not counting:
-        return run.bent
+        return run.watch.bent
     bounded = [divisor.bounded for position, divisor in enumerate(run.divisors) if position in counting]
     places = {place for one in bounded if one is not None for place in one.bent}
-    return [Bent(torch.empty(0)) if place in places else bent for place, bent in enumerate(run.bent)]
+    return [Bent(torch.empty(0)) if place in places else bent for place, bent in enumerate(run.watch.bent)]
 
 
 def compare(
@@ -277,7 +287,8 @@ class _Comparison:
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
             if begin == 0:
-                found.alike_masks = alike(whole.masks, part.masks)
+                found.alike_masks = alike(whole.watch.masks.seen, part.watch.masks.seen)
+                found.selects |= _go_across(whole, count, part, cut)
         self._weigh(found, whole, parts)
         if simulation.assumption is None:
             of_whole, *of_parts = (_bent_besides(run, found.divisors) for run in (whole, *parts))
@@ -368,10 +379,8 @@ class _Comparison:
                 result, divided_by, terms = self._result(args, kwargs, watch)
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
-            weights, among, masks = watch.nll_weights, watch.selected_among, watch.masks.seen
-            return _Run(
-                result, self._changes(), weights, divided_by, among, watch.bent, masks, calls, False, terms, [], True
-            )
+            weights, among = watch.nll_weights, watch.selected_among
+            return _Run(result, self._changes(), weights, divided_by, among, watch, calls, False, terms, [], True)
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
@@ -384,9 +393,8 @@ class _Comparison:
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
         left, weights, among = self._changes(), probe.nll_weights, probe.selected_among
-        masks, shapes = watch.masks.seen, drawn.drawn_shapes
         return _Run(
-            result, left, weights, divided_by, among, watch.bent, masks, calls, differentiates, terms, shapes, tell
+            result, left, weights, divided_by, among, watch, calls, differentiates, terms, drawn.drawn_shapes, tell
         )
 
     def _result(self, args: Any, kwargs: Any, watch: Watch) -> tuple[Any, list[Divisor], list[torch.Tensor]]:

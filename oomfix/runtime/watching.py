@@ -21,6 +21,7 @@ from oomfix.runtime.rows import first_part
 # functions that select among values along a dimension, or draw indices below a bound
 _SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort")
 _INDEX_DRAWS = ("randperm", "randint")
+_EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin")
 # functions that are linear on both sides of a threshold, so that a mean over a batch shows nothing of it far away
 _CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "maximum", "minimum")
 _BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu", "hardtanh", "threshold", "where")
@@ -46,6 +47,7 @@ class _Kind(Enum):
     CROSS_ENTROPY = auto()
     WRITES = auto()
     SELECTS = auto()
+    EXTREMES = auto()
     DRAWS_INDICES = auto()
     BENDS = auto()
     COMPARES = auto()
@@ -76,6 +78,8 @@ def _kind_of(func: Any) -> _Kind:
         return _Kind.WRITES
     if name in _SELECTIONS:
         return _Kind.SELECTS
+    if name in _EXTREMES:
+        return _Kind.EXTREMES
     return _Kind.DRAWS_INDICES if name in _INDEX_DRAWS else _Kind.OTHER
 
 
@@ -111,6 +115,25 @@ class Bent:
     def is_nothing(self) -> bool:
         """Whether it is one number, computed, and 0."""
         return self.computed and self.value.numel() == 1 and not bool(self.value)
+
+
+@dataclass(frozen=True)
+class Across:
+    """What may go across samples, and shows nothing of it on a few rows that are far apart.
+
+    Attributes:
+        number: how many values an extreme (max, argmin) was taken of, along a dimension, or went into a function that
+            bends one by one.
+        by_pairs: it goes across if the number grows with the pairs of samples, not with the samples.
+    """
+
+    number: int
+    by_pairs: bool
+
+    def grows(self, rows: int, other: "Across", other_rows: int) -> bool:
+        """Whether this, on so many rows, and the same on others show that it goes across samples."""
+        power = 2 if self.by_pairs else 1
+        return self.number != other.number and self.number * other_rows**power == other.number * rows**power
 
 
 class _Compared:
@@ -159,6 +182,7 @@ class Watch(TorchFunctionMode):
         bent: what went into functions that bend, numbers that were compared, and how many distinct values there were,
             in the order of the calls; empty where it has rows, or is large.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
+        across: what may go across samples, see `Across`.
         masks: those that were computed by comparing.
 
     Args:
@@ -182,6 +206,7 @@ class Watch(TorchFunctionMode):
         self.selected_among: list[int] = []
         self.bent: list[Bent] = []
         self.calls = 0
+        self.across: list[Across] = []
         self.masks = ComputedMasks(rows, gaps)
         self._added: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._rows = rows
@@ -213,8 +238,12 @@ class Watch(TorchFunctionMode):
             self._about_to_write(args)
         elif kind is _Kind.SELECTS:
             self._select(args, kwargs)
+        elif kind is _Kind.EXTREMES:
+            self._take_extreme(args, kwargs)
         elif kind in (_Kind.BENDS, _Kind.COMPARES):
             bent = [self._kept(value) for value in args if isinstance(value, torch.Tensor)]
+            if kind is _Kind.BENDS:
+                self._bend_each(*args[:1])
             # the numbers that `where` chooses from are often 0
             self.bent += [replace(one, computed=False) for one in bent] if func.__name__ == "where" else bent
             if func.__name__.endswith("_"):
@@ -280,6 +309,19 @@ class Watch(TorchFunctionMode):
             dims = [argument for argument in args[1:] if isinstance(argument, int) and not isinstance(argument, bool)]
             dim = kwargs.get("dim", dims[-1] if dims and -values.dim() <= dims[-1] < values.dim() else -1)
             self.selected_among.append(values.shape[dim])
+
+    def _take_extreme(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = args[0] if args else kwargs.get("input")
+        if isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), torch.Tensor):
+            self._bend_each(values)  # the larger of two
+            return
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if isinstance(values, torch.Tensor) and isinstance(dim, int) and -values.dim() <= dim < values.dim():
+            self.across.append(Across(values.shape[dim], by_pairs=False))
+
+    def _bend_each(self, values: Any = None) -> None:
+        if isinstance(values, torch.Tensor) and values.dim():
+            self.across.append(Across(values.numel(), by_pairs=True))
 
     def _cross_entropy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ignored = kwargs.get("ignore_index", -100)

@@ -405,3 +405,60 @@ def test_a_weight_that_the_samples_of_a_class_share_is_seen_though_all_rows_are_
     for most_rows in (2, size // 2):
         assert verdict_of(by_class, model, batch, most_rows).rule is None
         assert verdict_of(by_sample, model, batch, most_rows).rule is not None
+
+
+def hardest(distances, same):
+    hardest_positive, hardest_negative = (distances * same).amax(1), (distances + 1e3 * same).amin(1)
+    return F.relu(hardest_positive - hardest_negative + 0.3)
+
+
+def hardest_by_indices(distances, same):
+    positive = (distances * same).argmax(dim=1, keepdim=True)
+    negative = torch.min(input=distances + 1e3 * same, dim=1, keepdim=True)[1]
+    return torch.clamp(input=distances.gather(1, positive) - distances.gather(1, negative) + 0.3, min=0)
+
+
+def hardest_in_a_loop(distances, same):
+    rooted = distances.clamp(min=1e-12)
+    apart = [
+        F.relu(row.max() - (row + 1e3 * alike).min() + 0.3) for row, alike in zip(rooted * same, same, strict=True)
+    ]
+    return torch.stack(apart)
+
+
+def all_pairs(distances, same):
+    return torch.max(0.3 - distances, torch.zeros(())) * ~same
+
+
+@pytest.mark.parametrize("size", [8, 12, 16])
+@pytest.mark.parametrize("term", [hardest, hardest_by_indices, hardest_in_a_loop, all_pairs])
+def test_pairs_that_are_all_far_apart_in_a_few_rows_are_seen_beside_another_term(term, size):
+    """In the rest of the batch they may not be, and the other term makes a loss that is not 0."""
+    model = network()
+
+    def forward(x, y):
+        out = model(x)
+        far = 20 * out
+        return term(torch.cdist(far, far), y[:, None] == y).mean() + F.cross_entropy(out, y)
+
+    for seed in range(6):
+        batch = (rows(size, seed), torch.arange(size) // (size // 4))
+        for most_rows in (2, 5, 8):
+            assert verdict_of(forward, model, batch, most_rows).rule is None
+
+
+def test_extremes_within_samples_and_of_none_of_their_dimensions_still_split():
+    """Over classes, over the length that all samples of a batch have, over all of them for a log, in a loop."""
+    model = network()
+
+    def forward(x, y, lengths):
+        out = model(x)
+        steps = torch.arange(1, int(lengths.max()) + 1)
+        steps = F.relu(out[:, None] * (steps * (steps <= lengths[:, None]))[..., None])  # [samples, length, classes]
+        pooled = steps.max(1).values + steps.amax((1, 2))[:, None]
+        best = torch.stack([torch.max(sample, 0).values[:2].sum() for sample in steps])
+        return F.cross_entropy(pooled, y) + best.mean() + torch.max(out, out.flip(1)).mean(), out.argmax(1)
+
+    lengths = torch.tensor([3, 4, 5, 3, 4, 5, 3, 5])
+    for most_rows in (2, 5, 8):
+        assert verdict_of(forward, model, (rows(8), torch.arange(8) % 4, lengths), most_rows).rule is not None
