@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from oomfix.rewrite.files import FileOutcome, Rewriter
     from oomfix.rewrite.proof import Proof
     from oomfix.rewrite.trial import Trial
+
+_STANDARD_INPUT = re.compile(r"(-|/dev/stdin|/dev/fd/\d+|/proc/[^/]+/fd/\d+)$")
 
 
 class _WithScriptArguments(click.Command):
@@ -123,8 +126,9 @@ def apply(
         if hasattr(stream, "reconfigure"):
             # a path or a line of a file may hold what the terminal's encoding has not
             stream.reconfigure(errors="backslashreplace")
-    if "-" in paths:
-        raise click.UsageError("-: scripts are changed where they stand, expected a file or folder, no standard input")
+    for path in filter(_STANDARD_INPUT.match, paths):
+        expected = "expected a file or folder, no standard input"
+        raise click.UsageError(f"{path}: scripts are changed where they stand, {expected}")
     options = _options(preset, micro_batches, clip_norm, no_runtime, only, ignore)
     rewriter = Rewriter(all_rules(), options)
     writes = not (diff or check or check_equivalence)

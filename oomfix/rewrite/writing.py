@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import stat
 import tempfile
@@ -13,6 +14,7 @@ from oomfix.parsing import Unreadable
 from oomfix.source import Source
 
 BACKUP_SUFFIX = ".orig"
+_TEMPORARY = (".oomfix.", ".tmp")
 
 
 class CannotWrite(Exception):
@@ -88,7 +90,7 @@ def _check(path: str, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _alone_in(folder: str) -> Iterator[None]:
-    """Wait until no other process is in here for this folder, where the system can lock folders."""
+    """Wait until no other process is in here for this folder, where the system can lock folders, and clean up."""
     if os.name != "posix":
         yield
         return
@@ -100,6 +102,8 @@ def _alone_in(folder: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            for left in glob.iglob(os.path.join(glob.escape(folder), "*".join(_TEMPORARY))):
+                os.unlink(left)  # by a process that was killed: nobody else writes now
         yield
     finally:
         if descriptor is not None:
@@ -108,7 +112,7 @@ def _alone_in(folder: str) -> Iterator[None]:
 
 def _replace(target: str, data: bytes, state: os.stat_result) -> tuple[str, ...]:
     folder = os.path.dirname(target)
-    descriptor, temporary = tempfile.mkstemp(prefix=".oomfix.", suffix=".tmp", dir=folder)
+    descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY[0], suffix=_TEMPORARY[1], dir=folder)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

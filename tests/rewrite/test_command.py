@@ -149,6 +149,16 @@ def test_standard_input_is_no_file_to_change():
     assert "-: scripts are changed where they stand, expected a file or folder, no standard input" in done.output
 
 
+@pytest.mark.parametrize("path", ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
+def test_a_name_of_standard_input_does_not_rewrite_the_file_that_is_redirected_there(folder, path):
+    with open(folder / "train.py") as script:
+        command = [sys.executable, "-m", "oomfix", "apply", "--preset", "16gb", path]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, stdin=script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and f"{path}: scripts are changed where they stand" in done.stderr
+    assert (folder / "train.py").read_text() == TRAIN
+
+
 def test_without_a_preset_all_are_named(folder):
     done = RUN.invoke(apply, ["train.py"])
     assert done.exit_code == 2

@@ -140,6 +140,14 @@ def test_a_process_killed_at_any_call_leaves_old_or_new_content(tmp_path, backup
 # -- what else a file is -----------------------------------------------------------------------------------------
 
 
+def test_what_a_killed_process_left_is_gone_after_the_next_write(script):
+    left = script.parent / f".oomfix.{'a' * 8}.tmp"
+    left.write_bytes(NEW[:3])
+    (script.parent / ".oomfix.toml").write_bytes(b"mine")
+    write_source(str(script), NEW)
+    assert files(script.parent) == [".oomfix.toml", "train.py"]
+
+
 def test_other_names_of_a_file_keep_the_old_content_and_that_is_told(script):
     (script.parent / "snapshot.py").hardlink_to(script)
     written = write_source(str(script), NEW)
