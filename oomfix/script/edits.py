@@ -162,7 +162,7 @@ def wrap(source: Source, statement: ast.stmt, header: str) -> tuple[Edit, ...]:
         return ()
     start, end = lines
     margin = source.text[start : bounds(source, statement)[0]]
-    unit = indentation_unit(source)
+    unit = _unit_of(source, statement, margin) or indentation_unit(source)
     edits = [Edit(start, start, f"{margin}{header}{newline_of(source)}")]
     frozen = _inside_strings(source.text[start:end], statement.lineno)
     for number in range(statement.lineno, source.position(max(start, end - 1))[0] + 1):
@@ -170,6 +170,16 @@ def wrap(source: Source, statement: ast.stmt, header: str) -> tuple[Edit, ...]:
         if number not in frozen and source.lines[number - 1].strip():
             edits.append(Edit(offset, offset, unit))
     return tuple(edits)
+
+
+def _unit_of(source: Source, statement: ast.stmt, margin: str) -> str:
+    """How much deeper the block of a compound statement stands; "" where it has none in lines of its own."""
+    blocks = [value for _, value in ast.iter_fields(statement) if isinstance(value, list)]
+    for first in (block[0] for block in blocks if block and isinstance(block[0], ast.stmt)):
+        deeper = source.text[source.line_starts[first.lineno - 1] : bounds(source, first)[0]]
+        if not deeper.strip() and deeper.startswith(margin):
+            return deeper.removeprefix(margin)
+    return ""
 
 
 def indentation_unit(source: Source) -> str:

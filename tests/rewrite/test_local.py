@@ -150,3 +150,12 @@ def test_what_speaks_of_more_than_a_cache_stays(comment: str, behind: str):
 def test_one_of_the_blank_lines_around_a_cache_that_is_not_emptied_goes():
     text, _ = fixed(EMPTYING.format(between="\n    ", behind="\n\n    total += 1"))
     assert text == WITHOUT.format(between="", behind="\n\n    total += 1")
+
+
+@pytest.mark.parametrize(("above", "unit"), [("    ", "\t"), ("\t", "  "), ("    ", "  "), ("  ", "    ")])
+def test_an_evaluation_is_indented_as_its_own_blocks_are_written(above: str, unit: str):
+    """Notebooks put cells of several hands into one file."""
+    head = f"import torch\n\ndef show(x):\n{above}print(x)\n\nmodel.eval()\n"
+    loop = f"for x in loader:\n{unit}if len(x) > 1:\n{unit * 2}show(model(x))\n"
+    body = "".join(f"{unit}{line}" for line in loop.splitlines(keepends=True))
+    assert fixed(head + loop)[0] == f"{head}with torch.no_grad():\n{body}"
