@@ -56,7 +56,7 @@ class Lifting:
         if behind.startswith("#") and len(f"{call[-1]}  {behind}") > self._layout.longest_line:
             comments, behind = [*comments, text.margin + behind], ""
         behind = f"  {behind}" if behind and not behind.startswith(";") else behind
-        if after and text.begins_a_paragraph(lift.site.statement):
+        if after and text.begins_a_paragraph(lift):
             after.append("")
         resets = [line for statement in self._resets_behind(lift) for line in text.moved(statement, text.margin)]
         if resets and resets[0].strip():
@@ -265,12 +265,15 @@ class _Text:
         above = self.chunk(statement).first - 1
         return above > self._header and not self._layout.source.lines[above - 1].strip()
 
-    def begins_a_paragraph(self, statement: ast.stmt) -> bool:
-        """Whether a blank line stands above a statement, and none below it or below all of its block."""
-        lines, own = self._layout.source.lines, self.chunk(statement)
-        above = lines[own.first - 2] if own.first - 1 > self._header else ":"
-        below = lines[own.last] if own.last < len(lines) else ""
-        return not above.strip() and below.startswith(self.margin) and bool(below.strip())
+    def begins_a_paragraph(self, lift: Lift) -> bool:
+        """Whether the backward, and what goes up with it, leaves the rest of a paragraph without its blank line."""
+        block, gone = lift.site.block, {id(statement) for statement in (*lift.lifted, *lift.before)}
+        first = lift.site.statement
+        while not self.is_parted(first) and (index := block.index(first)) and id(block[index - 1]) in gone:
+            first = block[index - 1]
+        lines, last = self._layout.source.lines, self.chunk(lift.site.statement).last
+        below = lines[last] if last < len(lines) else ""
+        return self.is_parted(first) and below.startswith(self.margin) and bool(below.strip())
 
 
 def _other_branches(branch: ast.If) -> list[list[ast.stmt]]:

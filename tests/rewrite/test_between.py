@@ -106,3 +106,22 @@ def test_what_prepares_a_backward_comes_before_it():
 def test_the_learning_rate_is_the_same_behind_the_backward(asked):
     _, loops = apply(LOOP.format(between=asked))
     assert loops == [("micro-batched", None)]
+
+
+@pytest.mark.parametrize("skip", ["", "\n        continue"])
+def test_the_rest_of_a_paragraph_whose_first_lines_go_up_keeps_the_blank_line_above_it(skip):
+    """`zero_grad` and the backward go ahead of what looks at the loss, the clipping stays behind it."""
+    text = assert_trains_the_same(f"""\
+for x, y in loader * 3:
+    loss = F.cross_entropy(model(x), y)
+
+    if torch.isnan(loss):
+        print("nan"){skip}
+
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    print(loss.item())
+""")
+    assert f'print("nan"){skip}\n\n    memory.unscale_(optimizer)\n    nn.utils' in text
