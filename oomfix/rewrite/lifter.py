@@ -9,6 +9,7 @@ from functools import cached_property
 
 from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.effects import changed_paths, last_name, overlap
+from oomfix.rewrite.forward_hooks import ForwardHooks
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.kept_graphs import check_graphs_end
@@ -109,6 +110,7 @@ class _Lifter:
         names = Names(self._script)
         self._function = names.free("forward", "forward_batch")
         self._skipped = SkippedBatches(self._script, self._blocks, manager)
+        self._hooks = ForwardHooks(nodes)
         self._lifting = Lifting(reading.layout, manager, names.free("loss", "batch_loss"))
         self.state: str | None = None
         self.objects: str | None = None
@@ -133,6 +135,7 @@ class _Lifter:
                 site = self._apart(other, site, before)
             lift = self._lift(site, self._runs_network_around(call))
             self._skipped.check(lift)
+            self._hooks.check(lift)
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
