@@ -268,7 +268,7 @@ class _Text:
     def begins_a_paragraph(self, lift: Lift) -> bool:
         """Whether the backward, and what goes up with it, leaves the rest of a paragraph without its blank line."""
         block, gone = lift.site.block, {id(statement) for statement in (*lift.lifted, *lift.before)}
-        first = lift.site.statement
+        first: ast.stmt = lift.site.statement
         while not self.is_parted(first) and (index := block.index(first)) and id(block[index - 1]) in gone:
             first = block[index - 1]
         lines, last = self._layout.source.lines, self.chunk(lift.site.statement).last
