@@ -116,7 +116,7 @@ class Calls(Externals):
             case Kind.OPTIMIZER | Kind.SCALER | Kind.CONTEXT | Kind.NUMBER if not receiver.graph:
                 self._call_back(node, values)
                 content = combine(values)
-                if receiver.kind is Kind.NUMBER and content.graph:
+                if receiver.kind is Kind.NUMBER and content.graph and not isinstance(receiver.constant, str):
                     return content.with_graph(Graph.MAYBE)
                 return NUMBER
             case Kind.MEMORY:

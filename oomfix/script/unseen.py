@@ -67,6 +67,7 @@ class Unseen(Containers):
                 return self._network_made(node)
             named = bool(values) and not imported and looks_like_module(path)
             named = named and not (self._is_a_transform(path) or self._is_method_of_an_object(node))
+            named = named and (bool(given.positional) or not last.endswith("_cls"))  # `model_cls(**config)` makes one
             if self.hints.is_module(path) or named:
                 target = self._assigned_to(node)
                 used = target in self.hints.owners_of_parts or (is_class and target in self.hints.called)

@@ -625,3 +625,44 @@ def test_what_an_evaluation_shows_with_its_network_is_not_trained(report):
 )
 def test_what_may_be_trained_in_one_is_left_alone(report, name, mode, shown):
     assert ("OOM201", 6) not in report(SHOWN.format(name=name, mode=mode, shown=shown))
+
+
+LOGGED = """
+    import torch
+
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        quality = compare(model(x), y)
+        {logged}
+        model.train()
+"""
+
+
+@pytest.mark.parametrize(
+    "logged",
+    ["tools.message(opt, 'quality {}'.format(quality))", "tools.message(opt, f'{quality}')", "tools.message(quality)"],
+)
+def test_a_text_that_tells_a_result_backpropagates_nothing(report, logged):
+    assert ("OOM201", 8) in report(LOGGED.format(logged=logged))
+
+
+def test_a_result_that_is_given_with_an_optimizer_may_be_backpropagated(report):
+    assert ("OOM201", 8) not in report(LOGGED.format(logged="tools.message(opt, quality)"))
+
+
+BUILT = """
+    import torch
+
+    def evaluate(name, image, config):
+        model_cls = CHOICES[name]
+        model = model_cls({given})
+        return model.size
+"""
+
+
+@pytest.mark.parametrize(("given", "found"), [("**config", []), ("size=8, depth=2", []), ("image", [("OOM201", 5)])])
+def test_a_class_among_several_makes_a_network_of_its_settings(report, given, found):
+    assert report(BUILT.format(given=given)) == found
