@@ -11,6 +11,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.compat import OutOfMemoryError
+from oomfix.runtime.kept_tensors import KeptTensors
 from tests.runtime.through import through
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
@@ -216,6 +217,19 @@ def test_state_in_an_object_that_is_no_module_is_noticed_and_left_alone_by_the_c
     assert "it changes Carrying.hidden" in caplog.text
     assert torch.equal(managed.hidden, plain.hidden)
     assert torch.equal(managed.model.weight.grad, plain.model.weight.grad)
+
+
+VIEWS = {"conjugate": lambda z: z.conj(), "negative": lambda z: z.conj().imag, "transposed": lambda z: z.t()}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_kept_of_a_view_is_what_the_view_shows(view):
+    """A conjugate or negative view is a bit of the tensor: the numbers below it are others."""
+    tensor = VIEWS[view](torch.randn(3, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0)))
+    before, kept = tensor.clone(), KeptTensors([tensor], largest=2**20)
+    tensor.mul_(2)
+    assert kept.restore()
+    assert torch.equal(tensor, before)
 
 
 class WithTeacher(nn.Module):
