@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
 from oomfix.rewrite.calls_run import CallsRun
@@ -34,10 +34,12 @@ class Effect(NamedTuple):
         told: in words.
         may_be_put_back: it is in attributes of the object whose method is called, and in plain containers there. The
             runtime finds such state, puts it back where a call starts again, and then runs batches whole.
+        is_own: it is all in the object whose method is called.
     """
 
     told: str
     may_be_put_back: bool
+    is_own: bool
 
 
 class _Attributes(NamedTuple):
@@ -48,9 +50,16 @@ class _Attributes(NamedTuple):
 
 
 class Helpers:
-    """The functions of a file by name, and whether calling one changes anything that outlives the call."""
+    """The functions of a file by name, and whether calling one changes anything that outlives the call.
 
-    def __init__(self, nodes: Nodes) -> None:
+    Args:
+        nodes: all nodes of the file.
+        forwards: the calls that run a network. What they give is new each time: `net(x).cuda()` changes nothing else,
+            whatever a method of that name does in a class of the file.
+    """
+
+    def __init__(self, nodes: Nodes, forwards: Set[ast.AST]) -> None:
+        self._forwards = forwards
         self._functions = FunctionsCalled(nodes)
         self._records = Records(self._functions, nodes)
         self._calls = CallsRun(self._functions)
@@ -99,10 +108,12 @@ class Helpers:
         for call in calls_in(node):
             for function in self._functions.by(call):
                 effect = self._effect_of(function)
-                if effect is not None:
-                    owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+                receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+                if effect is not None and not (effect.is_own and receiver in self._forwards):
+                    owner = path_of(receiver) if receiver is not None else None
                     direct = owner is not None and (owner == caller if caller else owner.isidentifier())
-                    yield effect._replace(may_be_put_back=effect.may_be_put_back and direct)
+                    own = effect.is_own and owner is not None and owner == caller
+                    yield effect._replace(may_be_put_back=effect.may_be_put_back and direct, is_own=own)
 
     def _effect_of(self, function: FunctionNode) -> Effect | None:
         if id(function) in self._known:
@@ -128,7 +139,7 @@ def _goes_on(call: ast.Call) -> bool:
 
 
 def _worst(effects: Iterable[Effect]) -> Effect | None:
-    return min(effects, key=lambda effect: effect.may_be_put_back, default=None)
+    return min(effects, key=lambda effect: (effect.is_own, effect.may_be_put_back), default=None)
 
 
 def _own_effects(statement: ast.stmt, function: str, own: str | None, known: _Attributes) -> Iterator[Effect]:
@@ -140,17 +151,17 @@ def _own_effects(statement: ast.stmt, function: str, own: str | None, known: _At
     """
     for node in nodes_of_scope(statement):
         if isinstance(node, ast.Global | ast.Nonlocal):
-            yield Effect(f"`{function}` writes {', '.join(node.names)} outside of it", False)
+            yield Effect(f"`{function}` writes {', '.join(node.names)} outside of it", False, False)
         elif isinstance(node, ast.AugAssign) and "." in (path_of(node.target) or ""):
             path = path_of(node.target) or ""
             owner, _, name = path.rpartition(".")
-            yield Effect(f"`{function}` counts in {path}", owner == own and name in known.names)
+            yield Effect(f"`{function}` counts in {path}", owner == own and name in known.names, owner == own)
     if own is None:
         return
     kept = sorted(path for path in changed_paths(statement) if path.startswith(f"{own}."))
     if kept:
         names = {path.removeprefix(f"{own}.") for path in kept}
-        yield Effect(f"`{function}` changes {kept[0]}", names <= known.plain_containers)
+        yield Effect(f"`{function}` changes {kept[0]}", names <= known.plain_containers, True)
 
 
 def _attributes_of(owner: ast.ClassDef) -> dict[str, list[ast.expr]]:

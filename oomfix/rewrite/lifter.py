@@ -102,7 +102,7 @@ class _Lifter:
         is_trained = _Trains(calls_run, trained, self._script.backwards)
         self._slicer = Slicer(
             tree,
-            Helpers(nodes),
+            Helpers(nodes, of_networks),
             self._runs_forward,
             is_trained,
             self._takes_network,

@@ -246,3 +246,53 @@ def test_what_is_made_empty_and_given_to_a_function_of_another_file_is_there_to_
 def test_what_a_loss_only_reads_leaves_it_micro_batched(made, loss):
     (loop,) = rewritten(FILLED.format(made=made, loss=loss)).loops
     assert loop.rewrite == "micro-batched"
+
+
+AGENT = """\
+import torch
+from torch import nn
+
+moves = 0
+
+
+class Agent:
+    def __init__(self):
+        self.model = nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def learn(self, x, y):
+        q = {value}
+        loss = (q - y).pow(2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def cpu(self):
+        {change}
+
+
+agent = Agent()
+for x, y in zip(torch.randn(6, 8, 4), torch.randn(6, 8, 2)):
+    print(agent.learn(x, y))
+"""
+
+
+def test_a_method_asked_of_what_a_network_has_just_given_changes_nothing_else():
+    """`self.model(x).cpu()` is a tensor's method, although the agent has one of that name, which moves the model."""
+    text = AGENT.format(value="self.model(x).cpu()", change="self.model.cpu()")
+    assert outcome(text) == ("micro-batched", None, ())
+    assert_same_bits(run(text), run(rewritten(text).text, preset="off"))
+    assert_close(run(text), run(rewritten(text, micro_batches=3, precision="fp32").text), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ("self.model(x).cpu()", "global moves; moves += 1"),  # whosever method it is
+        ("(self.cpu(), self.model(x))[1]", "self.model.cpu()"),
+        ("self.model(find().cpu() or x)", "self.model.cpu()"),
+    ],
+)
+def test_a_method_that_may_change_what_was_there_before_keeps_the_loss_in_place(value, change):
+    assert outcome(AGENT.format(value=value, change=change))[0] == "in-place"
