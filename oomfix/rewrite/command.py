@@ -126,9 +126,7 @@ def apply(
         if hasattr(stream, "reconfigure"):
             # a path or a line of a file may hold what the terminal's encoding has not
             stream.reconfigure(errors="backslashreplace")
-    for path in filter(_STANDARD_INPUT.match, paths):
-        expected = "expected a file or folder, no standard input"
-        raise click.UsageError(f"{path}: scripts are changed where they stand, {expected}")
+    _refuse_what_is_no_script(paths, check_equivalence)
     options = _options(preset, micro_batches, clip_norm, no_runtime, only, ignore)
     rewriter = Rewriter(all_rules(), options)
     writes = not (diff or check or check_equivalence)
@@ -168,6 +166,15 @@ def apply(
         ctx.exit(2)
     missed = (proof is not None and not proof.fits) or (trial is not None and not trial.same)
     ctx.exit(1 if missed or (check and any(outcome.changed for outcome in outcomes)) else 0)
+
+
+def _refuse_what_is_no_script(paths: Sequence[str], command: str | None) -> None:
+    for path in filter(_STANDARD_INPUT.match, paths):
+        expected = "expected a file or folder, no standard input"
+        raise click.UsageError(f"{path}: scripts are changed where they stand, {expected}")
+    if command is not None and not command.strip():
+        expected = "expected a command that trains, such as 'python train.py'"
+        raise click.UsageError(f"--check-equivalence: got {command!r}, {expected}")
 
 
 def _options(

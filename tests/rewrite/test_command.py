@@ -159,6 +159,14 @@ def test_a_name_of_standard_input_does_not_rewrite_the_file_that_is_redirected_t
     assert (folder / "train.py").read_text() == TRAIN
 
 
+@pytest.mark.parametrize("command", ["", "  "])
+def test_an_empty_command_to_compare_writes_nothing_either(folder, command):
+    done = RUN.invoke(apply, ["--preset", "16gb", "train.py", "--check-equivalence", command])
+    assert done.exit_code == 2
+    assert f"--check-equivalence: got {command!r}, expected a command that trains" in done.output
+    assert (folder / "train.py").read_text() == TRAIN
+
+
 def test_without_a_preset_all_are_named(folder):
     done = RUN.invoke(apply, ["train.py"])
     assert done.exit_code == 2
