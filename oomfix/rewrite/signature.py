@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from oomfix.rewrite.batch_names import BatchNames, bound_anywhere, size_of
 from oomfix.rewrite.blocks import next_in_chain
+from oomfix.rewrite.effects import leaves
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
     Liveness,
@@ -108,6 +109,7 @@ class Signature:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in moved
         }
         kept: set[str] = set()
+        gone = _always_deleted(loop) if loop is not None else set()
         for node in nodes_of_scope_body(scope):
             if isinstance(node, ast.Delete):
                 names = {target.id for target in node.targets if isinstance(target, ast.Name)} & unread
@@ -119,7 +121,7 @@ class Signature:
                     kept |= names & rebound
                     lift.deletes[node] = names - rebound
                 else:
-                    kept |= names - _bound_ahead(node, scope)
+                    kept |= names - _bound_ahead(node, scope) - gone
         for statement, names in lift.deletes.items():
             lift.deletes[statement] = names - kept
         return kept
@@ -189,6 +191,17 @@ class Signature:
         if lift.all_names_are_read or statement not in lift.site.block[1:]:
             return False
         return names_bound(statement).isdisjoint(_read_outside(lift) | self._liveness.always)
+
+
+def _always_deleted(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
+    """The names that no iteration leaves bound: a `del` in its own block takes them, and nothing leaves it before."""
+    gone: set[str] = set()
+    for statement in loop.body:
+        if isinstance(statement, ast.Delete):
+            gone |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+        else:
+            gone -= names_bound(statement)
+    return set() if any(map(leaves, loop.body)) else gone
 
 
 def _bound_ahead(statement: ast.Delete, scope: Scope) -> set[str]:

@@ -440,6 +440,33 @@ def test_a_name_that_is_bound_anew_ahead_of_its_del_need_not_be_returned():
     assert "        return loss\n" in text
 
 
+@pytest.mark.parametrize(
+    ("skipped", "deleted", "returned"),
+    [
+        ("", "del x, out", "return loss"),
+        ("", "del x, out; out = 1", "return loss, out"),  # what the last `del` takes is another one
+        ("if len(x) > 9: continue", "del x, out", "return loss, out"),
+        ("", "if len(x) > 9: del out", "return loss, out"),
+    ],
+)
+def test_a_name_that_each_iteration_deletes_is_not_returned_for_another_del_behind_the_loop(skipped, deleted, returned):
+    """An evaluation that follows binds it anew, and deletes it as well."""
+    text = loop_of(f"""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            {skipped or "pass"}
+            {deleted}
+        for x, y in loader:
+            out = len(x)
+        del x, out
+        """)
+    assert f"        {returned}\n" in text
+
+
 METRIC = """\
     import torch.distributed as dist
     for x, y in loader:
