@@ -57,7 +57,10 @@ TOTALS = """
 """
 
 
-@pytest.mark.parametrize("name", ["encode", "decode", "embed", "encode_image", "extract_features", "forward_features"])
+RUNNING = ["encode", "decode", "embed", "encode_image", "evaluate_actions", "extract_features", "forward_features"]
+
+
+@pytest.mark.parametrize("name", RUNNING)
 def test_a_method_named_like_a_run_of_the_network_is_a_forward(report, name):
     code = VALIDATE.format(made="pass", call=f"print(model.{name}(x).argmax(1))")
     assert report(code) == [("OOM201", 7)]
