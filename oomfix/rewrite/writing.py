@@ -7,6 +7,7 @@ import glob
 import os
 import stat
 import tempfile
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -76,14 +77,16 @@ def write_source(path: str, data: bytes, *, expected: bytes | None = None, backu
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CannotWrite(f"{path}: cannot write ({reason}), left as it is") from None
-    return Written(target, kept, (*_of_backup(kept), *notes))
+    return Written(target, kept, (*_of_backup(path, target, kept), *notes))
 
 
 def _check(path: str, data: bytes) -> None:
     try:
         source = Source.from_bytes(path, data)
         if source.cells is None:  # cells of a notebook may await at their top
-            compile(source.tree, path, "exec", dont_inherit=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they are of what the script held before
+                compile(source.tree, path, "exec", dont_inherit=True)
     except (Unreadable, SyntaxError, ValueError) as error:
         raise CannotWrite(f"{path}: the result would not compile ({error}), left as it is; please report it") from None
 
@@ -186,5 +189,8 @@ def _keep(target: str, data: bytes) -> str:
         return path
 
 
-def _of_backup(kept: str | None) -> tuple[str, ...]:
-    return () if kept is None else (f"old content kept in {kept}",)
+def _of_backup(path: str, target: str, kept: str | None) -> tuple[str, ...]:
+    if kept is None:
+        return ()
+    shown = kept if os.path.islink(path) else path + kept.removeprefix(target)
+    return (f"old content kept in {shown}",)

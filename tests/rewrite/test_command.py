@@ -167,6 +167,15 @@ def test_an_empty_command_to_compare_writes_nothing_either(folder, command):
     assert (folder / "train.py").read_text() == TRAIN
 
 
+def test_what_python_warns_of_in_a_script_is_not_said_of_the_result(folder):
+    (folder / "train.py").write_text(TRAIN.replace("total = 0", "total = 0\nassert total is not 1"))
+    command = [sys.executable, "-W", "error", "-m", "oomfix", "apply", "--preset", "16gb", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "memory.step" in (folder / "train.py").read_text()
+
+
 def test_without_a_preset_all_are_named(folder):
     done = RUN.invoke(apply, ["train.py"])
     assert done.exit_code == 2

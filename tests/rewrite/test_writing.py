@@ -140,6 +140,14 @@ def test_a_process_killed_at_any_call_leaves_old_or_new_content(tmp_path, backup
 # -- what else a file is -----------------------------------------------------------------------------------------
 
 
+def test_a_backup_is_named_as_its_file_is(script, monkeypatch):
+    monkeypatch.chdir(script.parent)
+    assert write_source("train.py", NEW, backup=True).notes == ("old content kept in train.py.orig",)
+    Path("link.py").symlink_to("train.py")
+    kept = f"{script.resolve()}.orig.1"
+    assert write_source("link.py", OLD, backup=True).notes == (f"old content kept in {kept}",)
+
+
 def test_what_a_killed_process_left_is_gone_after_the_next_write(script):
     left = script.parent / f".oomfix.{'a' * 8}.tmp"
     left.write_bytes(NEW[:3])
