@@ -13,6 +13,7 @@ from oomfix.rewrite.forward_hooks import ForwardHooks
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.kept_graphs import check_graphs_end
+from oomfix.rewrite.left_by_networks import LeftByNetworks
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import (
@@ -111,6 +112,7 @@ class _Lifter:
         self._function = names.free("forward", "forward_batch")
         self._skipped = SkippedBatches(self._script, self._blocks, manager)
         self._hooks = ForwardHooks(nodes)
+        self._left = LeftByNetworks(nodes)
         self._lifting = Lifting(reading.layout, manager, names.free("loss", "batch_loss"))
         self.state: str | None = None
         self.objects: str | None = None
@@ -136,6 +138,7 @@ class _Lifter:
             lift = self._lift(site, self._runs_network_around(call))
             self._skipped.check(lift)
             self._hooks.check(lift)
+            self._left.check(lift)
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)

@@ -1,0 +1,94 @@
+"""What networks leave behind for the loop to read: where a batch is split, that of its last part is left there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from oomfix.rewrite.effects import calls_in, last_name
+from oomfix.rewrite.lift import CannotLift, Lift
+from oomfix.rewrite.liveness import nodes_of_scope, nodes_of_scope_body
+from oomfix.script.named_like import looks_like_loss
+from oomfix.script.names import path_of
+from oomfix.script.nodes import Nodes, walk
+
+_NUMBERS = frozenset("item mean sum norm len float int bool std var cross_entropy kl_div".split())
+"""Calls that give a number for a batch, which the runtime puts together again."""
+
+
+class LeftByNetworks:
+    """The attributes that classes of a file write when their objects run: `self.attention = weights`.
+
+    Args:
+        nodes: all nodes of the file.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._written: set[str] = set()
+        for owner in nodes.of(ast.ClassDef):
+            self._written |= {name for method in _run_by_forward(owner) for name in _written_rows(method)}
+
+    def check(self, lift: Lift) -> None:
+        """Whether the iteration reads none of them, but for the slice.
+
+        Raises:
+            CannotLift: it reads one that holds more than a number, of an object that the slice runs.
+        """
+        roots = [*lift.lifted, lift.site.root]
+        run = {path for node in roots for call in calls_in(node) if (path := path_of(call.func))}
+        for node in self._reads(lift):
+            owner = path_of(node.value)
+            if owner and any(_is_part(owner, path) for path in run):
+                told = f"{owner}.{node.attr}, which holds what the network ran on last"
+                raise CannotLift(f"line {node.lineno} reads {told}")
+
+    def _reads(self, lift: Lift) -> Iterator[ast.Attribute]:
+        """Where the iteration, but for the slice, reads attributes of these names."""
+        loop = lift.site.iteration or lift.site.scope
+        inside = {id(node) for statement in lift.lifted for node in walk(statement)}
+        for statement in loop.body if self._written else ():
+            for node in nodes_of_scope(statement):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in self._written:
+                    if id(node) not in inside:
+                        yield node
+
+
+def _is_part(owner: str, called: str) -> bool:
+    """Whether a call may run what an attribute is read of: `net(x)`, `net.loss(x)`, or `net(x)` for `net.encoder`."""
+    return f"{owner}.".startswith(f"{called}.") or (called.startswith(f"{owner}.") and owner != "self")
+
+
+def _run_by_forward(owner: ast.ClassDef) -> list[ast.FunctionDef]:
+    """What runs when an object of a class is called: `forward`, and the methods of the class that this calls."""
+    methods = {one.name: one for one in owner.body if isinstance(one, ast.FunctionDef)}
+    running = [methods[name] for name in ("forward", "__call__") if name in methods]
+    for method in running:
+        called = {path_of(node.func) or "" for node in walk(method) if isinstance(node, ast.Call)}
+        running += [one for name, one in methods.items() if f"self.{name}" in called and one not in running]
+    return running
+
+
+def _written_rows(method: ast.FunctionDef) -> Iterator[str]:
+    """The attributes of its object that a method writes, but for those that hold numbers."""
+    own = method.args.args[0].arg if method.args.args else ""
+    for node in nodes_of_scope_body(method):
+        if isinstance(node, ast.Assign) and not _is_number(node.value):
+            for target in node.targets:
+                for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(one, ast.Attribute) and path_of(one.value) == own and not looks_like_loss(one.attr):
+                        yield one.attr
+
+
+def _is_number(value: ast.expr) -> bool:
+    match value:
+        case ast.Constant():
+            return True
+        case ast.Name(name):
+            return looks_like_loss(name)
+        case ast.BinOp(left=left, right=right):
+            return _is_number(left) and _is_number(right)
+        case ast.Call(func=ast.Attribute(value=inner, attr="detach")):
+            return _is_number(inner)
+        case ast.Call():
+            return last_name(value) in _NUMBERS or looks_like_loss(last_name(value))
+    return False
