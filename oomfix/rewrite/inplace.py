@@ -101,37 +101,48 @@ class InPlace:
             scope = self._blocks.scope_of(step.node)
             own = [event.node for event in verdict.backwards]
             before = self._ahead_in(scope, own, step.node) or self._ahead_in(scope, backwards, step.node)
-            lines = sorted(node.lineno for node in before)
+            places = sorted(map(_place, before))
             # the last one, and those that run in its place in another branch
-            last = [n.lineno for n in before if n is before[-1] or self._blocks.exclude_each_other(n, before[-1])]
+            last = [_place(n) for n in before if n is before[-1] or self._blocks.exclude_each_other(n, before[-1])]
             apart = self._blocks.exclude_each_other
             others = [other.node for other in verdict.steps if not apart(other.node, step.node)]
-            passed = [other.lineno for other in others if other.lineno < step.node.lineno]
-            first = max([*sorted(last)[:1], *(line for line in passed if not lines or line > lines[0])], default=0)
-            mine = (call.lineno for call in known if not apart(call, step.node))
-            if scope is None or any(first < line <= step.node.lineno for line in mine):
+            passed = [_place(other) for other in others if _place(other) < _place(step.node)]
+            passed = [place for place in passed if not places or place > places[0]]
+            first = max([*sorted(last)[:1], *passed], default=(0, 0))
+            mine = (_place(call) for call in known if not apart(call, step.node))
+            if scope is None or any(first < place <= _place(step.node) for place in mine):
                 continue
             if not before:
-                first = scope.lineno if not isinstance(scope, ast.Module) else 0
+                first = _place(scope) if not isinstance(scope, ast.Module) else (0, 0)
             # clips of several optimizers may all stand ahead of the first step
-            readers = [self._first_readers(scope, line, step.node) for line in (first, max(last, default=first))]
+            readers = [self._first_readers(scope, place, step.node) for place in (first, max(last, default=first))]
             for reader in readers[0] or readers[1]:
-                start = self._layout.above_comments(reader)
-                margin = self._layout.margin(reader)
-                text = f"{margin}{self._name}.unscale_({self._source.segment(optimizer)}){self._layout.newline}"
-                yield Edit(start, start, text)
+                yield self._ahead_of(reader, f"{self._name}.unscale_({self._source.segment(optimizer)})")
+
+    def _ahead_of(self, statement: ast.stmt, call: str) -> Edit:
+        """The edit that runs a call ahead of a statement, also of one that shares its line with what is ahead of it."""
+        layout, start = self._layout, bounds(self._source, statement)[0]
+        ahead = self._source.text[self._source.line_starts[statement.lineno - 1] : start]
+        if not ahead.strip():
+            here = layout.above_comments(statement)
+            return Edit(here, here, f"{layout.margin(statement)}{call}{layout.newline}")
+        if not ahead.rstrip().endswith(":"):
+            return Edit(start, start, f"{call}; ")
+        margin = ahead[: len(ahead) - len(ahead.lstrip())] + layout.unit
+        header = start - len(ahead) + len(ahead.rstrip())
+        return Edit(header, start, "".join(f"{layout.newline}{margin}{line}" for line in (call, "")))
 
     def _ahead_in(self, scope: Scope | None, nodes: list[ast.Call], step: ast.Call) -> list[ast.Call]:
         """Those of the nodes that stand in a scope above a step."""
-        return [node for node in nodes if self._blocks.scope_of(node) is scope and node.lineno < step.lineno]
+        return [node for node in nodes if self._blocks.scope_of(node) is scope and _place(node) < _place(step)]
 
-    def _first_readers(self, scope: Scope, first: int, step: ast.Call) -> list[ast.stmt]:
-        """The statements between a line and a step that clip or read gradients, where none has done so for certain."""
+    def _first_readers(self, scope: Scope, first: tuple[int, int], step: ast.Call) -> list[ast.stmt]:
+        """The statements between a place and a step that clip or read gradients, where none has done so for certain."""
         around_step = {id(parent) for parent in self._blocks.ancestors(step)}
         readers = [
             node
             for node in nodes_of_scope_body(scope)
-            if isinstance(node, ast.stmt) and first < node.lineno < step.lineno
+            if isinstance(node, ast.stmt) and first < _place(node) < _place(step)
             # compound statements have a reader in them, or none; so has the loop that the step is in
             if not isinstance(node, ast.If | ast.With | ast.Try | ast.While | FunctionNode | ast.ClassDef)
             and id(node) not in around_step
@@ -139,22 +150,26 @@ class InPlace:
             and not is_zero_grad(node)
             and not self._blocks.exclude_each_other(node, step)
         ]
-        readers.sort(key=lambda node: node.lineno)
+        readers.sort(key=_place)
         found = self._not_behind_another(readers)
         if len(found) > 1:
             # one ahead of all, unless that is ahead of a backward, or where no step follows
             around = self._blocks.conditions_of(found[0])
-            outer = [one for one in around if one.lineno > first and one not in self._blocks.conditions_of(step)]
+            outer = [one for one in around if _place(one) > first and one not in self._blocks.conditions_of(step)]
             found = self._not_behind_another([*outer[-1:], *readers])
         return found
 
     def _not_behind_another(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        """The statements, given by line, that can run without an earlier one having run."""
+        """The statements, given by place, that can run without an earlier one having run."""
         found: list[ast.stmt] = []
         for statement in statements:
             around = set(map(id, self._blocks.conditions_of(statement)))
             before = (other for other in found if not self._blocks.exclude_each_other(other, statement))
             if not any(around.issuperset(map(id, self._blocks.conditions_of(other))) for other in before):
-                if self._layout.own_lines(statement) is not None:
-                    found.append(statement)
+                found.append(statement)
         return found
+
+
+def _place(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    """Where a node begins: its line, and how far into that."""
+    return node.lineno, node.col_offset

@@ -53,6 +53,44 @@ def test_gradients_that_the_script_looks_at_are_never_scaled(body, reason):
     assert "unscale_" not in result.text
 
 
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+UNSCALE = "memory.unscale_(optimizer)"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (f"if clip: {CLIP}", f"if clip:\n        {UNSCALE}\n        {CLIP}"),
+        (f"if clip: {CLIP}; print(1)", f"if clip:\n        {UNSCALE}\n        {CLIP}; print(1)"),
+        (f"if not clip: pass\n    else: {CLIP}", f"if not clip: pass\n    else:\n        {UNSCALE}\n        {CLIP}"),
+        (f"z = 1; {CLIP}", f"z = 1; {UNSCALE}; {CLIP}"),
+        (f"{CLIP}; z = 1", f"{UNSCALE}\n    {CLIP}; z = 1"),
+        (f"for _ in '1': {CLIP}", f"{UNSCALE}\n    for _ in '1': {CLIP}"),
+    ],
+)
+def test_clipping_that_shares_its_line_is_preceded_by_unscaling_too(written, expected):
+    wide = f"# {'as wide as this file is ':-<100}\nclip = True\n"
+    loop = "for x, y in loader:\n    optimizer.zero_grad()\n    model(x).sum().backward()\n"
+    text, forms = apply(f"{wide}{loop}    {written}\n    optimizer.step()\n")
+    assert forms == [("micro-batched", None)]
+    assert f"    {expected}\n    memory.step(optimizer)\n" in text
+
+
+def test_clipping_on_one_line_with_backward_and_step_is_preceded_by_unscaling():
+    """A loop that stays in place keeps its lines as they are joined."""
+    text, forms = apply(f"""\
+        seen = []
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            seen.append(out)
+            loss = F.cross_entropy(seen[-1], y)
+            loss.backward(); {CLIP}; optimizer.step()
+        """)
+    assert [form for form, _ in forms] == ["in-place"]
+    assert f"memory.backward(loss); {UNSCALE}; {CLIP[:24]}" in text
+
+
 def test_gradients_that_another_function_reads_are_never_scaled():
     plot = "def plot(model):\n    print([p.grad.abs().mean() for p in model.parameters()])\n\n"
     loop = "for x, y in loader:\n    optimizer.zero_grad()\n    model(x).sum().backward()\n    optimizer.step()\n"
