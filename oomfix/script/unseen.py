@@ -70,7 +70,8 @@ class Unseen(Containers):
             named = named and (bool(given.positional) or not last.endswith("_cls"))  # `model_cls(**config)` makes one
             if self.hints.is_module(path) or named:
                 target = self._assigned_to(node)
-                used = target in self.hints.owners_of_parts or (is_class and target in self.hints.called)
+                asked = self.hints.owners_of_parts | self.hints.modules
+                used = target in asked or (is_class and target in self.hints.called)
                 if used or self._made_to_be_module(node):
                     return self._network_made(node)
                 if not self.hints.is_loss(path) or self._is_network_and_loss(path, given):

@@ -666,3 +666,24 @@ BUILT = """
 @pytest.mark.parametrize(("given", "found"), [("**config", []), ("size=8, depth=2", []), ("image", [("OOM201", 5)])])
 def test_a_class_among_several_makes_a_network_of_its_settings(report, given, found):
     assert report(BUILT.format(given=given)) == found
+
+
+MADE = """
+    import torch
+
+    def evaluate(model, loaders, settings):
+        for loader in loaders:
+            made = model({given})
+            {used}
+        return 0
+"""
+
+
+@pytest.mark.parametrize("used", ["fit(loader, torch.optim.Adam(made.parameters()))", "made.train()", "made.eval()"])
+def test_what_is_asked_for_its_parameters_is_a_network_that_is_made(report, used):
+    assert report(MADE.format(given="settings", used=used)) == []
+
+
+@pytest.mark.parametrize("used", ["show(made)", "made.mean()"])
+def test_what_is_used_as_a_result_is_none(report, used):
+    assert report(MADE.format(given="settings", used=used)) == [("OOM201", 5)]
