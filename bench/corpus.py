@@ -295,6 +295,8 @@ def rival_section(
     return f"""
 ## Beside {name}
 
+On {len(texts)} scripts, those that were there in the run of {datetime.date.today()} that measured both.
+
 On the rules that both have: kept graphs (OOM101 and OOM102; TG001), missing no_grad (OOM201; TG002) and missing loss
 division (OOM301; TG014). TG001 covers neither OOM103 nor OOM104. TG002 and TG001 point at other columns and lines of
 the same statement, and TG002 reports one forward per function; so the first table counts statements and the second,
