@@ -27,6 +27,7 @@ from oomfix.rewrite.module import Names
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.repeated_prints import why_printed_again
 from oomfix.rewrite.skipped_batches import SkippedBatches
 from oomfix.rewrite.slices import PREPARATION, Slicer
 from oomfix.rewrite.verdict import Verdict
@@ -70,7 +71,7 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
             verdict.joined_line = reason.line if isinstance(reason, JoinedStatements) else None
         else:
             verdict.form, verdict.reason, verdict.joined_line = "micro-batched", None, None
-            verdict.state, verdict.objects = lifter.state, lifter.objects
+            verdict.state, verdict.said = lifter.state, lifter.said
     return edits
 
 
@@ -85,7 +86,7 @@ class _Lifter:
 
     Attributes:
         state: what the slices that were lifted last leave behind in objects, or hand on from row to row.
-        objects: what is said of their batches, where those may be objects that are not cut.
+        said: what else is to be said of them: of batches that may be objects, of lines that print.
     """
 
     def __init__(self, reading: Reading, manager: str) -> None:
@@ -115,7 +116,7 @@ class _Lifter:
         self._left = LeftByNetworks(nodes)
         self._lifting = Lifting(reading.layout, manager, names.free("loss", "batch_loss"))
         self.state: str | None = None
-        self.objects: str | None = None
+        self.said: list[str] = []
 
     def _only_resets(self, forward: Forward) -> bool:
         """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""
@@ -146,7 +147,8 @@ class _Lifter:
         if self.state is not None and len(lifts) > 1:
             raise CannotLift(f"{self.state}, which another loss may go through")
         self.state = self.state or next((lift.one_sample for lift in lifts if lift.one_sample is not None), None)
-        self.objects = why_perhaps_whole(lifts) if self.state is None else None
+        said = (why_perhaps_whole(lifts) if self.state is None else None, why_printed_again(lifts))
+        self.said = [one for one in said if one is not None]
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
         return edits

@@ -173,8 +173,7 @@ class LoopRewriter:
                 verdict.reason = stages.with_lines_before(verdict.reason)
             if verdict.state is not None:
                 verdict.state = stages.with_lines_before(verdict.state)
-            if verdict.objects is not None:
-                verdict.objects = stages.with_lines_before(verdict.objects)
+            verdict.said = [stages.with_lines_before(one) for one in verdict.said]
         stages.edit(lifted)
         if scaling != "script's" and any(verdict.form == "in-place" for verdict in self.verdicts):
             stages.edit(model_call_edits(Script.read(stages.source, self._target), self.verdicts, manager))
@@ -264,8 +263,7 @@ class LoopRewriter:
                 verdict.notes.append(said)
             if verdict.form == "micro-batched" and verdict.state is not None:
                 verdict.notes.append(f"{verdict.state}: batches run whole, and again in less memory where it runs out")
-            if verdict.form == "micro-batched" and verdict.objects is not None:
-                verdict.notes.append(verdict.objects)
+            verdict.notes += verdict.said if verdict.form == "micro-batched" else []
             if verdict.reason is not None and not (verdict.form == "in-place" and verdict.liftable):
                 verdict.reason = self._begun.with_lines_before(verdict.reason)
 

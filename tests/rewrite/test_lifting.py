@@ -595,3 +595,40 @@ def test_a_reset_of_gradients_behind_the_loss_stays_above_what_was_the_backward(
             memory.step(optimizer, zero_grad=False)
         """)
     )
+
+
+PRINTING = """\
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = 0
+    for i, row in enumerate(x):
+        out = model(row)
+        loss = loss + F.cross_entropy(out, y[i])
+        if i == 0:
+            {printing}
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("call", ["print(out.argmax())", "pprint(out)"])
+def test_what_prints_where_the_loss_is_computed_is_told(call):
+    (loop,) = rewritten(TOP + PRINTING.format(printing=call)).loops
+    assert loop.rewrite == "micro-batched"
+    assert loop.notes == (
+        "line 15 prints where the loss is computed: once for each micro-batch, and for each check whether the batch "
+        "may be split",
+    )
+
+
+@pytest.mark.parametrize("call", ["out = out + 0", "print(out)\n            raise SystemExit", "print(1); sys.exit()"])
+def test_what_prints_behind_the_loss_or_at_the_end_of_the_run_is_not(call):
+    (loop,) = rewritten(TOP + PRINTING.format(printing=call)).loops
+    assert (loop.rewrite, loop.notes) == ("micro-batched", ())
+
+
+def test_all_lines_that_print_are_those_of_the_file_as_it_was():
+    twice = PRINTING.format(printing="print(out)\n            print(out.argmax())")
+    (loop,) = rewritten(f"{TOP}{twice}").loops
+    assert loop.notes[0].startswith("line 15, line 16 print where the loss is computed: ")
