@@ -17,6 +17,7 @@ from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.divisors import Divisor, common_bound, counting, divisors, read
 from oomfix.runtime.drawing_calls import Shape
 from oomfix.runtime.gradients import GradientsNoted
+from oomfix.runtime.hinges import closed_alike
 from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
@@ -47,6 +48,7 @@ class Runs:
             for a forward that draws sample by sample in a loop.
         ahead: numbers drawn beforehand from the generators of Python and NumPy, so that the runs draw others.
         mask_gaps: numbers of the comparisons whose masks get a gap in the first row, see `computed_masks`.
+        opened: numbers of the hinges that give what goes in, see `hinges`.
         graph_of_whole: with gradients on in the run on all rows, so that its calls are those of a run with gradients:
             forwards register hooks where there is a graph.
         divides: the parts weigh what their losses divide by, which shows in their graphs only, see `divisors`.
@@ -59,6 +61,7 @@ class Runs:
     light: bool = False
     ahead: int = 0
     mask_gaps: frozenset[int] = frozenset()
+    opened: frozenset[int] = frozenset()
     graph_of_whole: bool = False
     divides: bool = False
     empties: bool = False
@@ -92,6 +95,7 @@ class Evidence:
         selects: a selection (topk, argmax, a random permutation) was made among as many entries as there are rows, or
             each pair of rows met a threshold.
         alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
+        closed_hinges: numbers of the hinges that gave nothing but 0 on all rows.
         terms: numbers [] that were added up to the loss of all rows.
     """
 
@@ -117,6 +121,7 @@ class Evidence:
     counts_nothing: bool = False
     selects: bool = False
     alike_masks: frozenset[int] = frozenset()
+    closed_hinges: frozenset[int] = frozenset()
     terms: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -288,6 +293,7 @@ class _Comparison:
             found.selects |= any(total != among for total, among in pairs)
             if begin == 0:
                 found.alike_masks = alike(whole.watch.masks.seen, part.watch.masks.seen)
+                found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
                 found.selects |= _go_across(whole, count, part, cut)
         self._weigh(found, whole, parts)
         if simulation.assumption is None:
@@ -372,7 +378,7 @@ class _Comparison:
             make_gaps(trees.tensors((args, kwargs)), self._gaps, emptied)
         held_out = self._held_out if self._how.holds_out and begin == 0 else None
         mask_gaps = self._how.mask_gaps if begin == 0 else ()
-        watch = Watch(end - begin, held_out, self._writes, self._outside, mask_gaps)
+        watch = Watch(end - begin, held_out, self._writes, self._outside, mask_gaps, self._how.opened)
         if light:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):
@@ -386,7 +392,7 @@ class _Comparison:
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
         # the watch is passed by every function of torch, so only the runs that are compared by it get it
         drawn = DrawnShapes()
-        with watch if begin == 0 else nullcontext(), probe, drawn:
+        with watch if begin == 0 or self._how.opened else nullcontext(), probe, drawn:
             result, divided_by, terms = self._result(args, kwargs, watch)
             calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))

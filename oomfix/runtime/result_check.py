@@ -26,6 +26,7 @@ class Found:
         how: how these runs were made.
         rows: on how many rows.
         alike_masks: see `comparison.Evidence`.
+        closed_hinges: see there.
         failed: the forward did.
         single_row_differs: a part was a single row, on which the forward may have failed or returned values of another
             kind: `squeeze()` takes away the dimension of samples too.
@@ -35,6 +36,7 @@ class Found:
     how: Runs
     rows: int
     alike_masks: frozenset[int]
+    closed_hinges: frozenset[int]
     failed: bool
     single_row_differs: bool
 
@@ -58,7 +60,8 @@ def by_results(few: FewRows, trust: bool, count: int) -> Found:
     failed = bool(evidence.failure)
     differs = failed or not all(_is_of_one_kind(evidence.whole, part) for part in evidence.parts)
     verdict = replace(verdict, needs_gradients=how.graph)
-    return Found(verdict, how, count, evidence.alike_masks, failed, has_single_row(count) and differs)
+    single_row_differs = has_single_row(count) and differs
+    return Found(verdict, how, count, evidence.alike_masks, evidence.closed_hinges, failed, single_row_differs)
 
 
 def _is_of_one_kind(value: Any, other: Any) -> bool:

@@ -17,6 +17,7 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.divisor_check import by_divisors
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
+from oomfix.runtime.hinge_check import by_hinges
 from oomfix.runtime.judging import BENDS, DEPEND
 from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
@@ -109,12 +110,13 @@ def _with_results(
 def _confirmed_closer(
     rows: FewRows, found: Found, few: list[int], together: list[int], with_gradients: bool
 ) -> Verdict:
-    """A verdict that allows a split, or the one that refuses it after a closer look at masks, repeats and gradients."""
+    """A verdict that allows a split, or the one that refuses it after a closer look."""
     verdict = found.verdict
     how = replace(found.how, light=not verdict.drew)
     other_looks = (
         (found.rows, partial(by_masks, rows, how)),
         (found.rows, partial(by_computed_masks, rows, found, how)),
+        (found.rows, partial(by_hinges, rows, found, how)),
         (min(found.rows, _ROWS_TO_REPEAT_IN), partial(by_repetition, rows, how)),
     )
     for most, look in other_looks:

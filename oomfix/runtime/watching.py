@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import compat, simulation
 from oomfix.runtime.computed_masks import ComputedMasks
+from oomfix.runtime.hinges import Hinges
 from oomfix.runtime.probe import Writes
 from oomfix.runtime.rows import first_part
 
@@ -184,6 +185,7 @@ class Watch(TorchFunctionMode):
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
         across: what may go across samples, see `Across`.
         masks: those that were computed by comparing.
+        hinges: those that were called.
 
     Args:
         rows: samples in this run.
@@ -191,6 +193,7 @@ class Watch(TorchFunctionMode):
         writes: keeps the contents of `outside` before they are written to.
         outside: tensors that outlive the run.
         gaps: numbers of the comparisons whose masks get a gap, see `computed_masks`.
+        opened: numbers of the hinges that give what goes in, see `hinges`.
     """
 
     def __init__(
@@ -200,6 +203,7 @@ class Watch(TorchFunctionMode):
         writes: Writes,
         outside: Iterable[torch.Tensor] = (),
         gaps: Collection[int] = (),
+        opened: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.nll_weights: list[float] = []
@@ -208,6 +212,7 @@ class Watch(TorchFunctionMode):
         self.calls = 0
         self.across: list[Across] = []
         self.masks = ComputedMasks(rows, gaps)
+        self.hinges = Hinges(opened)
         self._added: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._rows = rows
         self._held_out = held_out
@@ -251,7 +256,8 @@ class Watch(TorchFunctionMode):
         elif kind is _Kind.DRAWS_INDICES:
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
-        result = func(*args, **kwargs)
+        bends = kind in (_Kind.BENDS, _Kind.EXTREMES)
+        result = self.hinges.call(func, args, kwargs) if bends else func(*args, **kwargs)
         if kind is _Kind.DISTINGUISHES and simulation.assumption is None:
             values = result[0] if isinstance(result, tuple) else result
             self.bent.append(Bent(torch.tensor(values.numel())))

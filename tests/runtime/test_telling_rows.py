@@ -462,3 +462,62 @@ def test_extremes_within_samples_and_of_none_of_their_dimensions_still_split():
     lengths = torch.tensor([3, 4, 5, 3, 4, 5, 3, 5])
     for most_rows in (2, 5, 8):
         assert verdict_of(forward, model, (rows(8), torch.arange(8) % 4, lengths), most_rows).rule is not None
+
+
+def pairs_by_indices(out):
+    first, second = torch.triu_indices(len(out), len(out), 1)
+    return F.relu(0.3 - (20 * out[first] - 20 * out[second]).norm(dim=1)).sum()
+
+
+def sums_over_the_batch(out):
+    return torch.clamp((out @ out.T).exp().sum(1) - 1e3, min=0).mean()
+
+
+def sums_of_two(out):
+    return torch.max(torch.zeros(()), (out @ out.T).exp().sum(1) - 1e3).sum()
+
+
+def in_place(out):
+    return (torch.cdist(out, out).sum(1) - 1e3).relu_().sum()
+
+
+@pytest.mark.parametrize("term", [pairs_by_indices, sums_over_the_batch, sums_of_two, in_place])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_what_a_hinge_hides_that_is_closed_on_a_few_rows_is_seen(term, noise):
+    model = network()
+
+    def forward(x, y):
+        out = model(x + noise * torch.randn_like(x) if noise else x)
+        return term(out) + F.cross_entropy(out, y)
+
+    for most_rows in (2, 5, 8):
+        assert verdict_of(forward, model, (rows(12), torch.arange(12) % 4), most_rows).rule is None
+
+
+@pytest.mark.parametrize(("noise", "loops"), [(0.0, False), (0.1, False), (0.0, True)])
+def test_hinges_of_samples_that_are_closed_on_a_few_rows_still_split(noise, loops):
+    """One by one, of boxes that do not meet, in a loop."""
+    model = network()
+
+    def forward(x, y):
+        out = model(x + noise * torch.randn_like(x) if noise else x)
+        meeting = (torch.minimum(out[:, 2:], x[:, 2:4]) - torch.maximum(out[:, :2], x[:, :2] + 50)).clamp(min=0)
+        losses = F.relu(out.abs().sum(1) - 50) + meeting.prod(1)
+        if loops:
+            apart = [F.relu(one.exp() - 50 * (label > 1)).sum() for one, label in zip(out, y, strict=True)]
+            losses = losses + torch.stack(apart)
+        return losses.mean() + F.cross_entropy(out, y)
+
+    for most_rows in (2, 5, 8):
+        assert verdict_of(forward, model, (rows(12), torch.arange(12) % 4), most_rows).rule is not None
+
+
+def test_a_closed_hinge_that_cannot_be_opened_leaves_it_at_what_the_rows_showed():
+    """A root of what goes in is no number."""
+    model = network()
+
+    def forward(x, y):
+        out = model(x)
+        return F.relu(out.abs().sum(1) - 50).sqrt().mean() + F.cross_entropy(out, y)
+
+    assert verdict_of(forward, model, (rows(12), torch.arange(12) % 4), 5).rule is not None
