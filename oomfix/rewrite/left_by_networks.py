@@ -17,16 +17,16 @@ _NUMBERS = frozenset("item mean sum norm len float int bool std var cross_entrop
 
 
 class LeftByNetworks:
-    """The attributes that classes of a file write when their objects run: `self.attention = weights`.
+    """What classes of a file write when their objects run: `self.attention = weights`, and names declared `global`.
 
     Args:
         nodes: all nodes of the file.
     """
 
     def __init__(self, nodes: Nodes) -> None:
-        self._written: set[str] = set()
-        for owner in nodes.of(ast.ClassDef):
-            self._written |= {name for method in _run_by_forward(owner) for name in _written_rows(method)}
+        running = [method for owner in nodes.of(ast.ClassDef) for method in _run_by_forward(owner)]
+        self._written = {name for method in running for name in _written_rows(method)}
+        self._globals = {name for method in running for name in _declared_global(method)}
 
     def check(self, lift: Lift) -> None:
         """Whether the iteration reads none of them, but for the slice.
@@ -37,19 +37,21 @@ class LeftByNetworks:
         roots = [*lift.lifted, lift.site.root]
         run = {path for node in roots for call in calls_in(node) if (path := path_of(call.func))}
         for node in self._reads(lift):
-            owner = path_of(node.value)
-            if owner and any(_is_part(owner, path) for path in run):
-                told = f"{owner}.{node.attr}, which holds what the network ran on last"
-                raise CannotLift(f"line {node.lineno} reads {told}")
+            path = path_of(node) or ""
+            owner = path.rpartition(".")[0]
+            if path and (not owner or any(_is_part(owner, one) for one in run)):
+                raise CannotLift(f"line {node.lineno} reads {path}, which holds what the network ran on last")
 
-    def _reads(self, lift: Lift) -> Iterator[ast.Attribute]:
-        """Where the iteration, but for the slice, reads attributes of these names."""
+    def _reads(self, lift: Lift) -> Iterator[ast.Attribute | ast.Name]:
+        """Where the iteration, but for the slice, reads any of these names."""
         loop = lift.site.iteration or lift.site.scope
         inside = {id(node) for statement in lift.lifted for node in walk(statement)}
-        for statement in loop.body if self._written else ():
+        for statement in loop.body if self._written or self._globals else ():
             for node in nodes_of_scope(statement):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in self._written:
-                    if id(node) not in inside:
+                match node:
+                    case ast.Attribute(attr=name, ctx=ast.Load()) if name in self._written and id(node) not in inside:
+                        yield node
+                    case ast.Name(name, ctx=ast.Load()) if name in self._globals and id(node) not in inside:
                         yield node
 
 
@@ -66,6 +68,12 @@ def _run_by_forward(owner: ast.ClassDef) -> list[ast.FunctionDef]:
         called = {path_of(node.func) or "" for node in walk(method) if isinstance(node, ast.Call)}
         running += [one for name, one in methods.items() if f"self.{name}" in called and one not in running]
     return running
+
+
+def _declared_global(method: ast.FunctionDef) -> Iterator[str]:
+    for node in nodes_of_scope_body(method):
+        if isinstance(node, ast.Global):
+            yield from node.names
 
 
 def _written_rows(method: ast.FunctionDef) -> Iterator[str]:

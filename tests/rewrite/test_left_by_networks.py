@@ -60,3 +60,9 @@ def test_a_loop_that_reads_rows_which_the_network_keeps_stays_in_place(kept):
 )
 def test_numbers_and_attributes_that_nobody_reads_leave_it_lifted(kept, read):
     assert apply(NET.format(kept=kept) + "model.reset()\n" + LOOP.format(read=read))[1] == [("micro-batched", None)]
+
+
+def test_a_loop_that_reads_a_name_which_the_network_binds_stays_in_place():
+    text = NET.format(kept="global seen\n        seen = out") + LOOP.format(read="seen.shape")
+    told = f"line {(TOP + text).count(chr(10))} reads seen, which holds what the network ran on last"
+    assert apply(text)[1] == [("in-place", told)]
