@@ -51,8 +51,10 @@ def _spaces_commas(source: Source, arguments: list[ast.expr | ast.keyword]) -> b
 
 
 def _stand_apart(call: ast.Call, arguments: list[ast.expr | ast.keyword]) -> bool:
-    """Whether each argument has a line of its own; the first may stand beside the parenthesis."""
+    """Whether each argument has a line of its own; the first may stand beside the parenthesis, unless it is alone."""
     lines = [argument.lineno for argument in arguments]
+    if len(lines) == 1 and arguments[0].end_lineno == call.end_lineno:
+        return False
     return len(set(lines)) == len(lines) and lines[-1] > call.lineno
 
 

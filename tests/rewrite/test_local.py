@@ -159,3 +159,18 @@ def test_an_evaluation_is_indented_as_its_own_blocks_are_written(above: str, uni
     loop = f"for x in loader:\n{unit}if len(x) > 1:\n{unit * 2}show(model(x))\n"
     body = "".join(f"{unit}{line}" for line in loop.splitlines(keepends=True))
     assert fixed(head + loop)[0] == f"{head}with torch.no_grad():\n{body}"
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        ("torch.load(\n    path)", 'torch.load(\n    path, map_location="cpu")'),
+        ("torch.load(\n    path\n)", 'torch.load(\n    path,\n    map_location="cpu"\n)'),
+        ("torch.load(\n    path,\n)", 'torch.load(\n    path,\n    map_location="cpu",\n)'),
+        ("torch.load(path,\n    mmap=True)", 'torch.load(path,\n    mmap=True,\n    map_location="cpu")'),
+    ],
+)
+def test_an_added_argument_gets_a_line_of_its_own_where_the_others_have_one(call: str, after: str):
+    assert (
+        fixed(f"import torch\nmodel.load_state_dict({call})\n")[0] == f"import torch\nmodel.load_state_dict({after})\n"
+    )
