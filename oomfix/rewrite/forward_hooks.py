@@ -70,7 +70,8 @@ def _changed_by(hook: Hook) -> set[str]:
         for name in node.names
     }
     changed = {path.split(".")[0] for statement in body for path in changed_paths(statement)}
-    own = {node.arg for node in walk(hook.args) if isinstance(node, ast.arg)}
+    # what is in attributes of an object, the runtime finds there
+    own = {"self", "cls"} | {node.arg for node in walk(hook.args) if isinstance(node, ast.arg)}
     own |= {name for statement in body for name in names_bound(statement)}
     return (changed - own) | declared
 

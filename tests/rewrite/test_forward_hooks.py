@@ -73,6 +73,26 @@ def test_what_the_slice_alone_uses_and_hooks_that_come_later_leave_it_lifted(tex
     assert apply(text)[1] == [("micro-batched", None)]
 
 
+def test_what_a_hook_inside_of_a_method_keeps_in_its_object_is_the_runtimes_matter():
+    text = """\
+class Trainer:
+    def __init__(self):
+        def hook(module, given, output):
+            self.seen = output.mean()
+
+        model.register_forward_hook(hook)
+
+    def fit(self):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            print(self.seen)
+"""
+    assert apply(text)[1] == [("micro-batched", None)]
+
+
 def test_a_loss_of_what_hooks_gather_trains_the_same():
     hook = DEFINED.format(does="seen.append(output)")
     text = f"{TOP}seen = []\n{hook}" + loop(first="seen.clear()", term=" + sum(one.mean() for one in seen)")
