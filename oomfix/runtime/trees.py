@@ -66,7 +66,7 @@ def rebuilt(node: Any, values: list[Any]) -> Any:
         keys = list(node)
         try:
             # a shallow copy keeps what else the mapping carries (encodings of a tokenizer, default factories)
-            result: Any = copy.copy(node)
+            result = _copied(node)
             if getattr(node, "__dict__", None) is node:
                 # `self.__dict__ = self`, which a copy would keep the old attributes of
                 result.__dict__ = result
@@ -92,6 +92,21 @@ def rebuilt(node: Any, values: list[Any]) -> Any:
         # frozen dataclasses refuse setattr
         object.__setattr__(result, name, value)
     return result
+
+
+def _copied(node: Any) -> Any:
+    """A shallow copy, also of a dict with `__getattr__ = dict.__getitem__`.
+
+    Python 3.10 asks that for a `__getstate__`, and gets a KeyError.
+    """
+    try:
+        return copy.copy(node)
+    except KeyError:
+        if not isinstance(node, dict):
+            raise
+        result = type(node).__new__(type(node))
+        dict.update(result, node)
+        return result
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any, into: _Into = children) -> Any:
