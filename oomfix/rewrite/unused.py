@@ -11,16 +11,18 @@ from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
 _AMP_MODULES = ("torch.cuda.amp", "torch.amp", "torch.cuda.amp.grad_scaler", "torch.amp.grad_scaler")
+_AMP_PARENTS = ("torch", "torch.cuda")
 
 
 def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) -> list[Edit]:
-    """Take out the names of `torch.cuda.amp` and `torch.amp` that were used before the rewrite and no longer are."""
-    used_before, used_now = _loaded(before), _loaded(after)
+    """Take out `torch.cuda.amp`, `torch.amp` and their names that were used before the rewrite and no longer are."""
+    gone = _loaded(before) - _loaded(after)
     edits: list[Edit] = []
     for statement in after.body:
-        if not isinstance(statement, ast.ImportFrom) or statement.module not in _AMP_MODULES:
+        if not isinstance(statement, ast.ImportFrom):
             continue
-        unused = {name for alias in statement.names if (name := alias.asname or alias.name) in used_before - used_now}
+        of_amp = {alias.asname or alias.name for alias in statement.names if _is_amp(statement, alias)}
+        unused = of_amp & gone
         if len(unused) == len(statement.names):
             if (lines := layout.own_lines(statement)) is not None:
                 edits.append(Edit(*layout.whole(lines), ""))
@@ -31,6 +33,11 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
             text = layout.source.segment(statement)
             edits.append(Edit(*bounds(layout.source, statement), without_names(text, unused)))
     return edits
+
+
+def _is_amp(statement: ast.ImportFrom, alias: ast.alias) -> bool:
+    """Whether an import of one name brings mixed precision."""
+    return statement.module in _AMP_MODULES or (statement.module in _AMP_PARENTS and alias.name == "amp")
 
 
 def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:

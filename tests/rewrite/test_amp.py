@@ -34,6 +34,22 @@ def test_amp_is_folded_and_its_flag_and_checkpoint_lines_stay():
     assert "torch.cuda.amp" not in text
 
 
+@pytest.mark.parametrize("package", ["torch", "torch.cuda"])
+def test_an_import_of_the_module_of_amp_goes_with_its_last_use(package):
+    device = '"cuda", ' if package == "torch" else ""
+    script = AMP.replace("from torch.cuda.amp import GradScaler, autocast", f"from {package} import amp")
+    script = script.replace("GradScaler(", f"amp.GradScaler({device}").replace("autocast(", f"amp.autocast({device}")
+    text, forms = apply(script)
+    assert forms == [("micro-batched", None)]
+    assert "import amp" not in text
+    text, _ = apply(script.replace("import amp", "import amp, random"))
+    assert "import random\n" in text
+    text, _ = apply(script + "print(amp)\n")
+    assert "import amp\n" in text
+    text, _ = apply(script.replace("import amp", "import amp as precision").replace("amp.", "precision."))
+    assert "precision" not in text
+
+
 def test_the_update_of_a_scale_that_tells_of_skipped_steps_stays():
     steps = "    scaler.step(optimizer)\n    scaler.update()\n"
     asked = f"    scale = scaler.get_scale()\n{steps}    skipped = scale > scaler.get_scale()\n"
