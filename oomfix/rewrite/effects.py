@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from oomfix.rewrite.liveness import COMPREHENSIONS, FunctionNode, names_bound_by_target, nodes_of_scope
 from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import last_name as last_name
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 
 CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)
@@ -40,6 +40,8 @@ _HARMLESS = re.compile(
     r"measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put",
     re.IGNORECASE,
 )
+_RECORDS = re.compile(r"hist(ory)?(_|$)|averager?(_|$)|meters?(_|$)|metrics?(_|$)|losses(_|$)", re.IGNORECASE)
+"""Objects that are told numbers: `train_loss_hist.send(value)`."""
 _ABOUT_RATES = re.compile(r"lr|learning_?rate|warm_?up|sched|anneal|log|print|report|track", re.IGNORECASE)
 """What functions that are given an optimizer say in their names when they look at nothing but its learning rate."""
 
@@ -245,8 +247,11 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
         if isinstance(node, ast.Attribute) and node.attr == "data" and isinstance(node.ctx, ast.Store):
             return True
         for call in _calls_for_effect(node):
-            receiver = root_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            harmless = _HARMLESS.search(last_name(call)) or _OUTPUT_RECEIVERS.search(receiver)
+            owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+            harmless = _HARMLESS.search(last_name(call)) or (
+                owner is not None
+                and (_OUTPUT_RECEIVERS.search(root_of(owner)) or _RECORDS.search(last_of(path_of(owner))))
+            )
             if not harmless and not _averages_a_result(call, statement):
                 return True
     return False

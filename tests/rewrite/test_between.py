@@ -125,3 +125,17 @@ for x, y in loader * 3:
     print(loss.item())
 """)
     assert f'print("nan"){skip}\n\n    memory.unscale_(optimizer)\n    nn.utils' in text
+
+
+@pytest.mark.parametrize(
+    ("told", "form"),
+    [
+        ("loss_hist.send(loss.item())", "micro-batched"),
+        ("self.meters.send(loss.item())", "micro-batched"),
+        ("plan.send(loss.item())", "in-place"),
+        ("loss_hist.send(optimizer)", "in-place"),
+    ],
+)
+def test_an_object_that_is_a_record_by_its_name_resets_nothing(told, form):
+    _, loops = apply(LOOP.format(between=told))
+    assert loops[0][0] == form
