@@ -28,7 +28,7 @@ from oomfix.rewrite.rows_in_turn import why_in_turn
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.signature import Signature
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import children, walk
 
 PREPARATION = frozenset(
     "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze "
@@ -272,11 +272,19 @@ class Slicer:
             made |= names_bound(statement)
             for path in sorted(self._helpers.changed_paths(statement)):
                 if path.split(".")[0] not in made:
-                    raise CannotLift(f"line {statement.lineno} {_told_change(path, statement)}")
+                    change = self._innermost_change(path, statement)
+                    raise CannotLift(f"line {change.lineno} {_told_change(path, change)}")
         for name in sorted(self._helpers.records(lift.site.root) - made):
             raise CannotLift(f"line {lift.site.root.lineno} changes {name}, which was made outside of the slice")
         if self._runs_forward(lift.site.root):
             self._check_effect(lift.site.root, lift)
+
+    def _innermost_change(self, path: str, statement: ast.stmt) -> ast.stmt:
+        """Where a statement changes something: in a block, the first statement of the block that does."""
+        for inner in children(statement):
+            if isinstance(inner, ast.stmt) and path in self._helpers.changed_paths(inner):
+                return self._innermost_change(path, inner)
+        return statement
 
     def liveness_of(self, scope: Scope) -> Liveness:
         """Which names are read later, in a function or the module."""

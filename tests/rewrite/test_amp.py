@@ -138,7 +138,7 @@ def test_a_loop_with_its_own_loss_scaler_that_cannot_be_split_is_left_alone():
     assert result.text == text
     assert [loop.rewrite for loop in result.loops] == ["none"]
     assert (result.loops[0].reason or "").endswith(
-        "where no step follows; and line 10 changes self, which was made outside of the slice"
+        "where no step follows; and line 11 changes self, which was made outside of the slice"
     )
 
 

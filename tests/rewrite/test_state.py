@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
-from tests.rewrite.small_loops import TOP
+from tests.rewrite.small_loops import TOP, apply
 
 SCRIPT = """\
 import torch
@@ -296,3 +296,21 @@ def test_a_method_asked_of_what_a_network_has_just_given_changes_nothing_else():
 )
 def test_a_method_that_may_change_what_was_there_before_keeps_the_loss_in_place(value, change):
     assert outcome(AGENT.format(value=value, change=change))[0] == "in-place"
+
+
+def test_the_line_that_changes_something_is_named_and_not_the_block_around_it():
+    _, forms = apply("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            if args.weighted:
+                out = model(x)
+                if args.weights is None:
+                    args.weights = torch.ones(len(out))
+                loss = F.cross_entropy(out, y) * args.weights.mean()
+            else:
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    line = TOP.count("\n") + 6
+    assert forms == [("in-place", f"line {line} changes args, which was made outside of the slice")]
