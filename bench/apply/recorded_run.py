@@ -3,7 +3,7 @@
     python bench/apply/recorded_run.py OUT STEPS KIND SCRIPT [ARGS...]
 
 Ends the process after STEPS steps. KIND is `plain`, or `steady`: no dropout, and batch normalisation by its running
-statistics, so that a batch in parts computes what the whole one does. Independent of
+statistics, so that a batch in parts computes what the whole one does; `double` is that in float64. Independent of
 `oomfix.equivalence`, which it checks as well. A script that steps by hand is recorded at each `zero_grad` of a module.
 """
 
@@ -107,6 +107,14 @@ def hold_steady() -> None:
     nn.RNNBase.__init__ = recurrent
 
 
+def compute_in_double() -> None:
+    """What is float32 in a script is float64."""
+    torch.set_default_dtype(torch.float64)
+    torch.float = torch.float32 = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.FloatTensor = torch.DoubleTensor
+
+
 def main(out: str, most: str, kind: str, script: str, *arguments: str) -> None:
     """Run the script."""
     torch.set_num_threads(1)
@@ -115,8 +123,10 @@ def main(out: str, most: str, kind: str, script: str, *arguments: str) -> None:
     np.random.seed(0)
     record = Record(out, int(most))
     watch(record)
-    if kind == "steady":
+    if kind in ("steady", "double"):
         hold_steady()
+    if kind == "double":
+        compute_in_double()
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
