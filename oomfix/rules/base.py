@@ -40,8 +40,21 @@ EVALUATES: tuple[Need, ...] = (b".eval(", *((b"torch", word) for word in _EVALUA
 """
 
 NOT_ONE_TENSOR = "not seen to be one tensor"
+SHARED = "its statement gives another name the same value, which may need the graph"
 
-__all__ = ["EVALUATES", "NOT_ONE_TENSOR", "TRAINS", "Edit", "Finding", "Invalid", "Need", "Rule", "Severity", "holds"]
+__all__ = [
+    "EVALUATES",
+    "NOT_ONE_TENSOR",
+    "SHARED",
+    "TRAINS",
+    "Edit",
+    "Finding",
+    "Invalid",
+    "Need",
+    "Rule",
+    "Severity",
+    "holds",
+]
 
 
 def holds(data: bytes, need: Need) -> bool:

@@ -54,6 +54,7 @@ class EvalWithGrad(Rule):
         b"torch.hub.load",
         b"load_state_dict(",
         (b"= model(", b"cpu().numpy()"),
+        (b"clip.load(", b".encode_image("),
         (b"Trainer(", b".fit("),
         (b"Trainer(", b".train("),
         (b"from_pretrained(", b").cuda("),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.added_keyword import added_keyword
+from oomfix.script.edits import quote_of
 
 
 class LoadOnGpu(Rule):
@@ -42,10 +43,12 @@ class LoadOnGpu(Rule):
                 continue
             if any(isinstance(argument, ast.Starred) for argument in call.args):
                 continue
+            quote = quote_of(script.source)
+            keyword = f"map_location={quote}cpu{quote}"
             yield self.finding(
                 script.place(call),
                 "`torch.load` without `map_location` loads the checkpoint onto the GPU it was saved from",
-                edits=added_keyword(script.source, call, 'map_location="cpu"') if script.only_loads_state(call) else (),
+                edits=added_keyword(script.source, call, keyword) if script.only_loads_state(call) else (),
                 by_hand="it is not seen to go into `load_state_dict`",
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import EVALUATES, NOT_ONE_TENSOR, TRAINS, Finding, Invalid, Rule, Severity
+from oomfix.rules.base import EVALUATES, NOT_ONE_TENSOR, SHARED, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.edits import detach
 
@@ -49,7 +49,7 @@ class LossAccumulation(Rule):
                 f"adding `{value}` to `{keep.target}` {growth}",
                 severity=Severity.WARNING if freed else Severity.ERROR,
                 edits=detach(script.source, keep.detachable) if keep.detachable else (),
-                by_hand=NOT_ONE_TENSOR,
+                by_hand=SHARED if keep.shared else NOT_ONE_TENSOR,
             )
 
     INVALID = [

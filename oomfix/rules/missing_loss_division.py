@@ -20,8 +20,9 @@ class MissingLossDivision(Rule):
     hides it, weight decay and clipping do not), and changing k to fit a card changes the training.
 
     Quiet when: the loss is divided by anything on its way to the backward, or is the sum over its samples
-    (`reduction="sum"`); a framework scales it; what is cut is time, along another dimension than the first or with a
-    state that goes from piece to piece.
+    (`reduction="sum"`); the iteration, or what it calls, reads k for more than to ask whether the window is full, and
+    may divide in a way that cannot be followed (`hook`, `p.grad`, `loss_of(out, y, 1 / k)`); a framework scales it;
+    what is cut is time, along another dimension than the first or with a state that goes from piece to piece.
 
     Fix: `oomfix.runtime` weights each part by its share of the samples, which is exact for ragged windows too; by
     hand, `(loss / k).backward()`. This makes gradients k times smaller: a learning rate that was tuned with the mistake
@@ -39,8 +40,9 @@ class MissingLossDivision(Rule):
             if loop.window is None or loop.accumulates_by_itself or script.divides_gradients(loop):
                 continue
             divided = {backward.node for backward in loop.backwards if is_divided(backward, loop.window)}
-            for backward in script.distinct(loop.accumulated_backwards):
-                if backward.node not in divided:
+            undivided = [one for one in script.distinct(loop.accumulated_backwards) if one.node not in divided]
+            if undivided and not script.reads_window_size(loop):
+                for backward in undivided:
                     yield self.finding(
                         script.place(backward.node),
                         f"gradients of `{loop.window.size}` backwards add up; the loss is not divided by their number",
@@ -98,6 +100,14 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % args.accumulation == 0:
         scaler.step(optimizer)
         scaler.update()
+""",
+        """
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y, weight=1 / steps)
+    loss.backward()
+    if (i + 1) % steps == 0:
+        optimizer.step()
+        optimizer.zero_grad()
 """,
         """
 from torch.nn import functional as F

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import NOT_ONE_TENSOR, TRAINS, Finding, Invalid, Rule, Severity
+from oomfix.rules.base import NOT_ONE_TENSOR, SHARED, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.edits import detach
 
@@ -50,15 +50,17 @@ class TensorRetention(Rule):
                 else f"`{value}` is kept in `{keep.target}` {growth}",
                 severity=Severity.WARNING if freed else Severity.ERROR,
                 edits=detach(script.source, keep.detachable) if keep.detachable else (),
-                by_hand=NOT_ONE_TENSOR,
+                by_hand=SHARED if keep.shared else NOT_ONE_TENSOR,
             )
         for kept in script.attention_maps_kept():
+            read = script.reads_attribute(kept.name)
+            not_alone = SHARED if kept.shared else NOT_ONE_TENSOR
             yield self.finding(
                 script.place(kept.node),
                 f"`{script.source.segment(kept.node)}` keeps the attention map and its graph until the next forward",
                 severity=Severity.WARNING,
-                edits=() if script.reads_attribute(kept.name) else detach(script.source, kept.value),
-                by_hand=f"`{kept.name}` is read, and may be part of a loss",
+                edits=detach(script.source, kept.detachable) if kept.detachable and not read else (),
+                by_hand=f"`{kept.name}` is read, and may be part of a loss" if read else not_alone,
             )
 
     INVALID = [

@@ -34,7 +34,7 @@ from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.named_like import looks_like_forward, looks_like_loss
-from oomfix.script.names import last_of, path_of, receivers
+from oomfix.script.names import last_name, last_of, path_of, receivers
 from oomfix.script.nodes import Nodes, Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
 from oomfix.script.recurrent_states import CarriedState, carried_states
@@ -175,6 +175,13 @@ class Script:
     def divides_gradients(self, loop: TrainingLoop) -> bool:
         """Whether the gradients of a loop are divided by hand before its step."""
         return are_divided(loop, self._dividing_functions, self._nodes)
+
+    def reads_window_size(self, loop: TrainingLoop) -> bool:
+        """Whether an iteration reads the size of its accumulation window for more than to ask whether it is full."""
+        # few scripts come to this question, and every module is a third of a millisecond of each run
+        from oomfix.script.window_sizes import reads_its_size
+
+        return reads_its_size(loop, self._nodes)
 
     @cached_property
     def _dividing_functions(self) -> set[Scope]:
@@ -357,6 +364,17 @@ class Script:
             if forward.origin in self.trace.backpropagated
             for function in forward.site.functions
         }
+
+    @cached_property
+    def blocks_with_gradients(self) -> list[ast.With]:
+        """The blocks that say themselves whether gradients are on: `with torch.set_grad_enabled(True):`."""
+        return [
+            block
+            for block in self.imports.nodes.of(ast.With)
+            for item in block.items
+            if isinstance(item.context_expr, ast.Call)
+            and last_name(item.context_expr) in ("enable_grad", "set_grad_enabled")
+        ]
 
     def removal_of(self, call: ast.expr) -> tuple[Edit, ...]:
         """The edit that takes a call out which is a statement of its own; empty for any other."""

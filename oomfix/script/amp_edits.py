@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from oomfix.script.amp_imports import CannotRewrite, insert_before, rewrite_import
 from oomfix.script.amp_names import APIS, AmpImport, AmpNames, AmpUse, Role, renamed
-from oomfix.script.edits import Edit, add_keyword, bounds, prepend_argument
+from oomfix.script.edits import Edit, add_keyword, bounds, prepend_argument, quote_of
 from oomfix.script.names import last_name
 from oomfix.script.nodes import walk
 from oomfix.script.scopes import Variable
@@ -200,8 +200,12 @@ class AmpRewriter:
             if use.api not in ("custom_fwd", "custom_bwd"):
                 raise CannotRewrite(f"`@{ast.unparse(use.node)}` lacks its parentheses")
             end = bounds(self.source, use.node)[1]
-            return (*edits, Edit(end, end, f'(device_type="{use.device}")'))
+            return (*edits, Edit(end, end, f"(device_type={self._device(use)})"))
         return edits
+
+    def _device(self, use: AmpUse) -> str:
+        quote = quote_of(self.source)
+        return f"{quote}{use.device}{quote}"
 
     def _edits_of_path(self, use: AmpUse) -> tuple[Edit, ...]:
         """`torch.cuda.amp.autocast` -> `torch.amp.autocast`, by whatever name the file has for torch."""
@@ -241,8 +245,8 @@ class AmpRewriter:
         if any(keyword.arg in ("device_type", "device") for keyword in call.keywords):
             raise CannotRewrite("the call names a device already")
         if use.api in ("custom_fwd", "custom_bwd"):
-            return add_keyword(self.source, call, f'device_type="{use.device}"')
-        arguments = f'"{use.device}"{self._explicit_dtype(use, call)}'
+            return add_keyword(self.source, call, f"device_type={self._device(use)}")
+        arguments = f"{self._device(use)}{self._explicit_dtype(use, call)}"
         if use.role is Role.PARTIAL:
             edits = self._edits_of_partial(use, call, arguments)
         else:

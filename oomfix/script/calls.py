@@ -222,7 +222,9 @@ class Calls(Externals):
         return content._replace(
             divisors=receiver.divisors | divisors_of(name, values),
             scaled=receiver.scaled,
-            is_tensor=(receiver.is_tensor and name not in torch_facts.SEVERAL) or name in torch_facts.REDUCTIONS,
+            is_tensor=(receiver.is_tensor and name not in torch_facts.SEVERAL)
+            or name in torch_facts.REDUCTIONS
+            or name in torch_facts.ACTIVATIONS,
         )
 
     def _accelerator_method(self, name: str, values: list[Value]) -> Value:

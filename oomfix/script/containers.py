@@ -10,6 +10,7 @@ from oomfix.script import torch_facts
 from oomfix.script.contexts_by_hand import ContextsByHand
 from oomfix.script.named_like import looks_like_logging, looks_like_metric
 from oomfix.script.names import last_of, left_by_methods, path_of
+from oomfix.script.trace import Loop
 from oomfix.script.values import MISSING, NONE, NUMBER, UNKNOWN, Graph, Kind, Value, combine, flatten, join
 
 STORING = frozenset(
@@ -32,7 +33,9 @@ class Containers(ContextsByHand):
         if value.items:
             return reduce(join, value.items)
         if value.graph:
-            return Value(Kind.TENSOR, value.graph, value.origins, carried_from=value.carried_from)
+            return Value(
+                Kind.TENSOR, value.graph, value.origins, divisors=value.divisors, carried_from=value.carried_from
+            )
         return value if torch_facts.holds_networks(value) else UNKNOWN
 
     def _container_method(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
@@ -46,7 +49,7 @@ class Containers(ContextsByHand):
             held = self.element(receiver) if receiver.items else Value(Kind.TENSOR, receiver.graph, receiver.origins)
             return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=(NUMBER, held)),))
         if name == "clear":
-            self.assign(node.func.value, Value(Kind.CONTAINER), self.statement)
+            self._change(node.func.value, Value(Kind.CONTAINER), self.statement, self.loops)
             return NONE
         if receiver.graph:
             return self.element(receiver) if name in ("pop", "popleft", "get") else flatten(receiver)
@@ -68,11 +71,18 @@ class Containers(ContextsByHand):
         base = flatten(receiver)
         grown = Value(Kind.CONTAINER, max(base.graph, content.graph), base.origins | content.origins | kept)
         if path_of(target) is not None:
-            self.assign(target, grown, binding.statement if binding else None, loops)
+            self._change(target, grown, binding.statement if binding else None, loops)
         elif isinstance(target, ast.Subscript):
             self._grow_root(target, grown)
 
-    def _loops_of_root(self, target: ast.expr) -> tuple[ast.For | ast.AsyncFor | ast.While, ...]:
+    def _change(self, target: ast.expr, held: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]) -> None:
+        """What a container holds from here on, also for the function that made it: `saved.append(x)` of a global."""
+        if isinstance(target, ast.Name):
+            self.bind(target.id, held, loops, statement, in_place=True)
+        else:
+            self.assign(target, held, statement, loops)
+
+    def _loops_of_root(self, target: ast.expr) -> tuple[Loop, ...]:
         """The loops around the making of what an attribute or entry belongs to."""
         while isinstance(target, ast.Attribute | ast.Subscript | ast.Call):
             target = target.func if isinstance(target, ast.Call) else target.value
@@ -89,7 +99,7 @@ class Containers(ContextsByHand):
         if binding is not None and path_of(root) is not None:
             base = flatten(binding.value)
             grown = Value(Kind.CONTAINER, max(base.graph, content.graph), base.origins | content.origins)
-            self.assign(root, grown, binding.statement, binding.loops)
+            self._change(root, grown, binding.statement, binding.loops)
 
     def _store_unknown(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
         assert isinstance(node.func, ast.Attribute)

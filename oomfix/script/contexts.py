@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
 from oomfix.script.names import last_of
 from oomfix.script.trace import Autocast
 from oomfix.script.values import MISSING, Given, Graph, Kind, Value
 
-_GRAD_OFF = (
-    "torch.no_grad",
-    "torch.inference_mode",
-    "torch.autograd.no_grad",
-    "torch.autograd.grad_mode.no_grad",
-    "torch.autograd.inference_mode",
-)
+_GRAD_MODES = ("torch", "torch.autograd", "torch.autograd.grad_mode")
+"""The modules that offer torch's switches of gradients."""
 _AUTOCAST = (
     "torch.autocast",
     "torch.amp.autocast",
@@ -36,16 +32,9 @@ NULL = context("null")
 
 def context_of_call(node: ast.Call, qualified: str, given: Given) -> Value | None:
     """The context that a call of an imported name makes; None when it makes none that matters here."""
-    if qualified in _GRAD_OFF:
-        mode = given.argument("mode").constant
-        return context("grad" if mode is False else "no_grad")
-    if qualified in ("torch.enable_grad", "torch.autograd.enable_grad"):
-        return context("grad")
-    if qualified in ("torch.set_grad_enabled", "torch.autograd.set_grad_enabled"):
-        mode = given.argument("mode").constant
-        if mode is MISSING:
-            return context("grad", "no_grad")
-        return context("grad" if mode else "no_grad")
+    module, _, name = qualified.rpartition(".")
+    if module in _GRAD_MODES and (switch := _grad_switch(name, given.argument("mode").constant)) is not None:
+        return switch
     if qualified in _AUTOCAST:
         return _autocast(node, qualified, given)
     if qualified in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
@@ -53,6 +42,19 @@ def context_of_call(node: ast.Call, qualified: str, given: Given) -> Value | Non
     if qualified == "apex.amp.scale_loss":
         return context("apex")._replace(items=tuple(given.positional[:1]))
     return None
+
+
+def _grad_switch(name: str, mode: Any) -> Value | None:
+    """What one of torch's switches of gradients does with a mode; None for any other function."""
+    if name in ("no_grad", "inference_mode"):
+        return context("grad" if mode is False else "no_grad")
+    if name == "enable_grad":
+        return context("grad")
+    if name != "set_grad_enabled":
+        return None
+    if mode is MISSING:
+        return context("grad", "no_grad")
+    return context("grad" if mode else "no_grad")
 
 
 def _autocast(node: ast.Call, qualified: str, given: Given) -> Value:

@@ -126,13 +126,20 @@ class Core(ABC):
         """The object behind a value, when its class is in the file."""
         return value.ref if isinstance(value.ref, Instance) else None
 
-    def bind(self, path: str, value: Value, loops: tuple[Loop, ...], statement: ast.stmt | None) -> None:
-        """Bind a path in the frame its root belongs to."""
+    def bind(
+        self,
+        path: str,
+        value: Value,
+        loops: tuple[Loop, ...],
+        statement: ast.stmt | None,
+        in_place: bool = False,
+    ) -> None:
+        """Bind a path in the frame its root belongs to; a list that grows `in_place` stays where it was made."""
         root = root_of(path)
         frame = self.frame
         if root in self.frame.globals:
             frame = self.module_frame
-        elif root in self.frame.outer or root != path:
+        elif in_place or root in self.frame.outer or root != path:
             frame = self.holder(root) or self.frame
         if frame.state is None:
             return
@@ -188,7 +195,13 @@ class Core(ABC):
         if self.enclosing_forward is None or not isinstance(statement, ast.Assign):
             return
         if flatten(value).graph is Graph.YES:
-            self.trace.module_attributes[target] = ModuleAttribute(target, target.attr, statement.value)
+            alone = statement.targets == [target]
+            self.trace.module_attributes[target] = ModuleAttribute(
+                target,
+                target.attr,
+                detachable=statement.value if alone and value.is_tensor else None,
+                shared=len(statement.targets) > 1,
+            )
 
     def _as_backpropagated(self, path: str | None, value: Value) -> Value:
         """A name on which a backward runs holds a graph, even where its maker is out of sight."""
@@ -236,7 +249,13 @@ class Core(ABC):
         content = flatten(value)
         single = UNKNOWN
         if content.graph:
-            single = Value(Kind.TENSOR, content.graph, content.origins, carried_from=content.carried_from)
+            single = Value(
+                Kind.TENSOR,
+                content.graph,
+                content.origins,
+                divisors=content.divisors,
+                carried_from=content.carried_from,
+            )
         networks = []
         if content.kind is Kind.MODULE:
             networks = [target for target in targets if self._is_network(target, content)] or targets[:1]
@@ -310,11 +329,12 @@ class Core(ABC):
         crossed = self.loops[len(loops) :] if self.loops[: len(loops)] == loops else ()
         if not content.graph or not (crossed or self._outlives_this_call(target)) or len(loops) >= self.enclosing_depth:
             return NO_ORIGINS
-        detachable = value_node if value.is_tensor and alone else None
+        shared = isinstance(self.statement, ast.Assign) and len(self.statement.targets) > 1
+        detachable = value_node if value.is_tensor and alone and not shared else None
         meter = self._meter_around(content)
         if meter is not None:
             assert meter.call is not None
-            node, manner, detachable = meter.call, "meter", _handed_over(meter, content)
+            node, manner, shared, detachable = meter.call, "meter", False, _handed_over(meter, content)
         number = self.trace.number("keep", id(node), self.way)
         self.trace.keeps[number] = Keep(
             node=node,
@@ -324,6 +344,7 @@ class Core(ABC):
             manner=manner,
             certain=content.graph is Graph.YES,
             detachable=detachable,
+            shared=shared,
             crossed=crossed,
             origins=content.origins,
             statement=self.statement,

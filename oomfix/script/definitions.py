@@ -115,6 +115,21 @@ class Function:
         )
 
     @property
+    def is_property(self) -> bool:
+        """Whether a method is asked for like an attribute."""
+        decorators = getattr(self.node, "decorator_list", ())
+        return any(last_of(path_of(decorator)) in ("property", "cached_property") for decorator in decorators)
+
+    @property
+    def shown_attribute(self) -> ast.Attribute | None:
+        """`self._model`, where all that a method does is to return that."""
+        body = self.node.body
+        only = body[0] if isinstance(body, list) and len(body) == 1 else None
+        value = only.value if isinstance(only, ast.Return) else None
+        own = isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self"
+        return value if isinstance(value, ast.Attribute) and own else None
+
+    @property
     def is_whole_pass(self) -> bool:
         """Whether it says that it evaluates, and goes over the batches itself."""
         return self.evaluates and any(isinstance(node, ast.For | ast.AsyncFor) for node in self.nodes)

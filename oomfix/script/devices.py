@@ -5,20 +5,22 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.script.edits import bounds
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import Nodes, blocks, walk
+from oomfix.script.torch_facts import COPIES, FRESH
 
 if TYPE_CHECKING:
     from oomfix.source import Source
 
 _CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
+_SWITCH = re.compile(r"(use_)?(cuda|gpu)", re.IGNORECASE)
 _DEVICE = re.compile(
-    r"""\.to\((?!(dtype=)?(torch\.\w+|[\w.]+\.dtype)\)|["']cpu["'])|device""",
+    r"""\.to\((?!\s*(dtype=)?(torch\.\w+|[\w.]+\.dtype)\s*\)|\s*["']cpu["'])|device""",
     re.IGNORECASE,
 )
 _DEVICE_OF_A_TENSOR = re.compile(
@@ -39,6 +41,8 @@ _OTHER_DEVICES = frozenset({"cpu", "mps"})
 _VISIBLE = "os.environ['CUDA_VISIBLE_DEVICES']"
 _NONE_VISIBLE = frozenset({"", "-1"})
 _BEFORE_COMMENT = re.compile(r"""((?:[^#"'\\]|\\.|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)\#""")
+
+_OF_TENSORS = frozenset({"shape", "size", "view", "dim", "reshape", "detach", "numel", "ndim", "requires_grad"})
 
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -64,8 +68,10 @@ class Devices:
         if self._hides_gpus:
             return False
         followed, names = self._devices_of_tensors
+        names = [*names, *self._tensors]
         elsewhere = bool(self._overruled) or self._runs_elsewhere
-        idle = [*self._overruled, *self._unused, *self._said, *followed, *(self._printed if elsewhere else ())]
+        idle = [*self._overruled, *self._unused, *self._said, *self._not_of_torch, *followed]
+        idle += self._printed if elsewhere else ()
         text = _DEVICE_OF_A_TENSOR.sub(lambda found: found[0] * (found[1] in self._imported), self._without(idle))
         text = _SEED.sub("", text)
         if names:
@@ -140,6 +146,14 @@ class Devices:
         return [node.value for node in self._nodes.of(ast.Expr) if isinstance(node.value, ast.Constant)]
 
     @property
+    def _not_of_torch(self) -> list[ast.expr | ast.keyword]:
+        """GPUs that a call is told not to use, `cuda=False`, and simulators: `qml.device("default.qubit")`."""
+        calls = list(self._nodes.of(ast.Call))
+        given = (keyword for call in calls for keyword in call.keywords if _SWITCH.fullmatch(keyword.arg or ""))
+        off = [one for one in given if isinstance(one.value, ast.Constant) and one.value.value is False]
+        return [*off, *(call.func for call in calls if path_of(call.func) in ("qml.device", "pennylane.device"))]
+
+    @property
     def _printed(self) -> list[ast.expr]:
         """`print(f"{device}, GPU: {torch.cuda.is_available()}")`, of a script that runs elsewhere."""
         printed = (node for node in self._nodes.of(ast.Call) if path_of(node.func) == "print")
@@ -170,6 +184,22 @@ class Devices:
                     other.add(name)
         alone = [(name, node) for name, node in found if name not in other]
         return [node for _, node in alone], sorted({re.escape(name) for name, _ in alone})
+
+    @cached_property
+    def _tensors(self) -> list[str]:
+        """`z` of `x.to(z)`, asked for its shape or made by torch: where it is, nothing but its name says."""
+        moved_to = {
+            node.args[0].id
+            for node in self._nodes.of(ast.Call)
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "to" and len(node.args) == 1
+            if isinstance(node.args[0], ast.Name)
+        }
+        if not moved_to:
+            return []
+        asked = {path_of(node.value) for node in self._nodes.of(ast.Attribute) if node.attr in _OF_TENSORS}
+        pairs = [pair for node in self._nodes.of(ast.Assign) for pair in _pairs(node)]
+        made = {name for name, value in pairs if _makes_tensor(value)}
+        return sorted(re.escape(name) for name in moved_to & (asked | made) - self._imported)
 
     @cached_property
     def _unused_devices(self) -> list[ast.stmt]:
@@ -209,7 +239,7 @@ class Devices:
         """How often each word stands in the file, other than as a name of torch's or in a comment."""
         return Counter(re.findall(r"(?<!torch\.)\b\w+\b", self._without([])))
 
-    def _without(self, nodes: list[ast.stmt | ast.expr | ast.alias]) -> str:
+    def _without(self, nodes: Sequence[ast.stmt | ast.expr | ast.alias | ast.keyword]) -> str:
         """The text of the file without its comments and these nodes."""
         text = self._source.text
         for start, end in (bounds(self._source, node) for node in nodes):
@@ -258,6 +288,16 @@ def _pairs(statement: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
         values = statement.value.elts if isinstance(statement.value, ast.Tuple) else []
         written = values if len(values) == len(listed) else [statement.value] * len(listed)
         yield from ((name.id, value) for name, value in zip(listed, written, strict=True) if isinstance(name, ast.Name))
+
+
+def _makes_tensor(node: ast.expr) -> bool:
+    """`torch.zeros(8)`, `Variable(torch.Tensor(rows))`."""
+    if not isinstance(node, ast.Call):
+        return False
+    module, _, name = (path_of(node.func) or "").rpartition(".")
+    if name == "Variable":
+        return bool(node.args) and _makes_tensor(node.args[0])
+    return module == "torch" and name in FRESH | COPIES
 
 
 def _is_one_of(node: ast.expr, devices: frozenset[str]) -> bool:

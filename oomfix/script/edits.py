@@ -145,9 +145,18 @@ def whole_lines(source: Source, statement: ast.stmt) -> tuple[int, int] | None:
 
 
 def remove_statement(source: Source, statement: ast.stmt, siblings: list[ast.stmt]) -> tuple[Edit, ...]:
-    """Take a statement out of its block; a block left empty gets `pass`. Empty where it cannot be done."""
+    """Take a statement out of its block; a block left empty gets `pass`. Empty where it cannot be done.
+
+    Of a line that it shares with others, it goes with one semicolon.
+    """
     if len(siblings) == 1:
         return replace(source, statement, "pass")
+    start, end = bounds(source, statement)
+    index = siblings.index(statement)
+    if index and siblings[index - 1].end_lineno == statement.lineno:
+        return (Edit(bounds(source, siblings[index - 1])[1], end, ""),)
+    if index + 1 < len(siblings) and siblings[index + 1].lineno == statement.end_lineno:
+        return (Edit(start, bounds(source, siblings[index + 1])[0], ""),)
     lines = whole_lines(source, statement)
     return () if lines is None else (Edit(*lines, ""),)
 
@@ -180,6 +189,11 @@ def _unit_of(source: Source, statement: ast.stmt, margin: str) -> str:
         if not deeper.strip() and deeper.startswith(margin):
             return deeper.removeprefix(margin)
     return ""
+
+
+def quote_of(source: Source) -> str:
+    """The quote that the file writes short strings with."""
+    return "'" if source.text.count("'") > source.text.count('"') else '"'
 
 
 def indentation_unit(source: Source) -> str:

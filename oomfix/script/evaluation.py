@@ -22,6 +22,7 @@ _EVALUATION_DATA = re.compile(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORE
 _AS_NUMBERS = frozenset(("numpy", "tolist", "item"))
 _EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev(?!ice)|eval|infer|predict)", re.IGNORECASE)
 _MOVES = frozenset(("to", "cuda"))
+_TRAINING_FLAGS = frozenset(("self.training", "self.is_training", "self.is_train", "is_training", "is_train"))
 
 
 def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forward]:
@@ -54,6 +55,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
         for forward in trace.forwards.values()
         if (forward.direct or _method(forward) in trained_methods)
         and forward.origin not in needed
+        and not _is_in_training_branch(forward)
         and (
             (_is_evaluation(forward, trace, training_runs, trained) and not _is_trained_out_of_sight(forward, trace))
             or (_is_between_steps(forward, in_training_mode) and not _feeds_a_network(forward, trace))
@@ -107,6 +109,11 @@ def _is_evaluation(
         # A script that trains nothing may only be trying out the network.
         return (site.function is not None or bool(orders)) and _is_only_looked_at(forward, trace)
     return not within_training or _says_evaluation(site.loop) or _is_only_looked_at(forward, trace)
+
+
+def _is_in_training_branch(forward: Forward) -> bool:
+    """`if self.training: out = self.model(x)` in an object that says itself which way it goes."""
+    return any(guard.value and path_of(guard.test) in _TRAINING_FLAGS for guard in forward.site.guards)
 
 
 def _is_asked_for_by_an_evaluation(forward: Forward, trace: Trace) -> bool:

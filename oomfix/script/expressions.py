@@ -101,8 +101,11 @@ class Expressions(Calls):
             return Value(Kind.EXTERNAL, ref=f"{base.ref}.{node.attr}")
         if instance is not None:
             method = instance.cls.find(node.attr)
-            if method is not None:
+            if method is not None and not method.is_property:
                 return Value(Kind.FUNCTION, ref=(method, base))
+            shown = method.shown_attribute if method is not None else None
+            if shown is not None and instance.cls.find(shown.attr) is None:
+                return self.attribute_of(base, shown)
         path = path_of(node)
         if path is not None and (binding := self.lookup(path)) is not None:
             return binding.value
@@ -113,6 +116,9 @@ class Expressions(Calls):
                 return binding.value
         if base.kind is Kind.MODULE and node.attr == "module":
             return base
+        if base.kind is Kind.MODULE and node.attr == "training":
+            evaluating = self.state.evaluating.get(self._identity(base, path_of(node.value)))
+            return NUMBER if evaluating is None else constant(not evaluating)
         if base.kind in (Kind.MODULE, Kind.UNKNOWN) and not base.graph and looks_like_loss(node.attr):
             left = self.binding_of(left_by_methods(node.value))
             return UNKNOWN if left is None else left.value
@@ -267,7 +273,7 @@ class Expressions(Calls):
         content_flat = flatten(content)
         if content.kind in (Kind.MODULE, Kind.OPTIMIZER):
             return Value(Kind.SEQUENCE, items=(content,))
-        return Value(Kind.CONTAINER, content_flat.graph, content_flat.origins)
+        return Value(Kind.CONTAINER, content_flat.graph, content_flat.origins, divisors=content_flat.divisors)
 
     def _lambda(self, node: ast.Lambda) -> Value:
         return Value(Kind.FUNCTION, ref=(Function(node, "<lambda>", self.frame), None))

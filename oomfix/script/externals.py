@@ -23,6 +23,8 @@ from oomfix.script.values import (
     Kind,
     Value,
     combine,
+    constant,
+    divided_alike,
     flatten,
 )
 
@@ -73,6 +75,8 @@ class Externals(Methods):
             return flatten(values[0]) if name.startswith("tqdm") and values else NUMBER
         if torch_facts.runs_module(last) and node.args:
             return self.run_argument(node, given)
+        if self.solves_equation_of_network(node, last, given):
+            return self.run_argument(node, given, direct=False)
         if torch_facts.runs_what_it_is_given(name) and self._is_network_or_function(node, given):
             return self.run_argument(node, given)
         if (made := self._of_a_kind(node, name, path, given)) is not None:
@@ -90,8 +94,8 @@ class Externals(Methods):
         """Whether the first argument is a network, or a function of the file."""
         if not node.args:
             return False
-        known = given.positional[0].kind in (Kind.MODULE, Kind.FUNCTION)
-        return known or self.hints.is_module(path_of(node.args[0]) or "")
+        called = given.positional[0]
+        return called.kind is Kind.FUNCTION or self.is_network(node.args[0], called)
 
     def _of_one_name(self, node: ast.Call, name: str, given: Given) -> Value | None:
         """What a function that is known by its whole name gives."""
@@ -103,6 +107,8 @@ class Externals(Methods):
                 return self._functional_backward(node, name, given)
             case "torch.load":
                 return LOADED
+            case "torch.hub.load" if arguments and str(arguments[0].constant).startswith("ultralytics/"):
+                return Value(Kind.LOSS)  # a detector that turns gradients off by itself
             case "torch.cuda.empty_cache":
                 self.note_call(name, node)
                 return NONE
@@ -190,7 +196,10 @@ class Externals(Methods):
         if name.startswith("torch.distributions.") and last[:1].isupper():
             return content._replace(is_tensor=False, ref=torch_facts.DISTRIBUTION)
         several = last in torch_facts.SEVERAL or name.startswith("torch.distributions.")
-        return content._replace(is_tensor=not several, divisors=torch_facts.summed_by(given.keywords))
+        divisors = torch_facts.summed_by(given.keywords)
+        if last in torch_facts.ADDING_UP:
+            divisors |= divided_alike(values)
+        return content._replace(is_tensor=not several, divisors=divisors)
 
     def _values_and_indices(self, content: Value, number: int) -> Value:
         if number < 2:
@@ -198,15 +207,19 @@ class Externals(Methods):
         return Value(Kind.SEQUENCE, items=(content._replace(is_tensor=True), PLAIN_TENSOR))
 
     def _builtin(self, node: ast.Call, name: str, values: list[Value]) -> Value | None:
+        if name == "isinstance" and len(node.args) == 2 and (listed := _is_list(values[0], node.args[1])) is not None:
+            return constant(listed)
         if name in torch_facts.NUMBER_BUILTINS:
             return NUMBER
         if name in torch_facts.PASSING_BUILTINS:
             if name == "map" and values and values[0].kind is Kind.FUNCTION:
                 content = flatten(self._function(node, values[0], Given([self.element(value) for value in values[1:]])))
-                return Value(Kind.CONTAINER, content.graph, content.origins)
+                return Value(Kind.CONTAINER, content.graph, content.origins, divisors=content.divisors)
             return self._passed(name, values)
         if name in torch_facts.REDUCING_BUILTINS:
-            return combine([flatten(value) for value in values])
+            return combine([flatten(value) for value in values])._replace(divisors=divided_alike(values))
+        if name == "getattr" and len(values) > 2 and {values[0].kind, values[2].kind} == {Kind.MODULE}:
+            return values[2]
         if name == "getattr" and values:
             external = values[0].kind is Kind.EXTERNAL and len(values) > 1 and isinstance(values[1].constant, str)
             return Value(Kind.EXTERNAL, ref=f"{values[0].ref}.{values[1].constant}") if external else UNKNOWN
@@ -229,8 +242,21 @@ class Externals(Methods):
             return self.element(values[0])
         if values[0].items is not None:
             return values[0]
-        content = combine(values)
-        return Value(Kind.CONTAINER, content.graph, content.origins, carried_from=content.carried_from)
+        content, divisors = combine(values), divided_alike(values)
+        return Value(
+            Kind.CONTAINER, content.graph, content.origins, divisors=divisors, carried_from=content.carried_from
+        )
+
+
+def _is_list(value: Value, kinds: ast.expr) -> bool | None:
+    """What `isinstance(nets, list)` says of a network, or of several in a list; None where nobody knows."""
+    asked = {path_of(kind) for kind in (kinds.elts if isinstance(kinds, ast.Tuple) else [kinds])}
+    if not asked <= {"list", "tuple"}:
+        return None
+    if value.kind is Kind.MODULE:
+        return False
+    listed = value.items is not None and all(item.kind is Kind.MODULE for item in value.items)
+    return True if listed and "list" in asked else None
 
 
 def _compares(name: str, values: list[Value]) -> bool:

@@ -131,8 +131,8 @@ class Follower(Flow):
         owner = function.owner
         for caller in self._inherited_callers(function):
             self._enter_inherited(caller, function)
-            if self._reached(function):
-                return
+        if self._reached(function):
+            return
         if owner is not None and function.name == owner.step_of_a_framework:
             self._enter_step(function, owner)
             return

@@ -12,7 +12,7 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
     """The network all of whose parameters a loop freezes or thaws, and what it makes `requires_grad` of each.
 
     `for p in net.parameters(): p.requires_grad = False`, unconditionally (or `if p.requires_grad`), also by
-    `requires_grad_` and over `named_parameters`. None for any other loop.
+    `requires_grad_`, `detach_` and over `named_parameters`. None for any other loop.
     """
     iterable, target = loop.iter, loop.target
     if not (isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute)):
@@ -40,4 +40,6 @@ def _sets_training(statement: ast.stmt, parameter: str | None) -> ast.expr | Non
         call = statement.value
         if path_of(call.func) == f"{parameter}.requires_grad_":
             return only_argument(call) or ast.Constant(True)
+        if path_of(call.func) == f"{parameter}.detach_":
+            return ast.Constant(False)
     return None

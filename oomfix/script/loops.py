@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import last_of, path_of, without_moves
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import names_in, walk
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import find_window
@@ -155,7 +155,7 @@ def _collect_steps(loops: dict[Loop, TrainingLoop], trace: Trace) -> None:
         for node in step.site.loops:
             if node in loops:
                 loops[node].steps.append(step)
-        for loop in outside.get(step.site.loops, ()):
+        for loop in outside.get(_around_optimizers(step), ()):
             if loop.node not in step.site.loops and _runs_after(step, loop):
                 loop.later_steps.append(step)
 
@@ -163,6 +163,14 @@ def _collect_steps(loops: dict[Loop, TrainingLoop], trace: Trace) -> None:
 def _feeds_hooks(forward: Forward, loop: TrainingLoop) -> bool:
     """A forward whose result nobody takes, in a training iteration: the loss gets at it by hooks or attributes."""
     return forward.discarded and forward.site.run_of(loop.node) in loop.runs and not forward.evaluating
+
+
+def _around_optimizers(step: Step) -> tuple[Loop, ...]:
+    """The loops around a step, but for `for optimizer in optimizers:`."""
+    loops = step.site.loops
+    while loops and isinstance(loops[-1], ast.For) and step.optimizer in names_in(loops[-1].target):
+        loops = loops[:-1]
+    return loops
 
 
 def _runs_after(step: Step, loop: TrainingLoop) -> bool:

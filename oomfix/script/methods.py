@@ -6,6 +6,7 @@ import ast
 
 from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL
+from oomfix.script.definitions import Function
 from oomfix.script.named_like import (
     is_letter_of_part,
     looks_like_detaching,
@@ -71,7 +72,8 @@ class Methods(Unseen):
         part = part or self.hints.is_module(path or "")
         if part and not values and self.is_for_effect(node):
             return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
-        direct = part or (runs_network(name) and bool(values) and not _evaluates_itself(receiver))
+        runs = runs_network(name) or self._is_shown_to_run(name)
+        direct = part or (runs and bool(values) and not _evaluates_itself(receiver))
         result = self.forward(node, receiver, path, given, direct=direct)
         self.state.grad = grad
         if not part and isinstance(self.statement, ast.Assign) and isinstance(self.statement.targets[0], ast.Tuple):
@@ -79,6 +81,14 @@ class Methods(Unseen):
         if part or looks_like_forward(name):
             return result
         return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
+
+    def _is_shown_to_run(self, name: str) -> bool:
+        """`model.predict(x)`, where all methods of this name are networks' own in sight, and switch no gradients."""
+        methods = [function for function in self.functions if function.name == name]
+        return bool(methods) and all(
+            function.evaluates and function.owner is not None and function.owner.is_module and _runs_parts(function)
+            for function in methods
+        )
 
     def _always_without_graph(self, name: str) -> bool:
         """Whether all methods of this name in the file turn gradients off by a decorator."""
@@ -89,3 +99,10 @@ class Methods(Unseen):
 def _evaluates_itself(network: Value) -> bool:
     """Whether a network is one of a library whose methods turn gradients off."""
     return isinstance(network.ref, tuple) and str(network.ref[0]).startswith("sentence_transformers.")
+
+
+def _runs_parts(method: Function) -> bool:
+    """Whether a method calls something of its object, and nothing in it may turn gradients off."""
+    paths = [path_of(node.func) or "" for node in method.nodes if isinstance(node, ast.Call)]
+    switches = any("grad" in path or "inference" in path or "detach" in path for path in paths)
+    return not method.effects and not switches and any(path.startswith("self.") for path in paths)

@@ -53,8 +53,8 @@ _METRIC = re.compile(
     re.IGNORECASE,
 )
 _RECORD = re.compile(
-    r"(^|_)(dict|logs?|stats?|info|details|corrects?|counts?|hits)$|^(num|count|correct)_|"
-    r"^n_(correct|right|valid|hits|samples|tokens|words)$",
+    r"(^|_)(dict|logs?|stats?|info|details|corrects?|counts?|hits)$|^(num|count|correct)_|_(tokens|words|lengths)$|"
+    r"^n_(correct|right|valid|hits|samples)$",
     re.IGNORECASE,
 )
 _LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")

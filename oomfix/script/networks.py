@@ -6,6 +6,7 @@ import ast
 
 from oomfix.script.definitions import Instance
 from oomfix.script.functions import Functions
+from oomfix.script.named_like import looks_like_module, looks_like_part
 from oomfix.script.names import path_of
 from oomfix.script.nodes import only_argument
 from oomfix.script.state import Layer
@@ -31,11 +32,19 @@ class Networks(Functions):
             node = node.func.value  # `net.eval().cuda()` is `net`
         path, binding = path_of(node), self.binding_of(node)
         if path is not None and binding is not None and isinstance(binding.statement, ast.For):
-            if frozen:
-                self.frozen_elements.add(path)
-            for each in self._listed(binding.statement.iter):
-                self._freeze_one(each, self.evaluate(each), frozen)
+            self._freeze_each(path, binding.statement.iter, frozen)
         self._freeze_one(node, network, frozen)
+
+    def _freeze_each(self, path: str, source: ast.expr, frozen: bool) -> None:
+        """What a loop over several networks calls `path`: those that are known, and any other by that name."""
+        items = self.evaluate(source).items or ()
+        known = [one for one in items if one.kind is Kind.MODULE and not isinstance(one.ref, str | None)]
+        for one in known:
+            self.state.frozen[self._identity(one, None)] = frozen
+        if frozen and not (known and len(known) == len(items)):
+            self.frozen_elements.add(path)
+        for each in self._listed(source):
+            self._freeze_one(each, self.evaluate(each), frozen)
 
     def _freeze_one(self, node: ast.expr, network: Value, frozen: bool) -> None:
         path, binding = path_of(node), self.binding_of(node)
@@ -58,9 +67,13 @@ class Networks(Functions):
         return frozen and self._stays_frozen(path)
 
     def is_of_frozen(self, called: ast.expr, module: Value, path: str | None) -> bool:
-        """Whether what is called is a network that was frozen, or a layer of one: `self.layers[i]`."""
+        """Whether what is called is a network that was frozen, or a layer of one: `self.layers[i]`, `net.encoder`."""
         if isinstance(called, ast.Subscript) and self.is_frozen(self.evaluate(called.value), path_of(called.value)):
             return True
+        if isinstance(called, ast.Attribute) and path_of(called.value) != "self":
+            whole, name = self.evaluate(called.value), path_of(called.value)
+            if self.state.frozen.get(self._frozen_key(whole, name)) and self._stays_frozen(name, run_in_parts=True):
+                return True
         return self.is_frozen(module, path)
 
     def note_replaced(self, target: ast.expr) -> None:
@@ -109,11 +122,17 @@ class Networks(Functions):
                 return asked.with_graph(Graph.MAYBE)  # a leaf that a loss may go back to
         return None
 
-    def _stays_frozen(self, path: str | None) -> bool:
-        """No part of the network is replaced or trained again: nothing under its path is assigned or asked for."""
+    def _stays_frozen(self, path: str | None, run_in_parts: bool = False) -> bool:
+        """No part of the network is replaced or trained again: nothing under its path is assigned or asked for.
+
+        `run_in_parts` says that its layers may be called one by one.
+        """
         prefix = f"{path}."
         harmless = _OF_THE_WHOLE if self.hints.thaws else _OF_THE_WHOLE | _PARTS
-        asked_for = {other[len(prefix) :].split(".")[0] for other in self.hints.called if other.startswith(prefix)}
+        asked = {other[len(prefix) :] for other in self.hints.called if other.startswith(prefix)}
+        asked_for = {other.split(".")[0] for other in asked}
+        if run_in_parts:
+            asked_for -= {part for part in asked if _only_runs(part, asked)}
         # `crnn = crnn.CRNN(size)` asks the module of the file's imports for a class.
         followed = {function.name for function in self.functions}
         parts = {name for name in asked_for - harmless - followed if not (name[:1].isupper() and len(name) > 2)}
@@ -137,3 +156,9 @@ class Networks(Functions):
             evaluating = truth is False if function.attr == "train" else True
         self.state.evaluating[self._identity(receiver, path)] = evaluating
         return receiver
+
+
+def _only_runs(part: str, asked: set[str]) -> bool:
+    """`encoder` of `net.encoder(x)`: called like a layer, and nothing of it is asked for."""
+    named = looks_like_part(part) or looks_like_module(part)
+    return named and not any(other.startswith(f"{part}.") for other in asked)

@@ -27,6 +27,8 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     if not _imports_torch(script) or forward.escaped:
         return ()
     forward = where_graph_ends(forward, script.trace)
+    if _is_switched_on_again(script, forward):
+        return ()
     function = forward.site.function
     if function is None:
         return _wrapped_loop(script, forward)
@@ -50,6 +52,12 @@ def why_not_edited(script: Script) -> str:
 
 def _imports_torch(script: Script) -> bool:
     return "torch" in script.imports.names.get("torch", ())
+
+
+def _is_switched_on_again(script: Script, forward: Forward) -> bool:
+    """`with torch.set_grad_enabled(True):` around a forward, under which no decorator of its function counts."""
+    line = forward.node.lineno
+    return any(block.lineno <= line <= (block.end_lineno or line) for block in script.blocks_with_gradients)
 
 
 def _leaves_a_graph(script: Script, node: ast.AST) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.imports import Imports
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
+from oomfix.script.torch_facts import SCALERS
 from oomfix.script.trace import Forward, Site, Trace
 from oomfix.script.training_loop import TrainingLoop
 
@@ -56,8 +57,20 @@ class Precision:
     @cached_property
     def autocasts_out_of_sight(self) -> bool:
         """Whether FSDP's MixedPrecision decides, or gradients are scaled with no autocast in sight to need it."""
-        scaled = any(event.scaled for event in self._trace.backwards)
+        scaled = any(event.scaled for event in self._trace.backwards) and not self._scales_nothing
         return "MixedPrecision" in self._source.text or (scaled and "autocast" not in self._source.text)
+
+    @property
+    def _scales_nothing(self) -> bool:
+        """`GradScaler(enabled=False)`, of every scaler that the file makes."""
+        made = list(self._imports.calls(*SCALERS))
+        return bool(made) and all(
+            any(
+                keyword.arg == "enabled" and isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                for keyword in call.keywords
+            )
+            for call in made
+        )
 
     def has_autocast_alternative(self, forward: Forward) -> bool:
         """The other branch of a flag runs the forward under autocast: this one is the fp32 choice."""

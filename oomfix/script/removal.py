@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from oomfix.script.edits import Edit, remove_statement
+from oomfix.script.edits import Edit, remove_statement, whole_lines
 from oomfix.script.names import path_of
 from oomfix.script.nodes import blocks, walk
 
@@ -44,7 +44,11 @@ class Removal:
     def _with_what_speaks_of_it(self, statement: ast.stmt, block: list[ast.stmt]) -> tuple[Edit, ...]:
         """Take a statement out with the comment that speaks of nothing else, and one of two blank lines that meet."""
         edits = remove_statement(self._source, statement, block)
-        if len(edits) != 1 or edits[0].replacement:
+        if (
+            len(edits) != 1
+            or edits[0].replacement
+            or (edits[0].start, edits[0].end) != whole_lines(self._source, statement)
+        ):
             return edits
         lines, first = ["", *self._source.lines, ""], statement.lineno
         comment, above = lines[first - 1].strip(), lines[max(first - 2, 0)].strip()

@@ -263,16 +263,25 @@ class Statements(Expressions):
     def _effects_of_decorator(self, node: ast.expr, value: Value) -> Value:
         """A decorator of the file puts what stands around its call of the function; one out of sight says it."""
         if value.kind is Kind.FUNCTION:
-            function = value.ref[0]
-            parameters = {parameter.arg for parameter in function.node.args.args}
-            effects: frozenset[str] | None = self.effects_around(
-                function, lambda part: isinstance(part, ast.Call) and path_of(part.func) in parameters
-            )
+            effects: frozenset[str] | None = self._effects_of_own(value.ref[0])
         elif value.kind in (Kind.UNKNOWN, Kind.EXTERNAL) and not str(value.ref).startswith("torch."):
             effects = decorated_elsewhere(path_of(node.func if isinstance(node, ast.Call) else node))
         else:
             effects = None
         return Value(Kind.CONTEXT, ref=effects) if effects else value
+
+    def _effects_of_own(self, decorator: Function) -> frozenset[str]:
+        """What a decorator of the file puts around the function, or hands it to: `return torch.no_grad()(fn)`."""
+        parameters = {parameter.arg for parameter in decorator.node.args.args}
+        effects = self.effects_around(
+            decorator, lambda part: isinstance(part, ast.Call) and path_of(part.func) in parameters
+        )
+        returned = [node.value for node in decorator.nodes if isinstance(node, ast.Return)]
+        for call in returned:
+            if isinstance(call, ast.Call) and len(call.args) == 1 and path_of(call.args[0]) in parameters:
+                made = self.evaluate(call.func)
+                effects |= made.ref if made.kind is Kind.CONTEXT else frozenset()
+        return effects
 
     def _class(self, node: ast.ClassDef) -> None:
         bases = [self.evaluate(base) for base in node.bases]

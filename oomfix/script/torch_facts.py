@@ -116,6 +116,8 @@ SEVERAL = frozenset("split chunk unbind tensor_split hsplit vsplit meshgrid broa
 """Functions and methods that give several tensors."""
 REDUCTIONS = frozenset("mean sum prod var std norm".split())
 """Methods that only tensors have, as results are used here."""
+ACTIVATIONS = frozenset("softmax log_softmax sigmoid tanh relu masked_fill squeeze unsqueeze".split())
+"""More methods that only tensors have; each gives one tensor."""
 COPIES = frozenset("tensor Tensor FloatTensor LongTensor DoubleTensor IntTensor from_numpy".split())
 """Constructors that copy numbers out of whatever they are given."""
 DISTRIBUTION = "torch.distributions"
@@ -126,10 +128,19 @@ TORCH_GRAPH_FREE = frozenset(
     "DoubleTensor zeros_like ones_like get_rng_state set_rng_state no_grad normal".split()
 )
 
+SCALERS = (
+    "torch.cuda.amp.GradScaler",
+    "torch.amp.GradScaler",
+    "torch.amp.grad_scaler.GradScaler",
+    "torch.cuda.amp.grad_scaler.GradScaler",
+)
 BACKWARD_HOOKS = ("register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
 """Methods of modules that hand their gradients to a function."""
 OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine".split())
 """Libraries that are written like torch."""
+ADDING_UP = frozenset("stack cat concat concatenate hstack vstack sum mean".split())
+"""Functions whose result is divided by whatever all that they are given was divided by."""
+
 SUMMED = 'reduction="sum"'
 """Stands among the divisors of a loss that is the sum over its samples."""
 
@@ -137,12 +148,7 @@ SUMMED = 'reduction="sum"'
 @lru_cache(MANY_NAMES)
 def kind_of_call(qualified: str) -> Kind | None:
     """What calling an imported name gives: an optimizer, a module, a criterion...; None when nothing is known."""
-    if qualified in (
-        "torch.cuda.amp.GradScaler",
-        "torch.amp.GradScaler",
-        "torch.amp.grad_scaler.GradScaler",
-        "torch.cuda.amp.grad_scaler.GradScaler",
-    ):
+    if qualified in SCALERS:
         return Kind.SCALER
     if qualified.startswith("torch.nn."):
         rest = qualified[len("torch.nn.") :]
@@ -198,6 +204,11 @@ def summed_by(keywords: Mapping[str, Value]) -> frozenset[str]:
 def runs_module(name: str) -> bool:
     """Whether a function, by its last name, runs the network that is its first argument on the others."""
     return name in ("data_parallel", "functional_call")
+
+
+def solves_equation_of(name: str) -> bool:
+    """Whether a function, by its last name, integrates the network that is its first argument (torchdiffeq)."""
+    return name in ("odeint", "odeint_adjoint")
 
 
 def runs_what_it_is_given(qualified: str) -> bool:

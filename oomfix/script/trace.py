@@ -195,6 +195,8 @@ class Keep:
     certain: bool
     detachable: ast.expr | None
     """What `.detach()` would do on: the value where it is one tensor, or what the call of a meter hands over."""
+    shared: bool
+    """Another target is given the same value, and may need its graph: `kept[i] = loss = ...`."""
     crossed: tuple[Loop, ...]
     """The loops whose iterations the target outlives; none where it outlives the call of a method."""
     origins: frozenset[int]
@@ -209,7 +211,10 @@ class ModuleAttribute:
 
     node: ast.expr
     name: str
-    value: ast.expr
+    detachable: ast.expr | None
+    """The value, where it is one tensor and nothing else is given it."""
+    shared: bool
+    """Another target is given the same value, and may need its graph."""
 
 
 class Carry(NamedTuple):

@@ -245,13 +245,13 @@ class Training(Forwards):
         self.autocast = autocast
         return result
 
-    def run_argument(self, node: ast.Call, given: Given) -> Value:
+    def run_argument(self, node: ast.Call, given: Given, direct: bool = True) -> Value:
         """`data_parallel(model, x)`: the first argument is called with the others."""
         path, called = path_of(node.args[0]), given.positional[0]
         if called.kind is Kind.FUNCTION:
             return self._function(node, called, given.rest)
         module = called if called.kind in (Kind.MODULE, Kind.INSTANCE) else Value(Kind.MODULE, ref=path)
-        return self.forward(node, module, path, given.rest, method=self._own(called, "forward"))
+        return self.forward(node, module, path, given.rest, direct, method=self._own(called, "forward"))
 
     def _memory_forward(self, node: ast.Call, name: str, given: Given) -> Value:
         autocast, grad = self.autocast, self.state.grad

@@ -43,6 +43,8 @@ class Unseen(Containers):
             return self._backward_out_of_sight(node, given)
         if node.args and torch_facts.runs_module(last):
             return self.run_argument(node, given)
+        if self.solves_equation_of_network(node, last, given):
+            return self.run_argument(node, given, direct=False)
         content = combine(values)
         content = content if content.graph else self._left_on(node)
         if content.graph and looks_like_detaching(last):
@@ -95,6 +97,16 @@ class Unseen(Containers):
         if node.args and path is not None and self._is_parameter(path) and self.state.grad is not Graph.NO:
             return Value(Kind.TENSOR, Graph.MAYBE, self.unseen_forward(path))
         return UNKNOWN
+
+    def is_network(self, node: ast.expr, value: Value) -> bool:
+        """Whether an argument is a network, by what is known of it or by its uses."""
+        return value.kind is Kind.MODULE or self.hints.is_module(path_of(node) or "")
+
+    def solves_equation_of_network(self, node: ast.Call, last: str, given: Given) -> bool:
+        """`odeint(net, start, times)`, by the last name of the function."""
+        if not (torch_facts.solves_equation_of(last) and node.args):
+            return False
+        return self.is_network(node.args[0], given.positional[0]) or looks_like_module(path_of(node.args[0]) or "")
 
     def _is_network_and_loss(self, path: str, given: Given) -> bool:
         """Whether what is called like a criterion has parameters, and is given no outputs of a network."""

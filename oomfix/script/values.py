@@ -147,7 +147,14 @@ def flatten(value: Value) -> Value:
     """A sequence as one value: the graph and origins of all its items."""
     if value.items is None:
         return value
-    return combine([flatten(item) for item in value.items])
+    items = [flatten(item) for item in value.items]
+    return combine(items)._replace(divisors=divided_alike(items))
+
+
+def divided_alike(values: Sequence[Value]) -> frozenset[str]:
+    """What all values that carry a graph were divided by, and so is their sum."""
+    divisors = [flatten(value).divisors for value in values if flatten(value).graph]
+    return frozenset.intersection(*divisors) if divisors else frozenset()
 
 
 def combine(values: Sequence[Value]) -> Value:

@@ -128,7 +128,7 @@ def test_sarif_fixes_make_the_fixed_text(oomfix):
     line = lines[2]
     start, end = region["startColumn"] - 1, region["endColumn"] - 1
     lines[2] = line[:start] + replacement["insertedContent"]["text"] + line[end:]
-    assert "\r\n".join(lines) == text.replace("'é'))", "'é', map_location=\"cpu\"))")
+    assert "\r\n".join(lines) == text.replace("'é'))", "'é', map_location='cpu'))")
     region = result["locations"][0]["physicalLocation"]["region"]
     assert line[region["startColumn"] - 1 : region["endColumn"] - 1] == "torch.load(  'é')"
 

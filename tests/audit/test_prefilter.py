@@ -77,8 +77,9 @@ def validate(model, loader):
         "from transformers import Trainer\ntrainer = Trainer(model)\ntrainer.train()\nprint(model(x))\n",
         "import pytorch_lightning as pl\ntrainer = pl.Trainer()\ntrainer.fit(model)\nprint(model(x))\n",
         "def score(model, x):\n    out = model(x)\n    return net(out).detach().cpu().numpy()\n",
+        "import clip\nnet, prepare = clip.load(name)\nfor x in images:\n    print(net.encode_image(x).sum())\n",
     ],
-    ids=["transformers", "lightning", "arrays"],
+    ids=["transformers", "lightning", "arrays", "clip"],
 )
 def test_a_file_that_evaluates_without_saying_so_is_read(code):
     assert codes(code) == {"OOM201"}

@@ -98,7 +98,7 @@ REWRITTEN = {
     "module as a name": (
         "import torch.cuda.amp as amp, os\namp.autocast(os.sep == '/')\namp.autocast_mode.autocast()\n",
         "import torch.amp as amp, os\n"
-        'amp.autocast("cuda", enabled=os.sep == \'/\')\namp.autocast_mode.autocast("cuda")\n',
+        "amp.autocast('cuda', enabled=os.sep == '/')\namp.autocast_mode.autocast('cuda')\n",
     ),
     "module from torch.cuda": (
         "from torch.cuda import amp as A\nA.GradScaler(8.0, 3.0)\n",
@@ -204,7 +204,7 @@ REWRITTEN = {
     ),
     "starred arguments of GradScaler": (
         "import torch\nscale = (2.0, 3.0)\ntorch.cuda.amp.GradScaler(*scale, **{'enabled': False})\n",
-        "import torch\nscale = (2.0, 3.0)\ntorch.amp.GradScaler(\"cuda\", *scale, **{'enabled': False})\n",
+        "import torch\nscale = (2.0, 3.0)\ntorch.amp.GradScaler('cuda', *scale, **{'enabled': False})\n",
     ),
     "an autocast inside another keeps its dtype": (
         "import torch\nwith torch.cuda.amp.autocast(dtype=torch.bfloat16):\n    torch.cuda.amp.autocast()\n"
@@ -224,7 +224,7 @@ REWRITTEN = {
     ),
     "not ASCII": (
         "import torch\nprint('größe', 'ünï'); torch.cuda.amp.autocast(True)\n",
-        "import torch\nprint('größe', 'ünï'); torch.amp.autocast(\"cuda\", enabled=True)\n",
+        "import torch\nprint('größe', 'ünï'); torch.amp.autocast('cuda', enabled=True)\n",
     ),
 }
 

@@ -71,3 +71,78 @@ def test_one_tensor_is_detached(kept, fixed):
 )
 def test_several_are_not(kept):
     assert detached(kept) == kept
+
+
+ATTENTION = """
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.qk = nn.Linear(dim, 2 * dim)
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        {targets} = (q @ k.transpose(-2, -1)).softmax(-1)
+        return attention @ x
+"""
+SEVERAL = """
+def attend(q, k):
+    attention = (q @ k.transpose(-2, -1)).softmax(-1)
+    return attention @ k, attention
+""" + ATTENTION.replace("{targets} = (q @ k.transpose(-2, -1)).softmax(-1)", "{kept}")
+KEPT = """
+history = {{}}
+for step, (x, y) in enumerate(loader):
+    {targets} = criterion(model(x), y)
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "targets"),
+    [
+        (KEPT, "history[step] = loss"),
+        (KEPT, "loss = history[step]"),
+        (ATTENTION, "self.attention_map = attention"),
+        (ATTENTION, "attention = self.attention_map"),
+    ],
+)
+def test_what_another_name_is_given_too_keeps_its_graph(code, targets):
+    """`history[step] = loss = criterion(...).detach()` would leave nothing to backpropagate."""
+    script = Script.read(Source.from_bytes("train.py", code.format(targets=targets).encode()))
+    (finding,) = [f for rule in all_rules() for f in rule.check(script) if f.code == "OOM102"]
+    assert not finding.edits
+    assert finding.message.endswith(
+        "(by hand: its statement gives another name the same value, which may need the graph)"
+    )
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "attention, self.attention_map = attend(q, k)",
+        "self.attention_map, attention = (q @ k.transpose(-2, -1)).softmax(-1), x",
+        "attention = self.qk(x); self.attention_map = [attention, q]",
+        "attention = self.qk(x); self.attention_map = {'first': attention}",
+        "attention = self.qk(x); self.attention_map = attention, q",
+        "attention = self.qk(x); self.attention_map = attention if self.training else None",
+    ],
+)
+def test_what_is_no_tensor_is_not_asked_to_detach(kept):
+    """A tuple, list or dict has no such method, and the first batch would end there."""
+    code = SEVERAL.format(kept=kept)
+    script = Script.read(Source.from_bytes("train.py", code.encode()))
+    (finding,) = [f for rule in all_rules() for f in rule.check(script) if f.code == "OOM102"]
+    assert not finding.edits
+    assert finding.message.endswith("(by hand: not seen to be one tensor)")
+
+
+def test_a_map_that_only_a_tensor_can_give_is_detached():
+    code = ATTENTION.format(targets="attention").replace(
+        "        return", "        self.attention_map = attention\n        return"
+    )
+    code = code.replace("(q @ k.transpose(-2, -1)).softmax(-1)", "self.qk(x).squeeze(-1).softmax(-1)")
+    script = Script.read(Source.from_bytes("train.py", code.encode()))
+    (finding,) = [f for rule in all_rules() for f in rule.check(script) if f.code == "OOM102"]
+    assert "self.attention_map = attention.detach()" in apply_edits(code, list(finding.edits))

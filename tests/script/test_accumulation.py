@@ -716,3 +716,68 @@ def test_a_run_of_so_many_steps_has_no_epochs_that_end(report, around, fetched, 
                         optimizer.step()
     """
     assert report(code) == found
+
+
+SHRUNK = """class Shrunk(torch.nn.Module):
+        def forward(self, losses):
+            return sum(losses) / args.steps"""
+DIVIDED_OUT_OF_SIGHT = """
+    import torch
+    from functools import partial, reduce
+    from elsewhere import average, criterion, scaled
+
+    {made}
+    model = Net().cuda()
+    for i, (x, y) in enumerate(loader):
+        losses = model(x, y)
+        {divided}
+        loss.backward()
+        if (i + 1) % args.steps == 0:
+            {full}
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"divided": "loss = sum([one / args.steps for one in losses])"},
+        {"divided": "loss, other = map(lambda one: one / args.steps, losses)"},
+        {"divided": "loss = torch.stack([one / args.steps for one in losses]).sum()"},
+        {"divided": "loss = reduce(add, [one / args.steps for one in losses])"},
+        {"divided": "parts.append(losses[0] / args.steps); loss = sum(parts)"},
+        {"divided": "loss = scaled(losses, args.steps)"},
+        {"divided": "loss = sum(losses); loss.register_hook(lambda grad: grad / args.steps)"},
+        {"divided": "loss = some_loss(losses)", "made": "some_loss = partial(criterion, scale=1 / args.steps)"},
+        {"divided": "loss = Shrunk()(losses)", "made": SHRUNK},
+        {"made": "for p in net.parameters():\n        p.register_hook(lambda grad: grad / args.steps)"},
+        {"made": "optimizer = torch.optim.SGD(net.parameters(), lr=0.1 / args.steps)"},
+        {"made": "for group in optimizer.param_groups:\n        group['lr'] /= args.steps"},
+        {"made": "for some_loss in (Scaled(1 / args.steps),):\n        pass", "divided": "loss = some_loss(losses)"},
+        {"full": "average(model, args.steps)"},
+        {"full": "[setattr(p, 'grad', p.grad / args.steps) for p in model.parameters()]"},
+        {"full": "torch._foreach_div_([p.grad for p in model.parameters()], args.steps)"},
+    ],
+    ids=lambda written: next(iter(written.values())),
+)
+def test_a_loss_that_may_be_divided_where_it_cannot_be_followed_is_not_reported(report, written):
+    code = DIVIDED_OUT_OF_SIGHT.format(**{"made": "", "divided": "loss = sum(losses)", "full": "pass", **written})
+    assert "OOM301" not in [found for found, _ in report(code)]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {},
+        {"full": "print(total / args.steps)"},
+        {"full": "total /= args.steps"},
+        {"divided": "loss = sum(losses); lap = i // args.steps"},
+        {"made": "rounds = epochs / args.steps"},
+        {"made": "optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * args.steps)"},
+        {"divided": "loss = sum([one * 2 for one in losses])"},
+    ],
+)
+def test_a_size_that_is_asked_and_logged_divides_nothing(report, written):
+    code = DIVIDED_OUT_OF_SIGHT.format(**{"made": "", "divided": "loss = sum(losses)", "full": "pass", **written})
+    assert "OOM301" in [found for found, _ in report(code)]

@@ -315,3 +315,54 @@ def test_an_action_that_all_callers_take_off_the_graph_needs_none(evaluations, t
 )
 def test_an_action_that_one_of_them_keeps_may_be_trained_through(evaluations, taken):
     assert evaluations(HELD_BY_A_LIST.format(name="get_action", taken=taken)) == []
+
+
+COLLECTED = """
+    import torch
+
+    policy = Net()
+    optimizer = torch.optim.Adam(policy.parameters())
+    saved = {made}
+
+    def select_action(state):
+        chances = torch.distributions.Categorical(policy(state).softmax(1))
+        action = chances.sample()
+        {kept}
+        return action.item()
+
+    for episode in range(100):
+        state, rewards = env.reset(), []
+        for t in range(1000):
+            state, reward, done, info = env.step(select_action(state))
+            rewards.append(reward)
+        loss = {loss}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        {cleared}
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "kept", "loss", "cleared"),
+    [
+        ("[]", "saved.append(chances.log_prob(action))", "-torch.cat(saved).sum() * sum(rewards)", "del saved[:]"),
+        ("[]", "saved.append(chances.log_prob(action))", "sum(-one for one in saved)", "saved.clear()"),
+        (
+            "{'chance': []}",
+            "saved['chance'].append(chances.log_prob(action))",
+            "-torch.cat(saved['chance']).sum()",
+            "saved['chance'] = []",
+        ),
+    ],
+    ids=["a list", "term by term", "a dict of lists"],
+)
+def test_what_an_action_leaves_in_a_global_list_for_the_loss_needs_its_graph(report, made, kept, loss, cleared):
+    assert report(COLLECTED.format(made=made, kept=kept, loss=loss, cleared=cleared)) == []
+
+
+def test_a_global_list_of_which_no_loss_is_made_keeps_every_graph(report):
+    code = COLLECTED.format(
+        made="[]", kept="saved.append(chances.log_prob(action))", loss="criterion(policy(x), y)", cleared="pass"
+    )
+    assert ("OOM102", 10) in report(code)

@@ -93,3 +93,56 @@ def test_a_context_of_the_file_that_enters_another_by_hand_is_that_one(report):
                     print(model(x))
     """
     assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    ("imported", "switch", "found"),
+    [
+        ("import torch.autograd.grad_mode as gm", "gm.no_grad()", []),
+        ("import torch.autograd.grad_mode as gm", "gm.set_grad_enabled(False)", []),
+        ("from torch.autograd.grad_mode import inference_mode", "inference_mode()", []),
+        ("from torch.autograd.grad_mode import inference_mode", "inference_mode(False)", [("OOM201", 8)]),
+        ("from torch.autograd import grad_mode", "grad_mode.enable_grad()", [("OOM201", 8)]),
+    ],
+)
+def test_the_module_that_defines_the_switches_of_gradients_offers_them_too(report, imported, switch, found):
+    code = f"""
+    import torch
+    {imported}
+
+    def validate(model, loader):
+        model.eval()
+        with {switch}:
+            for x in loader:
+                print(model(x))
+    """
+    assert report(code) == found
+
+
+DECORATED = """
+    import torch
+
+    def without_gradients():
+        def decorate(fn):
+            {returned}
+        return decorate
+
+    @without_gradients()
+    def validate(model, loader):
+        model.eval()
+        for x in loader:
+            print(model(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ("return torch.no_grad()(fn)", []),
+        ("return (torch.inference_mode if hasattr(torch, 'inference_mode') else torch.no_grad)()(fn)", []),
+        ("return torch.enable_grad()(fn)", [("OOM201", 12)]),
+        ("return torch.jit.ignore(fn)", [("OOM201", 12)]),
+    ],
+)
+def test_a_decorator_may_hand_the_function_to_one_of_torch(report, returned, found):
+    assert report(DECORATED.format(returned=returned)) == found

@@ -216,3 +216,54 @@ def test_a_cpu_that_is_taken_where_no_condition_holds_decides_nothing(read, deci
             optimizer.step()
     """
     assert read(code).devices.may_be_cuda is may
+
+
+FOLLOWING = """
+import torch
+
+def solve(x, start):
+    {used}
+    return x.to(start)
+
+model = Net()
+for x, y in loader:
+    criterion(model(solve(x, y)), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("used", "may"),
+    [
+        ("steps = start.shape[0]", False),
+        ("start = torch.zeros(8)", False),
+        ("start = Variable(torch.Tensor([1.0]))", False),
+        ("print(start)", True),
+        ("print(start.shape); print(start.device)", True),
+    ],
+)
+def test_what_follows_a_tensor_asks_for_no_gpu(read, used, may):
+    assert read(FOLLOWING.format(used=used)).devices.may_be_cuda is may
+
+
+@pytest.mark.parametrize(
+    ("made", "may"),
+    [
+        ("Net(cuda=False)", False),
+        ("Net(use_gpu=False)", False),
+        ("Net(cuda=True)", True),
+        ("Net(cuda=settings.cuda)", True),
+        ("Net(qml.device('default.qubit', wires=2))", False),
+        ("Net(torch.device('cuda'))", True),
+    ],
+)
+def test_a_gpu_that_is_switched_off_or_simulated_is_none(read, made, may):
+    code = f"""
+        import torch
+        import pennylane as qml
+        net = {made}
+        for x, y in loader:
+            criterion(net(x), y).backward()
+            optimizer.step()
+    """
+    assert read(code).devices.may_be_cuda is may

@@ -1266,3 +1266,69 @@ LOADED = """
 @pytest.mark.parametrize(("mode", "found"), [("net.eval()", [("OOM201", 6)]), ("net.train()", [])])
 def test_a_network_that_is_loaded_whole_has_the_mode_that_it_is_switched_to(report, moved, mode, found):
     assert report(LOADED.format(moved=moved, mode=mode)) == found
+
+
+MODE_ASKED = """
+    import torch
+    from torch import nn
+
+    def run_epoch(net, loader, optimizer):
+        trains = net.training
+        for x, y in loader:
+            loss = criterion(net(x), y)
+            if trains:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss.item()
+
+    net = nn.Linear(4, 2)
+    run_epoch(net.train(), loader, optimizer)
+    print(run_epoch({given}, validation_loader, optimizer))
+"""
+
+
+@pytest.mark.parametrize(("given", "found"), [("net.eval()", [("OOM201", 7)]), ("net.train()", []), ("net", [])])
+def test_a_network_knows_the_mode_that_it_was_switched_to(report, given, found):
+    assert report(MODE_ASKED.format(given=given)) == found
+
+
+SAID_BY_AN_OBJECT = """
+    import torch
+
+    class Trainer:
+        def validate(self):
+            self.switch("{flag}")
+            for batch in self.validation_loader:
+                self.errors(batch)
+
+        def errors(self, batch):
+            if self.{flag}:
+                return self.criterion(self.model(batch["x"]), batch["y"])
+            with torch.no_grad():
+                return self.criterion(self.model(batch["x"]), batch["y"])
+"""
+
+
+@pytest.mark.parametrize(("flag", "found"), [("training", []), ("fancy", [("OOM201", 11)])])
+def test_the_branch_of_an_object_that_says_it_trains_evaluates_nothing(report, flag, found):
+    assert report(SAID_BY_AN_OBJECT.format(flag=flag)) == found
+
+
+@pytest.mark.parametrize("called", ["net", 'getattr(net, "module", net)', 'getattr(net, "module", other)'])
+def test_what_a_wrapped_network_holds_is_a_network(report, called):
+    found = report(f"""
+        import torch
+        from torch import nn
+
+        net = nn.DataParallel(nn.Linear(4, 2))
+        other = None
+        for x, y in loader:
+            loss = criterion(net(x), y)
+            loss.backward()
+            optimizer.step()
+        net.eval()
+        inner = {called}
+        print(inner(x).argmax())
+    """)
+    assert found == ([] if "other" in called else [("OOM201", 12)])

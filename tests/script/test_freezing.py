@@ -365,3 +365,113 @@ LAYER_BY_LAYER = """
 def test_a_frozen_network_that_is_run_layer_by_layer_records_nothing(report):
     assert report(LAYER_BY_LAYER.format(frozen="self.net.requires_grad_(False)")) == []
     assert report(LAYER_BY_LAYER.format(frozen="self.net.eval()")) == [("OOM201", 24)]
+
+
+FROZEN_BY_A_HELPER = """
+    import torch
+    import timm
+
+    def set_requires_grad(nets, flag=False):
+        {listed}
+            for parameter in net.parameters():
+                parameter.requires_grad = flag
+
+    net, other = timm.create_model("resnet50"), timm.create_model("resnet18")
+    set_requires_grad({given})
+    net.eval()
+    for x, y in val_loader:
+        print(net(x).argmax(1))
+"""
+LISTED = (
+    "for net in nets if isinstance(nets, list) else [nets]:",
+    "if not isinstance(nets, list):\n            nets = [nets]\n        for net in nets:",
+    "nets = nets if isinstance(nets, (list, tuple)) else [nets]\n        for net in nets:",
+)
+
+
+@pytest.mark.parametrize("listed", LISTED)
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("net", False),
+        ("net, False", False),
+        ("[net, other], False", False),
+        ("net, True", True),
+        ("other", True),
+        ("[other]", True),
+    ],
+)
+def test_a_helper_that_takes_one_network_or_a_list_freezes_what_it_is_given(report, listed, given, found):
+    code = FROZEN_BY_A_HELPER.format(listed=listed, given=given)
+    assert [code for code, _ in report(code)] == (["OOM201"] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("loop", "found"),
+    [
+        ("for p in net.parameters():\n        p.detach_()", []),
+        ("for p in net.head.parameters():\n        p.detach_()", ["OOM201"]),
+        ("for p in net.parameters():\n        p.detach()", ["OOM201"]),
+    ],
+)
+def test_parameters_that_are_detached_in_place_record_nothing(report, loop, found):
+    code = f"""
+    import torch
+
+    net = build_net()
+    {loop}
+    net.eval()
+    for x, y in val_loader:
+        print(net(x).argmax(1))
+    """
+    assert [code for code, _ in report(code)] == found
+
+
+LAYERS = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.fc = nn.Linear(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.fc(self.encoder(x))
+
+    net, other = Net(), Net()
+    for p in {frozen}.parameters():
+        p.requires_grad = False
+    net.eval()
+    for x, y in val_loader:
+        features = {asked}
+"""
+
+
+@pytest.mark.parametrize(
+    ("frozen", "asked", "found"),
+    [
+        ("net", "net.encoder(x)", []),
+        ("net", "net.fc(net.encoder(x))", []),
+        ("net.fc", "net.encoder(x)", ["OOM201"]),
+        ("other", "net.encoder(x)", ["OOM201"]),
+        ("net", "net.encoder(x)\n        net.encoder.thaw()", ["OOM201"]),
+        ("net", "net.encoder(x)\n        net.release()", ["OOM201"]),
+    ],
+)
+def test_a_layer_of_a_frozen_network_records_nothing(report, frozen, asked, found):
+    assert [code for code, _ in report(LAYERS.format(frozen=frozen, asked=asked))] == found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"), [("ultralytics/yolov5", []), ("pytorch/vision", ["OOM201"]), ("{path}", ["OOM201"])]
+)
+def test_a_detector_of_the_hub_turns_gradients_off_itself(report, source, found):
+    code = f"""
+    import torch
+
+    net = torch.hub.load("{source}", "custom")
+    while True:
+        print(net(camera.read()).argmax(1))
+    """
+    assert [code for code, _ in report(code)] == found

@@ -886,6 +886,7 @@ BESIDE = """
         ("logs", "kept.append(logs)", []),
         ("num_right", "total += num_right", []),
         ("n_correct", "total += n_correct", []),
+        ("nonpadded_tokens", "total += nonpadded_tokens", []),
         ("accuracy", "kept.append(accuracy)", []),
     ],
 )

@@ -388,3 +388,21 @@ def test_a_loop_over_seeds_whose_network_takes_one_step_trains(read):
             optimizer.step()
     """
     assert [loop.line for loop in read(code).loops] == [3]
+
+
+@pytest.mark.parametrize(
+    ("stepped", "lines"),
+    [("for opt in opts:\n            opt.step()", [8]), ("for _ in range(3):\n            other.step()", [])],
+)
+def test_a_step_behind_the_loop_of_each_optimizer_is_one_of_the_loop(read, stepped, lines):
+    script = read(f"""
+        for step in range(9):
+            for part in range(4):
+                loss = criterion(net(batch[part]), target)
+                loss.backward()
+            clip(net)
+
+            {stepped.replace("            ", "                ")}
+    """)
+    (loop,) = script.loops
+    assert [step.node.lineno for step in {id(one.node): one for one in loop.later_steps}.values()] == lines

@@ -740,3 +740,45 @@ DECODES = """
 def test_what_a_forward_hands_on_with_a_part_of_its_network_is_not_trained_there(report):
     assert report(DECODES.format(run="self.forward(x)")) == [("OOM201", 14)]
     assert report(DECODES.format(run="finetuned(self.head(x), self.rnn)")) == []
+
+
+PREDICTING = """
+    import torch
+    from torch import nn
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(3, 3)
+
+        def forward(self, x, y):
+            return self.rnn(x, y)[0]
+
+        {decorated}
+        def predict(self, x, n):
+            {body}
+
+    def train(model, x, y):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = criterion(model(x, y), y)
+        loss.backward()
+        optimizer.step()
+
+    def evaluate(model, x, y):
+        model.eval()
+        scores = model.predict(x, 8)
+        return (scores.argmax(1) == y).sum().item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorated", "body", "found"),
+    [
+        ("# as it is", "return self.rnn(x)[0]", [("OOM201", 24)]),
+        ("@torch.no_grad()", "return self.rnn(x)[0]", []),
+        ("# as it is", "with torch.inference_mode():\n                return self.rnn(x)[0]", []),
+        ("# as it is", "return x[:n]", []),
+    ],
+)
+def test_a_network_of_the_file_predicts_as_its_method_shows(report, decorated, body, found):
+    assert report(PREDICTING.format(decorated=decorated, body=body)) == found

@@ -448,3 +448,73 @@ def test_a_network_is_run_by_each_way_to_call_it(report, call):
                     self.optimizer.step()
     """
     assert report(code) == [("OOM202", 14)]
+
+
+SHOWN = """
+    import torch
+
+    class Runner:
+        def __init__(self, model, optimizer):
+            self._model, self.optimizer = model, optimizer
+
+        {decorator}
+        def model(self):
+            return {returned}
+
+        def fit(self, loader):
+            for x, y in loader:
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = criterion(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+
+        def test(self, loader):
+            self.model.eval()
+            return [criterion(self.model(x), y).item() for x, y in loader]
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorator", "returned"),
+    [
+        ("@property", "self._model"),
+        ("@functools.cached_property", "self._model"),
+        ("@property", "load(self._model)"),
+        ("@property", "self.model"),
+    ],
+)
+def test_a_property_is_what_it_shows(report, decorator, returned):
+    assert report(SHOWN.format(decorator=decorator, returned=returned)) == [("OOM201", 20)]
+
+
+SHARED = """
+    import torch
+
+    class Base:
+        def train(self, loader):
+            for batch in loader:
+                self.compute(batch).backward()
+                self.optimizer.step()
+
+        def validate(self, loader):
+            self.model.eval()
+            {switch}
+                for batch in loader:
+                    print(self.compute(batch).item())
+
+    class Learner(Base):
+        def compute(self, batch):
+            with torch.autocast("cuda", torch.bfloat16):
+                return self.criterion(self.model(batch))
+"""
+
+
+@pytest.mark.parametrize(
+    ("switch", "found"),
+    [
+        ("with timer():", [("OOM201", 18)]),
+        ("with torch.no_grad():", []),
+    ],
+)
+def test_each_inherited_method_that_calls_a_method_is_a_way_to_it(report, switch, found):
+    assert report(SHARED.format(switch=switch)) == found

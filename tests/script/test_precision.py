@@ -661,3 +661,30 @@ def test_a_network_that_trains_what_it_holds_in_its_own_forward(report):
                 return outputs
     """
     assert report(code) == [("OOM202", 17)]
+
+
+@pytest.mark.parametrize(
+    ("scalers", "found"),
+    [
+        (["torch.cuda.amp.GradScaler(enabled=False)"], ["OOM202"]),
+        (["torch.amp.GradScaler('cuda', enabled=False)"], ["OOM202"]),
+        (["torch.cuda.amp.GradScaler(enabled=args.amp)"], []),
+        (["torch.cuda.amp.GradScaler()"], []),
+        (["torch.cuda.amp.GradScaler(enabled=False)", "torch.cuda.amp.GradScaler()"], []),
+    ],
+)
+def test_a_scaler_that_is_off_speaks_of_no_autocast_elsewhere(report, scalers, found):
+    made = "\n".join(f"    scaler = {made}" for made in scalers)
+    code = f"""
+    import torch
+
+    model = Net().cuda()
+{made}
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+    assert codes(report(code)) == found

@@ -198,3 +198,32 @@ def test_what_takes_the_place_of_a_network_is_that_network(report, placed):
     """Although the same function gives a loss elsewhere."""
     code = training("out = model.decoder(x)", "loss = to_gpu(criterion(out, y))", before=placed)
     assert report(code) == [("OOM202", 9)]
+
+
+SOLVED = """
+    import torch
+    {imported}
+
+    def fit(model, y0, t):
+        for i in range(100):
+            optimizer.zero_grad()
+            loss = (odeint(model, y0, t) - y).abs().mean()
+            loss.backward()
+            optimizer.step()
+        {after}
+"""
+PLOTTED = "solution = odeint(model, y0, t)\n        plot(t.numpy(), solution.detach().numpy())"
+
+
+@pytest.mark.parametrize(
+    ("imported", "after", "found"),
+    [
+        ("from torchdiffeq import odeint", PLOTTED, [("OOM201", 10)]),
+        ("from torchdiffeq import odeint_adjoint as odeint", PLOTTED, [("OOM201", 10)]),
+        ("odeint = solvers[name]", PLOTTED, [("OOM201", 10)]),
+        ("from torchdiffeq import odeint", "return odeint(model, y0, t)", []),
+        ("from scipy.integrate import odeint", PLOTTED, []),
+    ],
+)
+def test_what_solves_an_equation_runs_its_network(report, imported, after, found):
+    assert report(SOLVED.format(imported=imported, after=after)) == found
