@@ -42,7 +42,7 @@ def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
             return refused
         if from_nothing:
             break
-    return replace(verdict, held=True, from_nothing=bool(from_nothing))
+    return replace(verdict, held=True, from_nothing=bool(from_nothing), graphs=gradients.graphs)
 
 
 def _from_nothing(verdict: Verdict, emptied: Evidence, rows: int) -> bool | None:

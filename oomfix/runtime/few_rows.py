@@ -17,18 +17,21 @@ class FewRows:
 
     Args:
         modules: every module that the forward may run.
+        these: to be taken where so many are asked for.
 
     Attributes:
         in_order: rows are named in the order of the batch.
     """
 
-    def __init__(self, forward: Callable[..., Any], batch: Batch, modules: list[nn.Module]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], these: Sequence[int] = ()
+    ) -> None:
         self.forward = forward
         self.batch = batch
         self.modules = modules
         self.in_order = False
         self._needs_autocast = False
-        self._chosen: dict[int, list[int]] = {}
+        self._chosen = {len(these): list(these)}
 
     def named(self, count: int) -> list[int]:
         """`count` rows, always the same ones."""

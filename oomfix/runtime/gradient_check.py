@@ -11,11 +11,12 @@ from oomfix.runtime import outputs, rule_choice
 from oomfix.runtime.comparison import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradients import has_hook, next_node, reach
-from oomfix.runtime.judging import DEPEND
+from oomfix.runtime.judging import DEPEND, OPEN, units
 from oomfix.runtime.outputs import Zero
 from oomfix.runtime.referenced import leaves_in
 from oomfix.runtime.rows import has_single_row
 from oomfix.runtime.verdict import Verdict
+from oomfix.runtime.ways import Edges, Graphs, edges
 
 GRADIENTS_DEPEND = "samples depend on each other: a few rows give another gradient in two parts"
 _SMALL = 4096  # entries of a parameter whose gradient is compared
@@ -28,12 +29,18 @@ def by_gradients(few: FewRows, how: Runs, count: int, gaps: Sequence[float | Non
     # a checkpoint in the forward runs again in backward, where no targets can be held out
     how = replace(how, graph=True, holds_out=False)
     # chosen before the runs, in which each look at a parameter is watched
-    see = partial(_loss_and_gradients, _compared_in(few), next_node())
+    see = partial(_seen, _compared_in(few), next_node())
     evidence = few.compared(count, how, see, gaps)
     if evidence.failure:
         return None
     single_rows = has_single_row(count) or None
-    return replace(_judge(evidence), means=evidence.means, calls=evidence.calls, single_rows=single_rows)
+    return replace(
+        _judge(evidence),
+        means=evidence.means,
+        calls=evidence.calls,
+        single_rows=single_rows,
+        graphs=Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts]),
+    )
 
 
 def _compared_in(few: FewRows) -> list[torch.Tensor]:
@@ -53,42 +60,53 @@ def _compared_in(few: FewRows) -> list[torch.Tensor]:
     return small[:: -max(1, len(small) // _COMPARED)]
 
 
-def _loss_and_gradients(
+def _seen(
     parameters: list[torch.Tensor], first_node: int, result: Any
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The loss in `result` and its gradients, none where it has a graph from before the node numbered `first_node`."""
+) -> tuple[torch.Tensor | None, list[torch.Tensor], Edges]:
+    """The loss in `result`, its gradients, and what is in its graph."""
     loss = outputs.loss_in(result)
-    if loss is None or not loss.requires_grad or loss.numel() != 1 or not parameters:
-        return loss, []
+    if loss is None or loss.numel() != 1:
+        return loss, [], frozenset()
+    of_graph = edges(loss)
+    return loss, _gradients(loss, parameters, first_node), of_graph
+
+
+def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor], first_node: int) -> list[torch.Tensor]:
+    """Those of `loss`, none where it has a graph from before the node numbered `first_node`."""
+    if not loss.requires_grad or not parameters:
+        return []
     if reach(loss).began_before(first_node):
-        return loss, []  # a graph that was there before the check is not for it to pass
+        return []  # a graph that was there before the check is not for it to pass
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    return loss, [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+    return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def _judge(evidence: Evidence) -> Verdict:
     """The verdict that losses and gradients give; undecided where they cannot be compared."""
-    loss, gradients = evidence.whole
+    loss, gradients, _ = evidence.whole
     losses = [part[0] for part in evidence.parts]
     rule = rule_choice.choose(loss, losses, evidence.shares, evidence.terms) if gradients else Zero()
-    if rule is None and all(bool(of_part.isfinite()) for of_part, _ in evidence.parts):
+    if rule is None and all(bool(of_part.isfinite()) for of_part, *_ in evidence.parts):
         return Verdict(None, DEPEND)
-    if rule is None or rule == Zero():
+    if gradients and rule == Zero():
+        return Verdict(None, OPEN, undecided=True)
+    if rule is None or not gradients:
         return Verdict(None, undecided=True)  # a deviation is not a number of one row
     collector, sizes = rule.collector(0), [gradient.numel() for gradient in gradients]
-    for (_, of_part), share in zip(evidence.parts, evidence.shares, strict=True):
-        collector.add(_joined(of_part), share)
+    # the loss of a part may be a constant, which has none
+    none = [torch.zeros_like(gradient) for gradient in gradients]
+    parts = [_joined(of_part or none) for _, of_part, _ in evidence.parts]
+    for of_part, share in zip(parts, evidence.shares, strict=True):
+        collector.add(of_part, share)
     errors = _largest(_joined(gradients) - collector.result(), sizes)
-    scales = [
-        max(pair) for pair in zip(*(_largest(_joined(of_part), sizes) for _, of_part in evidence.parts), strict=True)
-    ]
+    scales = [max(pair) for pair in zip(*(_largest(of_part, sizes) for of_part in parts), strict=True)]
     # where the true gradient is 0 (the bias of attention's keys), rounding of the others is all there is
     largest = max(scales)
     for gradient, error, scale in zip(gradients, errors, scales, strict=True):
         tolerance = _TOLERANCE[gradient.dtype]
         if error > tolerance * max(scale, tolerance * largest):
             return Verdict(None, GRADIENTS_DEPEND)
-    return Verdict(rule)
+    return Verdict(rule, units=units(rule))
 
 
 def _joined(gradients: list[torch.Tensor]) -> torch.Tensor:

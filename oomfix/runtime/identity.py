@@ -134,7 +134,7 @@ class _Look:
             # a criterion may be made anew in each iteration
             is_model = value._parameters or value._modules
             self.key.append((name, id(value) if is_model else type(value)))
-            self._settings(value, code_of(type(value).forward), depth, self._code)
+            self._settings(value, code_of(getattr(type(value), "forward", value)), depth, self._code)
         elif kind is _Kind.WRAPPER:
             # its own flags say where it is between two exchanges
             self.key.append((name, id(value)))

@@ -37,6 +37,7 @@ from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
 from oomfix.runtime.referenced import graph_in, leaves_in, state_of
+from oomfix.runtime.rows import in_two_parts
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
@@ -90,6 +91,7 @@ class Iteration:
         self._kept_batch: KeptBatch | None = None
         self._in_forward = False
         self._first_node = 0
+        self._neighbours: list[tuple[int, int]] = []
         self.graph_is_spent = False
 
     def remember(self) -> None:
@@ -297,13 +299,16 @@ class Iteration:
         if self.weighing is None:
             self.weighing = Weighing(self.known.name, self.batch)
         self.weighing.begin_parts(verdict)
+        self.known.begin_parts()
         size = self.batch.size
+        cuts = balanced(size, parts)
         collector = verdict.rule.collector(size)
         draws = self._whole_draws(verdict)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
         shares, went_backward, weighs = Shares(verdict), False, not self.in_window
         with RunningStatistics(self.known.modules(), parts) as statistics:
-            for start, stop in balanced(size, parts):
+            for number, (start, stop) in enumerate(cuts):
+                self._neighbours = cuts[max(number - 1, 0) :][:2]
                 with draws.part(start, stop):
                     result, divided_by = self._forward_rows(start, stop, verdict, shares)
                 weight = shares.of(stop - start, divided_by)
@@ -317,6 +322,8 @@ class Iteration:
                     elif self.known.ranks.in_step:
                         # it adds nothing, but other processes wait for its backward
                         self._backward(loss, share, scaler)
+                    elif share:
+                        self._expect_way(loss, 0)
                 collector.add(result, weight)
                 left.add(weight)
                 del result
@@ -346,6 +353,7 @@ class Iteration:
                 result = self._call(args, kwargs)
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
+            self._expect_no_plain_number(result)
             loss = self.loss_of(result)
             divided_by = shares.divided_by(loss, stop - start, bounds)
             if divided_by:
@@ -359,6 +367,14 @@ class Iteration:
         with probe:
             result = self._call(args, kwargs)
         return result, [Counted(weight, weight) for weight in probe.nll_weights]
+
+    @staticmethod
+    def _expect_no_plain_number(result: Any) -> None:
+        """Refuse a part to whose loss nothing was added, as to `total = 0` where no sample has boxes."""
+        loss = result[0] if isinstance(result, tuple | list) and result else result
+        if isinstance(loss, int | float):
+            reason = "its loss is a plain number in a part of it, as of samples that add nothing to it"
+            raise CannotSplit(reason, Verdict(None, reason, undecided=True))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._in_forward = True
@@ -394,9 +410,7 @@ class Iteration:
                     "argument)"
                 )
             self._gradients.cover(found.leaves)
-            if self._parts > 1 and not known.knows_way(found.size):
-                reason = "it takes a branch that no check has seen yet"
-                raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+            self._expect_way(loss, found.size)
             if self._parts > 1 and any(has_hook(leaf) for leaf in found.leaves):
                 raise CannotSplit("a parameter has a hook, which would see gradients of parts")
             known.reaches([leaf for leaf in found.leaves if leaf.requires_grad])
@@ -414,6 +428,14 @@ class Iteration:
             self._gradients.cover(found.leaves, touched=True)
             self.graph_is_spent = found.began_before(self._first_node)
             raise
+
+    def _expect_way(self, loss: torch.Tensor, graph_size: int) -> None:
+        """Refuse a micro-batch that may compute what no check has seen, until it has been checked with another one."""
+        reason = self.known.refuses_way(loss, graph_size) if self._parts > 1 else None
+        if reason is not None:
+            first, second = (range(*cut) for cut in self._neighbours)
+            self.known.doubt(in_two_parts(first, second))
+            raise CannotSplit(reason, Verdict(None, reason, undecided=True))
 
     def _open_border(self) -> None:
         """Let backward pass the graphs behind the inputs: they are used from elsewhere too, so it must pass once."""

@@ -7,6 +7,7 @@ from oomfix.runtime.outputs import Rule, Sum, Zero
 from oomfix.runtime.verdict import Verdict
 
 DEPEND = "samples depend on each other: a few rows give something else in two parts"
+OPEN = "its loss is 0 on a few rows, which leaves open what it is a mean of"
 BENDS = (
     "a number for the whole batch meets a threshold (clamp, abs, relu), or counts its distinct values, and parts may "
     "have another"
@@ -44,12 +45,12 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
     if evidence.selects and not trust:
         return Verdict(None, "it selects among the samples of a batch, which a few rows cannot show")
     if loss is not None and not trust and _leaves_open(of_loss, evidence):
-        return Verdict(None, "its loss is 0 on a few rows, which leaves open what it is a mean of", undecided=True)
+        return Verdict(None, OPEN, undecided=True)
     if evidence.counts_nothing and not trust:
         return Verdict(None, "a number that meets a threshold is 0 on a few rows, which leaves it open", undecided=True)
     return Verdict(
         rule,
-        units=_units(of_loss),
+        units=units(of_loss),
         nll_losses=evidence.nll_losses,
         divisors=evidence.divisors,
         bound=evidence.bound,
@@ -85,7 +86,8 @@ def _alike_alone(evidence: Evidence) -> bool:
     return alone and simulation.assumption is None and rule_choice.equal(losses[0], losses[1])
 
 
-def _units(rule: Rule | None) -> str:
+def units(rule: Rule | None) -> str:
+    """What a rule says that a loss is a mean of, see `Verdict.units`."""
     if rule is None:
         return "rows"
     if rule == Sum():

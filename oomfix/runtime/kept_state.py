@@ -141,7 +141,14 @@ class _Place:
 
     def tensor(self) -> torch.Tensor | None:
         module = self._module()
-        return None if module is None else getattr(module, self._holder).get(self._key)
+        if module is None:
+            return None
+        try:
+            # torch.jit has something else in the place of these dictionaries, without `get`
+            held: torch.Tensor | None = getattr(module, self._holder)[self._key]
+            return held
+        except KeyError:
+            return None
 
     def put(self, tensor: torch.Tensor) -> None:
         module = self._module()

@@ -21,9 +21,9 @@ from oomfix.runtime.referenced import code_of, generators_in, reachable_modules
 from oomfix.runtime.running_statistics import iterates_power, uses_batch_statistics
 from oomfix.runtime.sizing import Sizing
 from oomfix.runtime.verdict import Verdict
+from oomfix.runtime.ways import Ways
 
 _TELLING = 3  # samples that show more than rows that are repeated
-_MOST_WAYS = 8  # that a forward may take before its graph is one that changes from batch to batch
 _MOST_KNOWN = 256  # flags that change in every call shall not fill the memory
 
 
@@ -49,6 +49,7 @@ class Known:
         unseen: leaves that its loss was not seen to reach, and might.
         split_calls: how many went well in micro-batches.
         fp32: autocast made it fail, or it differentiates by itself under fp16.
+        rows_in_doubt: of micro-batches that take a way no check has seen; to be checked themselves.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
     """
 
@@ -80,7 +81,8 @@ class Known:
         self._check_again_at = 0
         self._rows_seen = 0
         self._left_open = 0
-        self._ways: set[int] = set()
+        self._ways = Ways()
+        self.rows_in_doubt: list[int] = []
         self._cut_before: dict[Place, bool] = {}
         self._ragged: list[bool] = []
         self._whole_places: frozenset[Place] = frozenset()
@@ -114,6 +116,7 @@ class Known:
     def begin_call(self) -> None:
         """Count a call, and learn from a parameter's version whether an optimizer has stepped since the first."""
         self.calls += 1
+        self.rows_in_doubt = []
         self.explores = self.calls & (self.calls - 1) == 0
         if not self.steps_seen and any(leaf._version != self._first_version for leaf in self.reached()[:1]):
             self._saw_step()
@@ -177,6 +180,11 @@ class Known:
     def _learn_from(self, verdict: Verdict, size: int) -> None:
         earlier = self.verdict
         self._checked_at = self.calls
+        if verdict.rule is not None:
+            self._ways.learn(verdict.graphs)
+            if self.rows_in_doubt:
+                self._ways.admit()
+        self.rows_in_doubt = []
         if earlier is not None and size < _TELLING <= self._rows_seen:
             self._check_again_at = self.calls + 1
             return
@@ -195,16 +203,18 @@ class Known:
         if earlier is None or not blind or not (earlier.held or (verdict.undecided and not earlier.undecided)):
             self.verdict = verdict
 
-    def knows_way(self, graph_size: int) -> bool:
-        """Whether a micro-batch with a graph of this size computes what a check has seen.
+    def begin_parts(self) -> None:
+        """The micro-batches of a call are about to run."""
+        self._ways.begin()
 
-        A forward may take another branch at any call (mixing the samples of every second batch). In a call that was
-        checked, the branch is the one that the check saw. Where graphs are ever of another size, as of sequences of
-        their own lengths, that tells nothing.
-        """
-        if self._checked_at == self.calls:
-            self._ways.add(graph_size)
-        return graph_size in self._ways or len(self._ways) >= _MOST_WAYS
+    def refuses_way(self, loss: torch.Tensor, graph_size: int) -> str | None:
+        """Why a micro-batch with this loss may not be what a check has seen, see `Ways.refuses`, or None."""
+        return self._ways.refuses(loss, graph_size)
+
+    def doubt(self, rows: list[int]) -> None:
+        """Let `rows` be checked, of two micro-batches one of which was refused; that ends, since ways are few."""
+        self.rows_in_doubt = rows
+        self._checked_at = 0
 
     def _look_again_soon(self) -> None:
         # other rows may show more; where they never do, looking costs less and less

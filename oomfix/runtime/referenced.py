@@ -139,7 +139,7 @@ def names_used(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> set
     found: set[str] = set()
     seen: set[Any] = set()
     waiting: list[tuple[Any, Any]] = [(forward, getattr(forward, "__self__", None))]
-    waiting += [(type(module).forward, module) for module in modules]
+    waiting += [(_forward_of(module), module) for module in modules]
     while waiting:
         value, owner = waiting.pop()
         function = _function_of(value)
@@ -159,11 +159,16 @@ def names_used(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> set
     return found
 
 
+def _forward_of(module: nn.Module) -> Any:
+    # torch.jit leaves a network no forward in Python
+    return getattr(type(module), "forward", None)
+
+
 def _function_of(forward: Any) -> types.FunctionType | None:
     if type(forward) is types.FunctionType and not forward.__dict__:
         return forward
     if isinstance(forward, nn.Module):
-        return _function_of(type(forward).forward)
+        return _function_of(_forward_of(forward))
     seen: set[int] = set()
     while id(forward) not in seen:
         seen.add(id(forward))

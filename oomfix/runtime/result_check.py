@@ -64,6 +64,15 @@ def by_results(few: FewRows, trust: bool, count: int) -> Found:
     return Found(verdict, how, count, evidence.alike_masks, evidence.closed_hinges, failed, single_row_differs)
 
 
+def by_named_rows(few: FewRows, count: int) -> Verdict:
+    """The verdict on two micro-batches, which are its `count` rows."""
+    found = by_results(few, False, count)
+    if found.verdict.rule is None:
+        return found.verdict
+    # with targets held out of the larger one, they may weigh the same
+    return judge(few.compared(count, replace(found.how, holds_out=False)), rows=count)
+
+
 def _is_of_one_kind(value: Any, other: Any) -> bool:
     """Whether two results hold values of the same types and numbers of dimensions."""
     if type(value) is not type(other):
@@ -125,5 +134,6 @@ def confirmed(few: FewRows, earlier: Verdict, count: int) -> Verdict | None:
         differentiates=False,
         from_nothing=False,
         means=(),
+        graphs=None,
     )
     return replace(earlier, single_rows=verdict.single_rows or earlier.single_rows) if verdict == same else None

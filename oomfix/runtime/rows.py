@@ -1,6 +1,6 @@
 """Which rows of a batch a check looks at: few, and unlike each other."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,16 @@ def first_part(count: int) -> int:
     """
     half = count // 2
     return half if count % 2 == 0 and half % 2 else half + 1
+
+
+def in_two_parts(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """The rows of two parts, of which the first may have one more, so that a check cuts them into these parts.
+
+    Of parts as long as each other the first gets a row again: parts of one length weigh the same, which hides what a
+    loss is a mean of.
+    """
+    again = first[-1:] if len(first) == len(second) else []
+    return [*first, *again, *second]
 
 
 def _orders(rows: list[int], numbers: list[Any], second: int) -> Iterator[list[int]]:

@@ -248,7 +248,15 @@ class Splitter:
         verdict = known.ranks.check_together(
             iteration.forward,
             lambda forward: check(
-                forward, batch, known.modules(), most_rows, trust, earlier, sharded, iteration.trains
+                forward,
+                batch,
+                known.modules(),
+                most_rows,
+                trust,
+                earlier,
+                sharded,
+                iteration.trains,
+                known.rows_in_doubt,
             ),
             iteration.call_smallest,
         )

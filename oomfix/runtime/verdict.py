@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from oomfix.runtime.bounds import Bound
 from oomfix.runtime.left_attributes import LeftAttribute
 from oomfix.runtime.outputs import Rule
+from oomfix.runtime.ways import Graphs
 from oomfix.runtime.whole_draws import DrawnSize
 
 
@@ -39,6 +40,7 @@ class Verdict:
             passed: a split may have such targets in one micro-batch only.
         single_rows: a single row may be a micro-batch: it was seen to be like others, or not. None: it has not been
             asked for.
+        graphs: those of the rows and of two parts of them; None where they were not looked at.
         trusted: no rule fits, but the user asked for splitting.
     """
 
@@ -61,6 +63,7 @@ class Verdict:
     left: tuple[LeftAttribute, ...] = ()
     one_part: bool = False
     single_rows: bool | None = None
+    graphs: Graphs | None = None
     trusted: bool = False
 
     @property

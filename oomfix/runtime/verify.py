@@ -5,7 +5,7 @@ losses, batch-normalised dice, pairwise attention that runs in training only), b
 results of the parts must give the result of the whole, under one of the rules in `outputs`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,11 +18,11 @@ from oomfix.runtime.divisor_check import by_divisors
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
 from oomfix.runtime.hinge_check import by_hinges
-from oomfix.runtime.judging import BENDS, DEPEND
+from oomfix.runtime.judging import BENDS, DEPEND, OPEN
 from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.repetition_check import by_repetition
-from oomfix.runtime.result_check import Found, by_results, confirmed
+from oomfix.runtime.result_check import Found, by_named_rows, by_results, confirmed
 from oomfix.runtime.rows import telling, without_single_rows
 from oomfix.runtime.verdict import Verdict
 
@@ -44,6 +44,7 @@ def check(
     earlier: Verdict | None = None,
     sharded: bool = False,
     trains: bool = True,
+    besides: Sequence[int] = (),
 ) -> Verdict:
     """Compare `forward` on a few rows of `batch` with `forward` on two parts of them.
 
@@ -61,10 +62,31 @@ def check(
             compared again where the forward has become another computation, by the number of its calls.
         sharded: parameters are spread over processes, and have no gradients that could be compared.
         trains: a backward follows, so that a loss has a graph.
+        besides: rows whose results are compared too where those of others allow a split.
 
     Returns:
         The verdict; an undecided one where not even two rows fit, or where there are none.
     """
+    verdict = _of_few_rows(forward, batch, modules, most_rows, trust, earlier, sharded, trains)
+    if verdict.rule is None or trust or simulation.assumption is not None or not besides:
+        return verdict
+    run = partial(by_named_rows, FewRows(forward, batch, modules, besides))
+    found = _with_rows_that_fit([len(besides)], run)
+    if found is None:
+        return Verdict(None, "there is no memory to check a branch that it takes now", undecided=True)
+    return verdict if found.rule is not None else found
+
+
+def _of_few_rows(
+    forward: Callable[..., Any],
+    batch: Batch,
+    modules: list[nn.Module],
+    most_rows: int,
+    trust: bool,
+    earlier: Verdict | None,
+    sharded: bool,
+    trains: bool,
+) -> Verdict:
     if simulation.assumption is not None:
         simulation.assumption.note()
     if not batch.size:
@@ -123,16 +145,25 @@ def _confirmed_closer(
         other = _with_rows_that_fit([most, 2], look)
         if other is not None and other.rule is None and not other.undecided:
             return other
+        if other is not None and _contradict(verdict, other):
+            return Verdict(None, DEPEND)
     gradients = None
     if with_gradients:
         # a graph needs more memory than the runs of a check without one
         gradients = _in_parts_that_run(few, together, partial(by_gradients, rows, how))
-    if gradients is not None and gradients.rule is None and not gradients.undecided:
+    if gradients is not None and gradients.rule is None and (not gradients.undecided or gradients.reason == OPEN):
         return gradients
     if gradients is None:
         return replace(verdict, calls=0)
+    if _contradict(verdict, gradients):
+        return Verdict(None, DEPEND)
     calls, single_rows = 0 if verdict.drew else gradients.calls, gradients.single_rows
-    return replace(verdict, means=gradients.means, calls=calls, single_rows=single_rows)
+    return replace(verdict, means=gradients.means, calls=calls, single_rows=single_rows, graphs=gradients.graphs)
+
+
+def _contradict(verdict: Verdict, other: Verdict) -> bool:
+    """Whether a loss is a sum on some rows and a mean on others: it is neither, as a mean over a few of them is."""
+    return other.rule is not None and (verdict.units == "calls") != (other.units == "calls")
 
 
 def _in_parts_that_run(few: list[int], together: list[int], run: Callable[[int], Verdict | None]) -> Verdict | None:

@@ -1,7 +1,11 @@
-"""A call that takes another branch than those that were checked is checked itself, before it goes on in parts."""
+"""A call that takes another branch than those that were checked is checked itself, before it goes on in parts.
+
+So are micro-batches of which some take a branch that others do not.
+"""
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -122,3 +126,206 @@ def test_a_branch_of_a_batch_of_another_size_is_checked_too():
     model.zero_grad()
     forward(samples, labels).backward()
     torch.testing.assert_close(split, model.weight.grad, rtol=1e-12, atol=1e-14)
+
+
+Rare = Callable[[nn.ModuleDict, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def over_all(model: nn.ModuleDict, samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return model["layers"][0](samples).pow(2).mean()
+
+
+def over_the_rare(model: nn.ModuleDict, samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return model["layers"][0](samples[labels == 3]).pow(2).mean()
+
+
+def sum_of_the_rare(model: nn.ModuleDict, samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (model["layers"][0](samples).pow(2).sum(1) * (labels == 3)).mean()
+
+
+def differing(
+    forward: Callable[[nn.ModuleDict], Callable[..., torch.Tensor]], batches: list[tuple], parts: int
+) -> tuple[list[int], int]:
+    """The calls whose gradients are not those of the whole batch, and how many ran in `parts` micro-batches."""
+    runtime.reset()
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(8, 4), "dropout": nn.Dropout(0.5)}).double()
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=parts)
+    function, found = forward(model), []
+    for number, batch in enumerate(batches):
+        function(*batch).backward()
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        memory.forward_backward(function, *batch)
+        given = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        for name, gradient in expected.items():
+            if (gradient is None) != (given[name] is None) or (
+                gradient is not None and not torch.allclose(gradient, given[name], rtol=1e-12, atol=1e-14)
+            ):
+                found.append(number)
+                break
+    (known,) = memory._forwards
+    return found, known.split_calls
+
+
+def with_a_term_for_batches_with_rare_labels(term: Rare) -> Callable[[nn.ModuleDict], Forward]:
+    def make(model: nn.ModuleDict) -> Forward:
+        def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(model["head"](samples), labels)
+            if (labels == 3).any():
+                loss = loss + term(model, samples, labels)
+            return loss
+
+        return forward
+
+    return make
+
+
+def labelled(seed: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 8, generator=generator).double(), torch.randint(0, 4, (size,), generator=generator))
+        for _ in range(16)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("term", [over_all, over_the_rare])
+def test_a_branch_of_some_micro_batches_only_is_seen(term, seed):
+    size, parts = ((12, 3), (24, 4))[seed % 2]
+    wrong, _ = differing(with_a_term_for_batches_with_rare_labels(term), labelled(seed, size), parts)
+    assert wrong == []
+
+
+def test_a_branch_of_some_micro_batches_that_adds_nothing_else_is_split():
+    wrong, split_calls = differing(with_a_term_for_batches_with_rare_labels(sum_of_the_rare), labelled(0, 12), 3)
+    assert (wrong, split_calls) == ([], 16)
+
+
+def test_a_loss_that_is_a_constant_in_some_micro_batches_only_is_seen():
+    def make(model: nn.ModuleDict) -> Forward:
+        def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return over_all(model, samples, labels) if (labels == 3).any() else samples.new_zeros(())
+
+        return forward
+
+    batches = [(samples, labels) for samples, labels in labelled(1, 12) if (labels == 3).any()]
+    wrong, _ = differing(make, batches, 3)
+    assert wrong == []
+
+
+def boxed(least: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(2)
+    numbers = [torch.randint(least, 6, (13,), generator=generator).tolist() for _ in range(16)]
+    return [
+        (
+            torch.randn(13, 8, generator=generator).double(),
+            [torch.randn(number, 4, generator=generator).double() for number in of_batch],
+        )
+        for of_batch in numbers
+    ]
+
+
+def a_loss_for_each_box(model: nn.ModuleDict, samples: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+    loss = samples.new_zeros(())
+    for sample, of_sample in zip(samples, boxes, strict=True):
+        for box in of_sample:
+            loss = loss + (model["head"](sample) - box).pow(2).sum()
+    return loss / len(samples)
+
+
+def a_loss_for_each_image(model: nn.ModuleDict, samples: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+    losses = []
+    for sample, of_sample in zip(samples, boxes, strict=True):
+        hidden = model["layers"][0](sample)
+        if not len(of_sample):
+            losses.append(hidden.sigmoid().sum())
+            continue
+        losses.append((model["head"](hidden) - of_sample).abs().mean())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("least", [0, 1])
+@pytest.mark.parametrize("loss", [a_loss_for_each_box, a_loss_for_each_image])
+def test_lists_of_any_length_are_split_from_the_first_call_on(loss, least):
+    wrong, split_calls = differing(lambda model: partial(loss, model), boxed(least), 4)
+    assert (wrong, split_calls) == ([], 16)
+
+
+def test_a_branch_of_some_micro_batches_is_seen_beside_lists_of_any_length():
+    def make(model: nn.ModuleDict) -> Callable[..., torch.Tensor]:
+        def forward(samples: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+            loss = a_loss_for_each_box(model, samples, boxes)
+            if any(len(of_sample) == 1 for of_sample in boxes):
+                loss = loss + model["layers"][0](samples).sigmoid().mean()
+            return loss
+
+        return forward
+
+    wrong, _ = differing(make, boxed(1), 4)
+    assert wrong == []
+
+
+def test_chunks_of_as_many_samples_as_memory_allows_are_split():
+    """The last batch has another number of chunks, and its micro-batches have it too."""
+
+    def make(model: nn.ModuleDict) -> Forward:
+        def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            chunks = zip(samples.split(8), labels.split(8), strict=True)
+            losses = [F.cross_entropy(model["head"](x), y, reduction="sum") for x, y in chunks]
+            return torch.stack(losses).sum() / len(samples)
+
+        return forward
+
+    batches = labelled(3, 34)
+    batches[5], batches[11] = labelled(4, 13)[:2]
+    wrong, split_calls = differing(make, batches, 2)
+    assert (wrong, split_calls) == ([], 16)
+
+
+def rarely_labelled(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    rare = [torch.rand(10, generator=generator) < 0.15 for _ in range(16)]
+    return [
+        (samples, labels % 3 + where * 3) for (samples, labels), where in zip(labelled(seed, 10), rare, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12, 22))
+def test_a_mean_over_the_rare_that_is_a_sum_on_other_rows_is_no_mean_over_samples(seed):
+    """On six rows with two rare ones, one in each part, it is a mean; on four with one, it is a sum."""
+
+    def make(model: nn.ModuleDict) -> Forward:
+        def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            output, rare = model["head"](samples), labels >= 3
+            return F.mse_loss(output[rare], samples[rare, :4]) if rare.any() else output.sum() * 0.0
+
+        return forward
+
+    torch.manual_seed(seed)
+    wrong, _ = differing(make, rarely_labelled(seed), 2)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_loss_that_is_a_plain_number_in_some_micro_batches_runs_whole(first):
+    """`total = 0`, to which samples without boxes add nothing."""
+
+    def loss(model: nn.ModuleDict, samples: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
+        total = 0
+        for sample, of_sample in zip(samples, boxes, strict=True):
+            if len(of_sample):
+                total = total + (model["head"](sample) - of_sample).abs().mean()
+        return total / len(samples)
+
+    boxes = [(x, [of if n % 3 == first else of[:0] for n, of in enumerate(of_batch)]) for x, of_batch in boxed(1)]
+    wrong, _ = differing(lambda model: partial(loss, model), boxes, 6)
+    assert wrong == []
+
+
+def test_a_loss_that_is_a_plain_number_for_the_whole_batch_is_refused():
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=2)
+    with pytest.raises(ValueError, match="returned int, expected the loss as a tensor"):
+        memory.forward_backward(lambda samples: 0, torch.randn(8, 2))

@@ -470,3 +470,49 @@ def test_a_model_may_call_a_list_of_its_own_modules():
     memory.forward_backward(lambda x: (model(x) ** 2).mean(), x)
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
     memory.step(optimizer)
+
+
+class Compiled(nn.Module):
+    """Two layers, which count their calls where they are told to."""
+
+    calls: torch.Tensor
+
+    def __init__(self, counts: bool):
+        super().__init__()
+        self.first, self.second, self.counts = nn.Linear(4, 8), nn.Linear(8, 1), counts
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.counts:
+            self.calls += 1
+        return self.second(torch.tanh(self.first(x))) * (1 + self.calls)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("preset", ["8gb", "16gb"])
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "not prepared"])
+@pytest.mark.parametrize("counts", [True, False], ids=["counts", "counts nothing"])
+def test_a_network_of_torch_jit_is_split_if_its_buffers_allow_it(preset, prepared, counts):
+    """It has no forward in Python, and no dictionaries of parameters and buffers."""
+    memory = runtime.preset(preset, precision="fp32", micro_batches=3)
+    alone, model = Compiled(counts), Compiled(counts)
+    model.load_state_dict(alone.state_dict())
+    if prepared:
+        memory.prepare(model)
+    model = torch.jit.script(model)
+
+    def forward(x):
+        return (model(x) ** 2).mean()
+
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (alone, model)]
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        (alone(x) ** 2).mean().backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        memory.forward_backward(forward, x)
+        memory.step(optimizers[1])
+    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
+    assert model.calls == alone.calls
+    (report,) = memory.report().forwards
+    assert (report.whole_because is not None) is counts

@@ -93,6 +93,19 @@ def test_heads_that_take_turns_all_run_in_half(order):
     assert {dtype for head in model.heads.values() for dtype in head.seen} <= {torch.bfloat16}
 
 
+def test_layers_inside_of_a_model_that_is_called_are_not_watched_once_that_is_known():
+    model, hooks = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 3)), []
+    memory = runtime.preset("16gb", precision="bf16")
+
+    def forward(x):
+        hooks.append([len(module._forward_hooks) for module in model.modules()])
+        return model(x).pow(2).mean()
+
+    for _ in range(3):
+        memory.forward_backward(forward, X)
+    assert hooks[-1] == [1, 0, 0, 0, 0]
+
+
 def test_a_model_shows_no_sign_of_it_afterwards():
     model = network()
     memory = runtime.preset("16gb", precision="bf16")
