@@ -14,7 +14,7 @@ from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.removal import without
 from oomfix.script import Script
-from oomfix.script.edits import Edit, bounds
+from oomfix.script.edits import Edit, bounds, quote_of
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Step
@@ -226,7 +226,11 @@ class Amp:
         if not of_cuda:
             given = [segment(argument) for argument in call.args]
         else:
-            given = ['"cuda"', *(f"{slot}={segment(value)}" for slot, value in zip(slots, call.args, strict=False))]
+            quote = quote_of(self._script.source)
+            given = [
+                f"{quote}cuda{quote}",
+                *(f"{slot}={segment(value)}" for slot, value in zip(slots, call.args, strict=False)),
+            ]
         return ", ".join([*given, *(f"{keyword.arg}={segment(keyword.value)}" for keyword in call.keywords)])
 
 

@@ -139,8 +139,10 @@ class _Migration:
         gone: ast.stmt = statement
         parent = next(self._blocks.ancestors(gone))
         if isinstance(parent, ast.Try):
-            if not _only_raises(parent) or len(parent.body) != 1:
-                return  # what it is for besides, a flag or a message, stays
+            if not self._is_setup(parent):
+                if isinstance(statement, ast.ImportFrom):
+                    return  # what it is for besides, a flag or a message, stays
+                raise _Unknown
             gone, parent = parent, next(self._blocks.ancestors(parent))
         if isinstance(parent, ast.If) and not parent.orelse and all(map(self._is_setup, parent.body)):
             gone, parent = parent, next(self._blocks.ancestors(parent))
@@ -164,7 +166,8 @@ def _scales(node: ast.AST) -> bool:
 
 def _only_raises(statement: ast.Try) -> bool:
     handlers = [other for handler in statement.handlers for other in handler.body]
-    return bool(handlers) and all(isinstance(other, ast.Raise) for other in handlers) and not statement.finalbody
+    more = statement.orelse or statement.finalbody
+    return bool(handlers) and all(isinstance(other, ast.Raise) for other in handlers) and not more
 
 
 def _within(edit: Edit, other: Edit) -> bool:

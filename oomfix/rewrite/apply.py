@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 from oomfix.rewrite.apex import NOTE, apex_edits
-from oomfix.rewrite.autocast_end import end_autocast_edits, metric_edits
+from oomfix.rewrite.autocast_end import end_autocast_edits
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, findings_in, fix_locally
 from oomfix.rewrite.long_lines import long_line_edits
 from oomfix.rewrite.loop_rewriter import LoopRewriter
+from oomfix.rewrite.metrics_apart import metric_edits
 from oomfix.rewrite.module import Overrides, other_preset_in
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.step_functions import StepFunction, step_functions
@@ -130,8 +131,8 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
         wanted = [one for one in found if options.wants_finding(one) and one.code not in _NOT_COUNTED_HERE]
         ended += tuple(_gone(wanted, source, last.found, current))
     changed = with_text(current, text)
-    wanted = [one for one in found if options.wants_finding(one) and one.fix is None]
-    left = [one for one in last.left if one.fix is None]
+    wanted = [one for one in found if options.wants_finding(one) and one.fix != "runtime"]
+    left = [one for one in last.left if one.fix != "runtime"]
     unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, left, changed))
     if any(loop.rewrite != "none" for loop in loops):
         text = apply_edits(text, evaluation_call_edits(Script.read(changed, options.target_torch)))
@@ -218,20 +219,24 @@ def _end_autocast(reading: Reading) -> tuple[Source, tuple[Fixed, ...]]:
 
 
 def _with_metrics_apart(reading: Reading, options: Options) -> _Rewritten:
-    """The loops rewritten; metrics leave the autocast blocks of those that are split, to see whole batches."""
-    source = reading.source
+    """The loops rewritten; metrics leave the blocks around the forwards of those that are split."""
     found = _rewrite_loops(reading, options)
-    if "autocast" not in source.text or not reading.loops:
-        return found
-    edits = metric_edits(reading)
-    while edits:
-        moved = with_text(source, apply_edits(source.text, [edit for of_loop in edits.values() for edit in of_loop]))
-        other = _rewrite_loops(Reading(Script.read(moved, options.target_torch)), options)
+    lines = set(metric_edits(reading))
+    while lines:
+        other = _rewrite_loops(_metrics_apart(reading, lines, options), options)
         split = {loop.line for loop in other[1] if loop.rewrite == "micro-batched"}
-        if edits.keys() <= split:
+        if lines <= split:
             return other
-        edits = {line: of_loop for line, of_loop in edits.items() if line in split}
+        lines &= split
     return found
+
+
+def _metrics_apart(reading: Reading, lines: Set[int], options: Options) -> Reading:
+    """A script whose metrics stand behind the blocks around forwards, for the loops in these lines."""
+    while edits := [edit for line, of_loop in metric_edits(reading).items() if line in lines for edit in of_loop]:
+        moved = with_text(reading.source, apply_edits(reading.source.text, edits))
+        reading = Reading(Script.read(moved, options.target_torch))
+    return reading
 
 
 def _rewrite_loops(reading: Reading, options: Options) -> _Rewritten:

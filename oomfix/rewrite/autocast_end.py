@@ -1,20 +1,11 @@
-"""Ending an autocast block behind the loss: its backward runs outside (OOM305), and so do metrics.
-
-No edit changes the number of lines.
-"""
+"""Ending an autocast block behind the loss, whose backward runs outside (OOM305); the number of lines stays."""
 
 from __future__ import annotations
 
 import ast
 
-from oomfix.rewrite.effects import called_name, changed_paths, overlap, paths_read
-from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
 from oomfix.rewrite.reading import Reading
-from oomfix.script import TrainingLoop
 from oomfix.script.edits import Edit
-from oomfix.script.nodes import walk
-
-_BINDING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 
 
 def end_autocast_edits(reading: Reading) -> dict[int, Edit]:
@@ -31,84 +22,13 @@ def end_autocast_edits(reading: Reading) -> dict[int, Edit]:
         block = next(blocks.ancestors(statement), None)
         if not isinstance(statement, ast.Expr) or not isinstance(block, ast.With):
             continue
-        edit = _ended_at(block, statement, reading) if reading.amp.is_autocast(block) else None
+        edit = ended_ahead_of(block, statement, reading) if reading.amp.is_autocast(block) else None
         if edit is not None:
             edits.setdefault(event.node.lineno, edit)
     return edits
 
 
-def metric_edits(reading: Reading) -> dict[int, list[Edit]]:
-    """The edits that move metrics at the end of autocast blocks behind them, by the line of their training loop.
-
-    Next to the loss, `losses.append(loss.item())` would run for every part of a batch. Moved are statements that are
-    there for their effect, change nothing that the block makes or the loss is made of, and run no network.
-    """
-    forwards = {id(forward.node) for forward in reading.script.trace.forwards.values()}
-    edits: dict[int, list[Edit]] = {}
-    for block, loop in _blocks_of_forwards(reading).items():
-        made = {name for statement in block.body if not _is_for_effect(statement) for name in names_bound(statement)}
-        read = _read_behind(block, loop, reading)
-        first = None
-        for statement in reversed(block.body):
-            runs_network = any(id(node) in forwards for node in walk(statement))
-            bound = names_bound(statement)
-            needed = bound & made or overlap(bound | changed_paths(statement), read)
-            if runs_network or needed or not _is_for_effect(statement):
-                break
-            first = statement
-        is_autocast = reading.amp.is_autocast(block) or reading.amp.holds_autocast(block)
-        edit = _ended_at(block, first, reading) if first is not None and is_autocast else None
-        if edit is not None:
-            edits.setdefault(loop.line, []).append(edit)
-    return edits
-
-
-def _blocks_of_forwards(reading: Reading) -> dict[ast.With, TrainingLoop]:
-    """The `with` blocks around forwards in training loops, with the loops."""
-    found: dict[ast.With, TrainingLoop] = {}
-    for loop in reading.loops:
-        for forward in loop.forwards:
-            for parent in reading.blocks.ancestors(forward.node):
-                if isinstance(parent, ast.With):
-                    found[parent] = loop
-                elif parent is loop.node or isinstance(parent, FunctionNode):
-                    break
-    return found
-
-
-def _read_behind(block: ast.With, loop: TrainingLoop, reading: Reading) -> set[str]:
-    """The access paths that a loss is made of behind a block; of a function that runs no backward, what it returns."""
-    scope = reading.blocks.scope_of(block)
-    if scope is None:
-        return set()
-    statements = [node for node in nodes_of_scope_body(scope) if isinstance(node, ast.stmt)]
-    ends: list[ast.Call | ast.stmt] = [
-        event.node for event in loop.backwards if reading.blocks.scope_of(event.node) is scope
-    ]
-    ends = ends or [statement for statement in statements if isinstance(statement, ast.Return)]
-    paths = {path for end in ends for path in paths_read(end)}
-    first, last = block.end_lineno or block.lineno, max((end.lineno for end in ends), default=0)
-    behind = [one for one in statements if isinstance(one, _BINDING) and first < one.lineno < last]
-    for statement in sorted(behind, key=lambda one: one.lineno, reverse=True):
-        if overlap(names_bound(statement), paths):
-            paths |= paths_read(statement)
-    return paths
-
-
-def _is_for_effect(statement: ast.stmt, *, differentiated: bool = True) -> bool:
-    """Whether a statement is no part of a loss: it calls, or counts, or does so in blocks of its own."""
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Call)
-    if isinstance(statement, ast.With):
-        contexts = {called_name(item.context_expr) for item in statement.items}
-        differentiated = differentiated and contexts.isdisjoint(("no_grad", "inference_mode"))
-    if isinstance(statement, ast.If | ast.For | ast.With):
-        inner = [*statement.body, *getattr(statement, "orelse", ())]
-        return all(_is_for_effect(one, differentiated=differentiated) for one in inner)
-    return isinstance(statement, ast.AugAssign) or (isinstance(statement, ast.Assign) and not differentiated)
-
-
-def _ended_at(block: ast.With, statement: ast.stmt, reading: Reading) -> Edit | None:
+def ended_ahead_of(block: ast.With, statement: ast.stmt, reading: Reading) -> Edit | None:
     """The edit that ends a block of one context ahead of one of its statements, but for the first."""
     index = block.body.index(statement) if statement in block.body else 0
     if not index or len(block.items) != 1:

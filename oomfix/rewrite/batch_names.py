@@ -33,6 +33,7 @@ _NOT_DATA = re.compile(
 _FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
 _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load_state_dict step".split())
 _MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
+_CUTTING = frozenset("split chunk tensor_split array_split".split())
 _NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
 
 
@@ -140,8 +141,8 @@ def _is_of_samples(name: str, site: Site) -> bool:
     """Whether a name for counters or networks stands for a number for each sample, or for data.
 
     They are drawn, `t = torch.randint(steps, (len(x),))`, cut out, `idx = order[i:i + 10]`, or come with the batch,
-    `for x, y, idx in loader`. A `t` that comes with other things, `noisy, t = add_noise(x)`, is taken for the times of
-    a diffusion.
+    `for x, y, idx in loader`, `idx = batch["idx"]`. A `t` that comes with other things, `noisy, t = add_noise(x)`, is
+    taken for the times of a diffusion.
     """
     for node in nodes_of_scope_body(site.scope):
         if isinstance(node, ast.Assign) and any(name in names_bound_by_target(target) for target in node.targets):
@@ -149,6 +150,8 @@ def _is_of_samples(name: str, site: Site) -> bool:
             if value is None and name == "t" and isinstance(node.value, ast.Call):
                 return True
             if value is not None and (effects.draws_random_numbers(value) or _is_cut_out(value)):
+                return True
+            if value is not None and _is_column(value, site.iteration):
                 return True
     return isinstance(site.iteration, ast.For) and _comes_with_the_batch(name, site.iteration)
 
@@ -184,9 +187,24 @@ def _is_cut_out(value: ast.expr) -> bool:
     return isinstance(first, ast.Slice)
 
 
+def _is_column(value: ast.expr, loop: ast.stmt | None) -> bool:
+    """`batch["idx"].cuda()` of the batch that a loop goes through."""
+    value = _receiver(value)
+    if not isinstance(value, ast.Subscript) or not isinstance(value.value, ast.Name) or not isinstance(loop, ast.For):
+        return False
+    key = value.slice.value if isinstance(value.slice, ast.Constant) else None
+    return isinstance(key, str) and value.value.id in names_bound_by_target(loop.target)
+
+
 def _comes_with_the_batch(name: str, loop: ast.For) -> bool:
-    """`for x, y, idx in loader`, `for i, (x, idx) in enumerate(loader)`: the first of a pair may be a count."""
+    """`for x, y, idx in loader`, `for i, (x, idx) in enumerate(loader)`: the first of a pair may be a count.
+
+    Alone, it is a batch where the loop goes through parts: `for idx in order.split(32)`.
+    """
     target = loop.target
+    if isinstance(target, ast.Name):
+        parts = isinstance(loop.iter, ast.Call) and effects.last_name(loop.iter) in _CUTTING
+        return parts and target.id == name
     if not isinstance(target, ast.Tuple) or (isinstance(loop.iter, ast.Call) and effects.last_name(loop.iter) == "zip"):
         return False
     inner = (one for element in target.elts if isinstance(element, ast.Tuple) for one in names_bound_by_target(element))

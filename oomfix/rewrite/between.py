@@ -21,6 +21,7 @@ class Between:
     Args:
         runs_forward: whether a statement runs a network.
         takes_network: whether it hands a network to a function, which may run it.
+        reads_network: whether it looks at a network, as to log the norm of its weights.
         liveness_of: of a function or the module.
     """
 
@@ -28,10 +29,12 @@ class Between:
         self,
         runs_forward: Callable[[ast.AST], bool],
         takes_network: Callable[[ast.AST], bool],
+        reads_network: Callable[[ast.AST], bool],
         liveness_of: Callable[[Scope], Liveness],
     ) -> None:
         self._runs_forward = runs_forward
         self._takes_network = takes_network
+        self._reads_network = reads_network
         self._liveness_of = liveness_of
 
     def place(self, lift: Lift, chosen: list[int], end: int) -> None:
@@ -58,6 +61,10 @@ class Between:
             if effects.is_zero_grad(statement):
                 self._check_reset(statement, ahead, lift)
                 lift.before.append(statement)
+            elif effects.is_remark(statement):
+                about = next(other for other in block[index:] if not effects.is_remark(other))
+                goes_up = about is lift.site.end or effects.is_zero_grad(about)
+                (lift.before if goes_up else lift.after).append(statement)
             elif index < first_forward and lift.state is not None:
                 raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
             elif index < first_forward or statement in lift.kept or _is_for_nobody(statement, behind):
@@ -69,6 +76,9 @@ class Between:
                 self._check_delay(statement)
                 branch = lift.site.branch
                 _check_passing(statement, behind + ([] if branch is None else [branch]))
+                if branch is not None and effects.trains(branch) and self._reads_network(statement):
+                    line = statement.lineno
+                    raise CannotLift(f"line {line} looks at the network, which line {branch.lineno} trains behind it")
                 lift.after.append(statement)
 
     def place_in_branch(self, lift: Lift) -> None:
@@ -81,7 +91,7 @@ class Between:
         if branch is None:
             return
         bound = {name for statement in lift.lifted for name in names_bound(statement)}
-        test: ast.If | None = branch
+        test = branch if isinstance(branch, ast.If) else None
         while test is not None:
             if bound & names_read(test.test):
                 raise CannotLift(f"the test in line {test.lineno} depends on the loss")

@@ -51,7 +51,7 @@ class Divisions:
             raise CannotFold(
                 f"the division of the loss of line {event.node.lineno} by `{ast.unparse(size)}` is not in sight"
             )
-        return list(self._moved(place, name, size))
+        return list(self._moved(event, place, name, size))
 
     def _replaced(self, root: ast.expr, loss: ast.expr, call: ast.Call) -> Edit:
         text = self._source.segment(loss)
@@ -82,7 +82,7 @@ class Divisions:
                 return None
             runs = parent
 
-    def _moved(self, place: tuple[ast.stmt, ast.stmt], loss: str, size: ast.expr) -> Iterator[Edit]:
+    def _moved(self, event: Backward, place: tuple[ast.stmt, ast.stmt], loss: str, size: ast.expr) -> Iterator[Edit]:
         """Take a division out of its place, and put it behind the backward where something reads the loss later."""
         division, runs = place
         block = self._blocks.block_of(runs)
@@ -95,6 +95,11 @@ class Divisions:
         if isinstance(runs, ast.If | ast.With | ast.Try) and (is_read or is_read_later):
             raise CannotFold(f"the loss is divided in line {division.lineno}, for a backward inside of another block")
         computes = _computes(division, size)
+        if isinstance(computes, ast.Name) and not any(computes.id in names_bound(statement) for statement in between):
+            yield self._replaced(self._amp.root_of(event.node), computes, event.node)
+            if not (is_read or is_read_later):
+                yield without(self._layout, division, self._blocks.block_of(division))
+            return
         if computes is not None:
             assert isinstance(division, ast.Assign)
             yield Edit(*bounds(self._source, division.value), self._source.segment(computes))

@@ -45,6 +45,11 @@ _RECORDS = re.compile(r"hist(ory)?(_|$)|averager?(_|$)|meters?(_|$)|metrics?(_|$
 _ABOUT_RATES = re.compile(r"lr|learning_?rate|warm_?up|sched|anneal|log|print|report|track", re.IGNORECASE)
 """What functions that are given an optimizer say in their names when they look at nothing but its learning rate."""
 
+_MEASURING = re.compile(
+    r"(^|[._])(record_function|nullcontext|(set_)?detect_anomaly|nvtx\.range|timers?|timeit|time_it|timed|timing|stopwatch|"
+    r"measure|profile|profiler)$",
+    re.IGNORECASE,
+)
 _COLLECTIVES = frozenset(
     "all_reduce reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter all_to_all broadcast "
     "barrier".split()
@@ -61,6 +66,16 @@ _MODE_FUNCTIONS = frozenset(
     "manual_seed seed set_state set_grad_enabled freeze unfreeze set_requires_grad toggle_grad requires_grad".split()
 )
 _STEPPING = frozenset("step backward".split())
+
+
+def measures(context: ast.expr) -> bool:
+    """Whether a context only measures what runs in it: `record_function("backward")`, `timer("backward")`."""
+    if isinstance(context, ast.IfExp):
+        return measures(context.body) and measures(context.orelse)
+    if isinstance(context, ast.Subscript):
+        return measures(context.value)
+    path = path_of(context.func if isinstance(context, ast.Call) else context)
+    return path is not None and bool(_MEASURING.search(path))
 
 
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:
@@ -179,6 +194,11 @@ def overlap(changed: set[str], read: set[str]) -> bool:
     return any(
         one == other or other.startswith(f"{one}.") or one.startswith(f"{other}.") for one in changed for other in read
     )
+
+
+def is_remark(statement: ast.stmt) -> bool:
+    """Whether a statement is a string that nothing reads, as some write their comments."""
+    return isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str)
 
 
 def is_zero_grad(statement: ast.stmt) -> bool:

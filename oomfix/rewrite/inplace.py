@@ -9,7 +9,7 @@ from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import is_zero_grad
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
+from oomfix.rewrite.liveness import FunctionNode, Scope, names_bound_by_target, nodes_of_scope_body
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.resets import Resets
 from oomfix.rewrite.scale import reads_gradients
@@ -117,15 +117,32 @@ class InPlace:
             # clips of several optimizers may all stand ahead of the first step
             readers = [self._first_readers(scope, place, step.node) for place in (first, max(last, default=first))]
             for reader in readers[0] or readers[1]:
-                yield self._ahead_of(reader, f"{self._name}.unscale_({self._source.segment(optimizer)})")
+                call = f"{self._name}.unscale_({self._source.segment(optimizer)})"
+                yield self._ahead_of(reader, call, self._loop_over(optimizer, reader))
 
-    def _ahead_of(self, statement: ast.stmt, call: str) -> Edit:
-        """The edit that runs a call ahead of a statement, also of one that shares its line with what is ahead of it."""
+    def _loop_over(self, optimizer: ast.expr, reader: ast.stmt) -> ast.For | None:
+        """`for optimizer in optimizers:` around a step, which a reader of gradients ahead of it is not in."""
+        bound = (path_of(optimizer) or "").split(".")[0]
+        for parent in self._blocks.ancestors(optimizer):
+            if isinstance(parent, FunctionNode):
+                break
+            if isinstance(parent, ast.For) and bound in names_bound_by_target(parent.target):
+                return parent if reader.lineno < parent.lineno else None
+        return None
+
+    def _ahead_of(self, statement: ast.stmt, call: str, loop: ast.For | None = None) -> Edit:
+        """The edit that runs a call ahead of a statement, also of one that shares its line with what is ahead of it.
+
+        It runs in each round of a loop like `loop` where that is given.
+        """
         layout, start = self._layout, bounds(self._source, statement)[0]
         ahead = self._source.text[self._source.line_starts[statement.lineno - 1] : start]
+        each = "" if loop is None else f"for {ast.unparse(loop.target)} in {self._source.segment(loop.iter)}"
         if not ahead.strip():
-            here = layout.above_comments(statement)
-            return Edit(here, here, f"{layout.margin(statement)}{call}{layout.newline}")
+            here, margin = layout.above_comments(statement), layout.margin(statement)
+            lines = [f"{margin}{call}"] if not each else [f"{margin}{each}:", f"{margin}{layout.unit}{call}"]
+            return Edit(here, here, "".join(line + layout.newline for line in lines))
+        call = f"[{call} {each}]" if each else call
         if not ahead.rstrip().endswith(":"):
             return Edit(start, start, f"{call}; ")
         margin = ahead[: len(ahead) - len(ahead.lstrip())] + layout.unit

@@ -23,14 +23,23 @@ from oomfix.script.nodes import blocks, children, walk
 _WITHOUT_GRAPH = frozenset("item detach detach_ tolist numpy float int len print".split())
 
 
-def check_graphs_end(lift: Lift, liveness: Liveness, blocks: Blocks, runs_forward: Callable[[ast.AST], bool]) -> None:
+def check_graphs_end(
+    lift: Lift, liveness: Liveness, blocks: Blocks, runs_forward: Callable[[ast.AST], bool], manager: str
+) -> None:
     """Whether no later backward goes through what the ways past this one compute.
+
+    Args:
+        lift: the slice, whose backward is in a branch.
+        liveness: of the scope that it stands in.
+        blocks: where statements stand.
+        runs_forward: whether code runs a network's forward.
+        manager: the name of the manager, which keeps no graph that it is given.
 
     Raises:
         CannotLift: a later iteration goes on from it, or its gradient is taken there.
     """
     branch, iteration = lift.site.branch, lift.site.iteration
-    if branch is None:
+    if not isinstance(branch, ast.If):
         return
     line, outside = branch.lineno, (*lift.lifted, lift.site.statement)
     where = f"where line {line} runs no backward"
@@ -51,7 +60,7 @@ def check_graphs_end(lift: Lift, liveness: Liveness, blocks: Blocks, runs_forwar
                 f"line {call.lineno} runs a backward through {name}, with its graph where line {line} runs none"
             )
     wanted = liveness.before(lift.lifted, names_read(lift.site.root)) - _bound_each_time(branch, lift, blocks)
-    if carried := wanted & kept:
+    if carried := wanted & kept - {manager}:
         raise CannotLift(f"{min(carried)} goes on into the loss of a later iteration, with its graph {where}")
 
 

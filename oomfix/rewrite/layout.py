@@ -88,7 +88,7 @@ class Layout:
         while number < len(lines) and lines[number].startswith(start):
             number += 1
         parted = number < len(lines) and not lines[number].strip()
-        return number if parted and _is_code([line[len(start) :] for line in lines[last:number]]) else last
+        return number if parted and is_code([line[len(start) :] for line in lines[last:number]]) else last
 
     def last_line(self, statement: ast.stmt) -> int:
         """A statement's last line, with the comments behind it that are indented like its block."""
@@ -139,7 +139,7 @@ class Layout:
         return self.source.line_starts[number - 1] + len(self.source.lines[number - 1])
 
 
-def _is_code(comments: list[str]) -> bool:
+def is_code(comments: list[str]) -> bool:
     """Whether comments are statements that are commented out: assignments or calls, not words."""
     try:
         body = ast.parse(textwrap.dedent("\n".join(comments))).body

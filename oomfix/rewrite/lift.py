@@ -45,8 +45,9 @@ class Site:
     """Names that are bound for certain when the block is entered."""
     first: int = 0
     """The index in the block that the slice may begin at, behind what it takes from earlier losses without a graph."""
-    branch: ast.If | None = None
-    """The `if train:` around the backward, where the loss is computed outside of it; `block` is the one it is in."""
+    branch: ast.If | ast.With | None = None
+    """The `if train:` around the backward, or `with timer():`, where the loss is computed outside of it; `block` is the
+    one it is in."""
 
     @property
     def end(self) -> ast.stmt:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from oomfix.rewrite.asked_graphs import check_graphs_not_asked
 from oomfix.rewrite.calls_run import CallsRun
-from oomfix.rewrite.effects import changed_paths, last_name, overlap
+from oomfix.rewrite.effects import changed_paths, last_name, measures, overlap, paths_read
 from oomfix.rewrite.forward_hooks import ForwardHooks
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
@@ -27,7 +28,7 @@ from oomfix.rewrite.module import Names
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
-from oomfix.rewrite.repeated_prints import why_printed_again
+from oomfix.rewrite.repeated_output import why_said_again
 from oomfix.rewrite.skipped_batches import SkippedBatches
 from oomfix.rewrite.slices import PREPARATION, Slicer
 from oomfix.rewrite.verdict import Verdict
@@ -86,21 +87,23 @@ class _Lifter:
 
     Attributes:
         state: what the slices that were lifted last leave behind in objects, or hand on from row to row.
-        said: what else is to be said of them: of batches that may be objects, of lines that print.
+        said: what else is to be said of them: of batches that may be objects, of lines that print or log.
     """
 
     def __init__(self, reading: Reading, manager: str) -> None:
-        self._script, self._blocks = reading.script, reading.blocks
+        self._script, self._blocks, self._manager = reading.script, reading.blocks, manager
         tree, nodes = reading.source.tree, reading.script.imports.nodes
         forwards = [
             forward
             for forward in self._script.trace.forwards.values()
             if not self._only_resets(forward) and last_name(forward.node) not in PREPARATION
         ]
-        calls_run = CallsRun(FunctionsCalled(nodes))
+        self._functions = FunctionsCalled(nodes)
+        self._calls_run = calls_run = CallsRun(self._functions)
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         self._runs_forward: Callable[[ast.AST], bool] = lambda node: not of_networks.isdisjoint(calls_run.by(node))
+        reads_network = _ReadsNetwork(calls_run, forwards)
         is_trained = _Trains(calls_run, trained, self._script.backwards)
         self._slicer = Slicer(
             tree,
@@ -108,6 +111,7 @@ class _Lifter:
             self._runs_forward,
             is_trained,
             self._takes_network,
+            reads_network,
         )
         names = Names(self._script)
         self._function = names.free("forward", "forward_batch")
@@ -140,6 +144,7 @@ class _Lifter:
             self._skipped.check(lift)
             self._hooks.check(lift)
             self._left.check(lift)
+            check_graphs_not_asked(lift)
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
@@ -147,7 +152,7 @@ class _Lifter:
         if self.state is not None and len(lifts) > 1:
             raise CannotLift(f"{self.state}, which another loss may go through")
         self.state = self.state or next((lift.one_sample for lift in lifts if lift.one_sample is not None), None)
-        said = (why_perhaps_whole(lifts) if self.state is None else None, why_printed_again(lifts))
+        said = (why_perhaps_whole(lifts) if self.state is None else None, why_said_again(lifts, self._functions))
         self.said = [one for one in said if one is not None]
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
@@ -190,8 +195,9 @@ class _Lifter:
     def _apart(self, first: Lift, second: Site, earlier: Sequence[Lift]) -> Site:
         """The site of the second loss, which does not depend on what the first slice gives out without its graph.
 
-        It may take detached values of it, as the loss of a discriminator does, and its slice then begins behind it.
-        No other network may then run ahead, whose graph it could go through.
+        It may take detached values of it, as the loss of a discriminator does, or values whose graph the first backward
+        has freed, and its slice then begins behind it. No other network may then run ahead, whose graph it could go
+        through.
 
         Raises:
             CannotLift: a backward goes through what the first slice computed.
@@ -199,8 +205,11 @@ class _Lifter:
         shared = self._names_behind(second, first.site.statement) & _bound(first.lifted)
         if not shared:
             return second
-        if second.block is not first.site.block or not self._reads_detached(shared, first, second):
-            raise CannotLift("one goes through what another has computed")
+        if second.block is not first.site.block or not (
+            self._reads_detached(shared, first, second) or self._graph_is_freed(first, second)
+        ):
+            made = f"{min(shared)}, made for the one in line {first.site.statement.lineno}"
+            raise CannotLift(f"the one in line {second.statement.lineno} goes through {made}")
         behind = second.block.index(first.site.end) + 1
         lifted = [statement for lift in earlier for statement in (*lift.lifted, lift.site.end)]
         others = (statement for statement in second.block[:behind] if statement not in lifted)
@@ -222,6 +231,21 @@ class _Lifter:
         return all(
             id(node) in own or (node.lineno, node.col_offset) >= last or self._is_detached(node) for node in reads
         )
+
+    def _graph_is_freed(self, first: Lift, second: Site) -> bool:
+        """Whether the first backward goes through all networks that its slice runs, and the second through none.
+
+        `loss_of_generator.backward()` ahead of `critic(pool.query(fake))`: it has freed the graph.
+        """
+        run = {call for statement in first.lifted for call in self._calls_run.by(statement)}
+        of_slice = {origin for origin, forward in self._script.trace.forwards.items() if forward.node in run}
+        through = [self._origins_of(site.statement) for site in (first.site, second)]
+        return bool(of_slice) and of_slice <= through[0] and through[1].isdisjoint(of_slice)
+
+    def _origins_of(self, statement: ast.Expr) -> set[int]:
+        """The forwards that a backward goes through."""
+        own = (event for event in self._script.backwards if event.node is statement.value)
+        return {origin for event in own for origin in event.origins}
 
     def _is_detached(self, name: ast.Name) -> bool:
         """`fake.detach()`, `fake.data`, `fake.size(0)`."""
@@ -276,13 +300,16 @@ class _Lifter:
             return self._slicer.lift(site, network_is_known)
         except OutsideOfBlock:
             branch = next(self._blocks.ancestors(statement))
-            if site.first or not isinstance(branch, ast.If) or statement not in branch.body:
+            if site.first or not isinstance(branch, ast.If | ast.With) or statement not in branch.body:
+                raise
+            if isinstance(branch, ast.With) and not all(measures(item.context_expr) for item in branch.items):
                 raise
             block, header = self._blocks.block_of(branch), self._blocks.header_of(branch)
             bound = self._blocks.bound_before(branch)
             outer = replace(site, block=block, header=header, branch=branch, bound_before=bound)
             lift = self._slicer.lift(outer, network_is_known)
-            check_graphs_end(lift, self._slicer.liveness_of(site.scope), self._blocks, self._runs_forward)
+            liveness = self._slicer.liveness_of(site.scope)
+            check_graphs_end(lift, liveness, self._blocks, self._runs_forward, self._manager)
             return lift
 
 
@@ -296,6 +323,26 @@ def _needed_by(needed: set[str], liveness: Liveness, statements: list[ast.stmt])
         if names_bound(statement) & needed or overlap(changed_paths(statement), needed):
             needed = liveness.before([statement], needed)
     return needed
+
+
+class _ReadsNetwork:
+    """Whether a node looks at a network: at its weights, or at anything else of it.
+
+    Args:
+        calls_run: the calls that run in a node.
+        forwards: those of the script.
+    """
+
+    def __init__(self, calls_run: CallsRun, forwards: list[Forward]) -> None:
+        self._calls_run = calls_run
+        parts = [forward.path.split(".") for forward in forwards if forward.path is not None]
+        self._networks = {".".join(names[: 2 if names[0] == "self" else 1]) for names in parts}
+        if "self" in self._networks:
+            # the object that trains is the network: what else it holds may be looked at
+            self._networks = self._networks - {"self"} | {"self.parameters", "self.named_parameters", "self.state_dict"}
+
+    def __call__(self, node: ast.AST) -> bool:
+        return any(overlap(self._networks, paths_read(one)) for one in (node, *self._calls_run.by(node)))
 
 
 class _Trains:

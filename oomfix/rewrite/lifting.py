@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import next_in_chain
-from oomfix.rewrite.effects import is_zero_grad, trains
+from oomfix.rewrite.effects import is_remark, is_zero_grad, trains
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
 from oomfix.rewrite.removal import without
@@ -68,10 +68,14 @@ class Lifting:
 
     @staticmethod
     def _resets_behind(lift: Lift) -> list[ast.stmt]:
-        """The resets of gradients that stood behind all of the slice: between function and call, they stay in place."""
+        """The resets of gradients that stood behind all of the slice: between function and call, they stay in place.
+
+        So do strings about them and about the backward.
+        """
         if lift.site.branch is not None or not lift.lifted:
             return []
-        return [one for one in lift.before if is_zero_grad(one) and one.lineno > lift.lifted[-1].lineno]
+        behind = (one for one in lift.before if one.lineno > lift.lifted[-1].lineno)
+        return [one for one in behind if is_zero_grad(one) or is_remark(one)]
 
     def _without_names(self, lift: Lift) -> Iterator[Edit]:
         """What is not needed any more outside of the function."""
@@ -100,7 +104,7 @@ class Lifting:
     def _around_branch(self, lift: Lift, text: _Text, definition: list[str], after: list[str]) -> list[Edit]:
         """A loss that only `if train:` differentiates; on the other side it is evaluated, read or not.
 
-        A network draws numbers for dropout and counts batches there too.
+        A network draws numbers for dropout and counts batches there too. `with timer():` has no other side.
         """
         branch, newline = lift.site.branch, self._layout.newline
         assert branch is not None
@@ -116,10 +120,10 @@ class Lifting:
             edits += self._ahead_of_readers(lift, call)
         else:
             edits.append(Edit(*bounds(self._source, statement), call[len(inner) :]))
-        *others, last = _other_branches(branch)
-        for block in [*others, *([last] if last else [])]:
+        others = _other_branches(branch) if isinstance(branch, ast.If) else []
+        for block in filter(None, others):
             edits.append(self._evaluation_at_top(lift, block, text))
-        if not last:
+        if others and not others[-1]:
             after = [f"{text.margin}else:", *self._call(lift, f"{self._manager}.evaluate", inner), *after]
         if after:
             edits.append(Edit(stop, stop, "".join(newline + line for line in after)))
@@ -169,7 +173,7 @@ class Lifting:
             lines.append("")
         lines += self._broken(f"{text.margin}def {self._function}(", lift.inputs, "):")
         lines += body
-        root = self._root_text(lift.site.root)
+        root = self._moved_root(lift.site.root, text)
         if lift.outputs or "\n" in root:
             root = _in_brackets(lift.site.root, root)
         returned = ", ".join([root, *lift.outputs])
@@ -181,6 +185,23 @@ class Lifting:
         """The loss as the file writes it; one that was put together here has no place in the file."""
         text = self._source.segment(root) if root.lineno > 1 else ""
         return text if text and ast.unparse(root) == _unparsed(text) else ast.unparse(root)
+
+    def _moved_root(self, root: ast.expr, text: _Text) -> str:
+        """The loss behind `return`, its further lines as far to the right of it as they were."""
+        first, *further = self._root_text(root).split("\n")
+        strings = (node for node in walk(root) if isinstance(node, ast.Constant | ast.JoinedStr))
+        if not further or "\t" in text.inner or any(node.end_lineno != node.lineno for node in strings):
+            return "\n".join([first, *further])
+        columns = [len(line) - len(line.lstrip()) for line in further]
+        moved = len(text.inner) - len(text.margin)
+        if min(columns) == len(text.margin + self._layout.unit) and not first.endswith(("(", "[", "{")):
+            moved += len("return (") - len(self._layout.unit)  # all of it stood a level in, within brackets
+        elif not first.endswith(("(", "[", "{")):
+            moved += len("return ")
+        margins = (" " * max(column + moved, len(text.inner)) for column in columns)
+        return "\n".join(
+            [first, *((margin + line.strip()).rstrip() for margin, line in zip(margins, further, strict=True))]
+        )
 
     def _call(self, lift: Lift, method: str, margin: str) -> list[str]:
         """The call of the slice's function, by a method of the manager or, for "", as any other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ def fix_locally(
     """Make the local edits of every wanted finding, until none is left to make.
 
     Fixes that overlap are made one after the other, each on the result of the one before. The edits of one finding
-    are made together or not at all. A fix whose result does not parse is left out.
+    are made together or not at all. A fix whose result does not parse, or still has the finding, is left out.
 
     Args:
         source: the file.
@@ -62,14 +63,12 @@ def fix_locally(
         target_torch: the oldest torch that the script must run on.
     """
     fixed: list[Fixed] = []
-    refused: set[tuple[str, str]] = set()
+    refused: set[_Place] = set()
     current = source
     left = found = findings_of(source, rules, target_torch)
     for _ in range(_MOST_PASSES):
         findings = [
-            finding
-            for finding in left
-            if finding.edits and wants(finding) and (finding.code, _line(current, finding)) not in refused
+            finding for finding in left if finding.edits and wants(finding) and _place(current, finding) not in refused
         ]
         findings = _of_first_stage(findings)
         made, edits = merge(findings)
@@ -80,12 +79,32 @@ def fix_locally(
         if not made or tree is None:
             if not findings:
                 break
-            refused |= {(finding.code, _line(current, finding)) for finding in findings}
+            refused |= {_place(current, finding) for finding in findings}
+            continue
+        changed = Source(source.path, text, tree, encoding=source.encoding, bom=source.bom)
+        found_then = findings_of(changed, rules, target_torch)
+        before, after = _counted(current, left), _counted(changed, found_then)
+        in_vain = {place for place, number in _counted(current, made).items() if after[place] > before[place] - number}
+        if in_vain:
+            refused |= in_vain
             continue
         fixed += [Fixed(finding.code, finding.line, finding.message) for finding in made]
-        current = Source(source.path, text, tree, encoding=source.encoding, bom=source.bom)
-        left = findings_of(current, rules, target_torch)
+        current, left = changed, found_then
     return LocalFixes(current.text, tuple(fixed), found, left)
+
+
+_Place = tuple[str, str, str]
+"""A code, the words of the line that a finding is in, and of the line that its edits begin in."""
+
+
+def _counted(source: Source, findings: Sequence[Finding]) -> Counter[_Place]:
+    return Counter(_place(source, finding) for finding in findings)
+
+
+def _place(source: Source, finding: Finding) -> _Place:
+    first = min((edit.start for edit in finding.edits), default=None)
+    edited = "" if first is None else source.lines[source.position(first)[0] - 1].strip()
+    return finding.code, _line(source, finding), edited
 
 
 def _of_first_stage(findings: list[Finding]) -> list[Finding]:

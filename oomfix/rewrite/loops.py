@@ -9,9 +9,11 @@ from functools import cached_property
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.module import manager_in
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
 from oomfix.rewrite.step_functions import training_loops
+from oomfix.rewrite.unscaled_gradients import UnscaledGradients
 from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.named_like import looks_like_optimizer
@@ -44,6 +46,7 @@ class Judge:
         self._blocks = blocks
         self._amp = amp
         self._watch = ScaleWatch(script, blocks)
+        self._unscaled = UnscaledGradients(script)
         self._manager = manager_in(script)
 
     def verdicts(self) -> list[Verdict]:
@@ -81,7 +84,12 @@ class Judge:
             verdict.steps = list(self._steps_by_name(verdict))
         if not verdict.steps and not self._updates_out_of_sight(verdict):
             return "no optimizer step and no update of parameters is in sight"
-        verdict.sees_scale = own or self._hand_over_steps(verdict) or self._watch.why_seen(verdict)
+        verdict.sees_scale = (
+            own
+            or self._hand_over_steps(verdict)
+            or self._watch.why_seen(verdict)
+            or self._unscaled.why_stepped(verdict)
+        )
         if verdict.scaled and verdict.sees_scale is None:
             verdict.sees_scale = self._amp.why_left_alone(verdict.backwards)
         return None
@@ -117,7 +125,7 @@ class Judge:
         return reasons[id(verdict.kept_steps[0])] if verdict.kept_steps else None
 
     def _updates_out_of_sight(self, verdict: Verdict) -> bool:
-        """Whether something may step: `optimizer.step_and_update_lr()`, `w -= lr * w.grad`."""
+        """Whether something may step: `optimizer.step_and_update_lr()`, `w -= lr * w.grad`, also in a function."""
         for scope in bodies(verdict, self._blocks):
             if updates_by_hand(scope):
                 return True
@@ -126,7 +134,15 @@ class Judge:
                     owner = ast.unparse(node.func.value)
                     if "step" in node.func.attr and ("optim" in owner.lower() or self._holds_an_optimizer(owner)):
                         return True
-        return self._stepping(verdict) is not None
+        return self._stepping(verdict) is not None or any(map(updates_by_hand, self._functions_named(verdict)))
+
+    def _functions_named(self, verdict: Verdict) -> Iterator[ast.AST]:
+        """The functions of the file that the loop calls by their names, such as `sgd(params, lr)`."""
+        calls = (node for node in walk(verdict.loop.node) if isinstance(node, ast.Call))
+        named = [call for call in calls if isinstance(call.func, ast.Name)]
+        if named:
+            functions = FunctionsCalled(self._script.imports.nodes)
+            yield from (function for call in named for function in functions.by(call))
 
     def _stepping(self, verdict: Verdict) -> str | None:
         """What is asked both for `step()` and for `zero_grad()`, as optimizers are, though none is seen to be there."""

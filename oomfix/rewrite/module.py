@@ -10,7 +10,7 @@ import re
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.liveness import names_bound
 from oomfix.script import Script
-from oomfix.script.edits import Edit
+from oomfix.script.edits import Edit, quote_of
 from oomfix.script.names import path_of
 
 Overrides = dict[str, object]
@@ -115,7 +115,7 @@ def header_edits(
     body = layout.source.tree.body
     imported = runtime_name(body, names)
     alias = "" if imported == "runtime" else f" as {imported}"
-    quote = _quote(layout)
+    quote = quote_of(layout.source)
     options = "".join(f", {field}={_literal(value, quote)}" for field, value in overrides.items())
     statement = f"from oomfix import runtime{alias}"
     made = f"{manager} = {imported}.preset({quote}{preset}{quote}{options})"
@@ -239,12 +239,6 @@ def _behind_head(layout: Layout) -> int:
     while number < len(lines) and lines[number].lstrip().startswith("#"):
         number += 1
     return layout.source.line_starts[number] if number < len(lines) else len(layout.source.text)
-
-
-def _quote(layout: Layout) -> str:
-    """The quote that the file writes short strings with."""
-    text = layout.source.text
-    return "'" if text.count("'") > text.count('"') else '"'
 
 
 def _literal(value: object, quote: str) -> str:

@@ -19,7 +19,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.script import Script
-from oomfix.script.edits import Edit
+from oomfix.script.edits import Edit, bounds, line_start
 from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import path_of
 from oomfix.script.nodes import children, walk
@@ -73,11 +73,25 @@ def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, 
     for place, statements in chosen.items():
         for made_of_it in _ahead_of(place, statements, blocks):
             statement = _first_of_makers(made_of_it, place, makers, blocks)
-            if layout.own_lines(statement) is not None:
-                start = layout.above_comments(statement)
-                text = f"{layout.margin(statement)}{manager}.prepare({place.path}){layout.newline}"
-                edits.append(Edit(start, start, text))
+            edits += _ahead_of_line(layout, blocks.block_of(statement), statement, f"{manager}.prepare({place.path})")
     return edits
+
+
+def _ahead_of_line(layout: Layout, block: list[ast.stmt], statement: ast.stmt, call: str) -> Iterator[Edit]:
+    """The edit that runs a call ahead of a statement, which begins a line of its own then; none on that of an `if`."""
+    source, first = layout.source, block.index(statement)
+    while first and block[first - 1].end_lineno == block[first].lineno:
+        first -= 1
+    margin, start = layout.margin(block[first]), bounds(source, block[first])[0]
+    if source.text[line_start(source, start) : start].strip():
+        return
+    if block[first] is statement:
+        here = layout.above_comments(statement)
+        yield Edit(here, here, f"{margin}{call}{layout.newline}")
+        return
+    here = bounds(source, statement)[0]
+    if here - line_start(source, here) + len(call) <= layout.longest_line:
+        yield Edit(here, here, f"{call}{layout.newline}{margin}")
 
 
 def _trained_place(given: Place, places: set[Place]) -> Place | None:

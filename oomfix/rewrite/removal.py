@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from oomfix.rewrite.layout import Layout
+from oomfix.rewrite.layout import Layout, is_code
 from oomfix.script.edits import Edit, bounds
 
 _ABOUT_GRADIENTS = re.compile(
@@ -33,14 +33,17 @@ def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
         return _without_neighbours(layout, statement, block)
     lines = layout.source.lines
     first, last = own
-    if first >= 2 and _is_about(lines[first - 2]) and not (first >= 3 and lines[first - 3].lstrip().startswith("#")):
+    if first >= 2 and _is_about(lines[first - 2]) and not (first >= 3 and _is_in_words(lines[first - 3])):
         first -= 1
     above = lines[first - 2].strip() if first >= 2 else ""
     below = lines[last + 1].lstrip() if last + 1 < len(lines) else ""
     # a comment that stays is one on what follows, if that has none
     heads = not above or above.endswith(":") or (above.startswith("#") and not below.startswith("#"))
-    if statement is not block[-1] and heads and not lines[last].strip():
+    parted = last >= len(lines) or not lines[last].strip()
+    if statement is not block[-1] and heads and parted:
         last += 1
+    elif statement is block[-1] and not above and parted:
+        first -= 1
     return Edit(*layout.whole(own._replace(first=first, last=last)), "")
 
 
@@ -71,6 +74,12 @@ def together(text: str, edits: list[Edit]) -> list[Edit]:
             start = len(text[:start].rstrip(" \t;"))
         united[-1] = Edit(start, end, "")
     return united
+
+
+def _is_in_words(line: str) -> bool:
+    """Whether a line is a comment, and no code that is commented out."""
+    comment = line.strip()
+    return comment.startswith("#") and not is_code([comment[1:]])
 
 
 def _is_about(line: str) -> bool:

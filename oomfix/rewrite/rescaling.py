@@ -46,7 +46,7 @@ def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], lis
 
 def _is_told_in_branch(site: Site, loss: str) -> bool:
     """Whether the branch of the backward has another use for the loss, which it would find undivided."""
-    branch = [] if site.branch is None else [*site.branch.body, *site.branch.orelse]
+    branch = [] if site.branch is None else [*site.branch.body, *getattr(site.branch, "orelse", ())]
     return any(loss in names_read(other) | names_bound(other) for other in branch if other is not site.statement)
 
 

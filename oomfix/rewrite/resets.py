@@ -85,11 +85,21 @@ class Resets:
         """Whether an optimizer's gradients are reset on every way from its step to the next backward, read by none."""
         if optimizer is None or self._gradients_are_read or self._out_of_sight.is_held_elsewhere:
             return False
+        if any(self._goes_on_with_gradients(verdict, step, optimizer) for verdict in self._verdicts):
+            return False
         for backward in self._backwards_by_scope.get(self._blocks.scope_of(step), ()):
             reset = next((other for other in self._run_ahead(backward) if _resets(other, optimizer)), None)
             if reset is not None and self._is_only_step_between(step, backward):
                 return not self._readers_in_loop(reset, step)
         return False
+
+    def _goes_on_with_gradients(self, verdict: Verdict, step: ast.stmt, optimizer: str) -> bool:
+        """Whether another loop steps the optimizer with what the last iteration of a step's loop left behind."""
+        inside = verdict.loop.node.lineno <= step.lineno <= (verdict.loop.node.end_lineno or step.lineno)
+        if inside or all(other.optimizer != optimizer for other in verdict.steps):
+            return False
+        backwards = [self._blocks.statement_of(event.node) for event in verdict.backwards]
+        return not any(_resets(other, optimizer) for backward in backwards for other in self._run_ahead(backward))
 
     @cached_property
     def _one_optimizer(self) -> bool:

@@ -7,25 +7,26 @@ from collections.abc import Callable, Iterator
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.lift import Lift
-from oomfix.rewrite.liveness import definitely_bound, names_bound, names_bound_by_target, names_read, nodes_of_scope
+from oomfix.rewrite.liveness import Liveness, names_bound, names_bound_by_target, names_read, nodes_of_scope
 
 _IN_TURN = frozenset({"zip", "enumerate", "reversed", "tqdm", "trange"})
 
 
-def why_in_turn(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> str | None:
+def why_in_turn(lift: Lift, liveness: Liveness, runs_forward: Callable[[ast.AST], bool]) -> str | None:
     """Why the rows of a slice's inputs cannot be told apart, or None.
 
     A few rows of a fresh network often hide it: its first hidden states are all but zero.
 
     Args:
         lift: the slice with its inputs.
+        liveness: of the scope it stands in.
         runs_forward: whether a node runs a network.
     """
     made: set[str] = set()
     for statement in lift.lifted:
         for loop in nodes_of_scope(statement):
             if isinstance(loop, ast.For) and _takes_rows(loop, set(lift.inputs) - made):
-                carried = sorted(_carried(loop) & _given_to_networks(loop, runs_forward))
+                carried = sorted(_carried(loop, liveness) & _given_to_networks(loop, runs_forward))
                 if carried:
                     return f"line {loop.lineno} takes rows in turn and hands `{carried[0]}` on from each to the next"
         made |= names_bound(statement)
@@ -62,15 +63,10 @@ def _asks_for_a_row(index: ast.expr, counts: set[str]) -> bool:
     return plain and bool(names_read(first) & counts)
 
 
-def _carried(loop: ast.For) -> set[str]:
+def _carried(loop: ast.For, liveness: Liveness) -> set[str]:
     """The names that a round reads as the round before has left them."""
     bound = {name for statement in loop.body for name in names_bound(statement)}
-    carried: set[str] = set()
-    done: set[str] = set()
-    for statement in loop.body:
-        carried |= (names_read(statement) & bound) - done
-        done |= definitely_bound([statement])
-    return carried
+    return liveness.before(loop.body, set()) & bound - names_bound_by_target(loop.target)
 
 
 def _given_to_networks(loop: ast.For, runs_forward: Callable[[ast.AST], bool]) -> set[str]:

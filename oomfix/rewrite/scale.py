@@ -74,14 +74,17 @@ class ScaleWatch:
         seen = {id(node) for scope in bodies(verdict, self._blocks) for node in walk(scope)}
         for node in self._gradients_read:
             if id(node) not in seen:
-                return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
+                does = "reads" if isinstance(node.ctx, ast.Load) else "adds to"
+                return f"line {node.lineno} {does} `{ast.unparse(node)}`, a gradient that may be scaled"
         return None
 
     @cached_property
-    def _gradients_read(self) -> list[ast.expr]:
-        """Where the file reads the numbers of a gradient, but for functions that clip."""
-        attributes = self._script.imports.nodes.of(ast.Attribute)
-        return [node for node in attributes if self._reads_one(node) and not self._clips(node)]
+    def _gradients_read(self) -> list[ast.Attribute]:
+        """Where the file reads the numbers of a gradient, or adds to them, but for functions that clip."""
+        nodes = self._script.imports.nodes
+        added = [target for one in nodes.of(ast.AugAssign) if (target := _added_to(one)) is not None]
+        read = [node for node in nodes.of(ast.Attribute) if self._reads_one(node) and not self._clips(node)]
+        return [*read, *added]
 
     def _clips(self, node: ast.AST) -> bool:
         """Whether a node stands in a function that clips, before whose calls gradients are unscaled."""
@@ -115,6 +118,23 @@ class ScaleWatch:
                     continue
                 if not any(self._follows(step, node, verdict) for step in steps):
                     return f"line {node.lineno} clips or reads gradients also where no step follows"
+                if (late := self._named_behind(node, steps)) is not None:
+                    return f"line {late} names an optimizer whose gradients line {node.lineno} clips or reads before"
+        return None
+
+    def _named_behind(self, reader: ast.stmt, steps: list[Step]) -> int | None:
+        """The line behind a reader that binds the optimizer of a step to come: it cannot be unscaled ahead of it.
+
+        `for optimizer in optimizers:` can be gone through ahead of it as well.
+        """
+        scope = self._blocks.scope_of(reader)
+        ends = {step.optimizer.split(".")[0]: step.node.lineno for step in steps}
+        for node in self._script.imports.nodes.of(ast.Assign):
+            for target in node.targets:
+                for name in walk(target):
+                    late = isinstance(name, ast.Name) and reader.lineno < node.lineno <= ends.get(name.id, 0)
+                    if late and self._blocks.scope_of(node) is scope:
+                        return node.lineno
         return None
 
     def _unscales(self, scope: ast.AST | None) -> bool:
@@ -205,10 +225,12 @@ def _clips_or_reads(statement: ast.stmt) -> bool:
 
 
 def reads_gradients(node: ast.AST) -> bool:
-    """Whether a node clips or reads gradients; their shape tells nothing of them."""
+    """Whether a node clips, reads or adds to gradients; their shape tells nothing of them."""
     described: set[int] = set()
     for child in walk(node):
         if isinstance(child, ast.Call) and effects.CLIPPING.search(last_name(child)):
+            return True
+        if isinstance(child, ast.AugAssign) and _added_to(child) is not None:
             return True
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
             if child.attr in _WITHOUT_NUMBERS:
@@ -216,6 +238,14 @@ def reads_gradients(node: ast.AST) -> bool:
             elif child.attr == "grad" and id(child) not in described and "autograd" not in (path_of(child) or ""):
                 return True
     return False
+
+
+def _added_to(statement: ast.AugAssign) -> ast.Attribute | None:
+    """The gradient that a statement adds something to; one that it multiplies keeps its scale."""
+    target = statement.target
+    if isinstance(target, ast.Attribute) and target.attr == "grad" and isinstance(statement.op, ast.Add | ast.Sub):
+        return target
+    return None
 
 
 def updates_by_hand(node: ast.AST) -> bool:

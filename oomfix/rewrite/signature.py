@@ -45,7 +45,7 @@ class Signature:
             CannotLift: an output may have no value.
         """
         live = set(self._liveness.after(lift.site.statement))
-        if lift.site.branch is not None:
+        if isinstance(lift.site.branch, ast.If):
             live |= self._liveness.before(lift.site.branch.orelse, self._liveness.after(lift.site.branch))
         while lift.after and lift.after[-1] in lift.rescaled and not names_bound(lift.after[-1]) & live:
             lift.after.pop()

@@ -10,6 +10,7 @@ from oomfix.rewrite.batch_names import BatchNames
 from oomfix.rewrite.between import Between, is_start
 from oomfix.rewrite.effects import changed_paths, overlap, paths_read
 from oomfix.rewrite.helpers import Helpers
+from oomfix.rewrite.hidden_states import states_made_before
 from oomfix.rewrite.kept_by_number import filled_from_inside, taken_by_number
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.liveness import (
@@ -51,6 +52,7 @@ class Slicer:
         runs_forward: whether a statement runs a network.
         is_trained: whether it runs one itself with gradients on, as that of a teacher is not.
         takes_network: whether it hands a network to a function, which may run it.
+        reads_network: whether it looks at a network, as to log the norm of its weights.
     """
 
     def __init__(
@@ -60,13 +62,14 @@ class Slicer:
         runs_forward: Callable[[ast.AST], bool],
         is_trained: Callable[[ast.AST], bool],
         takes_network: Callable[[ast.AST], bool],
+        reads_network: Callable[[ast.AST], bool],
     ) -> None:
         self._tree = tree
         self._helpers = helpers
         self._runs_forward = runs_forward
         self._is_trained = is_trained
         self._takes_network = takes_network
-        self._between = Between(runs_forward, takes_network, self.liveness_of)
+        self._between = Between(runs_forward, takes_network, reads_network, self.liveness_of)
         self._batch_names = BatchNames(tree, runs_forward)
         self._liveness: dict[int, Liveness] = {}
         self._filled = filled_from_inside(tree)
@@ -93,7 +96,7 @@ class Slicer:
         first_problem: CannotLift | None = None
         for start in starts:
             try:
-                lifts.append(self._lift_with_or_without_scaling(site, self._from(start, site, chain), end))
+                lifts.append(self._lift_with_or_without_states(site, self._from(start, site, chain), end))
             except CannotLift as problem:
                 if not self._runs_forward(site.block[start]):
                     raise
@@ -104,6 +107,15 @@ class Slicer:
         if not lifts and first_problem is not None:
             raise first_problem
         return lifts[0]
+
+    def _lift_with_or_without_states(self, site: Site, chosen: list[int], end: int) -> Lift:
+        read = self.liveness_of(site.scope).before([site.block[index] for index in chosen], names_read(site.root))
+        if states := states_made_before(site, chosen[0] if chosen else end, read, self._helpers.draw_random_numbers):
+            try:
+                return self._lift_with_or_without_scaling(site, sorted([*states, *chosen]), end)
+            except CannotLift:
+                pass  # a state from outside is given whole, and its batches run whole
+        return self._lift_with_or_without_scaling(site, chosen, end)
 
     def _lift_with_or_without_scaling(self, site: Site, chosen: list[int], end: int) -> Lift:
         try:
@@ -117,7 +129,7 @@ class Slicer:
     def _lift(self, site: Site, chosen: list[int], end: int, rescaled: Sequence[ast.stmt] = ()) -> Lift:
         chosen = _with_guards(site.block, chosen)
         kept = taken_by_number(site, chosen, self._runs_forward, self._filled)
-        chosen = [index for index in chosen if index not in kept]
+        chosen = _with_remarks(site.block, [index for index in chosen if index not in kept])
         lifted = [site.block[index] for index in chosen]
         loss = site.root.id if isinstance(site.root, ast.Name) else None
         lift = Lift(site, lifted, loss=loss, rescaled=list(rescaled), kept=[site.block[index] for index in kept])
@@ -126,12 +138,13 @@ class Slicer:
             self._check_lifted(statement, lift)
         self._check_changes(lift)
         self._between.place_in_branch(lift)
-        signature = Signature(self.liveness_of(site.scope), self._batch_names, self._runs_forward)
+        liveness = self.liveness_of(site.scope)
+        signature = Signature(liveness, self._batch_names, self._runs_forward)
         self._between.place(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)
         signature.copy_sizes(lift, chosen[0] if chosen else end)
-        lift.one_sample = why_in_turn(lift, self._runs_forward) or why_by_number(lift, self._runs_forward)
+        lift.one_sample = why_in_turn(lift, liveness, self._runs_forward) or why_by_number(lift, self._runs_forward)
         return lift
 
     # -- which statements --------------------------------------------------------------------------------------
@@ -331,6 +344,15 @@ def _with_guards(block: list[ast.stmt], chosen: list[int]) -> list[int]:
         later = {name for other in chosen if other > index for name in names_bound(block[other])}
         if index not in chosen and _ends_if_not_finite(block[index]) and names_read(block[index]) & later:
             found.append(index)
+    return sorted(found)
+
+
+def _with_remarks(block: list[ast.stmt], chosen: list[int]) -> list[int]:
+    """A slice with the strings in it that stand above its statements."""
+    found = set(chosen)
+    for index in reversed(range(chosen[0], chosen[-1]) if chosen else ()):
+        if index + 1 in found and effects.is_remark(block[index]):
+            found.add(index)
     return sorted(found)
 
 

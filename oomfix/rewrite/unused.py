@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
+from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import blocks, walk
 
 _AMP_MODULES = ("torch.cuda.amp", "torch.amp", "torch.cuda.amp.grad_scaler", "torch.amp.grad_scaler")
 _AMP_PARENTS = ("torch", "torch.cuda")
 
 
 def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) -> list[Edit]:
-    """Take out `torch.cuda.amp`, `torch.amp` and their names that were used before the rewrite and no longer are."""
+    """Take out `torch.cuda.amp`, `torch.amp` and their names that were used before the rewrite and no longer are.
+
+    What a `try` or a branch of the module imports stays: it may be there for another file.
+    """
     gone = _loaded(before) - _loaded(after)
     edits: list[Edit] = []
-    for statement in after.body:
-        if not isinstance(statement, ast.ImportFrom):
-            continue
+    for statement, block in _imports(after):
+        if isinstance(statement, ast.Import) and any(_is_amp(statement, alias) for alias in statement.names):
+            gone |= _gone_by_path(before, after)
         of_amp = {alias.asname or alias.name for alias in statement.names if _is_amp(statement, alias)}
         unused = of_amp & gone
         if len(unused) == len(statement.names):
             if (lines := layout.own_lines(statement)) is not None:
-                edits.append(Edit(*layout.whole(lines), ""))
-        elif unused:
+                gap = block is not after.body
+                edits.append(without(layout, statement, block) if gap else Edit(*layout.whole(lines), ""))
+        elif unused and isinstance(statement, ast.ImportFrom):
             # imported here: most scripts import nothing that they stop using, and libcst takes a while
             from oomfix.rewrite.imported_names import without_names
 
@@ -35,9 +41,28 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
     return edits
 
 
-def _is_amp(statement: ast.ImportFrom, alias: ast.alias) -> bool:
+def _imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[ast.stmt]]]:
+    """The imports at the top of the module, and in functions outside of `try`, with their blocks."""
+    inside = (node for function in walk(tree) if isinstance(function, FunctionNode) for node in walk(function))
+    branches = (node for node in inside if not isinstance(node, ast.Try))
+    for block in (tree.body, *{id(block): block for block in blocks(branches)}.values()):
+        yield from ((statement, block) for statement in block if isinstance(statement, ast.Import | ast.ImportFrom))
+
+
+def _is_amp(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> bool:
     """Whether an import of one name brings mixed precision."""
+    if isinstance(statement, ast.Import):
+        return alias.name in _AMP_MODULES
     return statement.module in _AMP_MODULES or (statement.module in _AMP_PARENTS and alias.name == "amp")
+
+
+def _gone_by_path(before: ast.Module, after: ast.Module) -> set[str]:
+    """`torch.cuda.amp` and the like if code no longer names it so, and `torch` itself is imported."""
+    imported = (alias for one in after.body if isinstance(one, ast.Import) for alias in one.names)
+    if all(alias.name != "torch" or alias.asname for alias in imported):
+        return set()
+    named = [{path_of(node) for node in walk(tree) if isinstance(node, ast.Attribute)} for tree in (before, after)]
+    return {path for path in _AMP_MODULES if path in named[0] - named[1]}
 
 
 def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:

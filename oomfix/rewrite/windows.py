@@ -119,6 +119,8 @@ class WindowFolder:
             return []
         divided = {id(event.node) for event in verdict.loop.backwards if is_divided(event, window)}
         free = {id(event.node) for event in verdict.loop.accumulated_backwards}
+        if free - divided and self._script.reads_window_size(verdict.loop):
+            return []
         return [event for event in verdict.backwards if id(event.node) in free - divided]
 
     def _header(self, shape: WindowShape, decision: ast.If) -> Iterator[Edit]:

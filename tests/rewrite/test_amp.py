@@ -50,6 +50,34 @@ def test_an_import_of_the_module_of_amp_goes_with_its_last_use(package):
     assert "precision" not in text
 
 
+@pytest.mark.parametrize("package", ["torch.amp", "torch.cuda.amp"])
+@pytest.mark.parametrize("name", [None, "amp"])
+def test_an_import_of_the_module_of_amp_by_its_path_goes_with_its_last_use(package, name):
+    line, script = amp_by_its_path(package, name)
+    text, forms = apply(script)
+    assert forms == [("micro-batched", None)]
+    assert "torch.amp" not in text and "torch.cuda.amp" not in text
+    newer = line.replace(".cuda", "")
+    text, _ = apply(f"{script}print({name or package}.custom_fwd)\n")
+    assert f"\n{newer}\n" in text or f"\n{line}\n" in text
+    text, _ = apply(script.replace(line, f"{line}, random"))
+    assert f"\n{newer}, random\n" in text
+
+
+def test_an_import_of_amp_that_alone_brings_torch_stays():
+    _, script = amp_by_its_path("torch.amp", None)
+    assert "import torch.amp\n" in rewritten(TOP.replace("import torch\n", "") + script).text
+
+
+def amp_by_its_path(package: str, name: str | None) -> tuple[str, str]:
+    """An import of the module of mixed precision, and a script that uses it so."""
+    line, used = (f"import {package} as {name}", name) if name else (f"import {package}", package)
+    device = '"cuda", ' if package == "torch.amp" else ""
+    script = AMP.replace("from torch.cuda.amp import GradScaler, autocast", line)
+    script = script.replace("GradScaler(", f"{used}.GradScaler({device}")
+    return line, script.replace("autocast(", f"{used}.autocast({device}")
+
+
 def test_the_update_of_a_scale_that_tells_of_skipped_steps_stays():
     steps = "    scaler.step(optimizer)\n    scaler.update()\n"
     asked = f"    scale = scaler.get_scale()\n{steps}    skipped = scale > scaler.get_scale()\n"
@@ -274,3 +302,29 @@ def test_the_side_of_a_flag_that_no_call_takes_still_trains():
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_an_import_in_a_function_goes_with_its_last_use():
+    text = rewritten("""\
+import torch
+import torch.nn.functional as F
+
+
+def train(model, loader, optimizer):
+    from torch.cuda.amp import GradScaler, autocast
+
+    try:
+        from torch.cuda.amp import custom_fwd
+    except ImportError:
+        custom_fwd = None
+    scaler = GradScaler()
+    for x, y in loader:
+        optimizer.zero_grad()
+        with autocast():
+            loss = F.cross_entropy(model(x.cuda()), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""").text
+    assert "GradScaler" not in text and "import autocast" not in text
+    assert "def train(model, loader, optimizer):\n    try:\n        from torch.cuda.amp import custom_fwd\n" in text

@@ -106,3 +106,54 @@ def test_a_loop_whose_network_another_file_gives_to_apex_is_left_alone():
     after = rewritten(text)
     assert (after.text, after.loops[0].rewrite) == (text, "none")
     assert after.loops[0].reason == "apex does the mixed precision; move it to torch.amp first"
+
+
+def test_a_network_given_to_apex_where_that_may_fail_leaves_the_script_alone():
+    """What the handler does besides stays, so that the call would stay with it."""
+    text = SCRIPT.replace(
+        """\
+        from apex import amp
+    except ImportError:
+        raise ImportError("apex is missing")
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+""",
+        """\
+        from apex import amp
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    except ImportError:
+        fp16 = False
+""",
+    )
+    assert text != SCRIPT
+    after = rewritten(text)
+    assert (after.text, after.loops[0].rewrite) == (text, "none")
+    assert after.loops[0].reason == "apex does the mixed precision; move it to torch.amp first"
+
+
+def test_what_comes_after_the_import_of_apex_in_its_try_stays():
+    text = SCRIPT.replace(
+        'raise ImportError("apex is missing")\n',
+        'raise ImportError("apex is missing")\n    else:\n        print("mixed precision")\n',
+    )
+    assert text != SCRIPT
+    assert 'print("mixed precision")' in rewritten(text).text
+
+
+def test_the_import_of_apex_and_its_call_go_together():
+    text = SCRIPT.replace(
+        """\
+    except ImportError:
+        raise ImportError("apex is missing")
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+""",
+        """\
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    except ImportError:
+        raise ImportError("apex is missing")
+""",
+    )
+    assert text != SCRIPT
+    after = rewritten(text)
+    assert after.loops[0].rewrite == "micro-batched"
+    assert "apex" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))

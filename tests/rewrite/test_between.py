@@ -139,3 +139,31 @@ for x, y in loader * 3:
 def test_an_object_that_is_a_record_by_its_name_resets_nothing(told, form):
     _, loops = apply(LOOP.format(between=told))
     assert loops[0][0] == form
+
+
+FLAGGED = """\
+def run(loader, is_train):
+    seen = []
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        seen.append({value})
+        if is_train:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return seen
+"""
+LOOKED_AT = "def norm():\n    return model.weight.norm().item()\n\n\n"
+
+
+@pytest.mark.parametrize(
+    "value", ["model.weight.norm().item()", "norm()", "[p.norm().item() for p in model.parameters()]"]
+)
+def test_what_looks_at_the_network_does_not_go_behind_a_branch_that_steps(value):
+    assert apply(LOOKED_AT + FLAGGED.format(value=value))[1] == [
+        ("in-place", "line 16 looks at the network, which line 17 trains behind it")
+    ]
+
+
+def test_what_looks_at_the_loss_goes_behind_a_branch_that_steps():
+    assert apply(LOOKED_AT + FLAGGED.format(value="loss.item()"))[1] == [("micro-batched", None)]

@@ -177,3 +177,26 @@ def test_the_manager_that_autocasts_and_goes_backward_carries_no_graph():
             print(loss.item())
         """)
     assert forms == [("micro-batched", None)]
+
+
+def test_the_manager_keeps_no_graph_that_it_is_given():
+    """The name of the rewrite's own is no state of the loop."""
+    body = """\
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader * 4):
+    with torch.autocast("cuda"):
+        loss = F.cross_entropy(model(x), y)
+    if torch.is_autocast_enabled():
+        scaler.scale(loss).backward()
+        if i % 2 == 1:
+            scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        if i % 2 == 1:
+            optimizer.step()
+"""
+    (loop,) = rewritten(TOP + body).loops
+    assert loop.rewrite == "in-place"
+    assert "it has 2 backwards" in loop.reason
+    assert "memory" not in loop.reason

@@ -184,6 +184,43 @@ def test_a_blank_line_ahead_of_the_backward_stays_ahead_of_what_follows_it():
     assert below.format("\n") in loop_of(body.replace("loss.backward()\n", "loss.backward()\n\n"))
 
 
+def test_a_reset_that_ends_its_block_takes_the_blank_line_above_it_along():
+    """Two blank lines would meet where the block ends; one above code that follows at once parts the two blocks."""
+    body = """\
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y) / 2
+            loss.backward()
+            if (i + 1) % 2 == 0 or i + 1 == len(loader):
+                optimizer.step()
+                print(i)
+
+                # clear gradients
+                optimizer.zero_grad()
+
+            print(loss.item())
+        """
+    assert "        print(i)\n\n    print(loss.item())\n" in loop_of(body)
+    assert "        print(i)\n\n    print(loss.item())\n" in loop_of(body.replace("zero_grad()\n\n", "zero_grad()\n"))
+    assert "        print(i)\n\n    print(loss.item())\n" in loop_of(body.replace("print(i)\n\n", "print(i)\n"))
+
+
+def test_a_comment_on_a_reset_goes_with_it_below_code_that_is_commented_out():
+    """A comment below words is the end of what they say, and stays with them."""
+    body = """\
+        for x, y in loader:
+            x = x.float()
+            {above}
+            # clear the gradients of all optimized variables
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """
+    assert "clear the" not in (text := loop_of(body.format(above="#x, _ = data")))
+    assert "#x, _ = data\n" in text
+    assert "clear the" in loop_of(body.format(above="# As in the paper:"))
+
+
 def test_a_form_feed_in_front_of_a_statement_is_no_part_of_its_margin():
     text = loop_of("""\
         for x, y in loader:
@@ -240,3 +277,69 @@ def test_blank_lines_that_keep_their_place_keep_the_white_space_in_them():
         + "    print(out.shape)\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
     ).text
     assert "    print(loss.item())\n   \n    print(out.shape)\n" in text
+
+
+def test_a_string_that_comments_goes_with_what_it_is_about():
+    assert loop_of('''\
+        for x, y in loader:
+            """ Forward. """
+            out = model(x)
+
+            """ Loss, summed up:
+                of all samples. """
+            loss = F.cross_entropy(out, y)
+
+            """ Numbers. """
+            print(out.shape)
+
+            """ One may wrap `zero_grad`. """
+            model.zero_grad()
+            loss.backward()
+
+            """ Step. """
+            optimizer.step()
+        ''') == textwrap.dedent('''\
+        for x, y in loader:
+            """ Forward. """
+
+            def forward(x, y):
+                out = model(x)
+
+                """ Loss, summed up:
+                of all samples. """
+                loss = F.cross_entropy(out, y)
+                return loss, out
+
+            """ One may wrap `zero_grad`. """
+            model.zero_grad()
+            _, out = memory.forward_backward(forward, x, y)
+
+            """ Numbers. """
+            print(out.shape)
+
+            """ Step. """
+            memory.step(optimizer, zero_grad=False)
+        ''')
+
+
+def test_a_string_above_the_backward_stays_above_the_call():
+    assert loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            'backward'
+            loss.backward()
+            'step'
+            optimizer.step()
+        """) == textwrap.dedent("""\
+        for x, y in loader:
+
+            def forward(x, y):
+                loss = F.cross_entropy(model(x), y)
+                return loss
+
+            'backward'
+            memory.forward_backward(forward, x, y)
+            'step'
+            memory.step(optimizer)
+        """).replace("loader:\n\n", "loader:\n")

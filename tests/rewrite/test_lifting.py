@@ -632,3 +632,91 @@ def test_all_lines_that_print_are_those_of_the_file_as_it_was():
     twice = PRINTING.format(printing="print(out)\n            print(out.argmax())")
     (loop,) = rewritten(f"{TOP}{twice}").loops
     assert loop.notes[0].startswith("line 15, line 16 print where the loss is computed: ")
+
+
+LOGGING = """\
+def compute(out, y, writer, step):
+    loss = F.cross_entropy(out, y)
+    {said}
+    return loss
+
+
+def train(loader, writer):
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = compute(model(x), y, writer, step)
+        loss.backward()
+        optimizer.step()
+        writer.add_scalar("lr", 0.1, step)
+
+
+train(loader, None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "verb"),
+    [
+        ('writer.add_scalar("loss", loss, step)', "logs"),
+        ('logging.info("loss %f", loss)', "logs"),
+        ("wandb.log({'loss': loss})", "logs"),
+        ("print(loss)", "prints"),
+    ],
+)
+def test_what_a_function_logs_where_the_loss_is_computed_is_told(said, verb):
+    (loop,) = rewritten(TOP + LOGGING.format(said=said)).loops
+    assert loop.rewrite == "micro-batched"
+    (note,) = loop.notes
+    assert note.startswith(f"line 10 {verb} where the loss is computed: once for each micro-batch, ")
+
+
+@pytest.mark.parametrize("said", ["loss = torch.log(loss)", "loss = loss.log()", "if loss > 9:\n        raise OSError"])
+def test_what_a_function_computes_where_the_loss_is_computed_is_no_log(said):
+    (loop,) = rewritten(TOP + LOGGING.format(said=said)).loops
+    assert (loop.rewrite, loop.notes) == ("micro-batched", ())
+
+
+def test_a_slice_that_prints_and_logs_is_told_once():
+    said = 'print(out)\n            writer.add_scalar("out", out.sum(), i)'
+    (loop,) = rewritten(TOP + PRINTING.format(printing=said)).loops
+    assert loop.notes[0].startswith("line 15, line 16 print or log where the loss is computed: ")
+
+
+@pytest.mark.parametrize(
+    ("written", "moved"),
+    [
+        (
+            "    (F.mse_loss(out, y) +\n     out.abs().mean()).backward()",
+            "        return (F.mse_loss(out, y) +\n                out.abs().mean())",
+        ),
+        (
+            "    torch.add(F.mse_loss(out, y),\n              out.abs().mean()).backward()",
+            "        return torch.add(F.mse_loss(out, y),\n                         out.abs().mean())",
+        ),
+        (
+            "    (\n        F.mse_loss(out, y)\n        + out.abs().mean()\n    ).backward()",
+            "        return (F.mse_loss(out, y)\n                + out.abs().mean())",
+        ),
+        (
+            "    torch.add(\n        F.mse_loss(out, y),\n        out.abs().mean(),\n    ).backward()",
+            "        return torch.add(\n            F.mse_loss(out, y),\n            out.abs().mean(),\n        )",
+        ),
+    ],
+    ids=["brackets", "call", "own lines", "hanging"],
+)
+def test_further_lines_of_a_loss_stay_below_what_they_belong_to(written, moved):
+    text = loop_of(
+        f"for x, y in loader:\n    optimizer.zero_grad()\n    out = model(x)\n{written}\n    optimizer.step()\n"
+    )
+    assert f"{moved}\n" in text
+
+
+def test_the_lines_of_a_string_in_a_loss_stay_as_they_are():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y, '''first
+          second''').backward()
+            optimizer.step()
+        """)
+    assert "'''first\n  second'''" in text

@@ -152,6 +152,24 @@ def test_one_of_the_blank_lines_around_a_cache_that_is_not_emptied_goes():
     assert text == WITHOUT.format(between="", behind="\n\n    total += 1")
 
 
+@pytest.mark.parametrize(
+    ("written", "left"),
+    [
+        ("del y; torch.cuda.empty_cache()", "del y"),
+        ("torch.cuda.empty_cache(); del y", "del y"),
+        ("gc.collect(); torch.cuda.empty_cache(); del y  # free memory", "gc.collect(); del y  # free memory"),
+        ("del y; torch.cuda.empty_cache();", "del y;"),
+        ("with lock: gc.collect(); torch.cuda.empty_cache()", "with lock: gc.collect()"),
+    ],
+)
+def test_a_cache_emptied_on_a_line_with_other_statements_is_not_any_more(written: str, left: str):
+    """The line stays as it is otherwise, with the comment above it."""
+    script = EMPTYING.format(between="\n    # free memory", behind="").replace("torch.cuda.empty_cache()", written)
+    text, codes = fixed(script)
+    assert codes == ["OOM501"]
+    assert text == script.replace(written, left)
+
+
 @pytest.mark.parametrize(("above", "unit"), [("    ", "\t"), ("\t", "  "), ("    ", "  "), ("  ", "    ")])
 def test_an_evaluation_is_indented_as_its_own_blocks_are_written(above: str, unit: str):
     """Notebooks put cells of several hands into one file."""
@@ -174,3 +192,38 @@ def test_an_added_argument_gets_a_line_of_its_own_where_the_others_have_one(call
     assert (
         fixed(f"import torch\nmodel.load_state_dict({call})\n")[0] == f"import torch\nmodel.load_state_dict({after})\n"
     )
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_what_a_fix_adds_has_the_quotes_of_the_file(quote):
+    text, codes = fixed(
+        "import torch\n"
+        "from torch.cuda.amp import GradScaler, autocast\n"
+        "model.load_state_dict(torch.load('a.pt'))\n"
+        "scaler = GradScaler()\n"
+        "with autocast():\n"
+        "    print('a')\n".replace("'", quote),
+    )
+    assert set(codes) == {"OOM205", "OOM401"}
+    assert f"torch.load({quote}a.pt{quote}, map_location={quote}cpu{quote})" in text
+    assert f"GradScaler({quote}cuda{quote})" in text
+    assert f"autocast({quote}cuda{quote})" in text
+
+
+@pytest.mark.parametrize("switched", ["torch.set_grad_enabled(True)", "torch._C._set_grad_enabled(True)"])
+def test_an_edit_that_would_leave_its_finding_is_not_made_and_the_finding_is_named(switched):
+    text = EVALUATION.replace("    model.eval()\n", f"    {switched}\n    model.eval()\n")
+    result = apply_to(Source.from_bytes("train.py", text.encode()), all_rules(), Options("16gb", runtime=False))
+    found = findings_of(Source.from_bytes("train.py", text.encode()), all_rules())
+    after = findings_of(Source.from_bytes("train.py", result.text.encode()), all_rules())
+    assert result.text.count("@torch.no_grad()") <= 1
+    assert len(found) == len(result.fixed) + len(result.unfixed) and len(after) == len(result.unfixed)
+
+
+def test_an_evaluation_in_a_block_that_switches_gradients_on_is_left_for_hands_to_change():
+    text = EVALUATION.replace("    for x, t in", "    with torch.enable_grad():\n      for x, t in")
+    text = text.replace("        a =", "          a =").replace("        b =", "          b =")
+    text = text.replace("        total +=", "          total +=")
+    result = apply_to(Source.from_bytes("train.py", text.encode()), all_rules(), Options("16gb", runtime=False))
+    assert result.text == text
+    assert [(one.code, one.message.endswith("may need gradients)")) for one in result.unfixed] == [("OOM201", True)] * 2

@@ -125,8 +125,16 @@ def test_what_stays_on_a_line_that_a_local_fix_writes_anew_is_left():
 
 
 def test_what_stays_on_a_line_that_the_manager_writes_anew_is_left_and_not_fixed():
+    text = LEAKS.replace("    optimizer.step()", '    last = torch.load("last.pt"); optimizer.step()')
+    applied = apply_to(source_of(text), all_rules(), Options("16gb"))
+    assert 'torch.load("last.pt"); memory.step' in applied.text
+    assert "OOM205" not in {fix.code for fix in applied.fixed}
+    assert [left.line for left in applied.unfixed if left.code == "OOM205"] == [5, 10]
+
+
+def test_what_goes_from_a_line_that_the_manager_writes_anew_is_fixed():
     text = LEAKS.replace("    optimizer.step()", "    torch.cuda.empty_cache(); optimizer.step()")
     applied = apply_to(source_of(text), all_rules(), Options("16gb"))
-    assert "empty_cache(); memory.step" in applied.text
-    assert "OOM501" not in {fix.code for fix in applied.fixed}
-    assert [left.line for left in applied.unfixed if left.code == "OOM501"] == [10]
+    assert "empty_cache" not in applied.text
+    assert [fix.code for fix in applied.fixed].count("OOM501") == 1
+    assert "OOM501" not in {left.code for left in applied.unfixed}

@@ -271,3 +271,22 @@ def test_a_model_that_an_if_asks_for_before_it_takes_its_parameters_may_be_none(
 def test_a_model_whose_own_parameters_are_taken_either_way_is_prepared(test):
     made = f"net = Net().cuda()\nopt = torch.optim.SGD(net.module.parameters() if {test} else net.parameters(), lr=1)\n"
     assert "memory.prepare(net)" in [call for call, _ in prepared(f"{LOOP}{made}train(net, loader, opt)\n")]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("net = Net(); {made}", "net = Net(); memory.prepare(net)\n{made}"),
+        ("net = Net(\n    4\n    ); {made}", "net = Net(\n    4\n    ); memory.prepare(net)\n{made}"),
+        ("net = Net()\n{made}; i = 0", "net = Net()\nmemory.prepare(net)\n{made}; i = 0"),
+        ("if True: net = Net(); {made}", "if True: net = Net(); {made}"),
+        ("if True:\n    net = Net(); {made}", "if True:\n    net = Net(); memory.prepare(net)\n    {made}"),
+    ],
+)
+def test_an_optimizer_that_shares_its_line_is_preceded_too(written, expected):
+    """On the line of an `if`, nothing else has room."""
+    made = "opt = torch.optim.SGD(net.parameters(), lr=0.1)"
+    script = f"import torch\n{LOOP}\n{written.format(made=made)}\ntrain(net, loader, opt)\n"
+    text = apply_to(Source.from_bytes("train.py", script.encode()), all_rules(), Options("16gb")).text
+    compile(text, "train.py", "exec")
+    assert f"\n{expected.format(made=made)}\n" in text

@@ -499,3 +499,39 @@ def test_gradients_that_are_to_be_zero_are_not_freed():
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert_same_bits(run(text), run(after.text, preset="off"))
     assert_close(run(text), run(rewritten(text, micro_batches=3).text))
+
+
+def test_a_reset_ahead_stays_where_a_later_loop_goes_on_with_the_last_gradients():
+    text = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+first, second = nn.Linear(3, 4), nn.Linear(4, 1)
+make = torch.optim.SGD(first.parameters(), lr=0.1)
+judge = torch.optim.SGD(second.parameters(), lr=0.1)
+for x in torch.randn(4, 6, 3):
+    make.zero_grad()
+    second(first(x)).mean().backward()
+    make.step()
+    judge.zero_grad()
+    second(first(x).detach()).pow(2).mean().backward()
+    judge.step()
+for x in torch.randn(4, 6, 3):
+    second(first(x).detach()).mean().backward()
+    judge.step()
+    judge.zero_grad()
+    print(second.weight.sum().item())
+"""
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"] * 2
+    assert "memory.step(make)" in after.text and "memory.step(judge, zero_grad=False)" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    assert (
+        "memory.step(judge)"
+        in rewritten(
+            text.replace(
+                "    second(first(x).detach()).mean()", "    judge.zero_grad()\n    second(first(x).detach()).mean()"
+            )
+        ).text
+    )

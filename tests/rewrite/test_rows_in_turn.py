@@ -61,8 +61,35 @@ def test_a_state_from_row_to_row_keeps_the_batch_whole(taken):
     assert_close(before, split)
 
 
+REBOUND = """
+for x, y in loader:
+    loss = 0
+    for row, target in zip(x, y):
+        row = row * 2
+        out, _ = cell(row, torch.zeros(3))
+        loss += F.cross_entropy(out[None], target[None])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+WITHIN_ROWS = """
+for x, y in loader:
+    loss = 0
+    for row, target in zip(x, y):
+        state = torch.zeros(3)
+        for value in row:
+            _, state = cell(value.expand(4), state)
+        loss += F.cross_entropy(state[None], target[None])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
 @pytest.mark.parametrize(
-    "loop", [LOOP.format(out="out, _", out_name="out", **COUNTED), COLUMNS], ids=["no state", "other dimension"]
+    "loop",
+    [LOOP.format(out="out, _", out_name="out", **COUNTED), COLUMNS, REBOUND, WITHIN_ROWS],
+    ids=["no state", "other dimension", "the row itself made anew", "a state within each row"],
 )
 def test_rows_that_hand_nothing_on_may_be_cut(loop):
     after = rewritten(TOP + NETWORK + loop)

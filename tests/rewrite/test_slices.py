@@ -359,6 +359,13 @@ def test_times_drawn_for_the_samples_are_an_input_though_they_are_called_as_coun
         ("for i in range(0, 12, 6):", "y, idx = labels[i:i + 6], order[i:i + 6].long()", "idx, y"),
         ("for y, idx in [(labels[:6], order[:6]), (labels[6:], order[6:])]:", "", "idx, y"),
         ("for n, (idx, y) in enumerate([(order[:6], labels[:6]), (order[6:], labels[6:])]):", "", "idx, y"),
+        (
+            "for batch in [{'idx': order[:6], 'y': labels[:6]}, {'idx': order[6:], 'y': labels[6:]}]:",
+            'idx, y = batch["idx"].long(), batch["y"]',
+            "idx, y",
+        ),
+        ("for idx in order.split(6):", "y = labels[:6]", "idx, y"),
+        ("for idx in torch.chunk(order, 2):", "y = labels[:6]", "idx, y"),
     ],
 )
 def test_rows_that_are_called_as_a_counter_are_an_input(header, made, inputs):
@@ -381,6 +388,7 @@ def test_rows_that_are_called_as_a_counter_are_an_input(header, made, inputs):
         ("for (x, y), i in zip(loader, range(2)):", "pass"),
         ("for x, y in loader:", "i, *ends = 1, 2, 3"),
         ("for x, y in loader:", "*ends, i = 1, x[:3], 2"),
+        ("settings = {'i': 2}\n        for x, y in loader:", 'i = settings["i"]'),
     ],
 )
 def test_a_count_that_comes_with_others_is_no_input(header, made):

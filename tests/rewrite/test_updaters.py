@@ -65,3 +65,44 @@ def test_a_script_with_an_updater_trains_the_same(argv, preset):
     before = run(SCRIPT.format(asked="torch.optim.Optimizer"), argv)
     after = run(rewritten(SCRIPT.format(asked="torch.optim.Optimizer"), precision="fp32").text, argv, preset=preset)
     assert after.printed == before.printed
+
+
+BY_HAND = """\
+import torch
+import torch.nn.functional as F
+
+
+def sgd(params, lr, rows):
+    for param in params:
+        {update}
+
+
+def linear(x, w, b):
+    return x @ w + b
+
+
+torch.manual_seed(0)
+w, b = torch.zeros(4, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
+data = [(torch.randn(6, 4), torch.randn(6, 2)) for _ in range(4)]
+for x, y in data:
+    loss = ((linear(x, w, b) - y) ** 2).sum()
+    loss.backward()
+    sgd([w, b], 0.1, len(x))
+    w.grad.data.zero_()
+    b.grad.data.zero_()
+    print(f"{{loss.item():.6f}} {{w.sum().item():.6f}} {{b.sum().item():.6f}}")
+"""
+
+
+def test_a_function_that_updates_parameters_by_their_gradients_is_a_step_in_sight():
+    text = BY_HAND.format(update="param.data -= lr * param.grad / rows")
+    after = rewritten(text)
+    (loop,) = after.loops
+    assert loop.rewrite != "none"
+    assert 'precision="no-fp16"' in after.text
+    assert run(after.text, preset="off").printed == run(text).printed
+
+
+def test_a_function_that_only_looks_at_gradients_is_no_step():
+    (loop,) = rewritten(BY_HAND.format(update="print(param.grad / rows)")).loops
+    assert loop.reason == "no optimizer step and no update of parameters is in sight"

@@ -127,6 +127,35 @@ def test_a_loss_that_is_logged_before_it_is_divided_is_not_divided_at_all():
     assert text.index("forward_backward") < text.index("print(loss.item())")
 
 
+@pytest.mark.parametrize(
+    ("lines", "behind"),
+    [
+        (["scaled = loss / k", "scaled.backward()"], ""),
+        (["print(loss.item())", "scaled = loss / k", "scaled.backward()"], "    print(loss.item())\n"),
+        (
+            ["scaled = loss / k", "scaled.backward()", "print(scaled.item())"],
+            "    scaled = loss / k\n    print(scaled.item())\n",
+        ),
+        (
+            ["scaled = loss / float(k)", "print(scaled.item())", "scaled.backward()"],
+            "    scaled = loss / float(k)\n    print(scaled.item())\n",
+        ),
+    ],
+    ids=["not read", "logged undivided", "read later", "read before"],
+)
+def test_a_divided_loss_with_a_name_of_its_own_gives_way_to_the_undivided_one(lines, behind):
+    text, _ = loop_of(window(*lines))
+    call = "    loss = memory.forward" if behind else "    memory.forward"
+    assert text == FOLDED.replace("    memory.forward", call).replace("    if memory", behind + "    if memory")
+
+
+def test_a_divided_loss_is_not_mistaken_for_what_its_name_is_bound_to_later():
+    text, _ = loop_of(
+        window("scaled = loss / k", "loss = scaled.detach() * k", "scaled.backward()", "print(loss.item())")
+    )
+    assert "return loss" not in text
+
+
 def test_a_missing_division_is_made_and_its_consequence_is_told():
     text, notes = loop_of(window("loss.backward()", test="(i + 1) % k == 0 or i + 1 == len(loader)"))
     assert text == FOLDED

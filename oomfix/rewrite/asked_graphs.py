@@ -1,0 +1,27 @@
+"""Scripts that ask what a loss leaves for its graph, which a rewritten loss has none of."""
+
+from __future__ import annotations
+
+import ast
+
+from oomfix.rewrite.lift import CannotLift, Lift
+from oomfix.rewrite.liveness import nodes_of_scope_body
+from oomfix.script.nodes import walk
+
+_OF_THE_GRAPH = frozenset({"grad_fn", "requires_grad", "is_leaf"})
+
+
+def check_graphs_not_asked(lift: Lift) -> None:
+    """Whether nothing behind a slice asks for the graph of what it gives: `assert loss.requires_grad`.
+
+    Raises:
+        CannotLift: something does; says where.
+    """
+    given = {*lift.outputs, lift.loss}
+    moved = {id(node) for statement in lift.lifted for node in walk(statement)}
+    for node in nodes_of_scope_body(lift.site.scope):
+        if not isinstance(node, ast.Attribute) or node.attr not in _OF_THE_GRAPH or id(node) in moved:
+            continue
+        asked = isinstance(node.value, ast.Name) and node.value.id in given and isinstance(node.ctx, ast.Load)
+        if asked and node.lineno > lift.site.block[0].lineno:
+            raise CannotLift(f"line {node.lineno} reads `{ast.unparse(node)}`, and the call leaves no graph")

@@ -1,0 +1,44 @@
+"""Hidden states made for a batch, `hidden = net.init_hidden(len(x))`: a part of it needs one for fewer rows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+
+from oomfix.rewrite.batch_names import size_of
+from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.lift import Site
+from oomfix.rewrite.liveness import names_bound
+
+_STATE = re.compile(r"^(get_)?init(ial(i[sz]e)?)?_?(\w+_)?(hidden|state)s?$", re.IGNORECASE)
+
+
+def states_made_before(site: Site, first: int, read: set[str], draws: Callable[[ast.AST], bool]) -> list[int]:
+    """The indices of the statements that make hidden states ahead of a slice and may be its first ones.
+
+    Args:
+        site: where the backward stands.
+        first: the index in its block that the slice begins at.
+        read: the names that the slice reads from outside.
+        draws: whether a statement draws random numbers, as one that makes a state may do as well.
+    """
+    found: list[int] = []
+    for index in range(site.first, first):
+        statement, behind = site.block[index], site.block[index + 1 : first]
+        if names_bound(statement) & read and not any(map(draws, behind)):
+            if _makes_state_of_a_batch(statement, site.block[:index]):
+                found.append(index)
+    return found
+
+
+def _makes_state_of_a_batch(statement: ast.stmt, ahead: list[ast.stmt]) -> bool:
+    """Whether a statement calls what makes a state with a size of the batch, perhaps asked for ahead of it."""
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+        return False
+    asked = (other for other in ahead if isinstance(other, ast.Assign) and size_of(other.value) is not None)
+    sizes = {name for other in asked for name in names_bound(other)}
+    return bool(_STATE.match(last_name(statement.value))) and any(
+        size_of(given) is not None or (isinstance(given, ast.Name) and given.id in sizes)
+        for given in statement.value.args
+    )

@@ -1,0 +1,40 @@
+"""A script that asks for the graph of its loss finds it there: such a loss stays in place."""
+
+import pytest
+
+from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+from tests.rewrite.small_loops import TOP
+
+LOOP = """\
+for x, y in loader:
+    x.requires_grad_()
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    {between}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item(), {behind})
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "behind", "read"),
+    [
+        ("assert loss.grad_fn is not None", "0", "line 12 reads `loss.grad_fn`"),
+        ("if not out.requires_grad: raise ValueError", "out", "line 12 reads `out.requires_grad`"),
+        ("pass", "out.is_leaf, out.shape", "line 16 reads `out.is_leaf`"),
+    ],
+)
+def test_what_is_asked_for_its_graph_has_one(between, behind, read):
+    text = TOP + LOOP.format(between=between, behind=behind)
+    after = rewritten(text)
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [
+        ("in-place", f"{read}, and the call leaves no graph")
+    ]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_what_is_not_left_by_the_loss_may_be_asked_for_its_graph():
+    after = rewritten(TOP + LOOP.format(between="assert x.requires_grad", behind="out.shape"))
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
