@@ -95,8 +95,8 @@ def hold_steady() -> None:
         setattr(functional, name, unchanged)
     attention = functional.scaled_dot_product_attention
 
-    def without_dropout(q, k, v, attn_mask=None, dropout_p=0.0, **kwargs):
-        return attention(q, k, v, attn_mask, 0.0, **kwargs)
+    def without_dropout(q, k, v, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+        return attention(q, k, v, attn_mask, 0.0, *args, **kwargs)
 
     functional.scaled_dot_product_attention = without_dropout
     made = nn.RNNBase.__init__
