@@ -15,6 +15,7 @@ from oomfix.runtime.judging import DEPEND, OPEN, units
 from oomfix.runtime.outputs import Zero
 from oomfix.runtime.referenced import leaves_in
 from oomfix.runtime.rows import has_single_row
+from oomfix.runtime.running_statistics import changes_its_code
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.ways import Edges, Graphs, edges
 
@@ -34,12 +35,13 @@ def by_gradients(few: FewRows, how: Runs, count: int, gaps: Sequence[float | Non
     if evidence.failure:
         return None
     single_rows = has_single_row(count) or None
+    graphs = Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts])
     return replace(
         _judge(evidence),
         means=evidence.means,
         calls=evidence.calls,
         single_rows=single_rows,
-        graphs=Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts]),
+        graphs=None if changes_its_code(few.modules) else graphs,
     )
 
 

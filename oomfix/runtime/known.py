@@ -162,6 +162,11 @@ class Known:
         if self.verdict is not None and self.verdict.undecided and self._checked_at != self.calls:
             self.verdict = None
 
+    def forget_check(self) -> None:
+        """Let the check made at this call count for nothing; other micro-batches will be checked."""
+        self.verdict = None
+        self._checked_at = 0
+
     def found_out(self, verdict: Verdict) -> None:
         """Remember what the micro-batches of this call showed."""
         self.verdict = verdict

@@ -22,6 +22,17 @@ def iterates_power(modules: Iterable[nn.Module]) -> bool:
     return any(m.training and any(True for _ in _power_iterations(m)) for m in modules)
 
 
+def changes_its_code(modules: Iterable[nn.Module]) -> bool:
+    """Whether some layer that `quiet` puts in eval mode computes as the program says, which may be something else there.
+
+    The layers of torch itself compute the same with other statistics.
+    """
+    return any(
+        isinstance(m, _NormBase) and m.training and type(m).forward.__module__.partition(".")[0] != "torch"
+        for m in modules
+    )
+
+
 @contextmanager
 def quiet(modules: Iterable[nn.Module]) -> Iterator[None]:
     """BatchNorm and Dropout in eval mode, power iterations stopped, everything else in the mode it is in.

@@ -16,7 +16,7 @@ from oomfix.runtime.known import Known
 from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 from oomfix.runtime.precision import ModelCalls
-from oomfix.runtime.verify import check
+from oomfix.runtime.verify import NO_MEMORY_FOR_BRANCH, check
 from oomfix.runtime.weighing import CannotSplit
 
 _log = logging.getLogger("oomfix")
@@ -209,12 +209,19 @@ class Splitter:
         raise DoesNotFitError(self._no_way_out(iteration, parts, reason, said))
 
     def _allowed(self, iteration: Iteration, parts: int) -> int:
-        """`parts`, fewer where a check shows that these are too small, or 1 where the batch may not be split."""
+        """`parts`, fewer where a check shows that these are too small, or 1 where the batch may not be split.
+
+        More where two micro-batches, which a check has to run together, do not fit.
+        """
         known = iteration.known
         known.keep_whole(iteration.batch)
         refused = self._refused(iteration)
         if refused is None:
             if self._check(iteration, parts):
+                verdict = known.verdict
+                if known.ranks.any_of(verdict is not None and verdict.reason == NO_MEMORY_FOR_BRANCH):
+                    known.forget_check()
+                    return self._smaller(iteration, parts, NO_MEMORY_FOR_BRANCH)
                 parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())
             refused = self._refused(iteration)
         if refused is not None:
@@ -317,8 +324,12 @@ class Splitter:
             )
         even = self._ladder.told(known)
         name = known.name
-        error = "It was another process that ran out of memory" if said == ELSEWHERE else f"torch said: {said}"
-        return f"{name}: out of memory{even}, and {why}. Choices: {'; '.join(choices)}. {error}"
+        origins = {
+            ELSEWHERE: "It was another process that ran out of memory.",
+            NO_MEMORY_FOR_BRANCH: "Two micro-batches are run together once, to check a branch that only one takes.",
+        }
+        origin = origins.get(said, f"torch said: {said}")
+        return f"{name}: out of memory{even}, and {why}. Choices: {'; '.join(choices)}. {origin}"
 
     def _choose_precision(self, iteration: Iteration) -> None:
         known = iteration.known

@@ -31,6 +31,7 @@ _FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itsel
 _FEWEST_ROWS = 3  # where memory has no room for more
 _ROWS_TO_REPEAT_IN = 6  # others are groups of their own, and show no more; two parts of which none is a single row
 _TRIES = 2
+NO_MEMORY_FOR_BRANCH = "there is no memory to check a branch that it takes now"
 
 _T = TypeVar("_T")
 
@@ -73,8 +74,10 @@ def check(
     run = partial(by_named_rows, FewRows(forward, batch, modules, besides))
     found = _with_rows_that_fit([len(besides)], run)
     if found is None:
-        return Verdict(None, "there is no memory to check a branch that it takes now", undecided=True)
-    return verdict if found.rule is not None else found
+        return Verdict(None, NO_MEMORY_FOR_BRANCH, undecided=True)
+    # what was seen to be a sum, with something in both parts, stays one where some rows add nothing to it
+    adds_nothing = found.reason == OPEN and verdict.units == "calls"
+    return verdict if found.rule is not None or adds_nothing else found
 
 
 def _of_few_rows(
@@ -151,7 +154,8 @@ def _confirmed_closer(
     if with_gradients:
         # a graph needs more memory than the runs of a check without one
         gradients = _in_parts_that_run(few, together, partial(by_gradients, rows, how))
-    if gradients is not None and gradients.rule is None and (not gradients.undecided or gradients.reason == OPEN):
+    left_open = gradients is not None and gradients.reason == OPEN and verdict.units != "calls"
+    if gradients is not None and gradients.rule is None and (not gradients.undecided or left_open):
         return gradients
     if gradients is None:
         return replace(verdict, calls=0)

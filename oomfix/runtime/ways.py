@@ -18,6 +18,8 @@ Edges = frozenset[tuple[Edge, int]]  # and how many there are
 _MOST_WAYS = 8  # that a forward may take before its way is one that changes from batch to batch
 # what half precision and dropout put between two nodes, of which the runs of a check have neither
 _IN_BETWEEN = {"ToCopyBackward0", "NativeDropoutBackward0", "MulBackward0"}
+# one layer, computed in several ways: half precision takes another, and so does a layer that a check has frozen
+_ALIKE = ("BatchNorm", "ScaledDotProduct")
 
 
 @dataclass(frozen=True)
@@ -102,16 +104,21 @@ def edges(loss: torch.Tensor) -> Edges:
     seen = set(stack)
     while stack:
         last = stack.pop()
-        kind = type(last).__name__
+        kind = _kind(last)
         for following, _ in last.next_functions:
             node = _behind(following)
             if node is None:
                 continue
-            found[kind, type(node).__name__] += 1
+            found[kind, _kind(node)] += 1
             if node not in seen:
                 seen.add(node)
                 stack.append(node)
     return frozenset(found.items())
+
+
+def _kind(node: torch.autograd.graph.Node) -> str:
+    name = type(node).__name__
+    return next((kind for kind in _ALIKE if kind in name), name)
 
 
 def _behind(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
