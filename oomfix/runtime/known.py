@@ -162,11 +162,6 @@ class Known:
         if self.verdict is not None and self.verdict.undecided and self._checked_at != self.calls:
             self.verdict = None
 
-    def forget_check(self) -> None:
-        """Let the check made at this call count for nothing; other micro-batches will be checked."""
-        self.verdict = None
-        self._checked_at = 0
-
     def found_out(self, verdict: Verdict) -> None:
         """Remember what the micro-batches of this call showed."""
         self.verdict = verdict
@@ -187,7 +182,7 @@ class Known:
         self._checked_at = self.calls
         if verdict.rule is not None:
             self._ways.learn(verdict.graphs)
-            if self.rows_in_doubt:
+            if self.rows_in_doubt and not verdict.left_out:
                 self._ways.admit()
         self.rows_in_doubt = []
         if earlier is not None and size < _TELLING <= self._rows_seen:

@@ -16,12 +16,13 @@ from oomfix.runtime.known import Known
 from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 from oomfix.runtime.precision import ModelCalls
-from oomfix.runtime.verify import NO_MEMORY_FOR_BRANCH, check
+from oomfix.runtime.verify import check
 from oomfix.runtime.weighing import CannotSplit
 
 _log = logging.getLogger("oomfix")
 _QUARTERS = 4
 _CONFIRMS_BEFORE = 128  # calls of a forward
+_TWO_TOGETHER = "two micro-batches, which are run together to check a branch that only one of them takes, do not fit"
 _MayBePrecision = (RuntimeError, TypeError, ValueError)
 
 
@@ -218,10 +219,8 @@ class Splitter:
         refused = self._refused(iteration)
         if refused is None:
             if self._check(iteration, parts):
-                verdict = known.verdict
-                if known.ranks.any_of(verdict is not None and verdict.reason == NO_MEMORY_FOR_BRANCH):
-                    known.forget_check()
-                    return self._smaller(iteration, parts, NO_MEMORY_FOR_BRANCH)
+                if known.ranks.any_of(known.verdict is not None and known.verdict.left_out):
+                    return self._smaller(iteration, parts, _TWO_TOGETHER)
                 parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())
             refused = self._refused(iteration)
         if refused is not None:
@@ -326,7 +325,7 @@ class Splitter:
         name = known.name
         origins = {
             ELSEWHERE: "It was another process that ran out of memory.",
-            NO_MEMORY_FOR_BRANCH: "Two micro-batches are run together once, to check a branch that only one takes.",
+            _TWO_TOGETHER: f"What is too much: {_TWO_TOGETHER}.",
         }
         origin = origins.get(said, f"torch said: {said}")
         return f"{name}: out of memory{even}, and {why}. Choices: {'; '.join(choices)}. {origin}"

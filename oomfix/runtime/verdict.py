@@ -41,6 +41,7 @@ class Verdict:
         single_rows: a single row may be a micro-batch: it was seen to be like others, or not. None: it has not been
             asked for.
         graphs: those of the rows and of two parts of them; None where they were not looked at.
+        left_out: rows that were to be compared besides did not fit together.
         trusted: no rule fits, but the user asked for splitting.
     """
 
@@ -64,6 +65,7 @@ class Verdict:
     one_part: bool = False
     single_rows: bool | None = None
     graphs: Graphs | None = None
+    left_out: bool = False
     trusted: bool = False
 
     @property

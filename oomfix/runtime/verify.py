@@ -31,7 +31,6 @@ _FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itsel
 _FEWEST_ROWS = 3  # where memory has no room for more
 _ROWS_TO_REPEAT_IN = 6  # others are groups of their own, and show no more; two parts of which none is a single row
 _TRIES = 2
-NO_MEMORY_FOR_BRANCH = "there is no memory to check a branch that it takes now"
 
 _T = TypeVar("_T")
 
@@ -74,7 +73,7 @@ def check(
     run = partial(by_named_rows, FewRows(forward, batch, modules, besides))
     found = _with_rows_that_fit([len(besides)], run)
     if found is None:
-        return Verdict(None, NO_MEMORY_FOR_BRANCH, undecided=True)
+        return replace(verdict, left_out=True)
     # what was seen to be a sum, with something in both parts, stays one where some rows add nothing to it
     adds_nothing = found.reason == OPEN and verdict.units == "calls"
     return verdict if found.rule is not None or adds_nothing else found

@@ -6,6 +6,7 @@ So are micro-batches of which some take a branch that others do not.
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
+from oomfix.runtime.compat import OutOfMemoryError
+from oomfix.runtime.ways import edges
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CALLS = 24
@@ -144,9 +147,15 @@ def sum_of_the_rare(model: nn.ModuleDict, samples: torch.Tensor, labels: torch.T
 
 
 def differing(
-    forward: Callable[[nn.ModuleDict], Callable[..., torch.Tensor]], batches: list[tuple], parts: int
+    forward: Callable[[nn.ModuleDict], Callable[..., torch.Tensor]],
+    batches: list[tuple],
+    parts: int | str,
+    most_rows: int | None = None,
 ) -> tuple[list[int], int]:
-    """The calls whose gradients are not those of the whole batch, and how many ran in `parts` micro-batches."""
+    """The calls whose gradients are not those of the whole batch, and how many ran in `parts` micro-batches.
+
+    With `most_rows`, memory holds no more.
+    """
     runtime.reset()
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
@@ -157,7 +166,7 @@ def differing(
         function(*batch).backward()
         expected = {name: p.grad for name, p in model.named_parameters()}
         model.zero_grad()
-        memory.forward_backward(function, *batch)
+        memory.forward_backward(function if most_rows is None else out_of_memory(function, most_rows), *batch)
         given = {name: p.grad for name, p in model.named_parameters()}
         model.zero_grad()
         for name, gradient in expected.items():
@@ -168,6 +177,15 @@ def differing(
                 break
     (known,) = memory._forwards
     return found, known.split_calls
+
+
+def out_of_memory(function: Callable[..., torch.Tensor], most_rows: int) -> Callable[..., torch.Tensor]:
+    def limited(samples: torch.Tensor, *others: Any) -> torch.Tensor:
+        if len(samples) > most_rows:
+            raise OutOfMemoryError("CUDA out of memory. Tried to ...")
+        return function(samples, *others)
+
+    return limited
 
 
 def with_a_term_for_batches_with_rare_labels(term: Rare) -> Callable[[nn.ModuleDict], Forward]:
@@ -202,6 +220,38 @@ def test_a_branch_of_some_micro_batches_only_is_seen(term, seed):
 def test_a_branch_of_some_micro_batches_that_adds_nothing_else_is_split():
     wrong, split_calls = differing(with_a_term_for_batches_with_rare_labels(sum_of_the_rare), labelled(0, 12), 3)
     assert (wrong, split_calls) == ([], 16)
+
+
+@pytest.mark.parametrize(("term", "splits"), [(sum_of_the_rare, True), (over_all, False)])
+def test_two_micro_batches_that_do_not_fit_together_are_checked_in_smaller_ones(term, splits):
+    """Four rows fit, and a check of two micro-batches of four does not."""
+    forward, batches = with_a_term_for_batches_with_rare_labels(term), labelled(0, 12)
+    if splits:
+        assert differing(forward, batches, "auto", most_rows=4) == ([], 16)
+        return
+    with pytest.raises(runtime.DoesNotFitError, match="cannot be split"):
+        differing(forward, batches, "auto", most_rows=4)
+
+
+def test_two_samples_that_do_not_fit_together_are_not_split_unchecked():
+    forward = with_a_term_for_batches_with_rare_labels(sum_of_the_rare)
+    with pytest.raises(runtime.DoesNotFitError, match="to check a branch that only one of them takes, do not fit"):
+        differing(forward, [(x, y % 3 + 3 * (y == 3)) for x, y in labelled(0, 12)], "auto", most_rows=2)
+
+
+class SyncBatchNorm(torch.autograd.Function):
+    """As torch computes it over processes in training; a check computes what a single process would."""
+
+    @staticmethod
+    def forward(ctx: Any, samples: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return samples * weight + bias
+
+
+def test_a_layer_that_is_computed_in_another_way_is_no_other_branch():
+    samples, weight, bias = nn.Linear(3, 3)(torch.ones(2, 3)), *nn.BatchNorm1d(3).parameters()
+    one = SyncBatchNorm.apply(samples, weight, bias).sum()
+    other = F.batch_norm(samples, torch.zeros(3), torch.ones(3), weight, bias).sum()
+    assert edges(one) == edges(other)
 
 
 def test_a_loss_that_is_a_constant_in_some_micro_batches_only_is_seen():
