@@ -23,7 +23,7 @@ def iterates_power(modules: Iterable[nn.Module]) -> bool:
 
 
 def changes_its_code(modules: Iterable[nn.Module]) -> bool:
-    """Whether some layer that `quiet` puts in eval mode computes as the program says, which may be something else there.
+    """Whether a layer that `quiet` puts in eval mode is of the program's own: it may compute something else there.
 
     The layers of torch itself compute the same with other statistics.
     """
