@@ -48,7 +48,7 @@ class Command:
                 self.arguments,
                 stdout=subprocess.DEVNULL,
                 stderr=messages,
-                env={**os.environ, **self.environment},
+                env={**_environment(), **self.environment},
             )
             _, status, usage = os.wait4(process.pid, 0)
             wall_s = time.perf_counter() - start
@@ -58,6 +58,11 @@ class Command:
                 said = messages.read().decode(errors="replace")[-2000:]
                 raise RuntimeError(f"{' '.join(self.arguments)[:200]}: exit status {process.returncode}: {said}")
         return Run(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+
+
+def _environment() -> dict[str, str]:
+    """That of this process; but Python keeps its bytecode, as pip does of what it installs for a user."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def interleaved(commands: Mapping[str, Command], rounds: int) -> dict[str, list[Run]]:
