@@ -14,6 +14,7 @@ from oomfix.rewrite.kept_losses import name_losses
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.loader_arguments import Written, loader_arguments
+from oomfix.rewrite.logs_of_rounds import log_behind
 from oomfix.rewrite.loops import Judge, scaling_of
 from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.module import (
@@ -180,7 +181,7 @@ class LoopRewriter:
         return stages.source
 
     def _lifted_apart(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
-        """The edits that lift more once joined statements have lines of their own, and losses names.
+        """The edits that lift more once joined statements have lines of their own, losses names, and logs loops.
 
         None where that does not help.
         """
@@ -191,14 +192,17 @@ class LoopRewriter:
             edits = separate(reading, lines)
             named = [] if edits else self._names_of_losses(reading)
             fetched = [] if edits or named else self._names_of_batches(reading)
-            if not (edits or named or fetched):
+            logged = [] if edits or named or fetched else self._logs_behind(reading)
+            if not (edits or named or fetched or logged):
                 break
-            apart.edit(edits or named or fetched)
+            apart.edit(edits or named or fetched or logged)
             reading = Reading(Script.read(apart.source, self._target))
             lifted = lift_backwards(reading, order, self._manager)
             if all(verdict.joined_line is None for verdict in self.verdicts):
                 same = [verdict.form for verdict in self.verdicts] == [form for form, _ in before]
-                if same or (named and self._stays_in_place):
+                if same:
+                    continue
+                if named and self._stays_in_place:
                     break
                 stages.become(apart)
                 return lifted
@@ -211,6 +215,9 @@ class LoopRewriter:
 
     def _names_of_batches(self, reading: Reading) -> list[Edit]:
         return name_batches(reading, self._manager) if self._stays_in_place else []
+
+    def _logs_behind(self, reading: Reading) -> list[Edit]:
+        return log_behind(reading, self._manager) if self._stays_in_place else []
 
     @property
     def _stays_in_place(self) -> bool:

@@ -109,6 +109,14 @@ class Core(ABC):
             frame = frame.closure
         return None
 
+    def note_read(self, value: Value) -> None:
+        """A value is read by its name: what is made of it here carries its graph on."""
+        if not value.graph or self.state.grad is Graph.NO:
+            return
+        function = self.frame.function
+        for node in (*self.loops, *([] if function is None else [function.node])):
+            self.trace.read_in.setdefault(node, set()).update(value.origins)
+
     def binding_of(self, node: ast.expr) -> Binding | None:
         """What a target (a name, an attribute, an entry) is bound to."""
         if isinstance(node, ast.Attribute):

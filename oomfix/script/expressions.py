@@ -71,6 +71,11 @@ class Expressions(Calls):
         return NUMBER
 
     def _name(self, node: ast.Name) -> Value:
+        value = self._bound_to(node)
+        self.note_read(value)
+        return value
+
+    def _bound_to(self, node: ast.Name) -> Value:
         binding = self.lookup(node.id)
         if binding is None:
             return UNKNOWN
@@ -87,7 +92,9 @@ class Expressions(Calls):
         return value
 
     def _attribute(self, node: ast.Attribute) -> Value:
-        return self.attribute_of(self.evaluate(node.value), node)
+        value = self.attribute_of(self.evaluate(node.value), node)
+        self.note_read(value)
+        return value
 
     def attribute_of(self, base: Value, node: ast.Attribute) -> Value:
         """What an attribute of a value is, as written in `node`."""

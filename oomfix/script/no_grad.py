@@ -11,7 +11,7 @@ from oomfix.script.edits import Edit, line_start, newline_of, wrap
 from oomfix.script.named_like import looks_like_differentiating, looks_like_logging, looks_like_training
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
-from oomfix.script.trace import Forward, Loop
+from oomfix.script.trace import Backward, Forward, Loop
 
 if TYPE_CHECKING:
     from oomfix.script import Script
@@ -32,11 +32,11 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     function = forward.site.function
     if function is None:
         return _wrapped_loop(script, forward)
-    if script.trains_in(function.node) or _leaves_a_graph(script, function.node):
-        return _wrapped_loop(script, forward)
-    if isinstance(function.node, ast.Lambda) or function.node in script.nodes_trained_through:
-        return ()
     node = function.node
+    if script.trains_in(node) or _leaves_a_graph(script, node) or _reads_what_trains(script, node):
+        return _wrapped_loop(script, forward)
+    if isinstance(node, ast.Lambda) or node in script.nodes_trained_through:
+        return ()
     if isinstance(node, ast.AsyncFunctionDef) or _may_need_gradients_out_of_sight(script, node):
         return _wrapped_loop(script, forward)
     # Right above `def`: other decorators (property, classmethod, a web route) take the function as it then is.
@@ -72,6 +72,25 @@ def _leaves_a_graph(script: Script, node: ast.AST) -> bool:
         and _is_inside(forward, node)
         for forward in script.trace.forwards.values()
     )
+
+
+def _reads_what_trains(script: Script, node: ast.AST) -> bool:
+    """Whether it computes with what a network has given that is trained: what it makes of that may be a loss."""
+    return not script.trace.backpropagated.isdisjoint(script.trace.read_in.get(node, ()))
+
+
+def _may_make_a_loss(script: Script, forward: Forward, loop: Loop) -> bool:
+    """Whether a loop computes with what trains, and a backward follows in the same round of the loops around it."""
+    around = forward.site.loops[: forward.site.loops.index(loop)]
+    return _reads_what_trains(script, loop) and any(
+        event.site.loops == around and not _stands_ahead(event, forward, loop)
+        for event in script.trace.backwards
+    )
+
+
+def _stands_ahead(event: Backward, forward: Forward, loop: Loop) -> bool:
+    """Whether a backward stands ahead of a loop in the same function."""
+    return event.site.function is forward.site.function and event.node.lineno < loop.lineno
 
 
 def _is_inside(forward: Forward, node: ast.AST) -> bool:
@@ -134,6 +153,7 @@ def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
             or not _within(loop, forward.site.function)
             or script.trains_in(loop)
             or _leaves_a_graph(script, loop)
+            or _may_make_a_loss(script, forward, loop)
         ):
             continue
         if not _may_need_gradients_out_of_sight(script, loop):

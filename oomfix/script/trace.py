@@ -251,6 +251,8 @@ class Trace:
     """Origins of what is handed to numpy, which refuses tensors that require gradients: they are numbers."""
     handed_on: list[tuple[int, frozenset[int]]] = field(default_factory=list)
     """What carries a graph and was handed to something out of sight, in program order."""
+    read_in: dict[ast.AST, set[int]] = field(default_factory=dict)
+    """By the loop or function, the origins of the graphs that are read in it while gradients are recorded."""
     unseen: set[int] = field(default_factory=set)
     """Origins that stand for a forward out of sight: a backward runs on the name that holds its result."""
     module_level: list[ast.AST] = field(default_factory=list)

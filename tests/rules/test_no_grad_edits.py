@@ -366,3 +366,43 @@ def test_no_edit_cuts_the_graph_that_another_forward_leaves_in_a_list():
     body = "drawn = Categorical(self.net(state)); action = drawn.sample(); self.kept.append(drawn.log_prob(action)); {}"
     found, fixed = fix(ACTING.format(body=body.format("print(self.net(state).max().item())")))
     assert (found, fixed) == (1, "")
+
+
+TRIED_AMONG_LOSSES = """\
+import torch
+import torch.nn.functional as F
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+
+def loss_of(outputs, x):
+    one = F.mse_loss(outputs, x)
+    {in_function}
+    return one
+
+
+for x in train_loader:
+    optimizer.zero_grad()
+    outputs, loss = model(x), 0
+    for part in (0, 1):
+        one = F.mse_loss(outputs[part], x[part])
+        {in_loop}
+        loss = loss + one
+    loss = loss + loss_of(outputs, x)
+    loss.backward()
+    optimizer.step()
+    for part in (0, 1):
+        {behind}
+        print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("place", ["in_function", "in_loop", "behind"])
+def test_gradients_are_not_taken_off_what_a_loss_is_made_of(place):
+    """A network is tried on other samples where a loss is computed from what it gave for those of training."""
+    places = dict.fromkeys(("in_function", "in_loop", "behind"), "pass")
+    code = TRIED_AMONG_LOSSES.format(**{**places, place: "print(model(torch.rand(2, 4)).mean().item())"})
+    found, fixed = fix(code)
+    assert found == 1
+    assert ("no_grad" in fixed) == (place == "behind")

@@ -1,0 +1,126 @@
+"""What a loop on the way to a loss logs of each round is logged by a loop of its own behind it."""
+
+import pytest
+
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+
+SCRIPT = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(0)
+tasks = ["a", "b"]
+body = nn.Linear(4, 6)
+heads = nn.ModuleDict({{task: nn.Linear(6, 3) for task in tasks}})
+model = nn.ModuleList([body, heads])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = [(torch.randn(7, 4), torch.randint(0, 3, (7, 2))) for _ in range(4)]
+log, hits, total = {{task: [] for task in tasks}}, [0, 0], 0.0
+
+for x, y in loader:
+    optimizer.zero_grad()
+    {context}
+    hidden = torch.tanh(body(x))
+    outputs = {{task: heads[task](hidden) for task in tasks}}
+    loss = 0
+    for {header}:
+        # one of them
+        one = F.cross_entropy({output}, y[:, {column}])
+        {logged}
+        loss = loss + one
+    loss.backward()
+    optimizer.step()
+    print(f"{{loss.item():.9f}}")
+print(sum(log["a"]), sum(log["b"]), hits, f"{{total:.9f}}")
+"""
+OVER_NAMES = {"header": "task in tasks", "output": "outputs[task]", "column": "tasks.index(task)"}
+OVER_OUTPUTS = {"header": "i, out in enumerate(outputs.values())", "output": "out", "column": "i"}
+TO_LOG = "log[task].append(one.item())"
+
+
+def script(logged=TO_LOG, over=OVER_NAMES, context="pass"):
+    return SCRIPT.format(**over, logged=logged.replace("\n", "\n        "), context=context)
+
+
+@pytest.mark.parametrize(
+    ("over", "logged", "header"),
+    [
+        (OVER_NAMES, TO_LOG, "for task, one in zip(tasks, kept):"),
+        ({**OVER_NAMES, "header": "_, task in enumerate(tasks)"}, TO_LOG, "in zip(enumerate(tasks), kept):"),
+        ({**OVER_NAMES, "header": "task in heads.keys()"}, TO_LOG, "for task, one in zip(heads.keys(), kept):"),
+        (OVER_OUTPUTS, "log[tasks[i]].append(one.item())", "for i, one in enumerate(kept):"),
+        (OVER_OUTPUTS, "total += one.item()", "for one in kept:"),
+        (OVER_OUTPUTS, "right = (out.argmax(1) == y[:, i]).sum()\nhits[i] += right.item()", "for i, right in enumerate"),
+        (
+            OVER_NAMES,
+            "right = (outputs[task].argmax(1) == y[:, 0]).sum()\n"
+            "if len(x) > 2:\n    log[task].append(one.item())\n    log[task].append(right.item() / len(x))",
+            "for task, (one, right) in zip(tasks, kept):",
+        ),
+    ],
+    ids=["names", "numbered names", "keys", "numbers", "a total", "hits", "two values"],
+)
+def test_what_each_round_logs_is_logged_behind_the_loop(over, logged, header):
+    text = script(logged, over)
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert header in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    split = run(after.text)
+    assert_close(run(text), split)
+    assert split.calls_in_parts == 4
+
+
+def test_the_loop_that_logs_reads_as_if_written_by_hand():
+    after = rewritten(script("# in order\nlog[task].append(one.item())  # a number"))
+    assert after.text[after.text.index("    def forward") : after.text.index("    memory.step")] == """\
+    def forward(x, y):
+        hidden = torch.tanh(body(x))
+        outputs = {task: heads[task](hidden) for task in tasks}
+        loss = 0
+        kept = []
+        for task in tasks:
+            # one of them
+            one = F.cross_entropy(outputs[task], y[:, tasks.index(task)])
+            kept.append(one)
+            loss = loss + one
+        return loss, kept
+
+    loss, kept = memory.forward_backward(forward, x, y)
+    for task, one in zip(tasks, kept):
+        # in order
+        log[task].append(one.item())  # a number
+"""
+
+
+@pytest.mark.parametrize(
+    ("over", "logged"),
+    [
+        (OVER_NAMES, "one = one * 2\nlog[task].append(one.item())\none = one / 2"),
+        (OVER_NAMES, "log[task].append(one.item())\nloss = loss + len(log[task]) * 0.01"),
+        (OVER_NAMES, "loss += one\nlog[task].append(loss.item())\nloss -= one"),
+        (OVER_NAMES, "same = one\nlog[task].append(same.item())"),
+        (OVER_NAMES, "if len(log[task]) > 3:\n    break\nlog[task].append(one.item())"),
+        ({**OVER_NAMES, "header": "task in list(outputs)"}, TO_LOG),
+        ({**OVER_NAMES, "header": "task in iter(tasks)"}, TO_LOG),
+        (OVER_NAMES, "log[task].append(heads[task](hidden.detach()).mean().item())"),
+    ],
+    ids=["made anew", "read", "added to", "held elsewhere", "left", "made inside", "gone", "runs a network"],
+)
+def test_what_may_be_another_value_behind_the_loop_is_logged_within(over, logged):
+    text = script(logged, over)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert "kept" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_what_is_logged_under_autocast_is_logged_behind_it():
+    text = script().replace("    loss = 0\n", '    with torch.autocast("cpu", enabled=False):\n        loss = 0\n')
+    start, end = text.index("    for task in"), text.index("    loss.backward")
+    text = text[:start] + "".join(f"    {line}\n" for line in text[start:end].splitlines()) + text[end:]
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert "\n    for task, one in zip(tasks, kept):\n        log[task].append(one.item())\n" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
