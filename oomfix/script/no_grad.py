@@ -83,8 +83,7 @@ def _may_make_a_loss(script: Script, forward: Forward, loop: Loop) -> bool:
     """Whether a loop computes with what trains, and a backward follows in the same round of the loops around it."""
     around = forward.site.loops[: forward.site.loops.index(loop)]
     return _reads_what_trains(script, loop) and any(
-        event.site.loops == around and not _stands_ahead(event, forward, loop)
-        for event in script.trace.backwards
+        event.site.loops == around and not _stands_ahead(event, forward, loop) for event in script.trace.backwards
     )
 
 

@@ -51,7 +51,7 @@ def script(logged=TO_LOG, over=OVER_NAMES, context="pass"):
         ({**OVER_NAMES, "header": "task in heads.keys()"}, TO_LOG, "for task, one in zip(heads.keys(), kept):"),
         (OVER_OUTPUTS, "log[tasks[i]].append(one.item())", "for i, one in enumerate(kept):"),
         (OVER_OUTPUTS, "total += one.item()", "for one in kept:"),
-        (OVER_OUTPUTS, "right = (out.argmax(1) == y[:, i]).sum()\nhits[i] += right.item()", "for i, right in enumerate"),
+        (OVER_OUTPUTS, "right = (out.argmax(1) == y[:, i]).sum()\nhits[i] += right.item()", "for i, right in enum"),
         (
             OVER_NAMES,
             "right = (outputs[task].argmax(1) == y[:, 0]).sum()\n"
@@ -74,7 +74,9 @@ def test_what_each_round_logs_is_logged_behind_the_loop(over, logged, header):
 
 def test_the_loop_that_logs_reads_as_if_written_by_hand():
     after = rewritten(script("# in order\nlog[task].append(one.item())  # a number"))
-    assert after.text[after.text.index("    def forward") : after.text.index("    memory.step")] == """\
+    assert (
+        after.text[after.text.index("    def forward") : after.text.index("    memory.step")]
+        == """\
     def forward(x, y):
         hidden = torch.tanh(body(x))
         outputs = {task: heads[task](hidden) for task in tasks}
@@ -92,6 +94,7 @@ def test_the_loop_that_logs_reads_as_if_written_by_hand():
         # in order
         log[task].append(one.item())  # a number
 """
+    )
 
 
 @pytest.mark.parametrize(
