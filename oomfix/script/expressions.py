@@ -102,6 +102,8 @@ class Expressions(Calls):
         own = None if instance is None else self.state.attributes.get((instance.number, node.attr))
         if own is not None:  # a list that a class calls `data` is no tensor without its graph
             return own.value
+        if node.attr == "data" and base.ref == torch_facts.PACKED:
+            return base._replace(ref=None, is_tensor=True)
         if node.attr in torch_facts.PLAIN_ATTRIBUTES and base.kind is not Kind.EXTERNAL:
             return NUMBER if node.attr != "data" else Value(Kind.TENSOR)
         if base.kind is Kind.EXTERNAL:

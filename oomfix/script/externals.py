@@ -114,6 +114,9 @@ class Externals(Methods):
                 return NONE
             case "deepspeed.initialize":
                 return self._engine(node, given.keywords.get("model", UNKNOWN))
+            case "higher.innerloop_ctx" if arguments:
+                network = arguments[0] if arguments[0].kind is Kind.MODULE else Value(Kind.MODULE)
+                return Value(Kind.SEQUENCE, items=(network, Value(ref=torch_facts.DIFFERENTIABLE_OPTIMIZER)))
             case "itertools.repeat" if arguments:
                 return Value(Kind.SEQUENCE, items=(arguments[0],))
             case "functools.partial" if arguments and arguments[0].kind is Kind.EXTERNAL:
@@ -195,6 +198,8 @@ class Externals(Methods):
             return content if "checkpoint" in name else UNKNOWN
         if name.startswith("torch.distributions.") and last[:1].isupper():
             return content._replace(is_tensor=False, ref=torch_facts.DISTRIBUTION)
+        if last in torch_facts.PACKING:
+            return content._replace(is_tensor=False, ref=torch_facts.PACKED)
         several = last in torch_facts.SEVERAL or name.startswith("torch.distributions.")
         divisors = torch_facts.summed_by(given.keywords)
         if last in torch_facts.ADDING_UP:

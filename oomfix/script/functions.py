@@ -63,6 +63,8 @@ class Functions(Core):
         if own_loss or runs_nothing(function.name):
             return False  # the forwards are those that stand in it, if any
         for_a_log = self.is_for_effect(node) and looks_like_logging(function.name)
+        if function.name in ("train", "eval") and not node.args:
+            return False  # it switches its parts, as `nn.Module` would
         return not for_a_log and not self._is_in_constructor_of(receiver)
 
     def _each_alternative(self, node: ast.Call, value: Value, given: Given) -> Iterator[Value]:

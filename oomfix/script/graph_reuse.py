@@ -39,7 +39,7 @@ class GraphReuse:
         ):
             return True
         over_graphs = self._trace.loops_over_parts | self._trace.loops_over_graphs
-        if loop is not None and not forwards and (loop in over_graphs or feeds_itself(loop)):
+        if loop is not None and not forwards and (loop in over_graphs or feeds_itself(loop) or _cuts_older(loop)):
             return True
         if backward.node in self._in_comprehensions:  # `[loss.backward(retain_graph=True) for loss in losses]`
             return True
@@ -154,6 +154,14 @@ class GraphReuse:
         unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
         shared = other.origins & backward.origins or other.unseen & backward.unseen
         return bool(shared) or (unseen and other.node is not backward.node)
+
+
+def _cuts_older(loop: Loop) -> bool:
+    """Whether a round takes a slice of what was there before the loop: `criterion(out[start:end], y[start:end])`."""
+    return any(
+        isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and path_of(node.value) in read_first(loop)
+        for node in walk(loop)
+    )
 
 
 def _computes(node: ast.expr) -> bool:

@@ -31,6 +31,7 @@ _FORWARD_METHOD = re.compile(
 _GIVES_INTEGERS = re.compile(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
 _RUNNING_METHOD = re.compile(
     r"^(encode|decode|embed|encode_image|encode_text|evaluate_actions|extract_features?|forward_features|logits?|"
+    r"mapping|synthesis|"
     r"(?!pre_|post_)\w+_forward)$"
 )
 """Of the networks of public training code, one in thirty turns gradients off in a method of one of these names."""

@@ -122,6 +122,11 @@ COPIES = frozenset("tensor Tensor FloatTensor LongTensor DoubleTensor IntTensor 
 """Constructors that copy numbers out of whatever they are given."""
 DISTRIBUTION = "torch.distributions"
 """Stands behind an object of a distribution that torch has: `sample` of it turns gradients off."""
+PACKED = "torch.nn.utils.rnn.PackedSequence"
+"""Stands behind a packed batch of sequences, whose `data` is the tensor itself."""
+PACKING = frozenset({"pack_padded_sequence", "pack_sequence"})
+DIFFERENTIABLE_OPTIMIZER = "higher.optim"
+"""Stands behind an optimizer whose steps are differentiated through; `step` is given a loss."""
 TORCH_GRAPH_FREE = frozenset(
     "zeros ones empty full rand randn randint randperm arange linspace tensor from_numpy as_tensor eye manual_seed "
     "device save is_tensor Generator Size finfo iinfo LongTensor FloatTensor Tensor IntTensor BoolTensor "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from itertools import islice
 
+from oomfix.script import torch_facts
 from oomfix.script.contexts import context
 from oomfix.script.definitions import Instance
 from oomfix.script.forwards import Forwards
@@ -161,6 +162,9 @@ class Training(Forwards):
         receiver = self.evaluate(function.value)
         if isinstance(receiver.ref, Instance) and receiver.ref.cls.find("step") is not None:
             return None
+        if receiver.ref == torch_facts.DIFFERENTIABLE_OPTIMIZER and node.args:
+            self.trace.backpropagated |= flatten(self.evaluate(node.args[0])).origins
+            return NONE
         path = path_of(function.value) or ast.unparse(function.value)
         scaler = receiver.kind is Kind.SCALER or (bool(node.args) and looks_like_scaler(path))
         memory = receiver.kind is Kind.MEMORY

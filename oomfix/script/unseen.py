@@ -45,6 +45,8 @@ class Unseen(Containers):
             return self.run_argument(node, given)
         if self.solves_equation_of_network(node, last, given):
             return self.run_argument(node, given, direct=False)
+        if values and self._is_entry_of_network(node.func):
+            return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
         content = combine(values)
         content = content if content.graph else self._left_on(node)
         if content.graph and looks_like_detaching(last):
@@ -188,6 +190,13 @@ class Unseen(Containers):
         collected = any(value.kind is Kind.CONTAINER and value.graph for value in values)
         holder = (path or "").rpartition(".")[0]
         return collected and looks_like_training(last_of(path)) and not looks_like_metric(holder)
+
+    def _is_entry_of_network(self, called: ast.expr) -> bool:
+        """`agents.heads[i](x)`: what a network holds in a list and what is called is a part of it."""
+        if not isinstance(called, ast.Subscript) or not isinstance(called.value, ast.Attribute):
+            return False
+        holder = called.value.value
+        return path_of(holder) != "self" and self.is_network(holder, self.evaluate(holder))
 
     def _is_given_what_it_trains(self, node: ast.Call, values: list[Value]) -> bool:
         if self.enclosing_forward is not None:

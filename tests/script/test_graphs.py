@@ -861,3 +861,63 @@ def test_a_backward_in_a_comprehension_may_share_its_graph_with_the_next(report)
             def backward_all(self):
                 [loss.backward(retain_graph=True) for _, loss in self.losses.items()]
     """)
+
+
+@pytest.mark.parametrize("packed", ["pack_padded_sequence(net(x), lengths, batch_first=True)", "pack_sequence(net(x))"])
+def test_the_data_of_packed_sequences_carries_the_graph(report, packed):
+    code = f"""
+        import torch
+        from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
+
+        net = torch.nn.Linear(3, 3).cuda()
+        for x, y, lengths in loader:
+            scores = {packed}.data
+            loss = criterion(scores, y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 6)]
+    assert ("OOM201", 6) in report(code.replace("            loss.backward()\n            optimizer.step()\n", ""))
+
+
+HIGHER = """
+    import higher
+    import torch
+
+    net = torch.nn.Linear(3, 3).cuda()
+    for tasks in loader:
+        for x, y in tasks:
+            with higher.innerloop_ctx(net, inner) as (fast, steps):
+                for _ in range(5):
+                    loss = criterion(fast(x), y)
+                    steps.step(loss)
+                loss = criterion(fast(x), y)
+                {backward}
+        optimizer.step()
+"""
+
+
+def test_a_copy_of_a_network_whose_steps_are_differentiated_trains(report):
+    assert report(HIGHER.format(backward="loss.backward()")) == [("OOM202", 9), ("OOM202", 11)]
+
+
+def test_a_copy_of_a_network_is_fitted_through_its_own_steps(report):
+    """In a test its last loss is only printed; nothing says how it is fitted without gradients."""
+    assert ("OOM201", 9) not in report(HIGHER.format(backward="print(loss.item())"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"), [("out[i : i + 4]", []), ("self.chosen(i)", [("OOM103", 8)])]
+)
+def test_a_graph_of_which_each_round_takes_a_slice_is_needed_by_the_next(report, rows, found):
+    reported = report(f"""
+        import torch
+
+        def backward_in_chunks(out, y):
+            out = out.view(-1, 9)
+            for i in range(0, len(y), 4):
+                loss = criterion({rows}, y[i])
+                loss /= len(y)
+                loss.backward(retain_graph=True)
+    """)
+    assert [finding for finding in reported if finding[0] == "OOM103"] == found

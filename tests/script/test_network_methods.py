@@ -782,3 +782,65 @@ PREDICTING = """
 )
 def test_a_network_of_the_file_predicts_as_its_method_shows(report, decorated, body, found):
     assert report(PREDICTING.format(decorated=decorated, body=body)) == found
+
+
+def test_an_object_that_switches_the_mode_of_its_networks_itself_runs_none(report):
+    """The class it is made of is of another file, and is named like a network."""
+    assert (
+        report("""
+        import torch
+        from gans import Model as Base
+
+        class Model(Base):
+            def __init__(self):
+                self.net = torch.nn.Linear(3, 3).cuda()
+
+            def fit(self, loader):
+                for x in loader:
+                    self.train()
+                    with torch.autocast("cuda", torch.bfloat16):
+                        loss = self.net(x).mean()
+                    loss.backward()
+                    optimizer.step()
+                    self.eval()
+
+            def train(self):
+                self.net.train()
+
+            def eval(self):
+                self.net.eval()
+    """)
+        == []
+    )
+
+
+@pytest.mark.parametrize("run", ["agents.heads[i](x)", "agents.mapping(x)", "agents.synthesis(x)"])
+def test_a_part_of_a_network_from_elsewhere_is_run_by_its_place_in_it(report, run):
+    assert report(f"""
+        import torch
+        from nets import Agents
+
+        agents = Agents().cuda()
+        for x in loader:
+            loss = 0
+            for i in range(4):
+                loss = loss + ({run}).mean()
+            loss = loss + agents(x).mean()
+            loss.backward()
+            optimizer.step()
+    """) == [("OOM202", 8), ("OOM202", 9)]
+
+
+@pytest.mark.parametrize("run", ["agents.names[i].lower()", "agents.sizes[i]"])
+def test_what_a_network_has_in_its_lists_is_not_run_by_asking_for_it(report, run):
+    assert report(f"""
+        import torch
+        from nets import Agents
+
+        agents = Agents().cuda()
+        for x in loader:
+            print([{run} for i in range(4)])
+            loss = agents(x).mean()
+            loss.backward()
+            optimizer.step()
+    """) == [("OOM202", 7)]
