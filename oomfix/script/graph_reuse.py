@@ -158,10 +158,12 @@ class GraphReuse:
 
 def _cuts_older(loop: Loop) -> bool:
     """Whether a round takes a slice of what was there before the loop: `criterion(out[start:end], y[start:end])`."""
-    return any(
-        isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and path_of(node.value) in read_first(loop)
+    cut = {
+        path_of(node.value)
         for node in walk(loop)
-    )
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+    }
+    return not cut.isdisjoint(read_first(loop))
 
 
 def _computes(node: ast.expr) -> bool:
