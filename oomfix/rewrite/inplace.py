@@ -9,7 +9,8 @@ from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import is_zero_grad
 from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.liveness import FunctionNode, Scope, names_bound_by_target, nodes_of_scope_body
+from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
+from oomfix.rewrite.optimizer_loops import loop_over_optimizers
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.resets import Resets
 from oomfix.rewrite.scale import reads_gradients
@@ -118,17 +119,8 @@ class InPlace:
             readers = [self._first_readers(scope, place, step.node) for place in (first, max(last, default=first))]
             for reader in readers[0] or readers[1]:
                 call = f"{self._name}.unscale_({self._source.segment(optimizer)})"
-                yield self._ahead_of(reader, call, self._loop_over(optimizer, reader))
-
-    def _loop_over(self, optimizer: ast.expr, reader: ast.stmt) -> ast.For | None:
-        """`for optimizer in optimizers:` around a step, which a reader of gradients ahead of it is not in."""
-        bound = (path_of(optimizer) or "").split(".")[0]
-        for parent in self._blocks.ancestors(optimizer):
-            if isinstance(parent, FunctionNode):
-                break
-            if isinstance(parent, ast.For) and bound in names_bound_by_target(parent.target):
-                return parent if reader.lineno < parent.lineno else None
-        return None
+                loop = loop_over_optimizers(path_of(optimizer) or "", optimizer, reader, self._blocks)
+                yield self._ahead_of(reader, call, loop)
 
     def _ahead_of(self, statement: ast.stmt, call: str, loop: ast.For | None = None) -> Edit:
         """The edit that runs a call ahead of a statement, also of one that shares its line with what is ahead of it.
@@ -137,7 +129,7 @@ class InPlace:
         """
         layout, start = self._layout, bounds(self._source, statement)[0]
         ahead = self._source.text[self._source.line_starts[statement.lineno - 1] : start]
-        each = "" if loop is None else f"for {ast.unparse(loop.target)} in {self._source.segment(loop.iter)}"
+        each = "" if loop is None else self._header_like(loop)
         if not ahead.strip():
             here, margin = layout.above_comments(statement), layout.margin(statement)
             lines = [f"{margin}{call}"] if not each else [f"{margin}{each}:", f"{margin}{layout.unit}{call}"]
@@ -148,6 +140,11 @@ class InPlace:
         margin = ahead[: len(ahead) - len(ahead.lstrip())] + layout.unit
         header = start - len(ahead) + len(ahead.rstrip())
         return Edit(header, start, "".join(f"{layout.newline}{margin}{line}" for line in (call, "")))
+
+    def _header_like(self, loop: ast.For) -> str:
+        """`for optimizer in optimizers`, as a loop and within brackets, where `a, b` has to be `(a, b)`."""
+        iterable = ast.unparse(loop.iter) if isinstance(loop.iter, ast.Tuple) else self._source.segment(loop.iter)
+        return f"for {self._source.segment(loop.target)} in {iterable}"
 
     def _ahead_in(self, scope: Scope | None, nodes: list[ast.Call], step: ast.Call) -> list[ast.Call]:
         """Those of the nodes that stand in a scope above a step."""

@@ -11,6 +11,7 @@ from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.handed_networks import HandedNetworks
 from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.optimizer_loops import loop_over_optimizers, may_run_ahead
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
 from oomfix.script.names import path_of
@@ -125,8 +126,12 @@ class ScaleWatch:
     def _named_behind(self, reader: ast.stmt, steps: list[Step]) -> int | None:
         """The line behind a reader that binds the optimizer of a step to come: it cannot be unscaled ahead of it.
 
-        `for optimizer in optimizers:` can be gone through ahead of it as well.
+        `for optimizer in optimizers:` can mostly be gone through ahead of it as well.
         """
+        for step in steps:
+            loop = loop_over_optimizers(step.optimizer, step.node, reader, self._blocks)
+            if loop is not None and not may_run_ahead(loop, reader, self._blocks):
+                return loop.lineno
         scope = self._blocks.scope_of(reader)
         ends = {step.optimizer.split(".")[0]: step.node.lineno for step in steps}
         for node in self._script.imports.nodes.of(ast.Assign):

@@ -573,3 +573,39 @@ def test_an_optimizer_that_is_named_behind_a_clip_takes_no_scaled_gradients():
         """)
     assert forms == [("micro-batched", None)]
     assert 'preset("16gb", precision="no-fp16")' in text and "unscale_" not in text
+
+
+PLAIN = {"header": "", "margin": ""}
+STEPS = "    for optimizer in optimizers:\n        optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("clip", "steps"),
+    [
+        ("{clip}; named = dict(enumerate(optimizers))", "for _, optimizer in named.items():\n        optimizer.step()"),
+        ("{clip}; print(step)", "for step, optimizer in enumerate(optimizers):\n        optimizer.step()"),
+        ("every = iter(optimizers); {clip}", "for optimizer in every:\n        optimizer.step()"),
+        ("every = (o for o in optimizers); {clip}", "for optimizer in every:\n        optimizer.step()"),
+        (
+            "{clip}",
+            "for group in [optimizers]:\n        for optimizer in group:\n            optimizer.step()",
+        ),
+    ],
+    ids=["bound behind", "name of another", "iterator", "generator", "in another loop"],
+)
+def test_a_loop_that_cannot_run_ahead_of_the_clip_as_well_takes_no_scaled_gradients(clip, steps):
+    clip = clip.format(clip="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)").replace("; ", "\n    ")
+    text = SEVERAL.format(clip=clip, **PLAIN).replace(STEPS, f"    {steps}\n")
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert 'precision="no-fp16"' in after.text and "unscale_" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_optimizers_that_a_loop_names_without_brackets_are_unscaled_on_a_shared_line():
+    clip = "x = y; nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
+    text = SEVERAL.format(clip=clip, **PLAIN).replace("for step", "first, second = optimizers\nfor step")
+    text = text.replace(STEPS, STEPS.replace("optimizers", "first, second"))
+    after = rewritten(text)
+    assert "x = y; [memory.unscale_(optimizer) for optimizer in (first, second)]; nn" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
