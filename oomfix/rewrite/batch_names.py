@@ -295,3 +295,15 @@ def size_of(value: ast.expr) -> str | None:
         ):
             return value.func.value.id
     return None
+
+
+def asks_first_size(value: ast.expr) -> bool:
+    """Whether an expression that asks for a size asks for the number of rows: `len(x)`, `x.size(0)`, `x.shape[0]`."""
+    if isinstance(value, ast.Subscript):
+        return is_zero(value.slice)
+    return isinstance(value, ast.Call) and (isinstance(value.func, ast.Name) or any(map(is_zero, value.args)))
+
+
+def is_zero(value: ast.expr) -> bool:
+    """Whether an expression is the number 0."""
+    return isinstance(value, ast.Constant) and value.value == 0

@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Callable
 
-from oomfix.rewrite.batch_names import size_of
+from oomfix.rewrite.batch_names import asks_first_size, size_of
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.lift import Site
-from oomfix.rewrite.liveness import names_bound
+from oomfix.rewrite.liveness import names_bound, names_bound_by_target
 
 _STATE = re.compile(r"^(get_)?init(ial(i[sz]e)?)?_?(\w+_)?(hidden|state)s?$", re.IGNORECASE)
 
@@ -33,12 +33,20 @@ def states_made_before(site: Site, first: int, read: set[str], draws: Callable[[
 
 
 def _makes_state_of_a_batch(statement: ast.stmt, ahead: list[ast.stmt]) -> bool:
-    """Whether a statement calls what makes a state with a size of the batch, perhaps asked for ahead of it."""
+    """Whether a statement calls what makes a state for the rows of the batch, perhaps counted ahead of it."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return False
-    asked = (other for other in ahead if isinstance(other, ast.Assign) and size_of(other.value) is not None)
-    sizes = {name for other in asked for name in names_bound(other)}
+    numbers = {name for other in ahead if isinstance(other, ast.Assign) for name in _numbers_of_rows(other)}
     return bool(_STATE.match(last_name(statement.value))) and any(
-        size_of(given) is not None or (isinstance(given, ast.Name) and given.id in sizes)
+        given.id in numbers if isinstance(given, ast.Name) else size_of(given) is not None and asks_first_size(given)
         for given in statement.value.args
     )
+
+
+def _numbers_of_rows(statement: ast.Assign) -> set[str]:
+    """`n` of `n = len(x)` and of `n, steps = x.shape`: along the other dimensions a batch is not cut."""
+    if size_of(statement.value) is None:
+        return set()
+    shapes = [target.elts[0] for target in statement.targets if isinstance(target, ast.Tuple)]
+    numbers = shapes if shapes or not asks_first_size(statement.value) else statement.targets
+    return {name for target in numbers for name in names_bound_by_target(target)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
-from oomfix.rewrite.batch_names import size_of
+from oomfix.rewrite.batch_names import asks_first_size, is_zero, size_of
 from oomfix.rewrite.lift import Lift
 from oomfix.rewrite.liveness import names_bound, names_bound_by_target, names_read, nodes_of_scope_body
 from oomfix.script.nodes import walk
@@ -91,23 +91,12 @@ class _Sizes:
     def _ask_rows(self, value: ast.expr) -> bool:
         if isinstance(value, ast.Name):
             return value.id in self._names
-        return _asks_first_size(value) and size_of(value) in self._batches
-
-
-def _asks_first_size(value: ast.expr) -> bool:
-    """`len(x)`, `x.size(0)`, `x.shape[0]`."""
-    if isinstance(value, ast.Subscript):
-        return _is_zero(value.slice)
-    return isinstance(value, ast.Call) and (isinstance(value.func, ast.Name) or any(map(_is_zero, value.args)))
+        return asks_first_size(value) and size_of(value) in self._batches
 
 
 def _is_number_of_its_own(value: ast.expr) -> bool:
     plain = isinstance(value, ast.Constant | ast.Name | ast.Attribute | ast.Subscript)
-    return plain and not _is_zero(value) and size_of(value) is None
-
-
-def _is_zero(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value == 0
+    return plain and not is_zero(value) and size_of(value) is None
 
 
 def _opened_by(node: ast.AST) -> set[str]:

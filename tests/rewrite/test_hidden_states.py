@@ -48,7 +48,10 @@ def script(init="init_hidden", ahead="pass", rows="x.size(0)", between="pass"):
 @pytest.mark.parametrize(
     "init", ["init_hidden", "initHidden", "init_state", "get_initial_state", "initialize_hidden_state"]
 )
-@pytest.mark.parametrize(("ahead", "rows"), [("pass", "len(x)"), ("n = x.shape[0]", "n")])
+@pytest.mark.parametrize(
+    ("ahead", "rows"),
+    [("pass", "len(x)"), ("n = x.shape[0]", "n"), ("n, _, _ = x.shape", "n"), ("n, *_ = x.size()", "n")],
+)
 def test_a_state_for_as_many_rows_as_the_batch_has_is_made_for_each_part(init, ahead, rows):
     text = script(init, ahead, rows)
     after = rewritten(text, micro_batches=3, precision="fp32")
@@ -72,3 +75,11 @@ def test_a_state_of_another_kind_stays_outside(change):
     after = rewritten(text)
     assert "memory.forward_backward(forward, x, hidden, y)" in after.text
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize(
+    ("ahead", "rows"), [("pass", "x.size(1)"), ("n = x.shape[1]", "n"), ("steps, n, _ = x.shape", "n")]
+)
+def test_a_state_for_a_dimension_that_no_batch_is_cut_along_stays_outside(ahead, rows):
+    text = script(ahead=ahead, rows=rows).replace("torch.randn(7, 3, 4)", "torch.randn(7, 7, 4)")
+    assert "memory.forward_backward(forward, x, hidden, y)" in rewritten(text).text
