@@ -43,8 +43,10 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
 
 def _imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[ast.stmt]]]:
     """The imports at the top of the module, and in functions outside of `try`, with their blocks."""
-    inside = (node for function in walk(tree) if isinstance(function, FunctionNode) for node in walk(function))
-    branches = (node for node in inside if not isinstance(node, ast.Try))
+    nodes = list(walk(tree))
+    tried = {id(inner) for node in nodes if isinstance(node, ast.Try) for inner in walk(node)}
+    inside = (node for function in nodes if isinstance(function, FunctionNode) for node in walk(function))
+    branches = (node for node in inside if id(node) not in tried)
     for block in (tree.body, *{id(block): block for block in blocks(branches)}.values()):
         yield from ((statement, block) for statement in block if isinstance(statement, ast.Import | ast.ImportFrom))
 

@@ -328,3 +328,27 @@ def train(model, loader, optimizer):
 """).text
     assert "GradScaler" not in text and "import autocast" not in text
     assert "def train(model, loader, optimizer):\n    try:\n        from torch.cuda.amp import custom_fwd\n" in text
+
+
+def test_an_import_in_a_handler_of_a_function_stays_with_the_one_that_it_stands_in_for():
+    text = rewritten("""\
+import torch
+import torch.nn.functional as F
+
+
+def train(model, loader, optimizer):
+    try:
+        from torch.amp import autocast
+    except ImportError:
+        from torch.cpu.amp import autocast_mode
+
+        from torch.cuda.amp import autocast
+    for x, y in loader:
+        optimizer.zero_grad()
+        with autocast("cuda"):
+            loss = F.cross_entropy(model(x.cuda()), y)
+        loss.backward()
+        optimizer.step()
+""").text
+    assert "with memory.autocast(" in text
+    assert text.count("import autocast\n") == 2
