@@ -12,16 +12,20 @@ _OF_THE_GRAPH = frozenset({"grad_fn", "requires_grad", "is_leaf"})
 
 
 def check_graphs_not_asked(lift: Lift) -> None:
-    """Whether nothing behind a slice asks for the graph of what it gives: `assert loss.requires_grad`.
+    """Whether nothing asks for the graph of what a slice gives, behind it or in the next iteration.
+
+    `assert loss.requires_grad` does.
 
     Raises:
         CannotLift: something does; says where.
     """
     given = {*lift.outputs, lift.loss}
+    # ahead of the slice, the loop reads what its last iteration has left
+    first = min(one.lineno for one in (lift.site.iteration, lift.site.block[0]) if one is not None)
     moved = {id(node) for statement in lift.lifted for node in walk(statement)}
     for node in nodes_of_scope_body(lift.site.scope):
         if not isinstance(node, ast.Attribute) or node.attr not in _OF_THE_GRAPH or id(node) in moved:
             continue
         asked = isinstance(node.value, ast.Name) and node.value.id in given and isinstance(node.ctx, ast.Load)
-        if asked and node.lineno > lift.site.block[0].lineno:
+        if asked and node.lineno >= first:
             raise CannotLift(f"line {node.lineno} reads `{ast.unparse(node)}`, and the call leaves no graph")

@@ -35,6 +35,15 @@ def test_what_is_asked_for_its_graph_has_one(between, behind, read):
     assert_same_bits(run(text), run(after.text, preset="off"))
 
 
+def test_what_the_next_iteration_asks_for_its_graph_has_one():
+    loop = LOOP.format(between="pass", behind="0")
+    asked = "loss = None\nfor x, y in loader * 2:\n    print(loss is not None and loss.requires_grad)"
+    text = TOP + loop.replace("for x, y in loader:", asked)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
 def test_what_is_not_left_by_the_loss_may_be_asked_for_its_graph():
     after = rewritten(TOP + LOOP.format(between="assert x.requires_grad", behind="out.shape"))
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
