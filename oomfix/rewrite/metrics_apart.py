@@ -25,13 +25,19 @@ def metric_edits(reading: Reading) -> dict[int, list[Edit]]:
     """
     edits: dict[int, list[Edit]] = {}
     for block, loop in _blocks_of_forwards(reading).items():
-        if not _may_be_left(block, reading):
+        if _runs_backward(block, loop) or not _may_be_left(block, reading):
             continue
         metrics = _metrics_at_the_end(block, loop, reading)
         edit = ended_ahead_of(block, metrics[0], reading) if metrics else None
         if edit is not None:
             edits.setdefault(loop.line, []).append(edit)
     return edits
+
+
+def _runs_backward(block: ast.With, loop: TrainingLoop) -> bool:
+    """Whether a block is around a backward too: its metrics follow the call there, and its step is measured there."""
+    backwards = {id(event.node) for event in loop.backwards}
+    return any(id(node) in backwards for node in walk(block))
 
 
 def _may_be_left(block: ast.With, reading: Reading) -> bool:

@@ -182,3 +182,18 @@ def test_metrics_leave_blocks_in_blocks_in_their_order():
 def test_metrics_stay_in_a_block_that_is_not_known():
     _, forms = apply(SWITCHED.replace("torch.set_grad_enabled(is_train)", "locked(is_train)"))
     assert forms[0][0] == "in-place"
+
+
+def test_what_follows_the_backward_in_a_measured_block_is_measured_still():
+    text, forms = apply("""\
+        seen = []
+        for x, y in loader:
+            with torch.autograd.profiler.record_function("iteration"):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                seen.append(loss.item())
+        """)
+    assert forms == [("micro-batched", None)]
+    assert text.endswith("        memory.step(optimizer)\n        seen.append(loss.item())\n")
