@@ -14,7 +14,9 @@ from oomfix.script.names import path_of
 from oomfix.script.nodes import blocks, walk
 
 _PRINTING = ("print", "pprint")
-_LOGGING = re.compile(r"(scalars?|histogram|images?|figure|text|metrics?)(_summary)?$|log(_\w+)?$|info$|debug$")
+_LOGGING = re.compile(
+    r"(scalars?|histogram|images?|figure|text|metrics?)(_summary)?$|log(_\w+)?$|(info|debug|warning|error)$"
+)
 _LOGS = re.compile(r"(^|[._])(writer|summary_?writer|logger|logging|log|wandb|tb|tensorboard|mlflow|neptune)$", re.I)
 _ENDING = ("exit", "_exit", "quit", "abort")
 

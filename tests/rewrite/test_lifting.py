@@ -659,6 +659,8 @@ train(loader, None)
     [
         ('writer.add_scalar("loss", loss, step)', "logs"),
         ('logging.info("loss %f", loss)', "logs"),
+        ('logger.warning("loss %f", loss)', "logs"),
+        ('self.logger.error("loss %f", loss)', "logs"),
         ("wandb.log({'loss': loss})", "logs"),
         ("print(loss)", "prints"),
     ],
