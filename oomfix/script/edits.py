@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
+
+from oomfix.script.nodes import walk
 
 if TYPE_CHECKING:
     from oomfix.source import Source
@@ -21,6 +25,7 @@ class Edit(NamedTuple):
     replacement: str
 
 
+_OPENING = re.compile(r"""[rbfu]{0,2}(?!'{3}|"{3})(['"])""", re.IGNORECASE)
 _ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Tuple, ast.List, ast.Dict)
 
 
@@ -191,9 +196,17 @@ def _unit_of(source: Source, statement: ast.stmt, margin: str) -> str:
     return ""
 
 
+@lru_cache(maxsize=1)
 def quote_of(source: Source) -> str:
-    """The quote that the file writes short strings with."""
-    return "'" if source.text.count("'") > source.text.count('"') else '"'
+    """The quote that the file writes short strings with; apostrophes in comments and docstrings are none."""
+    nodes = list(walk(source.tree))
+    in_f_strings = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    constants = [
+        node for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in in_f_strings
+    ]
+    opened = (_OPENING.match(source.text, bounds(source, node)[0]) for node in constants)
+    found = Counter(match[1] for match in opened if match is not None)
+    return "'" if found["'"] > found['"'] else '"'
 
 
 def indentation_unit(source: Source) -> str:

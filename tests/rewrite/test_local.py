@@ -210,6 +210,12 @@ def test_what_a_fix_adds_has_the_quotes_of_the_file(quote):
     assert f"autocast({quote}cuda{quote})" in text
 
 
+def test_apostrophes_in_words_are_no_quotes_of_the_file():
+    says = "# it's the model's own, and don't ask whose the others' are\n"
+    text, _ = fixed(f'import torch\n{says}name = f"{{tag}}\'s"\nmodel.load_state_dict(torch.load(f"{{name}}.pt"))\n')
+    assert 'map_location="cpu"' in text
+
+
 @pytest.mark.parametrize("switched", ["torch.set_grad_enabled(True)", "torch._C._set_grad_enabled(True)"])
 def test_an_edit_that_would_leave_its_finding_is_not_made_and_the_finding_is_named(switched):
     text = EVALUATION.replace("    model.eval()\n", f"    {switched}\n    model.eval()\n")
