@@ -73,8 +73,8 @@ def _aliases(node: ast.AST, names: set[str]) -> Iterator[str]:
 def _divides_elsewhere(node: ast.AST, names: set[str]) -> bool:
     """`scaled = partial(scale, by=1.0 / steps)`, `p.register_hook(lambda grad: grad / steps)`, `lr=0.1 / steps`."""
     match node:
-        case ast.BinOp(ast.Constant(), ast.Div(), divisor):
-            return _is_named(divisor, names)
+        case ast.BinOp(ast.Constant(int() | float() as share), ast.Div(), divisor) if share <= 1:
+            return _is_named(divisor, names)  # `1000 / steps` is a number of steps
         case ast.Call(args=given) if "hook" in last_name(node):
             return any(_reads(one, names, None) for one in given)
         case ast.BinOp(rate, ast.Div(), divisor):

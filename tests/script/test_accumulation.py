@@ -774,6 +774,7 @@ def test_a_loss_that_may_be_divided_where_it_cannot_be_followed_is_not_reported(
         {"full": "total /= args.steps"},
         {"divided": "loss = sum(losses); lap = i // args.steps"},
         {"made": "rounds = epochs / args.steps"},
+        {"made": "warmup = 1000 / args.steps"},
         {"made": "optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * args.steps)"},
         {"divided": "loss = sum([one * 2 for one in losses])"},
     ],
