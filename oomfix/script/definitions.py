@@ -121,6 +121,12 @@ class Function:
         return any(last_of(path_of(decorator)) in ("property", "cached_property") for decorator in decorators)
 
     @property
+    def sets_property(self) -> bool:
+        """Whether it is `@model.setter` or `@model.deleter`, which have the name of what is asked for."""
+        decorators = getattr(self.node, "decorator_list", ())
+        return any(last_of(path_of(decorator)) in ("setter", "deleter") for decorator in decorators)
+
+    @property
     def shown_attribute(self) -> ast.Attribute | None:
         """`self._model`, where all that a method does is to return that."""
         body = self.node.body

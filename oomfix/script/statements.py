@@ -293,7 +293,9 @@ class Statements(Expressions):
         for statement in node.body:
             self.visited.add(id(statement))
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-                cls.methods[statement.name] = self._function_from(statement, cls)
+                method = self._function_from(statement, cls)
+                if not method.sets_property:
+                    cls.methods[statement.name] = method
             elif isinstance(statement, ast.Assign):
                 self.evaluate(statement.value)
         self.bind(node.name, Value(Kind.CLASS, ref=cls), self.loops, node)

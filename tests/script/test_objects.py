@@ -487,6 +487,12 @@ def test_a_property_is_what_it_shows(report, decorator, returned):
     assert report(SHOWN.format(decorator=decorator, returned=returned)) == [("OOM201", 20)]
 
 
+def test_a_property_that_can_be_set_is_what_it_shows(report):
+    setter = "@model.setter\n        def model(self, model):\n            self._model = model\n\n        def fit"
+    code = SHOWN.format(decorator="@property", returned="self._model").replace("def fit", setter)
+    assert report(code) == [("OOM201", 24)]
+
+
 SHARED = """
     import torch
 
