@@ -205,10 +205,12 @@ class _Lifter:
         shared = self._names_behind(second, first.site.statement) & _bound(first.lifted)
         if not shared:
             return second
+        kept = shared - self._made_of_outputs(first)
         if second.block is not first.site.block or not (
-            self._reads_detached(shared, first, second) or self._graph_is_freed(first, second)
+            self._reads_detached(shared, first, second)
+            or (self._graph_is_freed(first, second) and self._reads_detached(kept, first, second))
         ):
-            made = f"{min(shared)}, made for the one in line {first.site.statement.lineno}"
+            made = f"{min(kept or shared)}, made for the one in line {first.site.statement.lineno}"
             raise CannotLift(f"the one in line {second.statement.lineno} goes through {made}")
         behind = second.block.index(first.site.end) + 1
         lifted = [statement for lift in earlier for statement in (*lift.lifted, lift.site.end)]
@@ -241,6 +243,17 @@ class _Lifter:
         of_slice = {origin for origin, forward in self._script.trace.forwards.items() if forward.node in run}
         through = [self._origins_of(site.statement) for site in (first.site, second)]
         return bool(of_slice) and of_slice <= through[0] and through[1].isdisjoint(of_slice)
+
+    def _made_of_outputs(self, lift: Lift) -> set[str]:
+        """The names of a slice that are made of what its networks give out, whose graphs end with the backward.
+
+        `bias = offset.view(1, -1)` saves no tensor: another backward may go through it again.
+        """
+        made: set[str] = set()
+        for statement in lift.lifted:
+            if self._runs_forward(statement) or names_read(statement) & made:
+                made |= names_bound(statement)
+        return made
 
     def _origins_of(self, statement: ast.Expr) -> set[int]:
         """The forwards that a backward goes through."""

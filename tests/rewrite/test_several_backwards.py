@@ -111,6 +111,20 @@ def test_what_is_made_of_samples_without_their_freed_graph_is_taken_as_well(chan
     assert_close(run(text), run(after.text))
 
 
+@pytest.mark.parametrize("taken", ["fake.detach() + bias", "shown(fake) + bias", "(fake + bias).detach() + bias"])
+def test_what_is_made_of_parameters_alone_has_a_graph_behind_the_first_backward_too(taken):
+    """A view of a parameter saves nothing that the first backward could free."""
+    made = "offset = nn.Parameter(torch.zeros(4))\n\n\ndef shown(fake):\n    return fake.detach()\n\n\nmake ="
+    text = GENERATOR_FIRST.replace("make =", made).replace("{taken}", taken)
+    text = text.replace("critic.parameters(), lr", "[offset, *critic.parameters()], lr")
+    moved = "    bias = offset.view(1, -1)\n    made = criterion(critic(fake + bias)"
+    text = text.replace("    made = criterion(critic(fake)", moved)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert "goes through bias, made for the one in line" in (after.loops[0].reason or "")
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
 @pytest.mark.parametrize("detached", ["fake.detach()", "shown(fake)", "fake.detach() * torch.ones_like(fake)"])
 @pytest.mark.parametrize("again", ["critic(fake)", "asked()"])
 def test_a_generator_that_goes_through_samples_whose_graph_is_still_there_stays_in_place(detached, again):
