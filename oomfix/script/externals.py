@@ -107,8 +107,8 @@ class Externals(Methods):
                 return self._functional_backward(node, name, given)
             case "torch.load":
                 return LOADED
-            case "torch.hub.load" if arguments and str(arguments[0].constant).startswith("ultralytics/"):
-                return Value(Kind.LOSS)  # a detector that turns gradients off by itself
+            case "torch.hub.load" if _loads_a_detector(given):
+                return Value(Kind.LOSS)  # like a criterion, it is no network that a pass runs with gradients
             case "torch.cuda.empty_cache":
                 self.note_call(name, node)
                 return NONE
@@ -251,6 +251,13 @@ class Externals(Methods):
         return Value(
             Kind.CONTAINER, content.graph, content.origins, divisors=divisors, carried_from=content.carried_from
         )
+
+
+def _loads_a_detector(given: Given) -> bool:
+    """`torch.hub.load("ultralytics/yolov5", "yolov5s")`: its wrapper, `autoshape`, turns gradients off by itself."""
+    wrapped = given.keywords.get("autoshape", UNKNOWN).constant is not False
+    source = given.positional[0] if given.positional else given.keywords.get("repo_or_dir", UNKNOWN)
+    return wrapped and str(source.constant).startswith("ultralytics/")
 
 
 def _is_list(value: Value, kinds: ast.expr) -> bool | None:

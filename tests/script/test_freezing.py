@@ -475,3 +475,24 @@ def test_a_detector_of_the_hub_turns_gradients_off_itself(report, source, found)
         print(net(camera.read()).argmax(1))
     """
     assert [code for code, _ in report(code)] == found
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ('"ultralytics/yolov5", "yolov5s"', []),
+        ('repo_or_dir="ultralytics/yolov5", model="yolov5s"', []),
+        ('"ultralytics/yolov5", "yolov5s", autoshape=False', ["OOM202"]),
+    ],
+)
+def test_a_detector_of_the_hub_is_trained_without_its_wrapper(report, given, found):
+    code = f"""
+    import torch
+
+    net = torch.hub.load({given}).cuda()
+    for x, y in loader:
+        loss = loss_of(net(x), y)
+        loss.backward()
+        optimizer.step()
+    """
+    assert [code for code, _ in report(code)] == found
