@@ -95,7 +95,16 @@ def _reads(node: ast.AST, names: set[str], decision: ast.If | None) -> bool:
         return False
     if isinstance(node, ast.Call) and _TOLD.match(last_name(node)):
         return False
+    if isinstance(node, ast.AugAssign) and _adds_number(node):
+        return False
     return _is_named(node, names) or any(_reads(child, names, decision) for child in children(node))
+
+
+def _adds_number(statement: ast.AugAssign) -> bool:
+    """`running += loss.item() / steps`: no gradient passes through what is added."""
+    value, is_sum = statement.value, isinstance(statement.op, ast.Add | ast.Sub)
+    parts = [value.left, value.right] if isinstance(value, ast.BinOp) else []
+    return is_sum and any(isinstance(part, ast.Call) and last_name(part) == "item" for part in parts)
 
 
 def _divides_gradients(statement: ast.stmt, names: set[str]) -> bool:
