@@ -35,9 +35,11 @@ from oomfix.rewrite.verdict import Verdict
 from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
+from oomfix.script.torch_facts import TORCH_GRAPH_FREE
 from oomfix.script.trace import Backward, Forward, Loop
 
 _WITHOUT_GRAPH = frozenset("detach data item shape size device dtype".split())
+_MOVES = frozenset({"to", "cuda", "type", "type_as"})
 
 
 def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
@@ -205,7 +207,7 @@ class _Lifter:
         shared = self._names_behind(second, first.site.statement) & _bound(first.lifted)
         if not shared:
             return second
-        kept = shared - self._made_of_outputs(first)
+        kept = shared - self._without_graph_behind(first)
         if second.block is not first.site.block or not (
             self._reads_detached(shared, first, second)
             or (self._graph_is_freed(first, second) and self._reads_detached(kept, first, second))
@@ -244,14 +246,14 @@ class _Lifter:
         through = [self._origins_of(site.statement) for site in (first.site, second)]
         return bool(of_slice) and of_slice <= through[0] and through[1].isdisjoint(of_slice)
 
-    def _made_of_outputs(self, lift: Lift) -> set[str]:
-        """The names of a slice that are made of what its networks give out, whose graphs end with the backward.
+    def _without_graph_behind(self, lift: Lift) -> set[str]:
+        """The names of a slice that no backward can go through behind its own: what networks give out, and constants.
 
-        `bias = offset.view(1, -1)` saves no tensor: another backward may go through it again.
+        `bias = offset.view(1, -1)` saves no tensor that a backward could free: another may go through it again.
         """
         made: set[str] = set()
         for statement in lift.lifted:
-            if self._runs_forward(statement) or names_read(statement) & made:
+            if self._runs_forward(statement) or names_read(statement) & made or _makes_constant(statement):
                 made |= names_bound(statement)
         return made
 
@@ -328,6 +330,17 @@ class _Lifter:
 
 def _bound(statements: list[ast.stmt]) -> set[str]:
     return {name for statement in statements for name in names_bound(statement)}
+
+
+def _makes_constant(statement: ast.stmt) -> bool:
+    """`valid = torch.ones(len(x), 1).to(device)`."""
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
+        value = value.func.value
+    if not isinstance(value, ast.Call) or any(keyword.arg == "requires_grad" for keyword in value.keywords):
+        return False
+    module, _, name = (path_of(value.func) or "").rpartition(".")
+    return module == "torch" and name.removesuffix("_like") in TORCH_GRAPH_FREE
 
 
 def _needed_by(needed: set[str], liveness: Liveness, statements: list[ast.stmt]) -> set[str]:

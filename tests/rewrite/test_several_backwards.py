@@ -92,15 +92,21 @@ def test_a_discriminator_that_takes_detached_samples_is_a_function_behind_that_o
     assert_close(run(text), run(after.text))
 
 
+LABELS = {
+    "    true, false =": "    false, true =",
+    "torch.ones(len(x), 1), torch.zeros(len(x), 1)": "torch.zeros(len(x), 1), None",
+    "    made =": "    true = torch.ones(len(x), 1).to(x.device)\n    made =",
+}
 FREED = [
     {"{taken}": "shown(fake)", "for x in": "def shown(fake):\n    return fake.detach()\n\n\nfor x in"},
     {"{taken}": "fake", "    judge.zero": "    fake = fake.detach()\n    judge.zero"},
     {"{taken}": "old", "    judge.zero": "    pool.append(fake)\n    old = pool[-1].detach()\n    judge.zero"},
     {"{taken}": "torch.tensor(fake.tolist())"},
+    {"{taken}": "shown(fake)", "for x in": "def shown(fake):\n    return fake.detach()\n\n\nfor x in", **LABELS},
 ]
 
 
-@pytest.mark.parametrize("changes", FREED, ids=["function", "name", "pool", "numbers"])
+@pytest.mark.parametrize("changes", FREED, ids=["function", "name", "pool", "numbers", "labels"])
 def test_what_is_made_of_samples_without_their_freed_graph_is_taken_as_well(changes):
     text = "pool = []\n" + GENERATOR_FIRST
     for old, new in changes.items():
