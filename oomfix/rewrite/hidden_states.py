@@ -7,11 +7,16 @@ import re
 from collections.abc import Callable
 
 from oomfix.rewrite.batch_names import asks_first_size, size_of
-from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.effects import called_name, last_name
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import names_bound, names_bound_by_target
 
 _STATE = re.compile(r"^(get_)?init(ial(i[sz]e)?)?_?(\w+_)?(hidden|state)s?$", re.IGNORECASE)
+
+
+def makes_state(statement: ast.stmt) -> bool:
+    """`hidden = net.init_hidden(len(x))`."""
+    return isinstance(statement, ast.Assign) and bool(_STATE.match(called_name(statement.value)))
 
 
 def states_made_before(site: Site, first: int, read: set[str], draws: Callable[[ast.AST], bool]) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from oomfix.rewrite.batch_names import BatchNames, bound_anywhere, size_of
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.effects import leaves
+from oomfix.rewrite.hidden_states import makes_state
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
     Liveness,
@@ -57,7 +58,7 @@ class Signature:
         live |= self._find_deletes(lift, set(bound) - live)
         lift.bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
         lift.bound_with_loss = _bound_with_the_loss(lift)
-        lift.own |= self._bound_by_the_networks_ways(lift)
+        lift.own |= self._bound_by_the_networks_ways(lift) | self._bound_by_its_rounds(lift)
         certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss | lift.own
         others = self._liveness.always | _read_outside(lift)
         given = self._bound_ahead_of(lift)
@@ -93,6 +94,17 @@ class Signature:
                 read -= {name for one in lift.lifted[: index + 1] for name in names_read(one)}
                 found |= read.intersection(*(definitely_bound(way) for way in ways))
         return found - _bound_besides(lift) - lift.site.bound_before
+
+    def _bound_by_its_rounds(self, lift: Lift) -> set[str]:
+        """Of what each round of the network's loop binds, what no round reads from the one before, nor the loss ahead.
+
+        `for t in range(length): out, hidden = rnn(x[:, t], hidden)`, then `loss = criterion(out, y)`.
+        """
+        loop = _networks_loop(lift, self._runs_forward)
+        if loop is None or lift.site.branch is not None:
+            return set()
+        read = self._liveness.before(lift.lifted[: lift.lifted.index(loop) + 1], set())
+        return lift.bound_with_network - read - _bound_besides(lift) - lift.site.bound_before
 
     def _find_deletes(self, lift: Lift, unread: set[str]) -> set[str]:
         """Note the `del` of names that nothing else reads; returns the names that have to stay for their `del`.
@@ -238,12 +250,19 @@ def _bound_by_the_networks_loop(lift: Lift, runs_forward: Callable[[ast.AST], bo
 
     `for t in range(length): out, hidden = rnn(x[:, t], hidden)`, with `out` read behind the backward.
     """
-    running = [statement for statement in lift.lifted if runs_forward(statement)]
-    if len(running) != 1 or not isinstance(running[0], ast.For) or runs_forward(lift.site.root):
+    loop = _networks_loop(lift, runs_forward)
+    if loop is None:
         return set()
-    loop = running[0]
     first = itertools.takewhile(lambda statement: not _may_end_round(statement), loop.body)
     return names_bound_by_target(loop.target) | definitely_bound(first)
+
+
+def _networks_loop(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> ast.For | None:
+    """The `for` that alone runs the network, but for what makes the state that it begins with."""
+    running = [statement for statement in lift.lifted if runs_forward(statement) and not makes_state(statement)]
+    if len(running) != 1 or runs_forward(lift.site.root):
+        return None
+    return running[0] if isinstance(running[0], ast.For) else None
 
 
 def _may_end_round(statement: ast.stmt) -> bool:

@@ -91,6 +91,47 @@ def test_the_last_output_of_a_loop_over_time_is_returned():
     assert "return loss, out" in text
 
 
+RECURRENT = """\
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = nn.RNNCell(1, 4), nn.Linear(4, 2)
+
+        def init_hidden(self, rows):
+            return torch.zeros(rows, 4)
+
+        def forward(self, x, h):
+            h = self.cell(x, h)
+            return self.head(h), h
+
+
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, y in loader * 3:
+        optimizer.zero_grad()
+        {hidden}
+        for t in range(x.size(1)):
+            out, h = net(x[:, t : t + 1], h)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        optimizer.step()
+        print(loss.item(), out.sum().item())
+        {behind}
+    """
+
+
+@pytest.mark.parametrize("hidden", ["h = torch.zeros(len(x), 4)", "h = net.init_hidden(len(x))"])
+def test_the_loss_of_the_last_output_of_a_loop_over_time_is_lifted(hidden):
+    text = assert_trains_the_same(RECURRENT.format(hidden=hidden, behind=""))
+    assert "    def forward(x, y):\n" in text and "return loss, out" in text
+
+
+@pytest.mark.parametrize("hidden", ["h = torch.zeros(len(x), 4)", "h = net.init_hidden(len(x))"])
+def test_an_output_of_a_loop_over_time_that_something_else_binds_too_keeps_the_loss_in_place(hidden):
+    _, loops = apply(RECURRENT.format(hidden=hidden, behind="out = net.head.weight.sum() * torch.ones(6, 2)"))
+    assert loops == [("in-place", "out may have no value yet where the slice reads it")]
+
+
 def test_an_output_that_a_round_of_the_loop_may_not_bind_keeps_the_loss_in_place():
     _, loops = apply("""\
         for x, y in loader:
