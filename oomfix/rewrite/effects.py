@@ -223,7 +223,12 @@ def _drops_gradient(statement: ast.stmt) -> bool:
 
 def draws_random_numbers(node: ast.AST) -> bool:
     """Whether a node calls something known to draw random numbers, or to set a seed."""
-    return any(last_name(call) in _RANDOM for call in calls_in(node))
+    return any(map(is_drawing, calls_in(node)))
+
+
+def is_drawing(call: ast.Call) -> bool:
+    """Whether a call is known to draw random numbers, or to set a seed."""
+    return last_name(call) in _RANDOM
 
 
 def fetches(node: ast.AST) -> bool:

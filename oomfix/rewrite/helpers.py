@@ -14,6 +14,7 @@ from oomfix.rewrite.effects import (
     draws_random_numbers,
     fetches,
     is_collective,
+    is_drawing,
     last_name,
     trains,
 )
@@ -70,6 +71,12 @@ class Helpers:
             if len(values) <= _MOST_ATTRIBUTES:
                 known = _Attributes(set(values), plain)
                 self._attributes.update((id(method), known) for method in owner.body)
+        self._methods_of_plain_classes = {
+            id(method)
+            for owner in nodes.of(ast.ClassDef)
+            if all(path_of(base) == "object" for base in owner.bases)
+            for method in owner.body
+        }
         self._known: dict[int, Effect | None] = {}
 
     def changed_paths(self, statement: ast.stmt) -> set[str]:
@@ -83,6 +90,16 @@ class Helpers:
     def draw_random_numbers(self, node: ast.AST) -> bool:
         """Whether a node is seen to draw random numbers, itself or in a function of the file."""
         return any(map(draws_random_numbers, self._calls.by(node)))
+
+    def draw_from_torch(self, node: ast.AST) -> bool:
+        """Whether a node is seen to draw random numbers other than from Python's or NumPy's generators."""
+        drawing = (call for call in self._calls.by(node) if is_drawing(call))
+        return any((path_of(call.func) or "").split(".")[0] not in ("random", "np", "numpy") for call in drawing)
+
+    def call_plain_objects(self, node: ast.AST) -> bool:
+        """Whether all functions of the file that a node itself calls are methods of classes without a base class."""
+        called = (function for call in calls_in(node) for function in self._functions.by(call))
+        return all(id(function) in self._methods_of_plain_classes for function in called)
 
     def train(self, node: ast.AST) -> bool:
         """Whether a node is seen to run a backward or a step, itself or in a function of the file."""

@@ -30,7 +30,7 @@ from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.repeated_output import why_said_again
 from oomfix.rewrite.skipped_batches import SkippedBatches
-from oomfix.rewrite.slices import PREPARATION, Slicer
+from oomfix.rewrite.slices import PREPARATION, Slicer, records_nothing
 from oomfix.rewrite.verdict import Verdict
 from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
@@ -142,7 +142,12 @@ class _Lifter:
             before = [other for other in lifts if not self._blocks.exclude_each_other(call, other.site.statement)]
             for other in before:
                 site = self._apart(other, site, before)
-            lift = self._lift(site, self._runs_network_around(call))
+            try:
+                lift = self._lift(site, self._runs_network_around(call))
+            except OutsideOfBlock:
+                if not lifts or self._origins_of(site.statement):
+                    raise
+                continue  # it trains no network, and stays: a temperature behind the policy
             self._skipped.check(lift)
             self._hooks.check(lift)
             self._left.check(lift)
@@ -216,7 +221,7 @@ class _Lifter:
             raise CannotLift(f"the one in line {second.statement.lineno} goes through {made}")
         behind = second.block.index(first.site.end) + 1
         lifted = [statement for lift in earlier for statement in (*lift.lifted, lift.site.end)]
-        others = (statement for statement in second.block[:behind] if statement not in lifted)
+        others = (one for one in second.block[:behind] if one not in lifted and not records_nothing(one))
         if other := next((statement for statement in others if self._runs_forward(statement)), None):
             raise CannotLift(f"one may go through what line {other.lineno} has computed ahead of another")
         return replace(second, first=max(second.first, behind))

@@ -23,6 +23,8 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
     nodes_of_scope_body,
 )
+from oomfix.rewrite.pools import exchanged
+from oomfix.rewrite.read_between import with_readers
 from oomfix.rewrite.rescaling import without_scaling
 from oomfix.rewrite.rows_by_number import why_by_number
 from oomfix.rewrite.rows_in_turn import why_in_turn
@@ -40,6 +42,7 @@ PREPARATION = frozenset(
 )
 """What makes, moves and shapes data; no network is called like that."""
 
+_RECORDING = ("enable_grad", "set_grad_enabled")
 _MOST_STARTS = 4
 
 
@@ -127,8 +130,9 @@ class Slicer:
             return self._lift(*shorter[:2], end, shorter[2])
 
     def _lift(self, site: Site, chosen: list[int], end: int, rescaled: Sequence[ast.stmt] = ()) -> Lift:
-        chosen = _with_guards(site.block, chosen)
+        chosen = with_readers(site.block, _with_guards(site.block, chosen), site.root)
         kept = taken_by_number(site, chosen, self._runs_forward, self._filled)
+        kept += exchanged(site, [index for index in chosen if index not in kept], self._runs_forward, self._helpers)
         chosen = _with_remarks(site.block, [index for index in chosen if index not in kept])
         lifted = [site.block[index] for index in chosen]
         loss = site.root.id if isinstance(site.root, ast.Name) else None
@@ -172,11 +176,7 @@ class Slicer:
         return [end] if self._runs_forward(site.root) else []
 
     def _trains(self, statement: ast.stmt) -> bool:
-        contexts = statement.items if isinstance(statement, ast.With) else []
-        off = {"no_grad", "inference_mode"}
-        return self._is_trained(statement) and not any(
-            effects.called_name(item.context_expr) in off for item in contexts
-        )
+        return self._is_trained(statement) and not records_nothing(statement)
 
     def _from(self, first: int, site: Site, chain: list[int]) -> list[int]:
         """The slice from an index on, and what starts what it goes on with."""
@@ -304,6 +304,13 @@ class Slicer:
         if id(scope) not in self._liveness:
             self._liveness[id(scope)] = Liveness(scope, self._tree)
         return self._liveness[id(scope)]
+
+
+def records_nothing(statement: ast.stmt) -> bool:
+    """`with torch.no_grad(): ...`."""
+    contexts = statement.items if isinstance(statement, ast.With) else []
+    off = any(effects.called_name(item.context_expr) in ("no_grad", "inference_mode") for item in contexts)
+    return off and not any(effects.last_name(call) in _RECORDING for call in effects.calls_in(statement))
 
 
 def _told_change(path: str, statement: ast.stmt) -> str:

@@ -208,3 +208,59 @@ def test_the_backward_of_an_optimizer_stays_beside_that_of_the_loss_unscaled():
     assert result.loops[0].notes[0].endswith("`optimizer.backward` in line 12 scales the loss by itself")
     assert "    if args.fp16:\n        optimizer.backward(loss)\n" in result.text
     assert "    else:\n        memory.backward(loss)\n" in result.text
+
+
+SOFT_ACTOR = """\
+critic = nn.Linear(2, 1)
+critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+log_alpha = torch.zeros(1, requires_grad=True)
+alpha_optimizer = torch.optim.SGD([log_alpha], lr=0.1)
+for x, y in loader * 3:
+    with torch.no_grad():
+        target = y[:, None] + critic({next}).detach()
+    critic_loss = F.mse_loss(critic(x[:, :2]), target)
+    critic_optimizer.zero_grad()
+    critic_loss.backward()
+    critic_optimizer.step()
+    out = model(x)
+    loss = (log_alpha.exp().item() * out - critic(out)).mean()
+    optimizer.zero_grad()
+    loss.backward({kept})
+    optimizer.step()
+    alpha_loss = (log_alpha.exp() * ({seen} + 1)).mean()
+    alpha_optimizer.zero_grad()
+    alpha_loss.backward()
+    alpha_optimizer.step()
+    print(critic_loss.item(), loss.item(), alpha_loss.item())
+"""
+
+
+def test_a_temperature_behind_a_policy_runs_no_network_and_keeps_its_backward_alone():
+    text = TOP + SOFT_ACTOR.format(next="model(x)", kept="", seen="out.detach()")
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert after.text.count("memory.forward_backward(") == 2
+    assert "    memory.backward(alpha_loss)\n    memory.step(alpha_optimizer" in after.text
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(rewritten(text, micro_batches=3, precision="fp32").text)
+    assert split.calls_in_parts == 6
+    assert_close(before, split)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kept": "retain_graph=True", "seen": "out"},
+        {"next": "grown(x)", "seen": "held[-1]"},
+    ],
+    ids=["through the policy", "through a graph made within no_grad"],
+)
+def test_a_temperature_whose_backward_may_go_through_a_network_keeps_the_losses_in_place(changes):
+    grown = (
+        "held = []\n\n\ndef grown(x):\n    with torch.enable_grad():\n        held.append(model(x))\n"
+        "    return held[-1].detach()\n\n\n"
+    )
+    parts = {"next": "model(x)", "kept": "", "seen": "out.detach()"} | changes
+    _, forms = apply(grown + SOFT_ACTOR.format(**parts))
+    assert forms[0][0] == "in-place"

@@ -1,0 +1,51 @@
+"""What is read off a result between lines of a slice, `score = out.mean().item()`, one of which binds it anew."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from oomfix.rewrite.effects import calls_in, last_name
+from oomfix.rewrite.liveness import names_bound, names_read
+from oomfix.script.names import path_of
+
+_READING = frozenset("detach clone cpu float mean sum item sigmoid".split())
+
+
+def with_readers(block: list[ast.stmt], chosen: Sequence[int], root: ast.expr) -> list[int]:
+    """A slice with the statements between its own that read what it binds anew further down.
+
+    Behind the slice they would read something else. In its function they read what they did, and give it out.
+
+    Args:
+        block: the statements around the slice.
+        chosen: the indices of the slice's statements, ascending.
+        root: what is differentiated.
+    """
+    found = list(chosen)
+    slice_reads = {name for index in chosen for name in names_read(block[index])} | names_read(root)
+    slice_binds = {name for index in chosen for name in names_bound(block[index])}
+    for index in range(chosen[0], chosen[-1]) if chosen else ():
+        statement = block[index]
+        if index in chosen or not _only_reads(statement) or names_bound(statement) & (slice_reads | slice_binds):
+            continue
+        ahead = {name for other in chosen if other < index for name in names_bound(block[other])}
+        behind = {name for other in chosen if other > index for name in names_bound(block[other])}
+        if names_read(statement) & behind and names_read(statement) <= ahead:
+            found.append(index)
+    return sorted(found)
+
+
+def _only_reads(statement: ast.stmt) -> bool:
+    """`score = out`, `score = out.detach().mean()`."""
+    if not isinstance(statement, ast.Assign) or not all(isinstance(target, ast.Name) for target in statement.targets):
+        return False
+    if not all(last_name(call) in _READING and not call.args and not call.keywords for call in calls_in(statement)):
+        return False
+    value = statement.value
+    while isinstance(value, ast.Call):
+        method = value.func
+        if not isinstance(method, ast.Attribute):
+            return False
+        value = method.value
+    return path_of(value) is not None
