@@ -34,6 +34,7 @@ _FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$"
 _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load_state_dict step".split())
 _MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
 _CUTTING = frozenset("split chunk tensor_split array_split".split())
+_OF_TENSORS = frozenset("to cuda unsqueeze squeeze view reshape permute transpose flatten detach size shape".split())
 _NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
 
 
@@ -128,7 +129,8 @@ class BatchNames:
         """Whether all that the iteration binds to a name are counters and numbers."""
         if _FLAG.match(name):
             return True
-        misnamed = _COUNTER.match(name) or (site.iteration is None and _NOT_DATA.search(name))
+        counts = _COUNTER.match(name) and not _is_asked_like_a_tensor(name, site)
+        misnamed = counts or (site.iteration is None and _NOT_DATA.search(name))
         if misnamed and not _is_of_samples(name, site):
             return True
         nodes = list(nodes_of_scope_body(site.scope))
@@ -154,6 +156,19 @@ def _is_of_samples(name: str, site: Site) -> bool:
             if value is not None and _is_column(value, site.iteration):
                 return True
     return isinstance(site.iteration, ast.For) and _comes_with_the_batch(name, site.iteration)
+
+
+def _is_asked_like_a_tensor(name: str, site: Site) -> bool:
+    """`n.unsqueeze(1)`, or `i` of `u, i = users.to(device), items.to(device)`: counters have no such methods."""
+    for node in nodes_of_scope_body(site.scope):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
+            if node.attr in _OF_TENSORS:
+                return True
+        elif isinstance(node, ast.Assign):
+            value = _bound_to(name, node)
+            if value is not None and effects.called_name(value) in ("to", "cuda"):
+                return True
+    return False
 
 
 def _of_all_rows(value: ast.AST) -> ast.AST:

@@ -957,3 +957,32 @@ def test_parameters_that_gather_arguments_are_parts_of_the_batch(star, given):
             step(y, {given})
         """)
     assert "memory.forward_backward(forward, inputs, target)" in text
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "for n, c in loader * 3:",
+        "for n, c in loader * 3:\n    n, c = n.to('cpu'), c.to('cpu')",
+        "for batch in loader * 3:\n    n, c = batch[0].to('cpu'), batch[1].to('cpu')",
+        "for batch in loader * 3:\n    n = batch[0].to('cpu')\n    c = batch[1]",
+    ],
+)
+def test_data_that_is_called_like_a_counter_and_asked_like_a_tensor_is_an_input(head):
+    text = assert_trains_the_same(
+        f"{head}\n    out = model(n.view(-1, 4))\n    loss = F.cross_entropy(out, c) + n.mean() * 0\n"
+        "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n    print(loss.item())\n"
+    )
+    assert "    def forward(n, c):\n" in text
+
+
+def test_a_counter_is_no_input():
+    text = assert_trains_the_same("""\
+        for i, (x, y) in enumerate(loader * 3):
+            loss = F.cross_entropy(model(x), y) * min(1.0, i / 2 + 0.5)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(i, loss.item())
+        """)
+    assert "    def forward(x, y):\n" in text
