@@ -246,9 +246,8 @@ class Shares:
         if verdict.divisors:
             return self._divided_by_hand(loss, bounds)
         targets = weights(loss, verdict) if verdict.nll_losses else []
-        if verdict.means:
-            of_targets = targets[0].amount if targets else 0
-            self._expect_in_proportion(loss, {"rows": rows, "targets": of_targets, "calls": 1}[verdict.units])
+        of_targets = targets[0].amount if targets else 0
+        self._expect_in_proportion(loss, {"rows": rows, "targets": of_targets, "calls": 1}[verdict.units])
         return targets
 
     def _open(self, reason: str) -> CannotSplit:

@@ -296,11 +296,12 @@ def test_an_empty_batch_does_not_decide_what_its_window_is_a_mean_of(model):
     assert close(model.weight.grad, expected)
 
 
-def test_a_preset_that_is_off_divides_by_the_batches_of_a_window(model, sgd):
+@pytest.mark.parametrize("call", CALLS)
+def test_a_preset_that_is_off_divides_by_the_batches_of_a_window(model, sgd, call):
     """As scripts do by hand; the last window has one batch."""
     data, memory, seen = batches(4, 6, 5), runtime.preset("off"), []
     for x, y in memory.accumulate(data, 2):
-        by_forward_backward(memory, model, x, y)
+        call(memory, model, x, y)
         if memory.window_closed:
             seen.append(model.weight.grad)
             model.weight.grad = None

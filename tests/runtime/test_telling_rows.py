@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
+from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.compat import OutOfMemoryError
+from oomfix.runtime.rows import choose_rows
 from oomfix.runtime.verify import check
 
 
@@ -521,3 +523,37 @@ def test_a_closed_hinge_that_cannot_be_opened_leaves_it_at_what_the_rows_showed(
         return F.relu(out.abs().sum(1) - 50).sqrt().mean() + F.cross_entropy(out, y)
 
     assert verdict_of(forward, model, (rows(12), torch.arange(12) % 4), 5).rule is not None
+
+
+@pytest.mark.parametrize("width", [1, 4096, 4097, 9000])
+def test_masks_of_any_width_are_split(width):
+    """Narrow rows are looked at many at a time, wide ones as few as a check may hold."""
+    model, mask = network(), torch.ones(12, width).double()
+    mask[::2, width // 2 :] = 0
+
+    def over_what_is_left(x, mask):
+        return (model(x).pow(2).sum(1, keepdim=True) * mask).sum() / mask.sum()
+
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=3)
+    memory.forward_backward(over_what_is_left, rows(12), mask)
+    split = model[0].weight.grad.clone()
+    model.zero_grad()
+    over_what_is_left(rows(12), mask).backward()
+    torch.testing.assert_close(split, model[0].weight.grad, rtol=1e-12, atol=1e-14)
+    (known,) = memory._forwards
+    assert known.split_calls == 1
+
+
+def test_choosing_rows_takes_no_more_memory_than_a_few_of_them():
+    mask = torch.ones(64, 9000)
+    mask[::2, 4500:] = 0
+    with SimulatedCard() as card:
+        choose_rows(Batch((mask,), {}), 4)
+    # two comparisons with a number, and what they make together
+    assert card.peak_bytes < 4 * 4 * 9000
+
+
+def test_choosing_among_many_labels_takes_few_operations():
+    with SimulatedCard() as card:
+        choose_rows(Batch((torch.arange(4096) % 7 - 1,), {}), 4)
+    assert card.allocations < 16
