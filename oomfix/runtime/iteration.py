@@ -29,6 +29,7 @@ from oomfix.runtime.gradients import (
     next_node,
     reach,
 )
+from oomfix.runtime.judging import PLAIN
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known
 from oomfix.runtime.left_attributes import LeftBehind
@@ -353,7 +354,7 @@ class Iteration:
                 result = self._call(args, kwargs)
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
-            self._expect_no_plain_number(result)
+            self._expect_a_loss(result)
             loss = self.loss_of(result)
             divided_by = shares.divided_by(loss, stop - start, bounds)
             if divided_by:
@@ -369,12 +370,11 @@ class Iteration:
         return result, [Counted(weight, weight) for weight in probe.nll_weights]
 
     @staticmethod
-    def _expect_no_plain_number(result: Any) -> None:
+    def _expect_a_loss(result: Any) -> None:
         """Refuse a part to whose loss nothing was added, as to `total = 0` where no sample has boxes."""
-        loss = result[0] if isinstance(result, tuple | list) and result else result
-        if isinstance(loss, int | float):
-            reason = "its loss is a plain number in a part of it, as of samples that add nothing to it"
-            raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+        loss = outputs.loss_in(result)
+        if loss is None or loss.numel() != 1:
+            raise CannotSplit(PLAIN, Verdict(None, PLAIN, undecided=True))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._in_forward = True

@@ -8,6 +8,7 @@ from oomfix.runtime.verdict import Verdict
 
 DEPEND = "samples depend on each other: a few rows give something else in two parts"
 OPEN = "its loss is 0 on a few rows, which leaves open what it is a mean of"
+PLAIN = "its loss is a plain number, or none, for some of its samples, which add nothing to it"
 BENDS = (
     "a number for the whole batch meets a threshold (clamp, abs, relu), or counts its distinct values, and parts may "
     "have another"
@@ -35,6 +36,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
     if rule is None and trust:
         rule = rule_choice.likely(evidence.whole, evidence.parts[0])
     of_loss = rule if loss is None or loss is evidence.whole else _rule_of_loss(evidence)
+    if rule is None and _adds_nothing_somewhere(evidence):
+        return Verdict(None, PLAIN, undecided=True)
     if rule is None:
         of_others = "what a few rows return besides the loss cannot be put together from two parts"
         return Verdict(None, DEPEND if of_loss is None else of_others)
@@ -69,6 +72,12 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
 def _rule_of_loss(evidence: Evidence) -> Rule | None:
     losses = [outputs.loss_in(part) for part in evidence.parts]
     return rule_choice.choose(outputs.loss_in(evidence.whole), losses, evidence.shares, evidence.terms)
+
+
+def _adds_nothing_somewhere(evidence: Evidence) -> bool:
+    """Whether the loss is a tensor on all rows only, or in one part only, as `total = 0` and `total += ...` give it."""
+    losses = [outputs.loss_in(result) for result in (evidence.whole, *evidence.parts)]
+    return any(loss is None for loss in losses) and any(loss is not None for loss in losses)
 
 
 def _leaves_open(rule: Rule | None, evidence: Evidence) -> bool:

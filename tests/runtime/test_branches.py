@@ -379,3 +379,33 @@ def test_a_loss_that_is_a_plain_number_for_the_whole_batch_is_refused():
     memory = runtime.preset("16gb", precision="fp32", micro_batches=2)
     with pytest.raises(ValueError, match="returned int, expected the loss as a tensor"):
         memory.forward_backward(lambda samples: 0, torch.randn(8, 2))
+
+
+def no_number(total: Any) -> Any:
+    return total if isinstance(total, torch.Tensor) else None
+
+
+@pytest.mark.parametrize("returned", [lambda total: {"loss": total}, lambda total: ((total, 1), 2), no_number])
+def test_parts_whose_result_holds_no_tensor_for_a_loss_leave_the_batch_whole(returned, caplog):
+    """As of a model that returns its loss under a name; samples without boxes add nothing to it."""
+    torch.manual_seed(0)
+    head = nn.Linear(8, 4).double()
+
+    def forward(samples: torch.Tensor, boxes: list[torch.Tensor]) -> Any:
+        total = 0
+        for sample, of_sample in zip(samples, boxes, strict=True):
+            if len(of_sample):
+                total = total + (head(sample) - of_sample).abs().mean()
+        return returned(total)
+
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=6)
+    without = ({9, 10}, {3, 4}, {5, 6}, set(range(13)) - {0, 4, 8}, set(range(13)) - {1, 12})
+    for (samples, of_batch), empty in zip(boxed(1), without, strict=False):
+        boxes = [box[:0] if n in empty else box for n, box in enumerate(of_batch)]
+        memory.forward_backward(forward, samples, boxes)
+        split, head.weight.grad = head.weight.grad, None
+        sum((head(x) - of).abs().mean() for x, of in zip(samples, boxes, strict=True) if len(of)).backward()
+        torch.testing.assert_close(split, head.weight.grad, rtol=1e-12, atol=1e-14)
+        head.weight.grad = None
+    assert sum("its loss is a plain number, or none" in line for line in caplog.messages) == 1
+    assert not any("depend on each other" in line for line in caplog.messages)
