@@ -165,7 +165,8 @@ class Known:
     def found_out(self, verdict: Verdict) -> None:
         """Remember what the micro-batches of this call showed."""
         self.verdict = verdict
-        if verdict.undecided:
+        # rows in doubt are checked at once
+        if verdict.undecided and not self.rows_in_doubt:
             self._look_again_soon()
 
     def checked(self, verdict: Verdict, size: int, parts: int = 1) -> None:

@@ -56,7 +56,10 @@ class Ways:
         self._checked = None if graphs is None else graphs.whole
         if graphs is not None and not graphs.varying <= self._varying:
             self._varying |= graphs.varying
+            # these were told apart by more than what counts from now on
             self._known.clear()
+            self._together.clear()
+            self._doubted = frozenset()
 
     def begin(self) -> None:
         """The first of some micro-batches is about to run."""

@@ -3,6 +3,7 @@
 So are micro-batches of which some take a branch that others do not.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.ways import edges
+from oomfix.runtime.ways import Graphs, Ways, edges
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CALLS = 24
@@ -409,3 +410,54 @@ def test_parts_whose_result_holds_no_tensor_for_a_loss_leave_the_batch_whole(ret
         head.weight.grad = None
     assert sum("its loss is a plain number, or none" in line for line in caplog.messages) == 1
     assert not any("depend on each other" in line for line in caplog.messages)
+
+
+def test_branches_that_were_checked_do_not_put_off_the_next_look():
+    """At the ninth call a new branch gives 0, which leaves everything open until the tenth."""
+
+    def forwards(model: nn.ModuleDict) -> Iterator[Forward]:
+        for layers, share in zip([1, 2, 3, 4, 5, 6, 6, 6, 7, *[6] * 7], [*[1.0] * 8, 0.0, *[1.0] * 7], strict=True):
+
+            def forward(
+                samples: torch.Tensor,
+                labels: torch.Tensor,
+                times: torch.Tensor = torch.empty(layers),  # noqa: B008
+                share: torch.Tensor = torch.tensor(share),  # noqa: B008
+            ) -> torch.Tensor:
+                for _ in times:
+                    samples = model["layers"][0](samples).tanh()
+                return F.cross_entropy(model["head"](samples), labels) * share
+
+            yield forward
+
+    whole, _ = trained(None, forwards)
+    split, split_calls = trained(3, forwards)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert split_calls == 15
+
+
+def refusals(ways: Ways, *losses: torch.Tensor) -> list[str]:
+    """Why a call of these micro-batches was checked, until it went through."""
+    reasons = []
+    while True:
+        ways.begin()
+        first = next(filter(None, (ways.refuses(loss, len(edges(loss))) for loss in losses)), None)
+        if first is None:
+            return reasons
+        ways.admit()
+        reasons.append(first)
+
+
+def test_branches_seen_together_count_no_more_once_they_are_told_apart_otherwise():
+    x = torch.ones(3, requires_grad=True)
+    chains = [x.sin().sum(), x.sin().cos().sum(), x.sin().exp().cos().sum(), x.sin().exp().cos().tan().sum()]
+    chains.append(x.sin().exp().cos().tan().tanh().sum())
+    ways = Ways()
+    ways.learn(Graphs(edges(chains[0]), frozenset()))
+    for pair in itertools.islice(itertools.combinations(chains, 2), 8):
+        assert refusals(ways, *pair)
+    ways.learn(Graphs(edges(chains[0]), frozenset({("TanBackward0", "TanhBackward0")})))
+    one, other = x.relu().sum(), x.abs().sum()
+    assert refusals(ways, one) == refusals(ways, other) == ["it takes a branch that no check has seen yet"]
+    assert refusals(ways, one, other) == ["some of its micro-batches take a branch that others do not"]
+    assert not refusals(ways, one, other)
