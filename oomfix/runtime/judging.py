@@ -95,6 +95,11 @@ def _alike_alone(evidence: Evidence) -> bool:
     return alone and simulation.assumption is None and rule_choice.equal(losses[0], losses[1])
 
 
+def contradict(verdict: Verdict, other: Verdict) -> bool:
+    """Whether a loss is a sum on some rows and a mean on others: it is neither, as a mean over a few of them is."""
+    return other.rule is not None and (verdict.units == "calls") != (other.units == "calls")
+
+
 def units(rule: Rule | None) -> str:
     """What a rule says that a loss is a mean of, see `Verdict.units`."""
     if rule is None:

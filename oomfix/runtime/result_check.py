@@ -10,7 +10,7 @@ from typing import Any
 from oomfix.runtime import trees
 from oomfix.runtime.comparison import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
-from oomfix.runtime.judging import judge
+from oomfix.runtime.judging import DEPEND, contradict, judge
 from oomfix.runtime.rows import has_single_row
 from oomfix.runtime.verdict import Verdict
 
@@ -64,13 +64,18 @@ def by_results(few: FewRows, trust: bool, count: int) -> Found:
     return Found(verdict, how, count, evidence.alike_masks, evidence.closed_hinges, failed, single_row_differs)
 
 
-def by_named_rows(few: FewRows, count: int) -> Verdict:
-    """The verdict on two micro-batches, which are its `count` rows."""
-    found = by_results(few, False, count)
-    if found.verdict.rule is None:
-        return found.verdict
+def by_named_rows(few: FewRows, earlier: Verdict, count: int) -> Verdict:
+    """The verdict on two micro-batches, which are its `count` rows; `earlier`: that on others, which allows a split."""
+    if earlier.divisors:
+        found = judge(few.compared(count, Runs(graph=True, holds_out=False, divides=True)), rows=count)
+        alike = (found.units, found.divisors, found.bound) == ("targets", earlier.divisors, earlier.bound)
+        return found if found.rule is None or alike else Verdict(None, DEPEND)
+    results = by_results(few, False, count)
+    if results.verdict.rule is None:
+        return results.verdict
     # with targets held out of the larger one, they may weigh the same
-    return judge(few.compared(count, replace(found.how, holds_out=False)), rows=count)
+    found = judge(few.compared(count, replace(results.how, holds_out=False)), rows=count)
+    return Verdict(None, DEPEND) if contradict(earlier, found) else found
 
 
 def _is_of_one_kind(value: Any, other: Any) -> bool:

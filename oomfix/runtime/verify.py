@@ -18,7 +18,7 @@ from oomfix.runtime.divisor_check import by_divisors
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
 from oomfix.runtime.hinge_check import by_hinges
-from oomfix.runtime.judging import BENDS, DEPEND, OPEN
+from oomfix.runtime.judging import BENDS, DEPEND, OPEN, contradict
 from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.repetition_check import by_repetition
@@ -70,7 +70,7 @@ def check(
     verdict = _of_few_rows(forward, batch, modules, most_rows, trust, earlier, sharded, trains)
     if verdict.rule is None or trust or simulation.assumption is not None or not besides:
         return verdict
-    run = partial(by_named_rows, FewRows(forward, batch, modules, besides))
+    run = partial(by_named_rows, FewRows(forward, batch, modules, besides), verdict)
     found = _with_rows_that_fit([len(besides)], run)
     if found is None:
         return replace(verdict, left_out=True)
@@ -147,7 +147,7 @@ def _confirmed_closer(
         other = _with_rows_that_fit([most, 2], look)
         if other is not None and other.rule is None and not other.undecided:
             return other
-        if other is not None and _contradict(verdict, other):
+        if other is not None and contradict(verdict, other):
             return Verdict(None, DEPEND)
     gradients = None
     if with_gradients:
@@ -158,15 +158,10 @@ def _confirmed_closer(
         return gradients
     if gradients is None:
         return replace(verdict, calls=0)
-    if _contradict(verdict, gradients):
+    if contradict(verdict, gradients):
         return Verdict(None, DEPEND)
     calls, single_rows = 0 if verdict.drew else gradients.calls, gradients.single_rows
     return replace(verdict, means=gradients.means, calls=calls, single_rows=single_rows, graphs=gradients.graphs)
-
-
-def _contradict(verdict: Verdict, other: Verdict) -> bool:
-    """Whether a loss is a sum on some rows and a mean on others: it is neither, as a mean over a few of them is."""
-    return other.rule is not None and (verdict.units == "calls") != (other.units == "calls")
 
 
 def _in_parts_that_run(few: list[int], together: list[int], run: Callable[[int], Verdict | None]) -> Verdict | None:

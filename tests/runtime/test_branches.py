@@ -436,6 +436,40 @@ def test_branches_that_were_checked_do_not_put_off_the_next_look():
     assert split_calls == 15
 
 
+def test_a_branch_that_is_a_mean_where_others_are_sums_is_seen():
+    """Each micro-batch of the fifth batch has one of the rare samples, which are none of the few that a check takes."""
+
+    def make(model: nn.ModuleDict) -> Forward:
+        def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            of_each = model["head"](samples).pow(2).sum(1)
+            if (samples[:, 0] == 3).any():
+                return of_each.mean() + model["layers"][0](samples).pow(2).mean()
+            return of_each.sum()
+
+        return forward
+
+    batches = labelled(5, 24)
+    rare = batches[4][0]
+    rare[[5, 13], 1] += rare[[5, 13], 0] - 3
+    rare[[5, 13], 0] = 3
+    wrong, _ = differing(make, batches, 2)
+    assert wrong == []
+
+
+def test_a_mean_over_what_a_mask_leaves_is_split_though_some_micro_batches_take_a_branch():
+    def make(model: nn.ModuleDict) -> Forward:
+        def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            of_each = model["head"](samples).pow(2).sum(1)
+            if (labels == 3).any():
+                of_each = of_each + model["layers"][0](samples).pow(2).sum(1) * (labels == 3)
+            return (of_each * (labels != 0)).sum() / (labels != 0).sum()
+
+        return forward
+
+    wrong, split_calls = differing(make, labelled(0, 12), 3)
+    assert (wrong, split_calls) == ([], 16)
+
+
 def refusals(ways: Ways, *losses: torch.Tensor) -> list[str]:
     """Why a call of these micro-batches was checked, until it went through."""
     reasons = []
