@@ -63,6 +63,7 @@ class Iteration:
         weighing: what its losses are divided by; None for a whole batch outside of a window, whose loss stays as it is.
         in_window: the loss shares its step with other calls.
         graph_is_spent: a backward that failed has passed a graph made before the call, which none can pass again.
+        refused: why this call has to run whole, though its forward may be split elsewhere; None: it need not.
         around_forward: makes the context that each forward runs in; None: there is nothing around it.
     """
 
@@ -94,6 +95,7 @@ class Iteration:
         self._first_node = 0
         self._neighbours: list[tuple[int, int]] = []
         self.graph_is_spent = False
+        self.refused: str | None = None
 
     def remember(self) -> None:
         """Keep what the run may change. May run out of memory, and be called again."""

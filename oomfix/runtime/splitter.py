@@ -112,6 +112,9 @@ class Splitter:
         except CannotSplit as error:
             known.found_out(error.verdict)
             outcome, said = Outcome.WHOLE, str(error)
+            if error.verdict.rule is not None:
+                # what the forward allows elsewhere stays refused here, if the whole batch turns out not to fit
+                iteration.refused = said
         except _MayBePrecision as error:
             outcome = Outcome.FINER if is_out_of_memory(error) else Outcome.IN_FP32
             if outcome is Outcome.IN_FP32 and not iteration.failed_in_half():
@@ -290,6 +293,8 @@ class Splitter:
             return reason
         if (reason := iteration.batch.whole_because()) is not None:
             return reason
+        if iteration.refused is not None:
+            return iteration.refused
         if iteration.batch.size < 2:
             return "it is a single sample"
         if known.verdict is not None and known.verdict.rule is None and not known.check_is_due(iteration.batch.size):

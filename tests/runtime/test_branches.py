@@ -470,6 +470,22 @@ def test_a_mean_over_what_a_mask_leaves_is_split_though_some_micro_batches_take_
     assert (wrong, split_calls) == ([], 16)
 
 
+def test_a_window_that_is_averaged_in_another_way_ends_in_an_error_where_its_batch_does_not_fit():
+    """The first batch of the window has a term by samples; the second has none, and is seen to divide by targets."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+
+    def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        output = model(samples)
+        return F.cross_entropy(output, labels) + (output.pow(2).sum(1) * (labels == 3)).mean()
+
+    memory = runtime.preset("16gb", precision="fp32", checkpointing="off", offloading="off")
+    (samples, labels), (others, _) = labelled(0, 12)[:2]
+    with pytest.raises(runtime.DoesNotFitError, match="its window is averaged in another way"):
+        for batch in memory.accumulate([(samples, labels), (others, labels % 3)], 2):
+            memory.forward_backward(out_of_memory(forward, 4), *batch)
+
+
 def refusals(ways: Ways, *losses: torch.Tensor) -> list[str]:
     """Why a call of these micro-batches was checked, until it went through."""
     reasons = []
