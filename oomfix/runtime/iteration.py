@@ -297,15 +297,15 @@ class Iteration:
         return result
 
     def _run_parts(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
-        verdict = self.known.verdict
-        assert verdict is not None and verdict.rule is not None
+        found = self.known.verdict
+        assert found is not None and found.rule is not None
         if self.weighing is None:
             self.weighing = Weighing(self.known.name, self.batch)
-        self.weighing.begin_parts(verdict)
+        verdict = self.weighing.begin_parts(found)
         self.known.begin_parts()
         size = self.batch.size
         cuts = balanced(size, parts)
-        collector = verdict.rule.collector(size)
+        collector = found.rule.collector(size)
         draws = self._whole_draws(verdict)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
         shares, went_backward, weighs = Shares(verdict), False, not self.in_window

@@ -49,8 +49,8 @@ class Weighing:
         self._window = window
         self._slot = Slot() if window is None else window.totals.begin(window.position)
 
-    def begin_parts(self, verdict: Verdict) -> None:
-        """To be called before micro-batches are run.
+    def begin_parts(self, verdict: Verdict) -> Verdict:
+        """To be called before micro-batches are run; returns the verdict to run them by.
 
         Raises:
             CannotSplit: the window decided to average in another way than the forward's check says.
@@ -58,8 +58,12 @@ class Weighing:
         if not self._slot.units:
             self._slot.units, self._slot.decided_by = verdict.units, verdict
         decided = self._slot.decided_by
+        if self._slot.units == "rows" and verdict.units == "targets" and not verdict.divisors:
+            # both are one as long as each sample has as many targets, which the parts have to show
+            verdict = replace(verdict, units="rows")
         if self._slot.units != verdict.units or (decided is not None and decided.bound != verdict.bound):
             raise CannotSplit("its window is averaged in another way, which was decided at its first batch", verdict)
+        return verdict
 
     def share(self, weight: Weight) -> float:
         """The factor for the loss of a micro-batch; 0 where it has nothing to add."""

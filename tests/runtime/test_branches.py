@@ -471,19 +471,60 @@ def test_a_mean_over_what_a_mask_leaves_is_split_though_some_micro_batches_take_
 
 
 def test_a_window_that_is_averaged_in_another_way_ends_in_an_error_where_its_batch_does_not_fit():
-    """The first batch of the window has a term by samples; the second has none, and is seen to divide by targets."""
+    """The first batch is a sum over samples, the second a mean."""
     torch.manual_seed(0)
     model = nn.Linear(8, 4).double()
 
     def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        of_each = model(samples).pow(2).sum(1)
+        return of_each.mean() if (labels == 3).any() else of_each.sum()
+
+    memory = runtime.preset("16gb", precision="fp32", checkpointing="off", offloading="off")
+    batches = [
+        (samples, torch.full_like(labels, label))
+        for (samples, labels), label in zip(labelled(0, 12)[:2], (0, 3), strict=True)
+    ]
+    with pytest.raises(runtime.DoesNotFitError, match="its window is averaged in another way"):
+        for batch in memory.accumulate(batches, 2):
+            memory.forward_backward(out_of_memory(forward, 4), *batch)
+
+
+def with_a_term_by_samples(model: nn.Module) -> Forward:
+    def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         output = model(samples)
         return F.cross_entropy(output, labels) + (output.pow(2).sum(1) * (labels == 3)).mean()
 
-    memory = runtime.preset("16gb", precision="fp32", checkpointing="off", offloading="off")
+    return forward
+
+
+@pytest.mark.parametrize("parts", ["auto", 3])
+def test_a_window_by_samples_goes_on_with_a_batch_that_is_seen_to_divide_by_targets(parts):
+    """The second batch has no rare label; each of its samples has one target, so both are one."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+    forward = with_a_term_by_samples(model)
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=parts, checkpointing="off", offloading="off")
     (samples, labels), (others, _) = labelled(0, 12)[:2]
-    with pytest.raises(runtime.DoesNotFitError, match="its window is averaged in another way"):
-        for batch in memory.accumulate([(samples, labels), (others, labels % 3)], 2):
-            memory.forward_backward(out_of_memory(forward, 4), *batch)
+    batches = [(samples, labels), (others, labels % 3)]
+    for batch in memory.accumulate(batches, 2):
+        memory.forward_backward(out_of_memory(forward, 4), *batch)
+    split, model.weight.grad = model.weight.grad, None
+    forward(*(torch.cat(both) for both in zip(*batches, strict=True))).backward()
+    torch.testing.assert_close(split, model.weight.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_window_by_samples_is_not_cut_where_targets_are_not_in_proportion():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).double()
+    forward = with_a_term_by_samples(model)
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=3)
+    (samples, labels), (others, _) = labelled(0, 12)[:2]
+    batches = [(samples, labels), (others, torch.where(labels == 3, -100, labels))]
+    for batch in memory.accumulate(batches, 2):
+        memory.forward_backward(forward, *batch)
+    split, model.weight.grad = model.weight.grad, None
+    (sum(forward(*batch) for batch in batches) / 2).backward()
+    torch.testing.assert_close(split, model.weight.grad, rtol=1e-12, atol=1e-14)
 
 
 def refusals(ways: Ways, *losses: torch.Tensor) -> list[str]:
