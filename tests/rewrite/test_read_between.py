@@ -47,10 +47,12 @@ def test_a_score_that_nobody_reads_stays_in_the_function():
         ("score = accuracy(out)", "score"),
         ("score = score * 0.9 + out.mean().item()", "score"),
         ("scores[0] = out.mean().item()", "scores"),
+        ("score = second.detach()", "score"),
         ("score = out\n    if score.sum() > 9:\n        break", "score"),
     ],
 )
 def test_what_does_more_than_read_the_result_keeps_the_loss_in_place(between, read):
-    head = "score, scores = 0.0, [0]\n\n\ndef accuracy(out):\n    scores.append(out)\n    return 1.0\n\n\n"
+    head = "score, second, scores = 0.0, torch.zeros(1), [0]\n\n\n"
+    head += "def accuracy(out):\n    scores.append(out)\n    return 1.0\n\n\n"
     _, loops = apply(head + TWO_PARTS.format(between=between, read=read))
     assert [form for form, _ in loops] == ["in-place"]
