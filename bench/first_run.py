@@ -36,10 +36,11 @@ ROUNDS = [
         "21b",
         "f5a5bb7",
         "2026-11-23",
-        """Drawn like set 21a by another reader, of owners that begin with m to z. Wrong is a retained graph of which each
-round takes a slice. Missed are the inner loops of a meta-learner that differentiates through the steps of a library,
-and an acting forward behind a default that no call of the file changes; four forwards of step methods whose loop is in
-another file were made debatable, as they are in set 21a. The slice and the inner loops were mended after this run.""",
+        """Drawn like set 21a by another reader, of owners that begin with m to z. Wrong is a retained graph of which
+each round takes a slice. Missed are the inner loops of a meta-learner that differentiates through the steps of a
+library, and an acting forward behind a default that no call of the file changes; four forwards of step methods whose
+loop is in another file were made debatable, as they are in set 21a. The slice and the inner loops were mended after
+this run.""",
     ),
     Round(
         "21a",

@@ -906,9 +906,7 @@ def test_a_copy_of_a_network_is_fitted_through_its_own_steps(report):
     assert ("OOM201", 9) not in report(HIGHER.format(backward="print(loss.item())"))
 
 
-@pytest.mark.parametrize(
-    ("rows", "found"), [("out[i : i + 4]", []), ("self.chosen(i)", [("OOM103", 8)])]
-)
+@pytest.mark.parametrize(("rows", "found"), [("out[i : i + 4]", []), ("self.chosen(i)", [("OOM103", 8)])])
 def test_a_graph_of_which_each_round_takes_a_slice_is_needed_by_the_next(report, rows, found):
     reported = report(f"""
         import torch
