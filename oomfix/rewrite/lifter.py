@@ -74,7 +74,7 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
             verdict.joined_line = reason.line if isinstance(reason, JoinedStatements) else None
         else:
             verdict.form, verdict.reason, verdict.joined_line = "micro-batched", None, None
-            verdict.state, verdict.said = lifter.state, lifter.said
+            verdict.state, verdict.said, verdict.runs_ahead = lifter.state, lifter.said, lifter.runs_ahead
     return edits
 
 
@@ -90,6 +90,7 @@ class _Lifter:
     Attributes:
         state: what the slices that were lifted last leave behind in objects, or hand on from row to row.
         said: what else is to be said of them: of batches that may be objects, of lines that print or log.
+        runs_ahead: networks run outside of them, for more than one.
     """
 
     def __init__(self, reading: Reading, manager: str) -> None:
@@ -123,6 +124,7 @@ class _Lifter:
         self._lifting = Lifting(reading.layout, manager, names.free("loss", "batch_loss"))
         self.state: str | None = None
         self.said: list[str] = []
+        self.runs_ahead = False
 
     def _only_resets(self, forward: Forward) -> bool:
         """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""
@@ -132,13 +134,46 @@ class _Lifter:
     def edits(self, calls: list[ast.Call]) -> list[Edit]:
         """The edits that lift the slices of the backwards of one loop, in program order.
 
+        What runs a network ahead of one backward for a later one stays where it is, and is given to both slices: the
+        samples of a generator, of which its discriminator sees copies without their graph first.
+
         Raises:
             CannotLift: a slice has to stay where it is, or a backward goes through what an earlier slice computed.
         """
+        self.runs_ahead = False
+        try:
+            return self._edits(calls, set())
+        except CannotLift as problem:
+            if not (run_ahead := self._run_ahead(calls)):
+                raise
+            reason = problem
+        try:
+            edits = self._edits(calls, run_ahead)
+        except CannotLift:
+            raise reason from None
+        self.runs_ahead = True
+        for line in sorted(statement.lineno for statement in run_ahead):
+            self.said.append(f"line {line} runs its network on whole batches: more than one loss needs what it gives")
+        return edits
+
+    def _run_ahead(self, calls: list[ast.Call]) -> set[ast.stmt]:
+        """The statements ahead of a backward that run networks which a later one in the same block goes through."""
+        found: set[ast.stmt] = set()
+        for number, call in enumerate(calls):
+            statement = self._blocks.statement_of(call)
+            block = self._blocks.block_of(statement)
+            ends = [self._blocks.statement_of(other) for other in calls[:number]]
+            last = max((block.index(end) for end in ends if end in block), default=0)
+            through = self._origins_of(statement)
+            run = {f.node for origin, f in self._script.trace.forwards.items() if origin in through}
+            found |= {one for one in block[:last] if not run.isdisjoint(self._calls_run.by(one))}
+        return found
+
+    def _edits(self, calls: list[ast.Call], outside: set[ast.stmt]) -> list[Edit]:
         lifts: list[Lift] = []
         edits: list[Edit] = []
         for call in calls:
-            site = self._site(call)
+            site = self._behind(outside, self._site(call))
             before = [other for other in lifts if not self._blocks.exclude_each_other(call, other.site.statement)]
             for other in before:
                 site = self._apart(other, site, before)
@@ -164,6 +199,13 @@ class _Lifter:
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
         return edits
+
+    @staticmethod
+    def _behind(outside: set[ast.stmt], site: Site) -> Site:
+        """The site of a slice that may begin behind statements which stay where they are."""
+        block = site.block
+        places = (index for index, one in enumerate(block[: block.index(site.end)]) if one in outside)
+        return replace(site, first=max((index + 1 for index in places), default=site.first))
 
     def _runs_network_around(self, call: ast.Call) -> bool:
         """Whether a network is seen to run in a loop around a backward, perhaps in another function."""
@@ -262,9 +304,10 @@ class _Lifter:
                 made |= names_bound(statement)
         return made
 
-    def _origins_of(self, statement: ast.Expr) -> set[int]:
+    def _origins_of(self, statement: ast.stmt) -> set[int]:
         """The forwards that a backward goes through."""
-        own = (event for event in self._script.backwards if event.node is statement.value)
+        called = statement.value if isinstance(statement, ast.Expr) else None
+        own = (event for event in self._script.backwards if event.node is called)
         return {origin for event in own for origin in event.origins}
 
     def _is_detached(self, name: ast.Name) -> bool:

@@ -176,7 +176,8 @@ class LoopRewriter:
                 verdict.state = stages.with_lines_before(verdict.state)
             verdict.said = [stages.with_lines_before(one) for one in verdict.said]
         stages.edit(lifted)
-        if scaling != "script's" and any(verdict.form == "in-place" for verdict in self.verdicts):
+        stays = any(verdict.form == "in-place" or verdict.runs_ahead for verdict in self.verdicts)
+        if scaling != "script's" and stays:
             stages.edit(model_call_edits(Script.read(stages.source, self._target), self.verdicts, manager))
         return stages.source
 

@@ -1,4 +1,4 @@
-"""Calls of models in loops that stay in place, run in the preset's precision by `memory.forward`."""
+"""Calls of models that stay where they are, in loops, run in the preset's precision by `memory.forward`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> l
         return []
     calls: dict[ast.Call, None] = {}
     for loop, verdict in zip(loops, verdicts, strict=True):
+        called = dict.fromkeys(_models_called(script, loop, blocks))
         if verdict.form == "in-place":
-            calls.update(dict.fromkeys(_models_called(script, loop, blocks)))
+            calls |= called
+        elif verdict.runs_ahead:
+            calls.update(dict.fromkeys(call for call in called if not _is_lifted(call, loop, blocks)))
     return through_manager(Layout(script.source), calls, f"{manager}.forward")
 
 
@@ -56,6 +59,12 @@ def _takes_gradients(call: ast.Call, blocks: Blocks) -> bool:
         return False
     name = last_name(call)
     return bool(_GRADIENTS.search(name)) and not _NO_GRADIENTS.search(name)
+
+
+def _is_lifted(call: ast.Call, loop: TrainingLoop, blocks: Blocks) -> bool:
+    """Whether a call stands in a function that was made of a slice of the loop."""
+    scope = blocks.scope_of(call)
+    return isinstance(scope, FunctionNode) and any(parent is loop.node for parent in blocks.ancestors(scope))
 
 
 def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterator[ast.Call]:

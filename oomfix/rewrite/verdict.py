@@ -29,6 +29,7 @@ class Verdict:
         sees_scale: why its gradients must not be scaled by the manager, or None.
         scaled: whether the script scales its loss.
         state: why the batches of a lifted slice run whole: what it leaves behind, or hands on from row to row.
+        runs_ahead: networks run outside of the lifted slices, for more than one of them.
         said: what else the summary has to say of a lifted slice.
         notes: what else the summary has to say.
         joined_line: the line that holds more than one statement, where that is the reason.
@@ -43,6 +44,7 @@ class Verdict:
     kept_steps: list[Step] = field(default_factory=list)
     sees_scale: str | None = None
     state: str | None = None
+    runs_ahead: bool = False
     said: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     joined_line: int | None = None
