@@ -20,6 +20,8 @@ _MOST_WAYS = 8  # that a forward may take before its way is one that changes fro
 _IN_BETWEEN = {"ToCopyBackward0", "NativeDropoutBackward0", "MulBackward0"}
 # one layer, computed in several ways: half precision takes another, and so does a layer that a check has frozen
 _ALIKE = ("BatchNorm", "ScaledDotProduct")
+# an input with a graph is a leaf, of which a micro-batch is a slice, and the few rows of a check are not
+_ROWS = {"IndexBackward0", "SliceBackward0"}
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def edges(loss: torch.Tensor) -> Edges:
 
 def _kind(node: torch.autograd.graph.Node) -> str:
     name = type(node).__name__
+    if name in _ROWS and {type(behind).__name__ for behind, _ in node.next_functions} == {"AccumulateGrad"}:
+        return "rows"
     return next((kind for kind in _ALIKE if kind in name), name)
 
 
