@@ -142,11 +142,14 @@ class BatchNames:
 def _is_of_samples(name: str, site: Site) -> bool:
     """Whether a name for counters or networks stands for a number for each sample, or for data.
 
-    They are drawn, `t = torch.randint(steps, (len(x),))`, cut out, `idx = order[i:i + 10]`, or come with the batch,
-    `for x, y, idx in loader`, `idx = batch["idx"]`. A `t` that comes with other things, `noisy, t = add_noise(x)`, is
-    taken for the times of a diffusion.
+    They are drawn, `t = torch.randint(steps, (len(x),))`, cut out, `idx = order[i:i + 10]`, have columns, `t[:, c]`, or
+    come with the batch, `for x, y, idx in loader`, `idx = batch["idx"]`. A `t` that comes with other things,
+    `noisy, t = add_noise(x)`, is taken for the times of a diffusion.
     """
     for node in nodes_of_scope_body(site.scope):
+        columns = _of_all_rows(node)
+        if columns is not node and isinstance(columns, ast.Name) and columns.id == name:
+            return True
         if isinstance(node, ast.Assign) and any(name in names_bound_by_target(target) for target in node.targets):
             value = _bound_to(name, node)
             if value is None and name == "t" and isinstance(node.value, ast.Call):

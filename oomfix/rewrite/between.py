@@ -58,7 +58,7 @@ class Between:
             statement = block[index]
             ahead = [other for other in block[chosen[0] : index] if other not in lift.before]
             behind = [block[other] for other in chosen if other > index]
-            if effects.is_zero_grad(statement):
+            if effects.is_zero_grad(statement) or effects.only_clips(statement):
                 self._check_reset(statement, ahead, lift)
                 lift.before.append(statement)
             elif effects.is_remark(statement):
@@ -115,7 +115,7 @@ class Between:
         liveness = self._liveness_of(lift.site.scope)
         made = {name for other in ahead for name in names_bound(other)}
         if liveness.before([reset], set()) & made or names_bound(reset) & liveness.before(ahead, set()):
-            raise CannotLift(f"line {reset.lineno} resets gradients, and shares names with lines ahead of it")
+            raise CannotLift(f"line {reset.lineno} changes gradients, and shares names with lines ahead of it")
 
     def _check_delay(self, statement: ast.stmt) -> None:
         line = statement.lineno

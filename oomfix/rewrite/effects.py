@@ -37,7 +37,7 @@ _LIBRARIES = frozenset({"torch", "np", "numpy", "F", "nn", "math", "random", "tf
 _HARMLESS = re.compile(
     r"log|print|write|update|append|extend|^add|record|plot|show|save|dump|display|visuali[sz]|^draw|render|"
     r"set_desc|set_postfix|tick|tic|toc|stop|lr|learning_rate|warmup|sched|anneal|start|push|count|meter|"
-    r"measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put",
+    r"measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put|flush|assert",
     re.IGNORECASE,
 )
 _RECORDS = re.compile(r"hist(ory)?(_|$)|averager?(_|$)|meters?(_|$)|metrics?(_|$)|losses(_|$)", re.IGNORECASE)
@@ -210,6 +210,11 @@ def is_zero_grad(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.If) and not statement.orelse:
         return all(is_zero_grad(child) for child in statement.body) and not any(calls_in(statement.test))
     return False
+
+
+def only_clips(statement: ast.stmt) -> bool:
+    """Whether a statement clips gradients, and nothing takes their norm: ahead of a backward, those from before."""
+    return isinstance(statement, ast.Expr) and bool(CLIPPING.search(called_name(statement.value)))
 
 
 def _drops_gradient(statement: ast.stmt) -> bool:

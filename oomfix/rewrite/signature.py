@@ -12,6 +12,7 @@ from oomfix.rewrite.effects import leaves
 from oomfix.rewrite.hidden_states import makes_state
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
+    FunctionNode,
     Liveness,
     Scope,
     definitely_bound,
@@ -58,7 +59,7 @@ class Signature:
         live |= self._find_deletes(lift, set(bound) - live)
         lift.bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
         lift.bound_with_loss = _bound_with_the_loss(lift)
-        lift.own |= self._bound_by_the_networks_ways(lift) | self._bound_by_its_rounds(lift)
+        lift.own |= self._bound_by_the_networks_ways(lift) | self._bound_by_its_rounds(lift) | _missed_otherwise(lift)
         certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss | lift.own
         others = self._liveness.always | _read_outside(lift)
         given = self._bound_ahead_of(lift)
@@ -203,6 +204,24 @@ class Signature:
         if lift.all_names_are_read or statement not in lift.site.block[1:]:
             return False
         return names_bound(statement).isdisjoint(_read_outside(lift) | self._liveness.always)
+
+
+def _missed_otherwise(lift: Lift) -> set[str]:
+    """The names that an `if` binds on some ways and that the slice reads behind it in any case.
+
+    `if hinge: loss = ... elif wasserstein: loss = ...`, then `total = loss + other`: on the way past both, a function
+    whose loop is in its caller has no value from before, and fails.
+    """
+    site = lift.site
+    if site.iteration is not None or site.branch is not None or not isinstance(site.scope, FunctionNode):
+        return set()
+    found: set[str] = set()
+    for index, statement in enumerate(lift.lifted):
+        if isinstance(statement, ast.If):
+            read = read_at_once([*lift.lifted[index + 1 :], ast.Expr(site.root)])
+            read -= {name for one in lift.lifted[: index + 1] for name in names_read(one)}
+            found |= names_bound(statement) & read
+    return found - _bound_besides(lift) - site.bound_before
 
 
 def _always_deleted(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:

@@ -15,7 +15,7 @@ for x, y in loader * 3:
     optimizer.step()
     print(loss.item())
 """
-SHARED = "resets gradients, and shares names with lines ahead of it"
+SHARED = "changes gradients, and shares names with lines ahead of it"
 
 
 @pytest.mark.parametrize(
@@ -167,3 +167,22 @@ def test_what_looks_at_the_network_does_not_go_behind_a_branch_that_steps(value)
 
 def test_what_looks_at_the_loss_goes_behind_a_branch_that_steps():
     assert apply(LOOKED_AT + FLAGGED.format(value="loss.item()"))[1] == [("micro-batched", None)]
+
+
+def test_gradients_that_are_clipped_ahead_of_their_backward_are_those_from_before():
+    """It does nothing where gradients were dropped, and is kept where they add up."""
+    clipping = "nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
+    text = assert_trains_the_same(LOOP.format(between=clipping))
+    assert text.index("for x, y in") < text.index(clipping) < text.index("memory.forward_backward(")
+
+
+def test_a_norm_that_is_taken_ahead_of_the_backward_keeps_the_loss_in_place():
+    _, loops = apply(LOOP.format(between="norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)"))
+    assert loops[0][0] == "in-place"
+
+
+@pytest.mark.parametrize("call", ["board.flush()", "np.testing.assert_equal(loss.shape, ())"])
+def test_what_flushes_or_asserts_goes_behind_the_call(call):
+    text, loops = apply(LOOP.format(between=call))
+    assert loops == [("micro-batched", None)]
+    assert text.index("memory.forward_backward(") < text.index(call) < text.index("memory.step(")

@@ -22,7 +22,7 @@ EXPECTED = {
     "char_transformer": "micro-batched",
     "digits_cnn": "micro-batched",
     "digits_mlp": "micro-batched",
-    "gan": "in-place",
+    "gan": "micro-batched",
     "phases": "micro-batched",
     "sam": "micro-batched",
     "own_scaler": "micro-batched",

@@ -986,3 +986,64 @@ def test_a_counter_is_no_input():
             print(i, loss.item())
         """)
     assert "    def forward(x, y):\n" in text
+
+
+def test_labels_that_are_read_by_columns_are_an_input_though_they_are_called_as_a_counter():
+    text = assert_trains_the_same("""\
+        def train(x, t):
+            optimizer.zero_grad()
+            loss = 0
+            for c in range(2):
+                loss += F.mse_loss(model(x)[:, c], t[:, c])
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        for x, y in loader:
+            print(train(x, torch.stack((y, 1 - y), 1).float()))
+        """)
+    assert "def forward(x, t):" in text
+
+
+LOSSES = """\
+        def train(x, y, kind):
+            optimizer.zero_grad()
+            out = model(x)
+            if kind == "squares":
+                first = out.square().mean()
+            elif kind == "sizes":
+                first = out.abs().mean()
+            print(first.item())
+            loss = first + F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        for x, y in loader:
+            print(train(x, y, "squares"))
+            print(train(x, y, "sizes"))
+"""
+
+
+def test_a_term_without_which_a_function_fails_is_an_output():
+    assert "return loss, first" in assert_trains_the_same(LOSSES)
+    body = LOSSES.replace('"sizes"))', '"other"))')
+    for text in (TOP + textwrap.dedent(body), apply(body)[0]):
+        with pytest.raises(UnboundLocalError, match="first"):
+            run(text)
+
+
+def test_a_term_that_a_loop_may_have_from_the_round_before_is_none():
+    """On the way past both tests it is the number of the round before, which nothing misses."""
+    _, loops = apply("""\
+        for number, (x, y) in enumerate(loader * 3):
+            optimizer.zero_grad()
+            out = model(x)
+            if number == 0:
+                first = out.detach().square().mean()
+            loss = first + F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            print(first.item())
+        """)
+    assert loops == [("in-place", "first is read later, and only bound on some ways through the slice")]
