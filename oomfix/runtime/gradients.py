@@ -158,13 +158,13 @@ class Reach:
         leaves: the tensors it accumulates gradients into: the variables of its AccumulateGrad nodes.
         oldest: the sequence number of the first node of the graph that was made, leaves apart.
         hides_leaves: there are more, behind a reentrant checkpoint, whose backward is one of its own.
-        size: the number of nodes in the graph: another number shows that another computation was made.
+        shape: stands for how many nodes of which kind are in the graph; another shows another computation.
     """
 
     leaves: list[torch.Tensor]
     oldest: int
     hides_leaves: bool = False
-    size: int = 0
+    shape: int = 0
 
     def began_before(self, node: int) -> bool:
         """Whether the graph has nodes that were there before the one numbered `node`, see `next_node`."""
@@ -209,7 +209,7 @@ def reach(loss: torch.Tensor) -> Reach:
             else:
                 stack.append(node)
                 oldest = min(oldest, number)
-    return Reach(leaves, oldest, hides_leaves, len(seen))
+    return Reach(leaves, oldest, hides_leaves, sum(hash(type(node)) for node in seen))
 
 
 def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -412,7 +412,7 @@ class Iteration:
                     "argument)"
                 )
             self._gradients.cover(found.leaves)
-            self._expect_way(loss, found.size)
+            self._expect_way(loss, found.shape)
             if self._parts > 1 and any(has_hook(leaf) for leaf in found.leaves):
                 raise CannotSplit("a parameter has a hook, which would see gradients of parts")
             known.reaches([leaf for leaf in found.leaves if leaf.requires_grad])
@@ -431,9 +431,9 @@ class Iteration:
             self.graph_is_spent = found.began_before(self._first_node)
             raise
 
-    def _expect_way(self, loss: torch.Tensor, graph_size: int) -> None:
+    def _expect_way(self, loss: torch.Tensor, shape: int) -> None:
         """Refuse a micro-batch that may compute what no check has seen, until it has been checked with another one."""
-        reason = self.known.refuses_way(loss, graph_size) if self._parts > 1 else None
+        reason = self.known.refuses_way(loss, shape) if self._parts > 1 else None
         if reason is not None:
             first, second = (range(*cut) for cut in self._neighbours)
             self.known.doubt(in_two_parts(first, second))

@@ -208,9 +208,9 @@ class Known:
         """The micro-batches of a call are about to run."""
         self._ways.begin()
 
-    def refuses_way(self, loss: torch.Tensor, graph_size: int) -> str | None:
+    def refuses_way(self, loss: torch.Tensor, shape: int) -> str | None:
         """Why a micro-batch with this loss may not be what a check has seen, see `Ways.refuses`, or None."""
-        return self._ways.refuses(loss, graph_size)
+        return self._ways.refuses(loss, shape)
 
     def doubt(self, rows: list[int]) -> None:
         """Let `rows` be checked, of two micro-batches one of which was refused; that ends, since ways are few."""

@@ -67,14 +67,14 @@ class Ways:
         """The first of some micro-batches is about to run."""
         self._way = None
 
-    def refuses(self, loss: torch.Tensor, size: int) -> str | None:
+    def refuses(self, loss: torch.Tensor, shape: int) -> str | None:
         """Why a micro-batch that follows the last one may compute what no check has seen, or None.
 
         Args:
             loss: with its graph, or without one where it is a constant.
-            size: nodes in the graph.
+            shape: of its graph, see `gradients.Reach`.
         """
-        before, self._way = self._way, self._steady(edges(loss)) if self._varying else size
+        before, self._way = self._way, self._steady(edges(loss)) if self._varying else shape
         pair = frozenset({before, self._way} - {None})
         if self._way not in self._known and len(self._known) < _MOST_WAYS and not self._was_checked(loss):
             reason = "it takes a branch that no check has seen yet"

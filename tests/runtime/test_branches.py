@@ -527,6 +527,26 @@ def test_a_window_by_samples_is_not_cut_where_targets_are_not_in_proportion():
     torch.testing.assert_close(split, model.weight.grad, rtol=1e-12, atol=1e-14)
 
 
+def test_branches_with_graphs_of_one_size_are_told_apart():
+    """A mean over the rare samples takes as many steps as a sum that adds nothing, to reach all parameters."""
+
+    def make(model: nn.ModuleDict) -> Forward:
+        def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss, rare = F.cross_entropy(model["head"](samples), labels), samples[:, 0] == 3
+            if rare.any():
+                return loss + model["layers"][0](samples[rare]).pow(2).mean()
+            return loss + model["layers"][0](samples).sum() * 0
+
+        return forward
+
+    batches = labelled(5, 24)
+    for samples, _ in batches[4:]:
+        samples[5, 1] += samples[5, 0] - 3
+        samples[5, 0] = 3
+    wrong, _ = differing(make, batches, 2)
+    assert wrong == []
+
+
 def refusals(ways: Ways, *losses: torch.Tensor) -> list[str]:
     """Why a call of these micro-batches was checked, until it went through."""
     reasons = []
