@@ -68,6 +68,13 @@ _MODE_FUNCTIONS = frozenset(
 _STEPPING = frozenset("step backward".split())
 
 
+def last_called(context: ast.expr) -> str:
+    """The last name of what makes a context: `timer` of `self.timer["step"]("forward")`."""
+    while isinstance(context, ast.Call | ast.Subscript):
+        context = context.func if isinstance(context, ast.Call) else context.value
+    return last_of(path_of(context))
+
+
 def measures(context: ast.expr) -> bool:
     """Whether a context only measures what runs in it: `record_function("backward")`, `timer("backward")`."""
     if isinstance(context, ast.IfExp):

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from oomfix.rewrite.asked_graphs import check_graphs_not_asked
 from oomfix.rewrite.calls_run import CallsRun
-from oomfix.rewrite.effects import changed_paths, last_name, measures, overlap, paths_read
+from oomfix.rewrite.effects import changed_paths, last_name, overlap, paths_read
 from oomfix.rewrite.forward_hooks import ForwardHooks
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
@@ -94,7 +94,7 @@ class _Lifter:
     """
 
     def __init__(self, reading: Reading, manager: str) -> None:
-        self._script, self._blocks, self._manager = reading.script, reading.blocks, manager
+        self._reading, self._script, self._blocks, self._manager = reading, reading.script, reading.blocks, manager
         tree, nodes = reading.source.tree, reading.script.imports.nodes
         forwards = [
             forward
@@ -365,7 +365,7 @@ class _Lifter:
             branch = next(self._blocks.ancestors(statement))
             if site.first or not isinstance(branch, ast.If | ast.With) or statement not in branch.body:
                 raise
-            if isinstance(branch, ast.With) and not all(measures(item.context_expr) for item in branch.items):
+            if isinstance(branch, ast.With) and not self._reading.measures(branch):
                 raise
             block, header = self._blocks.block_of(branch), self._blocks.header_of(branch)
             bound = self._blocks.bound_before(branch)

@@ -12,7 +12,7 @@ from oomfix.script import TrainingLoop
 from oomfix.script.edits import Edit
 from oomfix.script.nodes import walk
 
-_LEFT = frozenset({"set_grad_enabled", "enable_grad", "record_function", "detect_anomaly", "set_detect_anomaly"})
+_LEFT = frozenset({"set_grad_enabled", "enable_grad"})
 _BINDING = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 
 
@@ -42,8 +42,9 @@ def _runs_backward(block: ast.With, loop: TrainingLoop) -> bool:
 
 def _may_be_left(block: ast.With, reading: Reading) -> bool:
     """Whether metrics are the same behind a block."""
-    contexts = {called_name(item.context_expr) for item in block.items}
-    return contexts <= _LEFT or reading.amp.is_autocast(block) or reading.amp.holds_autocast(block)
+    if reading.amp.is_autocast(block) or reading.amp.holds_autocast(block) or reading.measures(block):
+        return True
+    return {called_name(item.context_expr) for item in block.items} <= _LEFT
 
 
 def _metrics_at_the_end(block: ast.With, loop: TrainingLoop, reading: Reading) -> list[ast.stmt]:

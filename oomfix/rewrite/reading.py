@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from functools import cached_property
 
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import last_called, measures
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.step_functions import training_loops
 from oomfix.script import Script, TrainingLoop
+from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
+
+_SWITCHING = re.compile(r"grad|autocast|inference_mode")
 
 
 class Reading:
@@ -36,6 +43,21 @@ class Reading:
     def layout(self) -> Layout:
         """Its lines."""
         return Layout(self.source)
+
+    def measures(self, block: ast.With) -> bool:
+        """Whether a block only measures what runs in it; where the file itself says how, by what stands there."""
+        contexts = [item.context_expr for item in block.items]
+        return all(map(measures, contexts)) and self._switching.isdisjoint(map(last_called, contexts))
+
+    @cached_property
+    def _switching(self) -> set[str]:
+        """The names of the file's classes and functions that may switch gradients or precision."""
+        nodes = self.script.imports.nodes
+        return {
+            owner.name
+            for owner in (*nodes.of(ast.ClassDef), *nodes.functions)
+            if any(_SWITCHING.search(path_of(part) or "") for part in walk(owner) if isinstance(part, ast.Attribute))
+        }
 
     @cached_property
     def amp(self) -> Amp:

@@ -103,3 +103,46 @@ def test_a_measured_script_trains_the_same():
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert_same_bits(run(SCRIPT), run(after.text, preset="off"))
     assert_close(run(SCRIPT), run(after.text))
+
+
+OWN = """\
+class measure:
+    def __init__(self, name):
+        self.name = name
+
+    def __enter__(self):
+        {entered}
+
+    def __exit__(self, *exception):
+        {left}
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("entered", "left", "form"),
+    [
+        ("self.start = torch.tensor(0)", "print(self.name)", "micro-batched"),
+        ("torch.set_grad_enabled(False)", "torch.set_grad_enabled(True)", "in-place"),
+    ],
+)
+def test_a_block_that_the_file_defines_is_what_it_does(entered, left, form):
+    body = MEASURED.format(context="measure", between="pass", ahead="pass", behind="pass")
+    _, ((found, _),) = apply(OWN.format(entered=entered, left=left) + body)
+    assert found == form
+
+
+def test_metrics_leave_a_block_that_only_measures():
+    text, forms = apply("""\
+        losses = []
+        for x, y in loader:
+            optimizer.zero_grad()
+            with timer("forward"):
+                loss = F.cross_entropy(model(x), y)
+                losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "    loss = memory.forward_backward(forward, x, y)\n    losses.append(loss.item())\n" in text
