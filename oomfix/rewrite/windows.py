@@ -291,4 +291,4 @@ def _notes(size: str, undivided: bool, loses_tail: bool, reset_each_epoch: bool)
         )
     if loses_tail:
         was = "was lost" if reset_each_epoch else "went into the first step of the next epoch, if there was one,"
-        yield f"the last window of an epoch, where shorter, {was} and is now stepped with the weight of its samples"
+        yield f"the last window of an epoch, where shorter, {was} and is now stepped; batches weigh by their samples"

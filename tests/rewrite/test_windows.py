@@ -20,7 +20,7 @@ model = nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = [(torch.randn(6, 4), torch.tensor([0, 1, 1, 0, 1, 0]))] * 6
 """
-TAIL_LOST = "the last window of an epoch, where shorter, was lost and is now stepped with the weight of its samples"
+TAIL_LOST = "the last window of an epoch, where shorter, was lost and is now stepped; batches weigh by their samples"
 
 
 def window(
