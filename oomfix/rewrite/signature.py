@@ -189,7 +189,7 @@ class Signature:
     def copy_sizes(self, lift: Lift, first: int) -> None:
         """Sizes of the batch that the slice reads are asked again inside, of the part that is there."""
         read = self._liveness.before(lift.lifted, names_read(lift.site.root))
-        for statement in [*_sizes_asked_outside(lift.site), *lift.site.block[:first]]:
+        for statement in [*_sizes_asked_outside(lift.site), *lift.site.block[:first], *lift.before]:
             if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
                 names = names_bound_by_target(statement.targets[0])
                 owner = size_of(statement.value)
@@ -197,7 +197,8 @@ class Signature:
                     lift.copied.append(statement)
                 elif owner in names and owner in lift.inputs:
                     lift.copied.clear()
-        lift.moved = [statement for statement in lift.copied if self._is_read_inside_alone(statement, lift)]
+        ahead = (statement for statement in lift.copied if statement not in lift.before)
+        lift.moved = [statement for statement in ahead if self._is_read_inside_alone(statement, lift)]
 
     def _is_read_inside_alone(self, statement: ast.stmt, lift: Lift) -> bool:
         """Whether nothing but a slice reads what a statement of its block binds, which is not the first one there."""

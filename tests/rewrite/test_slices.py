@@ -1047,3 +1047,23 @@ def test_a_term_that_a_loop_may_have_from_the_round_before_is_none():
             print(first.item())
         """)
     assert loops == [("in-place", "first is read later, and only bound on some ways through the slice")]
+
+
+def test_a_size_that_is_asked_between_lines_of_a_slice_is_asked_of_each_part():
+    text = assert_trains_the_same("""\
+        def train(x, y):
+            optimizer.zero_grad()
+            factor = None
+            rows = len(x)
+            out = model(x)
+            if factor is None:
+                factor = torch.ones(rows, 1)
+            loss = F.cross_entropy(out * factor, y)
+            loss.backward()
+            optimizer.step()
+            return loss.item() / rows
+
+        for x, y in loader * 3:
+            print(train(x, y))
+        """)
+    assert text.count("rows = len(x)") == 2
