@@ -10,6 +10,7 @@ from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
+from oomfix.rewrite.inlined_helpers import inlined_helper_edits
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, findings_in, fix_locally
 from oomfix.rewrite.long_lines import long_line_edits
@@ -180,21 +181,43 @@ def rewrite_loops(script: Script, options: Options) -> _Rewritten:
     """
     reading = Reading(script)
     if "apex" in script.source.text and (edits := apex_edits(reading)):
-        current = with_text(script.source, apply_edits(script.source.text, edits))
-        rewritten, loops, fixed = _rewrite_read(Reading(Script.read(current, options.target_torch)), options)
+        rewritten, loops, fixed = _rewritten_behind(edits, reading, options)
         if loops and len(loops) == len(reading.loops) and all(loop.rewrite != "none" for loop in loops):
-            return rewritten, tuple(_before(loop, script.source.text, edits) for loop in loops), fixed
-    return _rewrite_read(reading, options)
+            return rewritten, tuple(loop._replace(notes=(*loop.notes, NOTE)) for loop in loops), fixed
+    found = _rewrite_read(reading, options)
+    if any(loop.rewrite != "micro-batched" for loop in found[1]) and (edits := inlined_helper_edits(reading)):
+        other = _rewritten_behind(edits, reading, options)
+        if _is_more(other[1], found[1]):
+            return other
+    return found
 
 
-def _before(loop: LoopOutcome, text: str, edits: list[Edit]) -> LoopOutcome:
-    """What became of a loop, with the lines of a text as it was before edits that took apex out."""
+def _is_more(loops: Sequence[LoopOutcome], others: Sequence[LoopOutcome]) -> bool:
+    """Whether more became of some of the loops than of the others, and no less of any."""
+    forms = ("none", "in-place", "micro-batched")
+    pairs = [(forms.index(one.rewrite), forms.index(other.rewrite)) for one, other in zip(loops, others, strict=False)]
+    return len(loops) == len(others) and all(one >= other for one, other in pairs) and any(a > b for a, b in pairs)
+
+
+def _rewritten_behind(edits: list[Edit], reading: Reading, options: Options) -> _Rewritten:
+    """A script rewritten behind edits of its whole, told with the lines that it had before them."""
+    text = reading.source.text
 
     def line(number: int) -> int:
         return line_before(text, edits, number)
 
-    reason = loop.reason and with_lines(loop.reason, line)
-    return loop._replace(line=line(loop.line), end_line=line(loop.end_line), reason=reason, notes=(*loop.notes, NOTE))
+    current = with_text(reading.source, apply_edits(text, edits))
+    rewritten, loops, fixed = _rewrite_read(Reading(Script.read(current, options.target_torch)), options)
+    told = (
+        loop._replace(
+            line=line(loop.line),
+            end_line=line(loop.end_line),
+            reason=loop.reason and with_lines(loop.reason, line),
+            notes=tuple(with_lines(note, line) for note in loop.notes),
+        )
+        for loop in loops
+    )
+    return rewritten, tuple(told), tuple(one._replace(line=line(one.line)) for one in fixed)
 
 
 def _rewrite_read(reading: Reading, options: Options) -> _Rewritten:
