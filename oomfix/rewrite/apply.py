@@ -185,10 +185,16 @@ def rewrite_loops(script: Script, options: Options) -> _Rewritten:
         if loops and len(loops) == len(reading.loops) and all(loop.rewrite != "none" for loop in loops):
             return rewritten, tuple(loop._replace(notes=(*loop.notes, NOTE)) for loop in loops), fixed
     found = _rewrite_read(reading, options)
-    if any(loop.rewrite != "micro-batched" for loop in found[1]) and (edits := inlined_helper_edits(reading)):
-        other = _rewritten_behind(edits, reading, options)
-        if _is_more(other[1], found[1]):
-            return other
+    if any(loop.rewrite != "micro-batched" for loop in found[1]) and (inlined := inlined_helper_edits(reading)):
+        edits = [edit for of_helper in inlined.values() for edit in of_helper]
+        rewritten, loops, fixed = _rewritten_behind(edits, reading, options)
+        if _is_more(loops, found[1]):
+            notes = tuple(f"`{name}` is written out where it was called" for name in inlined)
+            pairs = zip(loops, found[1], strict=True)
+            told = (
+                new._replace(notes=(*new.notes, *notes)) if new.rewrite != old.rewrite else new for new, old in pairs
+            )
+            return rewritten, tuple(told), fixed
     return found
 
 

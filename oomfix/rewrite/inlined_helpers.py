@@ -42,19 +42,18 @@ class _Call(NamedTuple):
     given: Mapping[str, ast.expr]
 
 
-def inlined_helper_edits(reading: Reading) -> list[Edit]:
-    """The edits that write helpers out where they are called, for all that run the backward of a loss they are given.
+def inlined_helper_edits(reading: Reading) -> dict[str, list[Edit]]:
+    """The edits that write helpers out where they are called, by name, of all that run the backward of a given loss.
 
     Only helpers that nobody else can call: functions of a script, and those whose names begin with an underscore. What
     they bind must not mean anything where they are called, and what they are given must be names, paths or constants.
     """
-    edits: list[Edit] = []
+    edits: dict[str, list[Edit]] = {}
     for helper in _helpers(reading):
         calls = [_as_given(call, helper, reading) for call in _calls(helper, reading)]
         whole = [call for call in calls if call is not None and _means_the_same(call, helper, reading)]
         if calls and len(whole) == len(calls):
-            edits += [_written_out(call, helper, reading) for call in whole]
-            edits.append(_without(helper, reading))
+            edits[helper.name] = [*(_written_out(call, helper, reading) for call in whole), _without(helper, reading)]
     return edits
 
 

@@ -54,6 +54,7 @@ def assert_written_out(text):
 def test_the_helper_stands_in_the_place_of_its_call(call, clips):
     text = f"limit = 0.1\n{script(call)}"
     after = assert_written_out(text)
+    assert after.loops[0].notes[-1] == "`update` is written out where it was called"
     assert after.loops[0].line == text.splitlines().index("for x, y in loader * 3:") + 1
     tail = after.text[after.text.index("    total = memory.forward_backward(forward, x, y)\n") :]
     assert "    # through all of it\n    total = memory.forward_backward" in after.text
