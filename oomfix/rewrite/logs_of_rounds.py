@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from oomfix.rewrite.effects import called_name, changed_paths, leaves, overlap, paths_read
+from oomfix.rewrite.effects import (
+    called_name,
+    changed_paths,
+    draws_random_numbers,
+    fetches,
+    leaves,
+    overlap,
+    paths_read,
+)
+from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.layout import Lines
-from oomfix.rewrite.liveness import definitely_bound, names_bound, names_bound_by_target, names_read
+from oomfix.rewrite.liveness import FunctionNode, definitely_bound, names_bound, names_bound_by_target, names_read
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit
@@ -25,6 +35,13 @@ _AGAIN = frozenset({"range", "zip", "enumerate", "list", "tuple", "sorted", "rev
 
 _FETCHED = re.compile(r"(loader|iter|iterator|data|dataset|batch|batche)s?$", re.IGNORECASE)
 """What may give other batches when it is run over again."""
+
+
+_PASSING = frozenset(
+    "iter map filter zip enumerate reversed cycle count chain islice product parameters named_parameters modules "
+    "children named_children".split()
+)
+"""What gives something to run over once."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +74,34 @@ def log_behind(reading: Reading, manager: str) -> list[Edit]:
     What is logged has to be made by calls in the round itself, whatever else the loop does must not see that it is
     logged later, and what the loop runs over must be there again.
     """
-    kept = Names(reading.script).free("kept", "kept_values")
+    names = Names(reading.script)
     forwards = {forward.node for forward in reading.script.trace.forwards.values()}
+    passing = _gone_behind_a_loop(reading)
     edits: list[Edit] = []
+    lists: Counter[object] = Counter()
     for loop in _loops(reading, manager):
         runs_network = any(not forwards.isdisjoint(walk(statement)) for statement in loop.logged)
         values = _values(loop)
-        header = None if runs_network or values is None else _header(loop, values, kept)
-        if values is not None and header is not None:
-            edits += _edits(reading, loop, values, header, kept)
+        scope = reading.blocks.scope_of(loop.node)
+        others = lists[scope]
+        kept = names.free(f"kept_{others + 1}") if others else names.free("kept", "kept_values")
+        header = None if runs_network or values is None else _header(loop, values, kept, passing)
+        if values is not None and header is not None and (found := _edits(reading, loop, values, header, kept)):
+            edits += found
+            lists[scope] += 1
     return edits
 
 
+def _gone_behind_a_loop(reading: Reading) -> set[str]:
+    """The paths that are bound somewhere to what can be run over only once: `pairs = zip(outputs, labels)`."""
+    made = reading.script.imports.nodes.of(ast.Assign)
+    once = (one for one in made if isinstance(one.value, ast.GeneratorExp) or called_name(one.value) in _PASSING)
+    return {path for one in once for target in one.targets if (path := path_of(target)) is not None}
+
+
 def _loops(reading: Reading, manager: str) -> Iterator[_Loop]:
-    blocks = reading.blocks
+    blocks, effects = reading.blocks, _Effects(reading)
+    known: set[ast.stmt] = set()
     for call in reading.script.imports.nodes.of(ast.Call):
         if path_of(call.func) != f"{manager}.backward" or not call.args:
             continue
@@ -78,23 +109,37 @@ def _loops(reading: Reading, manager: str) -> Iterator[_Loop]:
         block = blocks.block_of(statement)
         end = block.index(statement)
         for index, outer in enumerate(block[:end]):
-            inner = outer
+            if outer in known:  # on the way to an earlier loss
+                continue
+            known.add(outer)
+            inner, entered = outer, set[str]()
             while isinstance(inner, ast.With) and isinstance(inner.body[-1], ast.With | ast.For):
+                entered |= {name for item in inner.items for name in names_bound(item)}
                 inner = inner.body[-1]
             if isinstance(inner, ast.For) and not inner.orelse and not any(leaves(one) for one in inner.body):
                 loop = _Loop(inner, outer, block[:index], block[index + 1 : end + 1], ())
-                if logged := _logged(loop):
+                logged = _logged(loop, effects)
+                if logged and entered.isdisjoint(name for statement in logged for name in names_read(statement)):
                     yield _Loop(inner, outer, block[:index], block[index + 1 : end + 1], logged)
 
 
-def _logged(loop: _Loop) -> list[ast.stmt]:
-    """The statements that change what was made outside, and that nothing on the way to the loss sees."""
-    found = [statement for statement in loop.node.body if _is_for_effect(statement)]
+def _logged(loop: _Loop, effects: _Effects) -> list[ast.stmt]:
+    """The statements that change what was made outside, and that nothing on the way to the loss sees.
+
+    Nor do they see anything else that a later round changes.
+    """
+    found = [statement for statement in loop.node.body if effects.are_all(statement)]
     while True:
-        others = [*(one for one in loop.node.body if one not in found), *loop.behind]
-        read = {path for statement in others for path in paths_read(statement)}
-        changed = {path for statement in others for path in (*changed_paths(statement), *names_bound(statement))}
-        seen = [one for one in found if overlap(_changes(one), read | changed)]
+        computes = [one for one in loop.node.body if one not in found]
+        others = [*computes, *loop.behind]
+        read = {path for statement in others for path in effects.read(statement)}
+        changed = {path for statement in others for path in (*effects.changed(statement), *names_bound(statement))}
+        by_rounds = {path for statement in computes for path in effects.changed(statement)}
+        seen = [
+            one
+            for one in found
+            if overlap(effects.changed(one) | names_bound(one), read | changed) or overlap(by_rounds, effects.read(one))
+        ]
         if not seen:
             break
         found = [one for one in found if one not in seen]
@@ -106,16 +151,67 @@ def _logged(loop: _Loop) -> list[ast.stmt]:
     return found if lasting or counted else []
 
 
-def _changes(statement: ast.stmt) -> set[str]:
-    return names_bound(statement) | changed_paths(statement)
+class _Effects:
+    """What statements change and see, in the functions of the file that they call too.
+
+    Args:
+        reading: the file.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        nodes = reading.script.imports.nodes
+        self._functions = FunctionsCalled(nodes)
+        self._forwards = [one for one in nodes.functions if one.name in ("forward", "__call__")]
+
+    def are_all(self, statement: ast.stmt) -> bool:
+        """Whether a statement does nothing else than to change something, which no draw or fetch has a part in."""
+        if isinstance(statement, ast.If):
+            return all(map(self.are_all, (*statement.body, *statement.orelse)))
+        if draws_random_numbers(statement) or fetches(statement):
+            return False
+        if not isinstance(statement, ast.Expr):
+            return isinstance(statement, ast.AugAssign)
+        call = statement.value
+        if not isinstance(call, ast.Call):
+            return False
+        return isinstance(call.func, ast.Attribute) or called_name(call) == "print" or bool(self._functions.by(call))
+
+    def changed(self, statement: ast.stmt) -> set[str]:
+        """The paths that a statement changes, and that functions change which it calls."""
+        found = changed_paths(statement)
+        for function in self._run_by(statement):
+            own = _bound_in(function)
+            for inner in function.body:
+                paths = changed_paths(inner) | {name for name in names_bound(inner) if name not in own}
+                found |= {path for path in paths if path.split(".")[0] not in own}
+        return found
+
+    def read(self, statement: ast.stmt) -> set[str]:
+        """The paths that a statement reads, and that functions read which it calls, or which networks run."""
+        found = paths_read(statement)
+        called = any(isinstance(node, ast.Call) for node in walk(statement))
+        for function in (*self._run_by(statement), *(self._forwards if called else ())):
+            own = _bound_in(function)
+            found |= {path for one in function.body for path in paths_read(one) if path.split(".")[0] not in own}
+        return found
+
+    def _run_by(self, statement: ast.stmt) -> list[FunctionNode]:
+        found: list[FunctionNode] = []
+        waiting: list[ast.AST] = [statement]
+        for node in waiting:
+            calls = (child for child in walk(node) if isinstance(child, ast.Call))
+            new = dict.fromkeys(one for call in calls for one in self._functions.by(call) if one not in found)
+            found += new
+            waiting += new
+        return found
 
 
-def _is_for_effect(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.If):
-        return all(map(_is_for_effect, (*statement.body, *statement.orelse)))
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Call)
-    return isinstance(statement, ast.AugAssign)
+def _bound_in(function: FunctionNode) -> set[str]:
+    """The names that are a function's own, but for that of its object."""
+    outer = (node for node in walk(function) if isinstance(node, ast.Global | ast.Nonlocal))
+    bound = {name for statement in function.body for name in names_bound(statement)}
+    given = {node.arg for node in walk(function.args) if isinstance(node, ast.arg)}
+    return (bound | given) - {name for node in outer for name in node.names} - {"self"}
 
 
 def _values(loop: _Loop) -> list[str] | None:
@@ -145,7 +241,7 @@ def _first_line(name: str, loop: _Loop) -> int:
     return next(statement.lineno for statement in loop.computes if name in names_bound(statement))
 
 
-def _header(loop: _Loop, values: list[str], kept: str) -> str | None:
+def _header(loop: _Loop, values: list[str], kept: str, passing: set[str]) -> str | None:
     """The header of the loop that logs; None where it would need what the first one runs over, and that is gone."""
     node = loop.node
     inside = {name for one in (*loop.before, loop.outer) for name in names_bound(one)}
@@ -158,7 +254,7 @@ def _header(loop: _Loop, values: list[str], kept: str) -> str | None:
     counts = called_name(node.iter) == "enumerate" and isinstance(node.iter, ast.Call) and len(node.iter.args) == 1
     if counts and isinstance(target, ast.Tuple) and needed <= names_bound_by_target(target.elts[0]):
         return f"for {ast.unparse(target.elts[0])}, {nested} in enumerate({kept}):"
-    if not _is_there_again(node.iter) or names_read(node.iter) & inside:
+    if not _is_there_again(node.iter) or names_read(node.iter) & inside or paths_read(node.iter) & passing:
         return None
     told = ast.unparse(target)
     told = f"({told})" if isinstance(target, ast.Tuple) and not told.startswith("(") else told

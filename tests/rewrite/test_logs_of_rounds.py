@@ -104,12 +104,26 @@ def test_the_loop_that_logs_reads_as_if_written_by_hand():
         (OVER_NAMES, "log[task].append(one.item())\nloss = loss + len(log[task]) * 0.01"),
         (OVER_NAMES, "loss += one\nlog[task].append(loss.item())\nloss -= one"),
         (OVER_NAMES, "same = one\nlog[task].append(same.item())"),
+        (
+            OVER_NAMES,
+            "outputs[task] = one\nlog[task].append(one.item() + sum(o.sum().item() for o in outputs.values()))",
+        ),
         (OVER_NAMES, "if len(log[task]) > 3:\n    break\nlog[task].append(one.item())"),
         ({**OVER_NAMES, "header": "task in list(outputs)"}, TO_LOG),
         ({**OVER_NAMES, "header": "task in iter(tasks)"}, TO_LOG),
         (OVER_NAMES, "log[task].append(heads[task](hidden.detach()).mean().item())"),
     ],
-    ids=["made anew", "read", "added to", "held elsewhere", "left", "made inside", "gone", "runs a network"],
+    ids=[
+        "made anew",
+        "read",
+        "added to",
+        "held elsewhere",
+        "changed by rounds",
+        "left",
+        "made inside",
+        "gone",
+        "runs a network",
+    ],
 )
 def test_what_may_be_another_value_behind_the_loop_is_logged_within(over, logged):
     text = script(logged, over)
@@ -127,3 +141,76 @@ def test_what_is_logged_under_autocast_is_logged_behind_it():
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert "\n    for task, one in zip(tasks, kept):\n        log[task].append(one.item())\n" in after.text
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+SEEN = """\
+passing = (i for i in range(99))
+share = {"of": 1.0}
+
+
+def weigh(task):
+    return 1 / (1 + sum(log[task]))
+
+
+def share_more():
+    share["of"] += 0.5
+
+
+class Noted:
+    def __enter__(self):
+        self.open = True
+        return self
+
+    def __exit__(self, *error):
+        self.open = False
+
+    def write(self, number):
+        assert self.open
+        log["a"].append(number)
+
+
+for x, y in loader:
+"""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss + one": "loss + one * weigh(task)"},
+        {"loss + one": "loss + one * share['of']", "item())\n": "item())\n        share_more()\n"},
+        {"in tasks:": "in zip(tasks, passing):", "task in zip": "task, i in zip", "item())": "item() + i)"},
+        {"    for task": "    with Noted() as noted:\n     for task", "log[task].append": "noted.write"},
+    ],
+    ids=["read by a function", "changed by a function", "gone", "closed"],
+)
+def test_what_functions_see_and_what_is_gone_behind_the_loop_is_logged_within(changes):
+    text = script().replace("for x, y in loader:\n", SEEN)
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    after = rewritten(text)
+    assert "kept" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_loops_on_the_way_to_two_losses_keep_lists_of_their_own():
+    text = script().replace(
+        "    loss.backward()\n    optimizer.step()\n",
+        """\
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = 0
+    for task in tasks:
+        two = F.cross_entropy(heads[task](torch.tanh(body(x + 1))), y[:, 0])
+        log[task].append(two.item())
+        loss = loss + two
+    loss.backward()
+    optimizer.step()
+""",
+    )
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert "for task, two in zip(tasks, kept_2):" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    assert_close(run(text), run(after.text))
