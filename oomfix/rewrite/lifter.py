@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -171,6 +172,7 @@ class _Lifter:
 
     def _edits(self, calls: list[ast.Call], outside: set[ast.stmt]) -> list[Edit]:
         lifts: list[Lift] = []
+        lifted: list[ast.Call] = []
         edits: list[Edit] = []
         for call in calls:
             site = self._behind(outside, self._site(call))
@@ -190,6 +192,9 @@ class _Lifter:
             function = self._function if not before else f"{self._function}_{len(before) + 1}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
+            lifted.append(call)
+        for lift, call in zip(lifts, lifted, strict=True):
+            self._check_graphs_stay(lift, call)
         self.state = next((lift.state for lift in lifts if lift.state is not None), None)
         if self.state is not None and len(lifts) > 1:
             raise CannotLift(f"{self.state}, which another loss may go through")
@@ -267,6 +272,29 @@ class _Lifter:
         if other := next((statement for statement in others if self._runs_forward(statement)), None):
             raise CannotLift(f"one may go through what line {other.lineno} has computed ahead of another")
         return replace(second, first=max(second.first, behind))
+
+    def _check_graphs_stay(self, lift: Lift, call: ast.Call) -> None:
+        """Whether no other backward is the first to go through what the networks of a slice give.
+
+        `for _ in range(2): fake = netG(noise) ...` for the loss of a discriminator, with that of the generator, on the
+        last `fake`, behind the loop; the same by an attribute, `self.fake = fake`, from another method.
+
+        Raises:
+            CannotLift: one does, and what the slice gives out has no graph.
+        """
+        here = {node for statement in lift.lifted for node in walk(statement)}
+        run = {one for statement in lift.lifted for one in self._calls_run.by(statement)}
+        forwards = self._script.trace.forwards
+        times = Counter(forward.node for forward in forwards.values())
+        own = [event.order for event in self._script.backwards if event.node is call]
+        for origin, forward in forwards.items():
+            # in a function that is called elsewhere too, it may be another run of it
+            if forward.node in here or (forward.node in run and times[forward.node] == 1):
+                through = [event for event in self._script.backwards if origin in event.origins]
+                first = min(through, key=lambda event: event.order, default=None)
+                if first is not None and first.node is not call and own and min(own) < first.order:
+                    made = f"what line {forward.node.lineno} computes"
+                    raise CannotLift(f"the backward in line {first.node.lineno} goes through {made}")
 
     def _reads_detached(self, shared: set[str], first: Lift, second: Site) -> bool:
         """Whether all up to a loss, but for the slice of an earlier one, reads names without their graphs."""

@@ -167,7 +167,7 @@ class _Effects:
         """Whether a statement does nothing else than to change something, which no draw or fetch has a part in."""
         if isinstance(statement, ast.If):
             return all(map(self.are_all, (*statement.body, *statement.orelse)))
-        if draws_random_numbers(statement) or fetches(statement):
+        if any(draws_random_numbers(one) or fetches(one) for one in (statement, *self._run_inside(statement))):
             return False
         if not isinstance(statement, ast.Expr):
             return isinstance(statement, ast.AugAssign)
@@ -194,6 +194,10 @@ class _Effects:
             own = _bound_in(function)
             found |= {path for one in function.body for path in paths_read(one) if path.split(".")[0] not in own}
         return found
+
+    def _run_inside(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+        """The statements of the functions that a statement calls."""
+        return (one for function in self._run_by(statement) for one in function.body)
 
     def _run_by(self, statement: ast.stmt) -> list[FunctionNode]:
         found: list[FunctionNode] = []

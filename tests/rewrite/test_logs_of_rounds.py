@@ -156,6 +156,10 @@ def share_more():
     share["of"] += 0.5
 
 
+def drawn():
+    return torch.rand(1).item()
+
+
 class Noted:
     def __enter__(self):
         self.open = True
@@ -178,10 +182,11 @@ for x, y in loader:
     [
         {"loss + one": "loss + one * weigh(task)"},
         {"loss + one": "loss + one * share['of']", "item())\n": "item())\n        share_more()\n"},
+        {"one.item())": "one.item() + drawn())", "body(x)": "F.dropout(body(x))"},
         {"in tasks:": "in zip(tasks, passing):", "task in zip": "task, i in zip", "item())": "item() + i)"},
         {"    for task": "    with Noted() as noted:\n     for task", "log[task].append": "noted.write"},
     ],
-    ids=["read by a function", "changed by a function", "gone", "closed"],
+    ids=["read by a function", "changed by a function", "drawn", "gone", "closed"],
 )
 def test_what_functions_see_and_what_is_gone_behind_the_loop_is_logged_within(changes):
     text = script().replace("for x, y in loader:\n", SEEN)

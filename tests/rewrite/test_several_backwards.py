@@ -195,6 +195,87 @@ def test_samples_that_a_discriminator_sees_first_are_given_to_both_losses(taken)
     assert split.calls_in_parts == 10
 
 
+CRITIC_FIRST = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Trainer:
+    def __init__(self):
+        self.generator, self.critic = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.make = torch.optim.Adam(self.generator.parameters(), lr=0.01)
+        self.judge = torch.optim.Adam(self.critic.parameters(), lr=0.01)
+
+    def step_critic(self, x):
+        fake = self.generator(torch.randn(len(x), 3))
+        judged = self.critic(fake.detach()).mean() - self.critic(x).mean()
+        self.judge.zero_grad()
+        judged.backward()
+        self.judge.step()
+        {kept}
+        return judged.item()
+
+    def step_generator(self):
+        {taken}
+        made = -self.critic(fake).mean()
+        self.make.zero_grad()
+        made.backward()
+        self.make.step()
+        return made.item()
+
+
+trainer = Trainer()
+for x in [torch.randn(6, 4) for _ in range(5)]:
+    print(f"{trainer.step_critic(x):.9f} {trainer.step_generator():.9f}")
+"""
+CRITIC_LOOP = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+generator, critic = nn.Linear(3, 4), nn.Linear(4, 1)
+make = torch.optim.Adam(generator.parameters(), lr=0.01)
+judge = torch.optim.Adam(critic.parameters(), lr=0.01)
+for x in [torch.randn(6, 4) for _ in range(5)]:
+    for _ in range(2):
+        fake = generator(torch.randn(len(x), 3))
+        judged = critic(fake.detach()).mean() - critic(x).mean()
+        judge.zero_grad()
+        judged.backward()
+        judge.step()
+    {taken}
+    made = -critic(fake).mean()
+    make.zero_grad()
+    made.backward()
+    make.step()
+    print(f"{judged.item():.9f} {made.item():.9f}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "taken", "line"),
+    [
+        (CRITIC_LOOP, "", "pass", 10),
+        (CRITIC_FIRST, "self.fake = fake", "fake = self.fake", 14),
+    ],
+    ids=["behind the loop of the critic", "by an attribute"],
+)
+def test_samples_that_another_backward_goes_through_first_keep_their_graph(text, kept, taken, line):
+    text = text.replace("{kept}", kept).replace("{taken}", taken)
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert {loop.rewrite for loop in after.loops} == {"in-place"}
+    assert f"goes through what line {line} computes" in " ".join(loop.reason or "" for loop in after.loops)
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    assert_close(run(text), run(after.text))
+
+
+def test_samples_made_anew_behind_the_loop_of_a_critic_leave_it_to_be_lifted():
+    text = CRITIC_LOOP.replace("{taken}", "fake = generator(torch.randn(len(x), 3))")
+    assert {loop.rewrite for loop in rewritten(text).loops} == {"micro-batched"}
+
+
 def test_samples_stay_with_losses_that_cannot_be_split():
     text = DISCRIMINATOR_FIRST.replace("{taken}", "fake.detach()")
     text = text.replace("{again}", "critic(locals()['fake'])")
