@@ -73,7 +73,7 @@ for x, y in loader:
 """)
 
 
-GENERATOR_FIRST = """\
+TWO_NETWORKS = """\
 import torch
 from torch import nn
 
@@ -83,6 +83,10 @@ critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 make = torch.optim.Adam(generator.parameters(), lr=0.01)
 judge = torch.optim.Adam(critic.parameters(), lr=0.01)
 criterion = nn.BCEWithLogitsLoss()
+"""
+GENERATOR_FIRST = (
+    TWO_NETWORKS
+    + """\
 for x in [torch.randn(6, 4) for _ in range(5)]:
     true, false = torch.ones(len(x), 1), torch.zeros(len(x), 1)
     make.zero_grad()
@@ -96,6 +100,7 @@ for x in [torch.randn(6, 4) for _ in range(5)]:
     judge.step()
     print(f"{made.item():.9f} {judged.item():.9f} {fake.data.mean().item():.9f}")
 """
+)
 
 
 @pytest.mark.parametrize("taken", ["fake.detach()", "fake.data"])
@@ -148,17 +153,9 @@ def test_what_is_made_of_parameters_alone_has_a_graph_behind_the_first_backward_
     assert_same_bits(run(text), run(after.text, preset="off"))
 
 
-DISCRIMINATOR_FIRST = """\
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
-critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-make = torch.optim.Adam(generator.parameters(), lr=0.01)
-judge = torch.optim.Adam(critic.parameters(), lr=0.01)
-criterion = nn.BCEWithLogitsLoss()
-
+DISCRIMINATOR_FIRST = (
+    TWO_NETWORKS
+    + """
 
 def shown(fake):
     return fake.detach()
@@ -178,6 +175,7 @@ for x in [torch.randn(6, 4) for _ in range(5)]:
     make.step()
     print(f"{made.item():.9f} {judged.item():.9f} {fake.data.mean().item():.9f}")
 """
+)
 
 
 @pytest.mark.parametrize("taken", ["fake.detach()", "shown(fake)", "fake.detach() * torch.ones_like(fake)"])
