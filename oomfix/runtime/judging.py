@@ -7,6 +7,10 @@ from oomfix.runtime.outputs import Rule, Sum, Zero
 from oomfix.runtime.verdict import Verdict
 
 DEPEND = "samples depend on each other: a few rows give something else in two parts"
+SEVERAL_DEPEND = (
+    "samples depend on each other, or its cross entropies divide by different numbers of targets: a few rows give "
+    "something else in two parts"
+)
 OPEN = "its loss is 0 on a few rows, which leaves open what it is a mean of"
 PLAIN = "its loss is a plain number, or none, for some of its samples, which add nothing to it"
 BENDS = (
@@ -40,7 +44,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         return Verdict(None, PLAIN, undecided=True)
     if rule is None:
         of_others = "what a few rows return besides the loss cannot be put together from two parts"
-        return Verdict(None, DEPEND if of_loss is None else of_others)
+        depend = SEVERAL_DEPEND if evidence.nll_losses > 1 else DEPEND
+        return Verdict(None, depend if of_loss is None else of_others)
     if loss is not None and not trust and _alike_alone(evidence):
         return Verdict(None, "two of its rows, each alone, show nothing that tells them apart", undecided=True)
     if evidence.bends and not trust:

@@ -18,7 +18,7 @@ from oomfix.runtime.divisor_check import by_divisors
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
 from oomfix.runtime.hinge_check import by_hinges
-from oomfix.runtime.judging import BENDS, DEPEND, OPEN, contradict
+from oomfix.runtime.judging import BENDS, DEPEND, OPEN, SEVERAL_DEPEND, contradict
 from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.repetition_check import by_repetition
@@ -111,7 +111,7 @@ def _of_few_rows(
     verdict, closer = found.verdict, not trust and simulation.assumption is None
     if closer and verdict.rule is not None:
         verdict = _confirmed_closer(rows, found, few, together, with_gradients=trains and not sharded)
-    depends = verdict.rule is None and verdict.reason in (DEPEND, GRADIENTS_DEPEND, BENDS)
+    depends = verdict.rule is None and verdict.reason in (DEPEND, SEVERAL_DEPEND, GRADIENTS_DEPEND, BENDS)
     if closer and depends and trains and not sharded:
         weighed = _in_parts_that_run(few, together, partial(by_divisors, rows, found.how))
         verdict = verdict if weighed is None or weighed.rule is None else weighed

@@ -465,3 +465,26 @@ def test_a_wrong_batch_size_is_refused_by_name(size):
 def test_a_forward_without_a_loss_is_refused_by_name(result):
     with pytest.raises(ValueError, match="forward: returned"):
         runtime.preset("16gb").forward_backward(lambda x: result, torch.ones(2))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_cross_entropies_over_words_and_sentences_are_split_where_their_targets_are_in_proportion(masked):
+    """Each word counts, or only masked ones do: then a part holds another share of words than of sentences."""
+    torch.manual_seed(0)
+    body, words, sentences = nn.Linear(8, 16).double(), nn.Linear(16, 5).double(), nn.Linear(16, 2).double()
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=3)
+
+    def forward(x, of_words, of_sentences):
+        hidden = torch.tanh(body(x))
+        loss = F.cross_entropy(words(hidden).flatten(0, 1), of_words.flatten())
+        return loss + F.cross_entropy(sentences(hidden.mean(1)), of_sentences)
+
+    x, of_words = torch.randn(12, 7, 8).double(), torch.randint(0, 5, (12, 7))
+    of_words = of_words.masked_fill(torch.rand(12, 7) < 0.5, -100) if masked else of_words
+    batch = x, of_words, torch.randint(0, 2, (12,))
+    forward(*batch).backward()
+    expected, body.weight.grad = body.weight.grad, None
+    memory.forward_backward(forward, *batch)
+    torch.testing.assert_close(body.weight.grad, expected, rtol=1e-12, atol=1e-14)
+    (report,) = memory.report().forwards
+    assert ("its cross entropies divide by different numbers of targets" in (report.whole_because or "")) == masked
