@@ -5,6 +5,8 @@ import pytest
 from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
 from tests.rewrite.small_loops import TOP
 
+CLIP_BY = "update(total, optimizer, {})"
+
 HELPER = """
 {decorator}
 def update(loss, opt, clip=None, {more}):
@@ -118,11 +120,27 @@ Trainer().fit()
         {"line": "global total"},
         {"more": "*rest"},
         {"decorator": "@torch.enable_grad()"},
+        {"line": 'print("""a\n  b""")'},
+        {"line": 'print(f"{loss=:.6f}")'},
+        {"line": 'print(f"{_}")', "more": "_='a'"},
+        {"line": "print(_.bit_length())", "more": "_=3"},
+        {"line": "print(sorted(locals()))"},
+        {"line": "print(_)", "more": "_=len(loader)"},
+        {"line": "F = 3"},
+        {
+            "line": "loader[0:0], opt.defaults['lr'] = [], 3; print(clip)",
+            "call": CLIP_BY.format("optimizer.defaults['lr']"),
+        },
+        {"line": "opt.defaults.update(lr=3); print(clip)", "call": CLIP_BY.format("optimizer.defaults['lr']")},
+        {"call": "update(total, optimizer)\n    exec('update(F.cross_entropy(model(x), y), optimizer)')"},
+        {"call": "update(\n        total,\n        memory_of\n        .optimizer,\n    )"},
     ],
     ids=lambda changes: next(iter(changes.values())),
 )
 def test_a_helper_that_may_mean_something_else_there_stays(changes):
-    text = script(**changes)
+    text = script(**changes).replace("loader * 3", "list(loader) * 3")
+    if "memory_of" in text:
+        text = text.replace("# updates", "import types\n\nmemory_of = types.SimpleNamespace(optimizer=optimizer)\n")
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["in-place"]
     assert "def update" in after.text
@@ -147,3 +165,114 @@ def test_a_function_that_other_files_may_import_stays():
     text = f"{head}    for x, y in loader:\n" + "".join(f"    {line}\n" for line in loop.splitlines())
     assert [loop.rewrite for loop in rewritten(text).loops] == ["in-place"]
     assert [loop.rewrite for loop in rewritten(text.replace("update(", "_update(")).loops] == ["micro-batched"]
+
+
+CLASS = """
+class Trainer:
+    def __init__(self):
+        self.seen = 0
+
+    def _update(self, loss, seen):
+        optimizer.zero_grad()
+        loss.backward()
+        {line}
+        optimizer.step()
+
+    def count(self):
+        self.seen += 1
+
+    def fit(self):
+        for x, y in loader * 3:
+            total = F.cross_entropy(model(x), y)
+            self._update(total, self.seen)
+            print(f"{{total.item():.9f}}")
+
+
+{more}
+Trainer().fit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "inlined"),
+    [
+        ("print(seen)", "", True),
+        ("self.count(); print(seen)", "", False),
+        ("pass", "class Other(Trainer):\n    def _update(self, loss, seen):\n        optimizer.step()\n", False),
+        ("pass", "class Other(Trainer):\n    _update = print\n", False),
+        ("pass", "print(callable(getattr(Trainer, '_update')))", False),
+        ("pass", "class Other:\n    def fit(self):\n        self._update(1, 2)\n", False),
+        ("pass", "class Other(Trainer):\n    def again(self, total):\n        self._update(total, 2)\n", True),
+    ],
+)
+def test_a_method_is_written_out_only_where_no_other_can_be_meant(line, more, inlined):
+    text = TOP + CLASS.format(line=line, more=more)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched" if inlined else "in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ("    def fit", "    step = _update\n\n    def fit"),
+        ("class Trainer:", "class Base:\n    def _update(self, x):\n        x.backward()\n\n\nclass Trainer(Base):"),
+    ],
+)
+def test_a_method_whose_name_something_else_has_stays(changed):
+    text = TOP + CLASS.format(line="pass", more="").replace(*changed)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_a_method_that_is_all_of_its_class_stays():
+    head, method = CLASS.format(line="pass", more="").split("    def _update")
+    method, tail = method.split("    def count")
+    base = f"class Base:\n    def _update{method}"
+    text = TOP + base + head.replace("class Trainer:", "class Trainer(Base):") + f"    def count{tail}"
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize("kinds", [("if len(loader) > 9:", "else:"), ("if len(loader) < 9:", "else:")])
+def test_a_helper_that_is_defined_by_branches_stays(kinds):
+    branches = "".join(
+        f"{kind}\n    def _update(loss):\n        optimizer.zero_grad()\n        loss.backward()\n"
+        f"        print({number})\n        optimizer.step()\n"
+        for number, kind in enumerate(kinds)
+    )
+    loop = "for x, y in loader:\n    total = F.cross_entropy(model(x), y)\n    _update(total)\n"
+    text = TOP + branches + loop
+    after = rewritten(text)
+    assert [one.rewrite for one in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_a_parameter_with_the_name_of_the_helper_is_no_call_of_it():
+    text = script().replace("for x, y in loader * 3:", "def fit(update):\n    for x, y in loader:")
+    head, loop = text.split("    for x, y in loader:\n")
+    text = f"{head}    for x, y in loader:\n" + "".join(f"    {line}\n" for line in loop.splitlines())
+    text += "\n\nif __name__ == '__main__':\n    fit(lambda loss, opt: (loss.backward(), opt.step()))\n"
+    after = rewritten(text)
+    assert "def update" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_a_helper_that_calls_another_stays_with_it():
+    text = script(line="extra(_, opt)", more="_=None", call="again = F.cross_entropy(model(x + 1), y)\n    CALL")
+    text = text.replace("CALL", "update(total, optimizer, None, again)")
+    extra = "def extra(loss, opt):\n    opt.zero_grad()\n    loss.backward()\n\n\n# updates"
+    text = text.replace("# updates", extra)
+    after = rewritten(text)
+    assert "def extra" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize(("given", "test"), [("", None), (", clip=0.1", "if True:")])
+def test_a_comparison_of_a_constant_with_none_is_decided(given, test):
+    text = script(f"update(total, optimizer{given})").replace("if clip:", "if clip is not None:")
+    after = assert_written_out(text)
+    assert "is not None" not in after.text
+    assert ("clip_grad_norm_" in after.text) == (test is not None)
