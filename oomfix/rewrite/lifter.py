@@ -10,7 +10,7 @@ from functools import cached_property
 
 from oomfix.rewrite.asked_graphs import check_graphs_not_asked
 from oomfix.rewrite.calls_run import CallsRun
-from oomfix.rewrite.effects import changed_paths, last_name, overlap, paths_read
+from oomfix.rewrite.effects import changed_paths, last_name, overlap
 from oomfix.rewrite.forward_hooks import ForwardHooks
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
@@ -26,6 +26,7 @@ from oomfix.rewrite.liveness import (
     names_read,
 )
 from oomfix.rewrite.module import Names
+from oomfix.rewrite.network_use import ReadsNetwork, TrainsNetwork
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
@@ -37,7 +38,7 @@ from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 from oomfix.script.torch_facts import TORCH_GRAPH_FREE
-from oomfix.script.trace import Backward, Forward, Loop
+from oomfix.script.trace import Forward, Loop
 
 _WITHOUT_GRAPH = frozenset("detach data item shape size device dtype".split())
 _MOVES = frozenset({"to", "cuda", "type", "type_as"})
@@ -107,8 +108,8 @@ class _Lifter:
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         self._runs_forward: Callable[[ast.AST], bool] = lambda node: not of_networks.isdisjoint(calls_run.by(node))
-        reads_network = _ReadsNetwork(calls_run, forwards)
-        is_trained = _Trains(calls_run, trained, self._script.backwards)
+        reads_network = ReadsNetwork(calls_run, forwards)
+        is_trained = TrainsNetwork(calls_run, trained, self._script.backwards)
         self._slicer = Slicer(
             tree,
             Helpers(nodes, of_networks),
@@ -425,53 +426,3 @@ def _needed_by(needed: set[str], liveness: Liveness, statements: list[ast.stmt])
         if names_bound(statement) & needed or overlap(changed_paths(statement), needed):
             needed = liveness.before([statement], needed)
     return needed
-
-
-class _ReadsNetwork:
-    """Whether a node looks at a network: at its weights, or at anything else of it.
-
-    Args:
-        calls_run: the calls that run in a node.
-        forwards: those of the script.
-    """
-
-    def __init__(self, calls_run: CallsRun, forwards: list[Forward]) -> None:
-        self._calls_run = calls_run
-        parts = [forward.path.split(".") for forward in forwards if forward.path is not None]
-        self._networks = {".".join(names[: 2 if names[0] == "self" else 1]) for names in parts}
-        if "self" in self._networks:
-            # the object that trains is the network: what else it holds may be looked at
-            self._networks = self._networks - {"self"} | {"self.parameters", "self.named_parameters", "self.state_dict"}
-
-    def __call__(self, node: ast.AST) -> bool:
-        return any(overlap(self._networks, paths_read(one)) for one in (node, *self._calls_run.by(node)))
-
-
-class _Trains:
-    """Whether a node runs a network whose graph is still there behind it, as that of an attack on its inputs is not.
-
-    Args:
-        calls_run: the calls that run in a node.
-        forwards: those that record a graph.
-        backwards: those of the script; one in the same node that keeps no graph leaves nothing to go through.
-    """
-
-    def __init__(self, calls_run: CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
-        self._calls_run = calls_run
-        ends: dict[int, set[ast.expr]] = {}
-        for event in backwards:
-            if not _keeps_graph(event):
-                for origin in event.origins:
-                    ends.setdefault(origin, set()).add(event.node)
-        self._ends: dict[ast.expr, list[set[ast.expr]]] = {}
-        for forward in forwards:
-            self._ends.setdefault(forward.node, []).append(ends.get(forward.origin, set()))
-
-    def __call__(self, node: ast.AST) -> bool:
-        run: set[ast.expr] = set(self._calls_run.by(node))
-        return any(not ends & run for call in run & self._ends.keys() for ends in self._ends[call])
-
-
-def _keeps_graph(event: Backward) -> bool:
-    given = (keyword for keyword in event.node.keywords if keyword.arg in ("retain_graph", "create_graph", None))
-    return any(not (isinstance(one.value, ast.Constant) and not one.value.value) for one in given)

@@ -1,0 +1,60 @@
+"""What a statement does with a network: looks at it, or runs it so that its graph is still there behind it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from oomfix.rewrite.calls_run import CallsRun
+from oomfix.rewrite.effects import overlap, paths_read
+from oomfix.script.trace import Backward, Forward
+
+
+class ReadsNetwork:
+    """Whether a node looks at a network: at its weights, or at anything else of it.
+
+    Args:
+        calls_run: the calls that run in a node.
+        forwards: those of the script.
+    """
+
+    def __init__(self, calls_run: CallsRun, forwards: list[Forward]) -> None:
+        self._calls_run = calls_run
+        parts = [forward.path.split(".") for forward in forwards if forward.path is not None]
+        self._networks = {".".join(names[: 2 if names[0] == "self" else 1]) for names in parts}
+        if "self" in self._networks:
+            # the object that trains is the network: what else it holds may be looked at
+            self._networks = self._networks - {"self"} | {"self.parameters", "self.named_parameters", "self.state_dict"}
+
+    def __call__(self, node: ast.AST) -> bool:
+        return any(overlap(self._networks, paths_read(one)) for one in (node, *self._calls_run.by(node)))
+
+
+class TrainsNetwork:
+    """Whether a node runs a network whose graph is still there behind it, as that of an attack on its inputs is not.
+
+    Args:
+        calls_run: the calls that run in a node.
+        forwards: those that record a graph.
+        backwards: those of the script; one in the same node that keeps no graph leaves nothing to go through.
+    """
+
+    def __init__(self, calls_run: CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
+        self._calls_run = calls_run
+        ends: dict[int, set[ast.expr]] = {}
+        for event in backwards:
+            if not _keeps_graph(event):
+                for origin in event.origins:
+                    ends.setdefault(origin, set()).add(event.node)
+        self._ends: dict[ast.expr, list[set[ast.expr]]] = {}
+        for forward in forwards:
+            self._ends.setdefault(forward.node, []).append(ends.get(forward.origin, set()))
+
+    def __call__(self, node: ast.AST) -> bool:
+        run: set[ast.expr] = set(self._calls_run.by(node))
+        return any(not ends & run for call in run & self._ends.keys() for ends in self._ends[call])
+
+
+def _keeps_graph(event: Backward) -> bool:
+    given = (keyword for keyword in event.node.keywords if keyword.arg in ("retain_graph", "create_graph", None))
+    return any(not (isinstance(one.value, ast.Constant) and not one.value.value) for one in given)
