@@ -29,6 +29,7 @@ from oomfix.rewrite.module import Names
 from oomfix.rewrite.network_use import ReadsNetwork, TrainsNetwork
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.prepare import is_optimizer_class
+from oomfix.rewrite.read_without_graph import is_read_without_graph
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.repeated_output import why_said_again
 from oomfix.rewrite.skipped_batches import SkippedBatches
@@ -40,7 +41,6 @@ from oomfix.script.nodes import walk
 from oomfix.script.torch_facts import TORCH_GRAPH_FREE
 from oomfix.script.trace import Forward, Loop
 
-_WITHOUT_GRAPH = frozenset("detach data item shape size device dtype".split())
 _MOVES = frozenset({"to", "cuda", "type", "type_as"})
 
 
@@ -117,6 +117,7 @@ class _Lifter:
             is_trained,
             self._takes_network,
             reads_network,
+            manager,
         )
         names = Names(self._script)
         self._function = names.free("forward", "forward_batch")
@@ -179,7 +180,7 @@ class _Lifter:
             site = self._behind(outside, self._site(call))
             before = [other for other in lifts if not self._blocks.exclude_each_other(call, other.site.statement)]
             for other in before:
-                site = self._apart(other, site, before)
+                site = self._apart(other, site, before, outside)
             try:
                 lift = self._lift(site, self._runs_network_around(call))
             except OutsideOfBlock:
@@ -247,12 +248,12 @@ class _Lifter:
     def _loops_of_networks(self) -> set[Loop]:
         return {loop for forward in self._script.trace.forwards.values() for loop in forward.site.loops}
 
-    def _apart(self, first: Lift, second: Site, earlier: Sequence[Lift]) -> Site:
+    def _apart(self, first: Lift, second: Site, earlier: Sequence[Lift], outside: set[ast.stmt]) -> Site:
         """The site of the second loss, which does not depend on what the first slice gives out without its graph.
 
         It may take detached values of it, as the loss of a discriminator does, or values whose graph the first backward
         has freed, and its slice then begins behind it. No other network may then run ahead, whose graph it could go
-        through.
+        through, but for those that are given to both.
 
         Raises:
             CannotLift: a backward goes through what the first slice computed.
@@ -268,8 +269,8 @@ class _Lifter:
             made = f"{min(kept or shared)}, made for the one in line {first.site.statement.lineno}"
             raise CannotLift(f"the one in line {second.statement.lineno} goes through {made}")
         behind = second.block.index(first.site.end) + 1
-        lifted = [statement for lift in earlier for statement in (*lift.lifted, lift.site.end)]
-        others = (one for one in second.block[:behind] if one not in lifted and not records_nothing(one))
+        known = {statement for lift in earlier for statement in (*lift.lifted, lift.site.end)} | outside
+        others = (one for one in second.block[:behind] if one not in known and not records_nothing(one))
         if other := next((statement for statement in others if self._runs_forward(statement)), None):
             raise CannotLift(f"one may go through what line {other.lineno} has computed ahead of another")
         return replace(second, first=max(second.first, behind))
@@ -309,7 +310,8 @@ class _Lifter:
             if isinstance(node, ast.Name) and node.id in shared and isinstance(node.ctx, ast.Load)
         )
         return all(
-            id(node) in own or (node.lineno, node.col_offset) >= last or self._is_detached(node) for node in reads
+            id(node) in own or (node.lineno, node.col_offset) >= last or is_read_without_graph(node, self._blocks)
+            for node in reads
         )
 
     def _graph_is_freed(self, first: Lift, second: Site) -> bool:
@@ -338,11 +340,6 @@ class _Lifter:
         called = statement.value if isinstance(statement, ast.Expr) else None
         own = (event for event in self._script.backwards if event.node is called)
         return {origin for event in own for origin in event.origins}
-
-    def _is_detached(self, name: ast.Name) -> bool:
-        """`fake.detach()`, `fake.data`, `fake.size(0)`."""
-        holder = next(self._blocks.ancestors(name))
-        return isinstance(holder, ast.Attribute) and holder.attr in _WITHOUT_GRAPH
 
     def _names_behind(self, site: Site, earlier: ast.stmt) -> set[str]:
         """The names that a loss is computed from, as they are when an earlier statement has run."""

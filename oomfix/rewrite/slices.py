@@ -56,6 +56,7 @@ class Slicer:
         is_trained: whether it runs one itself with gradients on, as that of a teacher is not.
         takes_network: whether it hands a network to a function, which may run it.
         reads_network: whether it looks at a network, as to log the norm of its weights.
+        manager: the name of the runtime's manager.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Slicer:
         is_trained: Callable[[ast.AST], bool],
         takes_network: Callable[[ast.AST], bool],
         reads_network: Callable[[ast.AST], bool],
+        manager: str,
     ) -> None:
         self._tree = tree
+        self._manager = manager
         self._helpers = helpers
         self._runs_forward = runs_forward
         self._is_trained = is_trained
@@ -193,7 +196,9 @@ class Slicer:
             statement = site.block[index]
             if effects.is_zero_grad(statement) or _only_switches(statement):
                 continue
-            if not (names_bound(statement) & names or overlap(changed_paths(statement), paths)):
+            # `memory.backward(other)` changes nothing that `with memory.autocast():` reads
+            changed = changed_paths(statement) - {self._manager}
+            if not (names_bound(statement) & names or overlap(changed, paths)):
                 continue
             chain.append(index)
             bound = definitely_bound([statement]) - names_read(statement)

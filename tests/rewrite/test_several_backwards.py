@@ -295,9 +295,22 @@ def test_a_graph_that_is_gone_is_missed_as_before(changes):
             run(script, preset=preset)
 
 
-def test_a_discriminator_that_may_go_through_what_another_network_computed_ahead_stays_in_place():
-    text = GENERATOR_FIRST.replace("{taken}", "fake.detach() * seen.mean()")
-    (loop,) = rewritten(text.replace("    make.zero", "    seen = critic(x)\n    make.zero")).loops
+SCORED_AHEAD = GENERATOR_FIRST.replace("    make.zero", "    seen = critic(x)\n    kept = [seen]\n    make.zero")
+
+
+@pytest.mark.parametrize(("seen", "in_parts"), [("seen", 10), ("kept[-1]", 10), ("seen.mean()", 5)])
+def test_what_another_network_computed_ahead_is_given_to_a_discriminator_that_goes_through_it(seen, in_parts):
+    text = SCORED_AHEAD.replace("{taken}", f"fake.detach() * {seen}")
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    split = run(after.text)
+    assert_close(run(text), split)
+    assert split.calls_in_parts == in_parts
+
+
+def test_a_discriminator_behind_another_network_that_it_is_not_seen_to_go_through_stays_in_place():
+    (loop,) = rewritten(SCORED_AHEAD.replace("{taken}", "fake.detach() * seen.detach()")).loops
     assert loop.rewrite == "in-place" and "go through" in loop.reason
 
 

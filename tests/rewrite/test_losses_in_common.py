@@ -1,0 +1,106 @@
+"""What two losses of an iteration may have in common, and still be functions each: a body, a precision."""
+
+import pytest
+
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+
+GAN = """\
+import torch
+from torch import nn
+from torch.amp import GradScaler, autocast
+
+torch.manual_seed(0)
+generator, critic = nn.Linear(4, 2), nn.Linear(2, 1)
+make = torch.optim.SGD(generator.parameters(), lr=0.1)
+judge = torch.optim.SGD(critic.parameters(), lr=0.1)
+scaler, flag = GradScaler("cuda", enabled=False), False
+for x in [torch.randn(6, 4) for _ in range(4)]:
+    with {autocast}:
+        fake = generator(x)
+    judge.zero_grad()
+    with {autocast}:
+        judged = critic(fake.detach()).exp().mean() - critic(x[:, :2]).mean()
+    {judged}
+    make.zero_grad()
+    with {autocast}:
+        made = -critic({again}).mean()
+    {made}
+    print(judged.item(), made.item())
+"""
+PLAIN = {"judged": "judged.backward()\n    judge.step()", "made": "made.backward()\n    make.step()"}
+SCALED = {
+    "judged": "scaler.scale(judged).backward()\n    scaler.step(judge)",
+    "made": "scaler.scale(made).backward()\n    scaler.step(make)\n    scaler.update()",
+}
+
+
+@pytest.mark.parametrize("again", ["fake", "generator(x)"])
+@pytest.mark.parametrize("autocast", ['autocast("cuda")', 'autocast("cuda", enabled=flag)'])
+@pytest.mark.parametrize("steps", [PLAIN, SCALED], ids=["plain", "scaled"])
+def test_two_losses_in_autocast_are_functions_each(again, autocast, steps):
+    text = GAN.format(again=again, autocast=autocast, **steps)
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert "    with memory.autocast" in after.text
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(after.text)
+    assert_close(before, split)
+    assert split.calls_in_parts == 8
+
+
+ACTOR_CRITIC = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(0)
+body, actor, critic = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+acting = torch.optim.SGD([*body.parameters(), *actor.parameters()], lr=0.1)
+judging = torch.optim.SGD(critic.parameters(), lr=0.1)
+for x, action, gain in [(torch.randn(6, 4), torch.randint(0, 3, (6,)), torch.randn(6, 1)) for _ in range(4)]:
+    hidden = torch.tanh(body(x))
+    value = critic({taken})
+    judged = F.mse_loss(value, gain)
+    judging.zero_grad()
+    judged.backward({options})
+    judging.step()
+    advantage = {advantage}
+    acted = (F.cross_entropy(actor(hidden), action, reduction="none")[:, None] * advantage).mean()
+    acting.zero_grad()
+    acted.backward()
+    acting.step()
+    print(judged.item(), acted.item())
+"""
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    ["gain - value.detach()", "(gain - value).detach()", "torch.relu(gain - value.view(-1, 1)).data"],
+)
+def test_an_actor_and_a_critic_that_share_a_body_are_functions_each(advantage):
+    text = ACTOR_CRITIC.format(taken="hidden.detach()", advantage=advantage, options="")
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(after.text)
+    assert_close(before, split)
+    assert split.calls_in_parts == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"advantage": "gain - value"},
+        {"advantage": "(gain - value).detach() + 0.1 * value"},
+        {"advantage": "weigh(value).detach()"},
+        {"taken": "hidden", "options": "retain_graph=True"},
+    ],
+    ids=["graph", "graph beside", "a function of the script", "through the body"],
+)
+def test_a_critic_whose_graph_may_be_gone_through_again_stays_in_place(changes):
+    text = ACTOR_CRITIC.format(**{"taken": "hidden.detach()", "options": "", "advantage": "gain"} | changes)
+    weigh = "def weigh(value):\n    value.pow(2).mean().backward()\n    return value\n\n\n"
+    text = text.replace("for x, action", f"{weigh}for x, action")
+    assert [loop.rewrite for loop in rewritten(text).loops] == ["in-place"]
