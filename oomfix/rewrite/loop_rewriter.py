@@ -24,6 +24,7 @@ from oomfix.rewrite.module import (
     manager_in,
     runtime_name,
 )
+from oomfix.rewrite.parted_autocast import part_autocast
 from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import together
@@ -194,9 +195,10 @@ class LoopRewriter:
             named = [] if edits else self._names_of_losses(reading)
             fetched = [] if edits or named else self._names_of_batches(reading)
             logged = [] if edits or named or fetched else self._logs_behind(reading)
-            if not (edits or named or fetched or logged):
+            parted = [] if edits or named or fetched or logged else self._parted_autocast(reading)
+            if not (edits or named or fetched or logged or parted):
                 break
-            apart.edit(edits or named or fetched or logged)
+            apart.edit(edits or named or fetched or logged or parted)
             reading = Reading(Script.read(apart.source, self._target))
             lifted = lift_backwards(reading, order, self._manager)
             if all(verdict.joined_line is None for verdict in self.verdicts):
@@ -219,6 +221,9 @@ class LoopRewriter:
 
     def _logs_behind(self, reading: Reading) -> list[Edit]:
         return log_behind(reading, self._manager) if self._stays_in_place else []
+
+    def _parted_autocast(self, reading: Reading) -> list[Edit]:
+        return part_autocast(reading, self._manager) if self._stays_in_place else []
 
     @property
     def _stays_in_place(self) -> bool:
