@@ -16,7 +16,7 @@ from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Names
 from oomfix.script.torch_facts import runs_nothing
 from oomfix.script.trace import Guard, Trace
-from oomfix.script.values import UNKNOWN, Given, Kind, Value, combine, join
+from oomfix.script.values import UNKNOWN, Given, Graph, Kind, Value, combine, join
 from oomfix.script.weights import has_no_weights, is_bare
 
 _MAX_DEPTH = 24
@@ -82,7 +82,7 @@ class Functions(Core):
         given: Given,
     ) -> Value:
         if self._too_deep(function):
-            return UNKNOWN
+            return self._not_followed_again(given)
         function.calls += 1
         (self.trace.left_open if function.is_left_open else self.trace.followed).add(node)
         named = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -100,6 +100,14 @@ class Functions(Core):
         )
         self._keep_age(frame, function, node, len(receivers))
         return self.run(frame, function, node)
+
+    def _not_followed_again(self, given: Given) -> Value:
+        """What a call gives that was followed often enough: a graph that goes in may come out, or be trained inside."""
+        content = self.computed(combine(given.all))
+        if not content.graph:
+            return UNKNOWN
+        self.trace.let_escape(content.origins)
+        return Value(Kind.TENSOR, Graph.MAYBE, content.origins)
 
     def _keep_age(self, frame: Frame, function: Function, node: ast.Call, skipped: int) -> None:
         """A list handed to a function is as old there as it was here."""

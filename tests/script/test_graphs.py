@@ -919,3 +919,25 @@ def test_a_graph_of_which_each_round_takes_a_slice_is_needed_by_the_next(report,
                 loss.backward(retain_graph=True)
     """)
     assert [finding for finding in reported if finding[0] == "OOM103"] == found
+
+
+def test_a_helper_that_was_followed_often_enough_gives_back_what_goes_in(report):
+    code = (
+        """
+        import torch
+
+        def repeat(tensor):
+            return tensor.reshape(-1)
+
+        def train(fold):
+            for x, y in fold:
+                out = model(x.cuda())
+                loss = criterion(repeat(out), y)
+                loss.backward()
+                optimizer.step()
+
+        def main():
+    """
+        + "        train(fold)\n    " * 14
+    )
+    assert report(code) == [("OOM202", 8)]
