@@ -46,7 +46,7 @@ class Methods(Unseen):
             return NULL
         values = given.all
         content = combine(values)
-        computes = looks_like_forward(name) and not looks_like_loss(name) and bool(values)
+        computes = looks_like_forward(name) and bool(values)
         if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
             return UNKNOWN
         if torch_facts.runs_nothing(name):

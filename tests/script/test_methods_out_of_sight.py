@@ -304,3 +304,17 @@ def test_a_layer_that_is_called_of_a_network_runs_a_part_of_it(report, part):
 @pytest.mark.parametrize("other", ["attention_weights_of", "fc_names", "log", "pre_forward"])
 def test_another_method_may_run_none(report, other):
     assert ("OOM201", 7) not in report(VALIDATE.format(made="", call=f"print(model.{other}(x).mean().item())"))
+
+
+@pytest.mark.parametrize(
+    ("forward", "loss", "found"),
+    [
+        ("pass", "loss = model.get_loss(x, y)", [7]),
+        ("pass", "loss = model.get_loss(*batch)", [7]),
+        ("pass", "loss = model.get_loss()", []),
+        ("out = model(x)", "loss = model.get_loss(out, y)", [6]),
+        ("pass", "loss = losses.get_loss(x, y)", []),
+    ],
+)
+def test_a_loss_that_a_network_gets_of_a_batch_is_a_forward(report, forward, loss, found):
+    assert report(STEP.format(forward=forward, loss=loss)) == [("OOM202", line) for line in found]
