@@ -181,8 +181,19 @@ class Class:
         """Whether it is a torch module, by its bases; one of another file is told by what stands here."""
         if any(base.ref.is_module for base in self.bases if base.kind is Kind.CLASS):
             return True
-        named = any(_MODULE_BASE.search(name) for name in self.base_names)
+        named = any(_MODULE_BASE.search(name) for name in self.base_names) and not self._trains_networks
         return named or (self.is_built_on_imports and self._makes_layers)
+
+    @property
+    def _trains_networks(self) -> bool:
+        """Whether it trains the networks that it holds: its `forward`, which is given nothing, runs them.
+
+        `class Pix2Pix(BaseModel)`, where that is of another file.
+        """
+        forward = self.methods.get("forward")
+        given = forward.node.args if forward is not None else None
+        alone = given is not None and len([*given.posonlyargs, *given.args, *given.kwonlyargs]) == 1
+        return alone and self.is_built_on_imports and bool(self.training_methods)
 
     @property
     def _makes_layers(self) -> bool:

@@ -524,3 +524,43 @@ SHARED = """
 )
 def test_each_inherited_method_that_calls_a_method_is_a_way_to_it(report, switch, found):
     assert report(SHARED.format(switch=switch)) == found
+
+
+HELD = """
+    import torch
+    from .base import {base}
+
+    class Pix2Pix({base}):
+        def __init__(self, options):
+            super().__init__(options)
+            self.generator = make_generator(options)
+            self.optimizer = torch.optim.Adam(self.generator.parameters())
+
+        def forward(self{given}):
+            self.fake = self.generator(self.real)
+            return self.fake
+
+        def fit(self, loader):
+            for batch in loader:
+                self.real = batch.cuda()
+                {forward}
+                self.optimizer.zero_grad()
+                criterion(self.fake, batch).backward()
+                self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "forward", "line"),
+    [
+        ("", "self.forward()", 11),
+        (", batch", "self.forward(batch)", 17),
+    ],
+)
+def test_an_object_that_trains_the_networks_it_holds_is_none(report, given, forward, line):
+    assert report(HELD.format(base="BaseModel", given=given, forward=forward)) == [("OOM202", line)]
+
+
+def test_a_network_of_torch_that_trains_what_it_holds_is_one(report):
+    code = HELD.format(base="Module", given="", forward="self()").replace("from .base", "from torch.nn")
+    assert report(code) == [("OOM202", 17)]
