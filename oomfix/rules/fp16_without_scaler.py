@@ -18,7 +18,8 @@ class Fp16WithoutScaler(Rule):
 
     Quiet when: a gradient scaler is used or named where the loop is written, unless it is seen to scale only other
     losses of the loop; the loss is multiplied by a large factor; the dtype is bfloat16 or decided elsewhere; a
-    framework does the backward. `autocast("cuda")` without a dtype means fp16.
+    framework or an object of another file (`optimizer.backward(loss)`) does the backward. `autocast("cuda")` without a
+    dtype means fp16.
 
     Fix: `oomfix.runtime`, which scales where the card has no bf16; by hand, `torch.amp.GradScaler("cuda")`.
     """

@@ -15,9 +15,10 @@ class NoAutocast(Rule):
     about half the activation memory (56% for blocks of two linear layers and a normalisation, which stays in fp32;
     bench/results/rules.md), and the tensor cores are used. Weights, gradients and optimizer state stay in fp32.
 
-    Quiet when: autocast is around the forward, also by a flag or on the other branch of one; a framework (Accelerate,
-    Fabric, DeepSpeed, apex) decides the precision; nothing in the file mentions a GPU, unless other files make the
-    networks and decide where they run; the forward is handed to `memory.forward_backward`, which brings autocast along.
+    Quiet when: autocast is around the forward, also by a flag or on the other branch of one that is not simply off in
+    the file (`AMP = False`); a framework (Accelerate, Fabric, DeepSpeed, apex) decides the precision; nothing in the
+    file mentions a GPU, unless other files make the networks and decide where they run; the forward is handed to
+    `memory.forward_backward`, which brings autocast along.
 
     Fix: `oomfix.runtime`, which takes bf16 where the card has it and fp16 with a gradient scaler where not.
     """

@@ -10,8 +10,8 @@ event happens), `functions` (calls into the file; `weights` says which run a net
 sight), `methods` (of networks), `externals` (what is imported), `calls` (what is called), `expressions`, `statements`,
 `entering` (contexts), `flow` (branches and loops) and `follow` (the whole file). `values` and `state` are what they
 pass on, `trace` is what comes out. What rules ask of it has a file each: `loops`, `windows`, `every_iteration`,
-`evaluation`, `no_grad`, `retention`, `recurrent_states`, `graph_reuse`, `precision`, `devices`, `handed_over`,
-`gradients`, `removal`.
+`evaluation`, `no_grad`, `retention`, `recurrent_states`, `graph_reuse`, `precision`, `switches`, `devices`,
+`handed_over`, `gradients`, `removal`.
 """
 
 from __future__ import annotations

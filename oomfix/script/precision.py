@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.imports import Imports
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
+from oomfix.script.switches import Switches
 from oomfix.script.torch_facts import SCALERS
 from oomfix.script.trace import Forward, Site, Trace
 from oomfix.script.training_loop import TrainingLoop
@@ -73,8 +74,19 @@ class Precision:
         )
 
     def has_autocast_alternative(self, forward: Forward) -> bool:
-        """The other branch of a flag runs the forward under autocast: this one is the fp32 choice."""
-        return any((id(guard.statement), not guard.value) in self._autocast_sides for guard in forward.site.guards)
+        """The other branch of a flag runs the forward under autocast: this one is the fp32 choice.
+
+        A switch of the file that says which branch runs leaves no choice.
+        """
+        return any(
+            (id(guard.statement), not guard.value) in self._autocast_sides
+            and self._switches.outcome(guard.test) is not guard.value
+            for guard in forward.site.guards
+        )
+
+    @cached_property
+    def _switches(self) -> Switches:
+        return Switches(self._source.tree, self._imports.nodes)
 
     @cached_property
     def _autocast_sides(self) -> set[tuple[int, bool]]:
@@ -100,9 +112,11 @@ class Precision:
         scaled = [event for event in loop.backwards if event.scaled or _is_scaled_by_hand(event.node)]
         if not scaled:
             decided = loop.framework not in (None, "oomfix")  # the manager scales for its own autocast, not for torch's
-            return [] if decided or self._speaks_of_scaling(loop) else half
+            unseen = any(event.by_an_object for event in loop.backwards)
+            return [] if decided or unseen or self._speaks_of_scaling(loop) else half
+        plain = [event for event in loop.backwards if event not in scaled and not event.by_an_object]
         within: set[int] = set().union(*(event.origins for event in scaled))
-        others: set[int] = set().union(*(event.origins for event in loop.backwards if event not in scaled))
+        others: set[int] = set().union(*(event.origins for event in plain))
         return [forward for forward in half if forward.origin in others - within]
 
     def _speaks_of_scaling(self, loop: TrainingLoop) -> bool:

@@ -164,6 +164,8 @@ class Backward(Event):
     """What is differentiated was made in the same function."""
     unseen: frozenset[int] = frozenset()
     """Graphs made out of sight that it goes through as well."""
+    by_an_object: bool = False
+    """`optim.backward(loss)`: an object out of sight runs it on the loss that it is given, and may scale that."""
     is_grad_call: bool = False
     """`torch.autograd.grad`, which differentiates without filling `.grad`."""
 

@@ -34,7 +34,7 @@ class Training(Forwards):
         takes_argument = bool(arguments) and (framework is not None or not receiver.graph)
         root_node = node.args[0] if takes_argument else node.func.value
         root = flatten(arguments[0] if takes_argument else receiver)
-        self._record_backward(node, root_node, root, framework)
+        self._record_backward(node, root_node, root, framework, by_an_object=takes_argument and framework is None)
         path = path_of(root_node)
         if path is not None and (binding := self.binding_of(root_node)) is not None:
             value = binding.value
@@ -88,7 +88,9 @@ class Training(Forwards):
                 return framework
         return "deepspeed" if receiver.kind is Kind.MODULE else None
 
-    def _record_backward(self, node: ast.Call, root_node: ast.expr, root: Value, framework: str | None) -> None:
+    def _record_backward(
+        self, node: ast.Call, root_node: ast.expr, root: Value, framework: str | None, by_an_object: bool = False
+    ) -> None:
         retains = any(
             keyword.arg == "retain_graph" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
             for keyword in node.keywords
@@ -108,6 +110,7 @@ class Training(Forwards):
                 framework=framework,
                 made_here=followed and bool(root.origins),
                 unseen=root.origins & self.trace.unseen,
+                by_an_object=by_an_object,
             )
         )
         self.trace.backpropagated |= root.origins

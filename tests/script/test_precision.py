@@ -190,6 +190,47 @@ def test_the_fp32_branch_of_a_flag_is_a_choice(report):
     assert report(code) == []
 
 
+SWITCHED = """
+    import torch
+    {top}
+
+    def train(model, loader, optimizer):
+        for x, y in loader:
+            if {test}:
+                with torch.autocast("cuda"):
+                    loss = criterion(model(x.cuda()), y.cuda())
+                scaler.scale(loss).backward()
+            else:
+                loss = criterion(model(x.cuda()), y.cuda())
+                loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("top", "test", "found"),
+    [
+        ("AMP = False", "AMP", ["OOM202"]),
+        ("AMP: bool = False", "AMP", ["OOM202"]),
+        ("SCALER = None", "SCALER", ["OOM202"]),
+        ("FP32 = True", "not FP32", ["OOM202"]),
+        ("AMP = False", "AMP and torch.cuda.is_available()", ["OOM202"]),
+        ("class CFG: amp = False", "CFG.amp", ["OOM202"]),
+        ("AMP = True", "AMP", []),
+        ("AMP = False", "AMP or torch.cuda.is_available()", []),
+        ("AMP = False", "args.AMP", []),
+        ("AMP = torch.cuda.is_available()", "AMP", []),
+        ("AMP = False\n    AMP = args.amp", "AMP", []),
+        ("AMP = False\n    def turn_on():\n        global AMP", "AMP", []),
+        ("AMP = False\n    def run(AMP): pass", "AMP", []),
+        ("try: from apex import AMP\n    except ImportError: pass\n    AMP = False", "AMP", []),
+        ("class CFG: amp = False\n    CFG.amp = True", "CFG.amp", []),
+    ],
+)
+def test_a_switch_of_the_file_that_is_off_leaves_no_choice(report, top, test, found):
+    assert codes(report(SWITCHED.format(top=top, test=test))) == found
+
+
 def test_a_helper_under_autocast_is_covered(report):
     code = """
         import torch
@@ -496,6 +537,9 @@ def test_a_network_made_in_full_precision_does(report, made):
         ("scaler = MinMaxScaler()", "loss.backward(); scaler.inverse_transform(x)", ["OOM304"]),
         ("fabric = lightning.Fabric()", "fabric.backward(loss)", []),
         ("pass", "loss.backward(); loss_scalar = loss.item()", ["OOM304"]),
+        ("pass", "optimizer.backward(loss)", []),
+        ("trainer = make()", "trainer.optim.backward(loss)", []),
+        ("pass", "loss.backward(torch.ones_like(loss))", ["OOM304"]),
     ],
 )
 def test_what_scales_the_gradients_of_fp16(report, before, backward, found):
@@ -528,6 +572,7 @@ ADVERSARIES = """
         ("scaler.scale(g_loss).backward()", "loss = scaler.scale(d_loss); loss.backward()", []),
         ("scaler.scale(g_loss).backward()", "(d_loss * 65536).backward()", []),
         ("scaler.scale(g_loss).backward() if amp else g_loss.backward()", "scaler.scale(d_loss).backward()", []),
+        ("scaler.scale(g_loss).backward()", "d_optimizer.backward(d_loss)", []),
     ],
 )
 def test_a_scaler_of_one_loss_scales_no_other(report, generator, discriminator, lines):
