@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from oomfix.rewrite.batch_names import BatchNames, bound_anywhere, size_of
 from oomfix.rewrite.blocks import next_in_chain
+from oomfix.rewrite.constant_tests import ConstantTests
 from oomfix.rewrite.effects import leaves
 from oomfix.rewrite.hidden_states import makes_state
 from oomfix.rewrite.lift import CannotLift, Lift, Site
@@ -33,12 +34,20 @@ class Signature:
         liveness: of the scope it stands in.
         batch_names: of the module.
         runs_forward: whether a statement runs a network.
+        tests: what is known of the tests of the module.
     """
 
-    def __init__(self, liveness: Liveness, batch_names: BatchNames, runs_forward: Callable[[ast.AST], bool]) -> None:
+    def __init__(
+        self,
+        liveness: Liveness,
+        batch_names: BatchNames,
+        runs_forward: Callable[[ast.AST], bool],
+        tests: ConstantTests,
+    ) -> None:
         self._liveness = liveness
         self._batch_names = batch_names
         self._runs_forward = runs_forward
+        self._tests = tests
 
     def find_outputs(self, lift: Lift) -> None:
         """Set the outputs: what the slice binds and something reads later.
@@ -60,11 +69,13 @@ class Signature:
         lift.bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
         lift.bound_with_loss = _bound_with_the_loss(lift)
         lift.own |= self._bound_by_the_networks_ways(lift) | self._bound_by_its_rounds(lift) | _missed_otherwise(lift)
-        certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss | lift.own
         others = self._liveness.always | _read_outside(lift)
+        kept = self._tests.own_names(lift, others | names_read(lift.site.root))
+        lift.own |= kept
+        certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss | lift.own
         given = self._bound_ahead_of(lift)
         for name in bound:
-            if name not in live:
+            if name not in live or name in kept:
                 continue
             if name not in certain | given:
                 if name not in others and self._bound_where_read(name, lift.lifted):

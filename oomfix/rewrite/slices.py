@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from oomfix.rewrite import effects
 from oomfix.rewrite.batch_names import BatchNames
 from oomfix.rewrite.between import Between, is_start
+from oomfix.rewrite.constant_tests import ConstantTests
 from oomfix.rewrite.effects import changed_paths, overlap, paths_read
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.hidden_states import states_made_before
@@ -77,6 +78,7 @@ class Slicer:
         self._takes_network = takes_network
         self._between = Between(runs_forward, takes_network, reads_network, self.liveness_of)
         self._batch_names = BatchNames(tree, runs_forward)
+        self._tests = ConstantTests(tree)
         self._liveness: dict[int, Liveness] = {}
         self._filled = filled_from_inside(tree)
         self._own_names = {name for statement in tree.body for name in names_bound(statement)}
@@ -146,7 +148,7 @@ class Slicer:
         self._check_changes(lift)
         self._between.place_in_branch(lift)
         liveness = self.liveness_of(site.scope)
-        signature = Signature(liveness, self._batch_names, self._runs_forward)
+        signature = Signature(liveness, self._batch_names, self._runs_forward, self._tests)
         self._between.place(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)
