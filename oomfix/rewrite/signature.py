@@ -70,7 +70,8 @@ class Signature:
         lift.bound_with_loss = _bound_with_the_loss(lift)
         lift.own |= self._bound_by_the_networks_ways(lift) | self._bound_by_its_rounds(lift) | _missed_otherwise(lift)
         others = self._liveness.always | _read_outside(lift)
-        kept = self._tests.own_names(lift, others | names_read(lift.site.root))
+        outside = others | names_read(lift.site.root) | (set(bound) if lift.all_names_are_read else set())
+        kept = self._tests.own_names(lift, outside)
         lift.own |= kept
         certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss | lift.own
         given = self._bound_ahead_of(lift)
