@@ -26,6 +26,7 @@ from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.liveness import FunctionNode, definitely_bound, names_bound, names_bound_by_target, names_read
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -77,11 +78,12 @@ def log_behind(reading: Reading, manager: str) -> list[Edit]:
     names = Names(reading.script)
     forwards = {forward.node for forward in reading.script.trace.forwards.values()}
     passing = _gone_behind_a_loop(reading)
+    functions = FunctionsCalled(reading.script.imports.nodes)
     edits: list[Edit] = []
     lists: Counter[object] = Counter()
     for loop in _loops(reading, manager):
         runs_network = any(not forwards.isdisjoint(walk(statement)) for statement in loop.logged)
-        values = _values(loop)
+        values = _values(loop, functions)
         scope = reading.blocks.scope_of(loop.node)
         others = lists[scope]
         kept = names.free(f"kept_{others + 1}") if others else names.free("kept", "kept_values")
@@ -135,10 +137,13 @@ def _logged(loop: _Loop, effects: _Effects) -> list[ast.stmt]:
         read = {path for statement in others for path in effects.read(statement)}
         changed = {path for statement in others for path in (*effects.changed(statement), *names_bound(statement))}
         by_rounds = {path for statement in computes for path in effects.changed(statement)}
+        left = {name for statement in computes for name in effects.left(statement)}
         seen = [
             one
             for one in found
-            if overlap(effects.changed(one) | names_bound(one), read | changed) or overlap(by_rounds, effects.read(one))
+            if overlap(effects.changed(one) | names_bound(one), read | changed)
+            or overlap(by_rounds, effects.read(one))
+            or any(left.intersection(path.split(".")[1:]) for path in effects.asked(one))
         ]
         if not seen:
             break
@@ -188,12 +193,23 @@ class _Effects:
 
     def read(self, statement: ast.stmt) -> set[str]:
         """The paths that a statement reads, and that functions read which it calls, or which networks run."""
-        found = paths_read(statement)
-        called = any(isinstance(node, ast.Call) for node in walk(statement))
-        for function in (*self._run_by(statement), *(self._forwards if called else ())):
-            own = _bound_in(function)
-            found |= {path for one in function.body for path in paths_read(one) if path.split(".")[0] not in own}
-        return found
+        return self.asked(statement).union(*map(_read_in, self._networks_of(statement)))
+
+    def asked(self, statement: ast.stmt) -> set[str]:
+        """The paths that a statement reads that runs no network, and that functions read which it calls."""
+        return paths_read(statement).union(*map(_read_in, self._run_by(statement)))
+
+    def left(self, statement: ast.stmt) -> set[str]:
+        """The attributes that functions write which a statement calls, or that networks and losses leave behind."""
+        functions = (*self._run_by(statement), *self._networks_of(statement))
+        inside = [one for function in functions for one in function.body]
+        stored = (node for one in inside for node in walk(one) if isinstance(node, ast.Attribute))
+        found = {node.attr for node in stored if isinstance(node.ctx, ast.Store)}
+        return found | {path.split(".")[1] for one in inside for path in changed_paths(one) if "." in path}
+
+    def _networks_of(self, statement: ast.stmt) -> list[FunctionNode]:
+        """What networks and losses of the file run where a statement may call them."""
+        return self._forwards if any(isinstance(node, ast.Call) for node in walk(statement)) else []
 
     def _run_inside(self, statement: ast.stmt) -> Iterator[ast.stmt]:
         """The statements of the functions that a statement calls."""
@@ -210,6 +226,12 @@ class _Effects:
         return found
 
 
+def _read_in(function: FunctionNode) -> set[str]:
+    """The paths that a function reads of what is not its own."""
+    own = _bound_in(function)
+    return {path for one in function.body for path in paths_read(one) if path.split(".")[0] not in own}
+
+
 def _bound_in(function: FunctionNode) -> set[str]:
     """The names that are a function's own, but for that of its object."""
     outer = (node for node in walk(function) if isinstance(node, ast.Global | ast.Nonlocal))
@@ -218,7 +240,7 @@ def _bound_in(function: FunctionNode) -> set[str]:
     return (bound | given) - {name for node in outer for name in node.names} - {"self"}
 
 
-def _values(loop: _Loop) -> list[str] | None:
+def _values(loop: _Loop, functions: FunctionsCalled) -> list[str] | None:
     """The names bound in a round that are logged; None where they may be other values behind the loop."""
     body = loop.node.body
     first = body.index(loop.logged[0])
@@ -228,9 +250,9 @@ def _values(loop: _Loop) -> list[str] | None:
         return None
     again = {name for statement in body[first:] for name in names_bound(statement)}
     changed = {path for statement in loop.computes for path in changed_paths(statement)}
-    added_to = (node for statement in loop.computes for node in walk(statement) if isinstance(node, ast.AugAssign))
-    changed |= {path for node in added_to if (path := path_of(node.target)) is not None}
     if values & again or overlap(changed, values) or not all(_is_made(name, loop) for name in values):
+        return None
+    if are_changed_in_place(values, [*loop.computes, *loop.behind], functions):
         return None
     return sorted(values, key=lambda name: _first_line(name, loop))
 

@@ -143,6 +143,75 @@ def test_what_is_logged_under_autocast_is_logged_behind_it():
     assert_same_bits(run(text), run(after.text, preset="off"))
 
 
+@pytest.mark.parametrize(
+    ("start", "adds", "end"),
+    [
+        ("None", "if loss is None:\n            loss = one\n        else:\n            loss += one", "pass"),
+        ("None", "loss = one if loss is None else loss.add_(one)", "pass"),
+        (
+            "[]",
+            "loss.append(one)",
+            "first, *others = loss\n    for other in others:\n        first += other\n    loss = first",
+        ),
+        ("{}", "loss[task] = one", "loss = loss['a'].add_(loss['b'])"),
+        ("[]", "loss.append(one)", "loss = total_of(loss)"),
+        ("0", "one *= 2\n        loss = loss + one", "pass"),
+        ("0", "F.relu(one, inplace=True)\n        loss = loss + one", "pass"),
+    ],
+    ids=["the first", "the first by a method", "of a list", "of a dict", "by a function", "of a view", "by a keyword"],
+)
+def test_what_is_changed_in_place_under_another_name_is_logged_within(start, adds, end):
+    of_list = "def total_of(losses):\n    first = losses[0]\n    first += losses[1]\n    return first\n\n\nfor x, y in"
+    text = script("seen = one.view(1)\nlog[task].append(seen.item())").replace("for x, y in", of_list)
+    text = text.replace("loss = loss + one", adds).replace("    loss = 0\n", f"    loss = {start}\n")
+    text = text.replace("    loss.backward()", f"    {end}\n    loss.backward()")
+    after = rewritten(text)
+    assert "kept" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize("losses", ["of adding", "adding none", "adding to a new one"])
+def test_a_sum_that_is_no_logged_tensor_itself_may_be_changed_in_place(losses):
+    text = script()
+    if losses == "of adding":
+        text = text.replace("loss = loss + one", "loss += one")
+    elif losses == "adding none":
+        text = text.replace("loss = loss + one", "loss = one if task == 'a' else loss + one")
+    else:
+        text = text.replace("loss = 0", "parts = []").replace("loss = loss + one", "parts.append(one)")
+        text = text.replace("    loss.backward()", "    loss = sum(parts)\n    loss += 1.0\n    loss.backward()")
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert "in zip(tasks, kept):" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    assert_close(run(text), run(after.text))
+
+
+LOSS = """\
+class Loss{base}:
+    def {method}(self, out, y):
+        self.entropy = F.cross_entropy(out, y).item()
+        return F.cross_entropy(out, y) + 0.1 * out.pow(2).mean()
+
+
+measured = Loss()
+
+for x, y in loader:
+"""
+
+
+@pytest.mark.parametrize("method", ["forward", "__call__", "measure"])
+def test_what_a_loss_leaves_behind_in_a_round_is_logged_within(method):
+    loss = LOSS.format(base="(nn.Module)" if method == "forward" else "", method=method)
+    called = "measured.measure(" if method == "measure" else "measured("
+    text = script("log[task].append(one.item() + measured.entropy)").replace("for x, y in loader:\n", loss)
+    text = text.replace("one = F.cross_entropy(", f"one = {called}")
+    after = rewritten(text)
+    assert "kept" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    other = rewritten(text.replace("one.item() + measured.entropy", "one.item()"))
+    assert "in zip(tasks, kept):" in other.text
+
+
 SEEN = """\
 passing = (i for i in range(99))
 share = {"of": 1.0}
