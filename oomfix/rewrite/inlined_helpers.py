@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from oomfix.rewrite.edits import apply_edits
-from oomfix.rewrite.effects import is_remark
-from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.liveness import (
     FunctionNode,
     names_bound,
@@ -20,8 +16,9 @@ from oomfix.rewrite.liveness import (
     names_read,
 )
 from oomfix.rewrite.reading import Reading
-from oomfix.script.edits import Edit, bounds
-from oomfix.script.names import path_of
+from oomfix.rewrite.written_out import Call, WrittenOut, lines_of, statements_of, without
+from oomfix.script.edits import Edit
+from oomfix.script.names import last_name, path_of, root_of
 from oomfix.script.nodes import walk
 
 _NOT_WRITTEN_OUT = (
@@ -29,20 +26,10 @@ _NOT_WRITTEN_OUT = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.comprehension, ast.NamedExpr, ast.Try),
 )
 
+_LOOKING = ("print", "len", "isinstance", "float", "int", "str")
+
 # what they say depends on the function that they stand in
 _OF_ITS_SCOPE = ("locals", "vars", "dir", "eval", "exec", "super", "__class__")
-
-
-class _Call(NamedTuple):
-    """A call of a helper that is a statement of its own.
-
-    Attributes:
-        statement: the call.
-        given: the argument of each parameter: a name, a path or a constant.
-    """
-
-    statement: ast.Expr
-    given: Mapping[str, ast.expr]
 
 
 def inlined_helper_edits(reading: Reading) -> dict[str, list[Edit]]:
@@ -58,7 +45,8 @@ def inlined_helper_edits(reading: Reading) -> dict[str, list[Edit]]:
         whole = [call for call in calls if call is not None and _means_the_same(call, helper, reading)]
         nested = any(reading.blocks.scope_of(call.statement) in helpers for call in whole)
         if calls and len(whole) == len(calls) and not nested:
-            edits[helper.name] = [*(_written_out(call, helper, reading) for call in whole), _without(helper, reading)]
+            edits[helper.name] = [WrittenOut(call, helper, reading).edit() for call in whole]
+            edits[helper.name].append(without(helper, reading.layout))
     return edits
 
 
@@ -81,10 +69,17 @@ def _helpers(reading: Reading) -> Iterator[ast.FunctionDef]:
             continue
         if any(isinstance(node, _NOT_WRITTEN_OUT) or getattr(node, "id", None) in _OF_ITS_SCOPE for node in nodes):
             continue
-        body = function.body[1:] if is_remark(function.body[0]) else function.body
-        lines = range(body[0].lineno, (body[-1].end_lineno or body[-1].lineno) + 1)
-        if reading.layout.inside_strings.isdisjoint(lines) and _can_go(function, reading):
+        if _has_own_lines(function, reading) and _can_go(function, reading):
             yield function
+
+
+def _has_own_lines(function: ast.FunctionDef, reading: Reading) -> bool:
+    """Whether what a function does stands in lines of its own that may be moved."""
+    body = statements_of(function)
+    if not body or (reading.layout.own_lines(body[0]) is None and body[0].lineno == function.lineno):
+        return False
+    lines = lines_of(function, reading.layout)
+    return reading.layout.inside_strings.isdisjoint(range(lines.first, lines.last + 1))
 
 
 def _can_go(function: ast.FunctionDef, reading: Reading) -> bool:
@@ -132,7 +127,7 @@ def _calls(helper: ast.FunctionDef, reading: Reading) -> list[ast.expr]:
     return [node for node in nodes.of(ast.Name) if node.id == helper.name]
 
 
-def _as_given(named: ast.expr, helper: ast.FunctionDef, reading: Reading) -> _Call | None:
+def _as_given(named: ast.expr, helper: ast.FunctionDef, reading: Reading) -> Call | None:
     """What a helper is given where it is called; None where it is not called alone, or with something computed."""
     blocks = reading.blocks
     call = next(blocks.ancestors(named))
@@ -160,15 +155,22 @@ def _as_given(named: ast.expr, helper: ast.FunctionDef, reading: Reading) -> _Ca
         for name, one in whole.items()
     )
     known = known and all(one is not None and one.lineno == one.end_lineno for one in whole.values())
+    known = known and not any(_asks_a_function(one, reading) for one in given.values())
     if not known or set(given) - set(parameters) or reading.layout.own_lines(statement) is None:
         return None
-    return _Call(statement, {name: one for name, one in whole.items() if one is not None})
+    return Call(statement, {name: one for name, one in whole.items() if one is not None})
+
+
+def _asks_a_function(argument: ast.expr, reading: Reading) -> bool:
+    """Whether an attribute is a property, which may be something else each time it is asked: `self.rate`."""
+    asked = {node.attr for node in walk(argument) if isinstance(node, ast.Attribute)}
+    return not asked.isdisjoint(one.name for one in reading.script.imports.nodes.functions)
 
 
 def _is_of_class(named: ast.expr, method: ast.FunctionDef, reading: Reading) -> bool:
     """Whether the `self` around a call is of the class of a method or of one that the file derives from it."""
     of_method = next(reading.blocks.ancestors(method))
-    around = next((node for node in reading.blocks.ancestors(named) if isinstance(node, ast.ClassDef)), None)
+    around = _class_around(named, reading)
     classes = {one.name: one for one in reading.script.imports.nodes.of(ast.ClassDef)}
     waiting, seen = [around], set[str]()
     while waiting:
@@ -181,7 +183,7 @@ def _is_of_class(named: ast.expr, method: ast.FunctionDef, reading: Reading) -> 
     return False
 
 
-def _means_the_same(call: _Call, helper: ast.FunctionDef, reading: Reading) -> bool:
+def _means_the_same(call: Call, helper: ast.FunctionDef, reading: Reading) -> bool:
     """Whether the lines of a helper mean the same where it is called."""
     scope = reading.blocks.scope_of(call.statement)
     if scope is None or scope is helper:
@@ -200,17 +202,28 @@ def _means_the_same(call: _Call, helper: ast.FunctionDef, reading: Reading) -> b
         return False
     there = own.union(*map(names_bound, scope.body), *map(names_read, scope.body))
     there = there.union(*(one.names for one in reading.script.imports.nodes.of(ast.Global)))
-    body = [statement for statement in helper.body if not _never_runs(statement, call)]
-    nodes = [node for statement in body for node in walk(statement)]
+    nodes = WrittenOut(call, helper, reading).nodes
+    if any(map(_is_private, nodes)) and _class_around(call.statement, reading) is not _class_around(helper, reading):
+        return False
     return (
         bound.isdisjoint(there | set(call.given))
-        and bool(body)
+        and bool(nodes)
         and not any(_is_other_text(node, call, reading) for node in nodes)
         and not any(_may_change(node, call, reading) for node in nodes)
     )
 
 
-def _is_other_text(node: ast.AST, call: _Call, reading: Reading) -> bool:
+def _class_around(node: ast.AST, reading: Reading) -> ast.ClassDef | None:
+    return next((one for one in reading.blocks.ancestors(node) if isinstance(one, ast.ClassDef)), None)
+
+
+def _is_private(node: ast.AST) -> bool:
+    """Whether a class gives a name another one, for itself: `self.__scaler`."""
+    name = getattr(node, "attr", None) or getattr(node, "id", "")
+    return isinstance(name, str) and name.startswith("__") and not name.endswith("__")
+
+
+def _is_other_text(node: ast.AST, call: Call, reading: Reading) -> bool:
     """Whether a parameter cannot be replaced in a node: `f"{loss=}"`, `3.real`."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         given = call.given.get(node.value.id)
@@ -227,29 +240,48 @@ def _is_other_text(node: ast.AST, call: _Call, reading: Reading) -> bool:
     )
 
 
-def _may_change(node: ast.AST, call: _Call, reading: Reading) -> bool:
-    """Whether a node may change what the helper was given before it ran: `state.n += 1`, `tick()`."""
+def _may_change(node: ast.AST, call: Call, reading: Reading) -> bool:
+    """Whether a node may change what the helper was given before it ran: `state.n += 1`, `tick()`, `count(state)`."""
     taken = {path for one in call.given.values() if (path := path_of(one)) is not None}
     ends = {_end(path) for path in taken if _end(path) != path}
     if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
         return bool(_ends(node) & ends)
     if not isinstance(node, ast.Call):
         return False
-    path = path_of(node.func) or ""
-    root, *rest = path.split(".")
-    receiver = ".".join([path_of(call.given[root]) or "" if root in call.given else root, *rest[:-1]])
-    if rest and receiver != "self" and any(one.startswith((f"{receiver}.", f"{receiver}[")) for one in taken):
+    path = _meant(node.func, call) or ""
+    receiver, _, name = path.rpartition(".")
+    given = {_meant(one, call) or "" for one in (*node.args, *(keyword.value for keyword in node.keywords))}
+    given |= {receiver} if receiver != "self" else set()
+    if name not in _LOOKING and any(
+        one.startswith((f"{owner}.", f"{owner}[")) for one in taken for owner in given if owner
+    ):
         return True
-    nodes = reading.script.imports.nodes
-    functions: list[FunctionNode] = [*nodes.of(ast.FunctionDef), *nodes.of(ast.AsyncFunctionDef)]
-    called = [one for one in functions if one.name == path.split(".")[-1]]
-    for inside in (inside for one in called for inside in walk(one)):
+    for inside in (inside for one in _run_by(node, reading) for inside in walk(one)):
         if isinstance(inside, ast.Global | ast.Nonlocal) and taken & set(inside.names):
             return True
         if isinstance(inside, ast.Attribute | ast.Subscript) and not isinstance(inside.ctx, ast.Load):
             if _ends(inside) & ends:
                 return True
     return False
+
+
+def _meant(node: ast.expr, call: Call) -> str | None:
+    """The path of an expression of a helper, where it is called."""
+    path = path_of(node)
+    root = "" if path is None else root_of(path)
+    return f"{path_of(call.given[root]) or ''}{(path or '')[len(root) :]}" if root in call.given else path
+
+
+def _run_by(call: ast.Call, reading: Reading) -> list[FunctionNode]:
+    """The functions of the file that may run in a call: those of its name, and what they call."""
+    functions: dict[str, list[FunctionNode]] = {}
+    for one in reading.script.imports.nodes.functions:
+        functions.setdefault(one.name, []).append(one)
+    found = list(functions.get(last_name(call), ()))
+    for function in found:
+        calls = (node for node in walk(function) if isinstance(node, ast.Call))
+        found += [one for inner in calls for one in functions.get(last_name(inner), ()) if one not in found]
+    return found
 
 
 def _ends(node: ast.Attribute | ast.Subscript) -> set[str]:
@@ -260,68 +292,3 @@ def _ends(node: ast.Attribute | ast.Subscript) -> set[str]:
 def _end(path: str) -> str:
     """`n` of `state.n`, `'n']` of `state['n']`: what a change of it through another name ends with too."""
     return re.split(r"[.\[]", path)[-1]
-
-
-def _written_out(call: _Call, helper: ast.FunctionDef, reading: Reading) -> Edit:
-    """The edit that puts the lines of a helper in the place of its call, with what it is given for its parameters."""
-    source, layout = reading.source, reading.layout
-    body = helper.body[1:] if is_remark(helper.body[0]) else helper.body
-    first = layout.above_comments(body[0])
-    margin, inner = layout.margin(call.statement), layout.margin(body[0])
-    start, end = first, layout.span(Lines(body[-1].lineno, layout.last_line(body[-1])))[1]
-    replaced = [
-        Edit(span[0] - start, span[1] - start, source.segment(call.given[node.id]))
-        for statement in body
-        for node in walk(statement)
-        if isinstance(node, ast.Name) and node.id in call.given
-        for span in [bounds(source, node)]
-    ]
-    never = [
-        Edit(span[0] - start, span[1] - start, "")
-        for statement in body
-        if _never_runs(statement, call)
-        for span in [layout.whole(Lines(statement.lineno, layout.last_line(statement)))]
-    ]
-    known = [
-        Edit(span[0] - start, span[1] - start, str(isinstance(node.ops[0], ast.IsNot)))
-        for statement in body
-        for node in walk(statement)
-        if isinstance(node, ast.Compare) and _is_none_of(node, call) is False
-        for span in [bounds(source, node)]
-    ]
-    replaced = [one for one in replaced if not any(gone.start <= one.start < gone.end for gone in known)] + known
-    kept = [one for one in replaced if not any(gone.start <= one.start < gone.end for gone in never)]
-    text = apply_edits(source.text[start:end] + layout.newline, [*kept, *never]).removesuffix(layout.newline)
-    lines = [margin + line.removeprefix(inner) if line.strip() else line for line in text.split(layout.newline)]
-    own = layout.own_lines(call.statement)
-    assert own is not None
-    return Edit(*layout.span(own), layout.newline.join(lines))
-
-
-def _never_runs(statement: ast.stmt, call: _Call) -> bool:
-    """`if clip:` or `if clip is not None:` where the helper is given no `clip`."""
-    if not isinstance(statement, ast.If) or statement.orelse:
-        return False
-    if isinstance(statement.test, ast.Compare):
-        return isinstance(statement.test.ops[0], ast.IsNot) and _is_none_of(statement.test, call) is True
-    given = call.given.get(statement.test.id) if isinstance(statement.test, ast.Name) else None
-    return isinstance(given, ast.Constant) and not given.value
-
-
-def _is_none_of(test: ast.Compare, call: _Call) -> bool | None:
-    """Whether the parameter of `clip is None` or `clip is not None` is None; None where only the run knows."""
-    given = call.given.get(test.left.id) if isinstance(test.left, ast.Name) else None
-    against = test.comparators[0]
-    whole = len(test.ops) == 1 and isinstance(test.ops[0], ast.Is | ast.IsNot)
-    if not (whole and isinstance(given, ast.Constant) and isinstance(against, ast.Constant) and against.value is None):
-        return None
-    return given.value is None
-
-
-def _without(helper: ast.FunctionDef, reading: Reading) -> Edit:
-    """The edit that takes a helper out, with the blank lines behind it."""
-    source, layout = reading.source, reading.layout
-    last = layout.last_line(helper.body[-1])
-    while last < len(source.lines) and not source.lines[last].strip():
-        last += 1
-    return Edit(layout.above_comments(helper), layout.whole(Lines(helper.lineno, last))[1], "")

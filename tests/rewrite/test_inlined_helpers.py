@@ -49,8 +49,8 @@ def assert_written_out(text):
     ("call", "clips"),
     [
         ("update(total, optimizer)", None),
-        ("update(total, optimizer, clip=0.1)", "if 0.1:\n        memory.unscale_(optimizer)\n"),
-        ("update(opt=optimizer, loss=total, clip=limit)", "if limit:\n        memory.unscale_(optimizer)\n"),
+        ("update(total, optimizer, clip=0.1)", "y)\n    memory.unscale_(optimizer)\n"),
+        ("update(opt=optimizer, loss=total, clip=limit)", "    if limit:\n        memory.unscale_(optimizer)\n"),
     ],
 )
 def test_the_helper_stands_in_the_place_of_its_call(call, clips):
@@ -270,9 +270,63 @@ def test_a_helper_that_calls_another_stays_with_it():
     assert_same_bits(run(text), run(after.text, preset="off"))
 
 
-@pytest.mark.parametrize(("given", "test"), [("", None), (", clip=0.1", "if True:")])
-def test_a_comparison_of_a_constant_with_none_is_decided(given, test):
-    text = script(f"update(total, optimizer{given})").replace("if clip:", "if clip is not None:")
-    after = assert_written_out(text)
-    assert "is not None" not in after.text
-    assert ("clip_grad_norm_" in after.text) == (test is not None)
+STATE = """
+import types
+
+state = types.SimpleNamespace(n=0)
+n = 0
+
+
+def bump():
+    global n
+    state.n += 1
+    n += 1
+
+
+def tick():
+    bump()
+
+
+# updates"""
+
+
+@pytest.mark.parametrize("given", ["n", "state.n"])
+@pytest.mark.parametrize("line", ["tick()", "setattr(state, 'n', len(loader)); tick()"])
+def test_what_functions_may_change_before_it_is_read_is_not_given_later(given, line):
+    text = script(f"update(total, optimizer, _={given})", line=f"{line}; print(_)").replace("# updates", STATE)
+    after = rewritten(text)
+    assert "def update" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    still = script(f"update(total, optimizer, _={given})", line="print(_)").replace("# updates", STATE)
+    assert [loop.rewrite for loop in rewritten(still).loops] == ["micro-batched"]
+
+
+def test_what_an_object_is_given_to_may_change_it():
+    objects = "import types\n\nstate = types.SimpleNamespace(n=[])\n\n\n# updates"
+    line = "setattr(state, 'n', [2]); print(_)"
+    text = script("update(total, optimizer, _=state.n)", line=line).replace("# updates", objects)
+    after = rewritten(text)
+    assert "def update" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ("    def count", "    @property\n    def rate(self):\n        return len(loader)\n\n    def count"),
+        ("def __init__(self):\n", "def __init__(self):\n        self.__seen = 3\n        self.rate = 2\n"),
+    ],
+    ids=["a property", "a private name"],
+)
+def test_a_property_is_asked_once_and_a_private_name_belongs_to_its_class(changed):
+    line = "loader[0:0] = loader[:1]; print(seen)" if "@" in changed[1] else "print(self.__seen)"
+    other = "class Other(Trainer):\n    def fit(self):\n"
+    text = TOP + CLASS.format(line=line, more="").replace(*changed).replace(
+        "_update(total, self.seen)", "_update(total, self.rate)"
+    )
+    if "@" not in changed[1]:
+        text = text.replace("    def fit(self):\n", f"\n\n{other}").replace("\nTrainer().fit()", "\nOther().fit()")
+    text = text.replace("in loader * 3", "in list(loader) * 3")
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
