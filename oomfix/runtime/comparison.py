@@ -1,8 +1,8 @@
 """A forward run on a few rows together and on two parts of them, with everything undone that it did."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,16 +11,18 @@ from torch import nn
 from oomfix.runtime import compat, outputs, rule_choice, simulation, trees
 from oomfix.runtime.attributes import Attributes, Containers, namespace
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.bounds import Bound, Bounds
+from oomfix.runtime.bounds import Bounds
 from oomfix.runtime.computed_masks import alike
 from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.divisors import Divisor, common_bound, counting, divisors, read
 from oomfix.runtime.drawing_calls import Shape
+from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.gradients import GradientsNoted
 from oomfix.runtime.hinges import closed_alike
-from oomfix.runtime.left_attributes import Left, LeftAttribute, left_by
+from oomfix.runtime.left_attributes import Left, left_by
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
+from oomfix.runtime.own_targets import Noted, OwnMeans
 from oomfix.runtime.probe import Draws, Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
 from oomfix.runtime.referenced import generators_in, state_of, tensors_of
@@ -29,100 +31,9 @@ from oomfix.runtime.rule_choice import close
 from oomfix.runtime.running_statistics import quiet
 from oomfix.runtime.variables import Variables
 from oomfix.runtime.watching import Bent, HeldOut, Watch
-from oomfix.runtime.whole_draws import DrawnShapes, DrawnSize, sizes_by_rows
+from oomfix.runtime.whole_draws import DrawnShapes, sizes_by_rows
 
 _WROTE = "it writes parameters, buffers or other tensors that outlive it"
-
-
-@dataclass(frozen=True)
-class Runs:
-    """How the runs of one comparison are made.
-
-    Attributes:
-        graph: with gradients on.
-        holds_out: cross entropies ignore some targets of the first row. Without it a mean over targets looks
-            like one over samples on rows that have no ignored target, and the difference would only show in a
-            later batch.
-        light: only functions are watched, not every operation: for a forward known to draw no random numbers.
-        replays: the parts draw the rows of what the whole drew. If not, they go on drawing, which is the same
-            for a forward that draws sample by sample in a loop.
-        ahead: numbers drawn beforehand from the generators of Python and NumPy, so that the runs draw others.
-        mask_gaps: numbers of the comparisons whose masks get a gap in the first row, see `computed_masks`.
-        opened: numbers of the hinges that give what goes in, see `hinges`.
-        graph_of_whole: with gradients on in the run on all rows, so that its calls are those of a run with gradients:
-            forwards register hooks where there is a graph.
-        divides: the parts weigh what their losses divide by, which shows in their graphs only, see `divisors`.
-        empties: gaps take every row of the first part, not half of its first row.
-    """
-
-    graph: bool = False
-    holds_out: bool = True
-    replays: bool = True
-    light: bool = False
-    ahead: int = 0
-    mask_gaps: frozenset[int] = frozenset()
-    opened: frozenset[int] = frozenset()
-    graph_of_whole: bool = False
-    divides: bool = False
-    empties: bool = False
-
-
-@dataclass
-class Evidence:
-    """What the runs of one comparison showed.
-
-    Attributes:
-        whole: the result on all rows, detached.
-        parts: the results on the two parts.
-        shares: what each part weighs.
-        failure: why the forward failed, if it did; there are no results then.
-        wrote: what it changes that outlives it, and may depend on, as a sentence.
-        changes_gradients: it runs a backward of its own into gradients, or drops some.
-        left: attributes that it changes, does not depend on, and that depend on the samples.
-        nll_losses: cross entropies with a mean.
-        divisors: what the parts weigh, where they are to divide, by its place among what their losses divide by.
-        bound: how that is kept away from 0.
-        means: of each mean in the loss, where all rows and both parts have as many, whether it counts samples.
-        calls: functions called by the run on all rows, where these were watched.
-        drew: random numbers were drawn.
-        drew_besides_torch: some of them from Python's or NumPy's generators, which are not watched.
-        draws: how the size of each draw follows the rows.
-        once_outside: some were drawn from those, as many by each part as by the whole, from the same numbers on.
-        held: targets were held out.
-        differentiates: the forward runs a backward of its own.
-        bends: a number for the whole batch went into a function that bends at a threshold (clamp, abs, relu).
-        counts_nothing: such a number, or one that was compared, was computed, and was 0 on all rows.
-        selects: a selection (topk, argmax, a random permutation) was made among as many entries as there are rows, or
-            each pair of rows met a threshold.
-        alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
-        closed_hinges: numbers of the hinges that gave nothing but 0 on all rows.
-        terms: numbers [] that were added up to the loss of all rows.
-    """
-
-    whole: Any = None
-    parts: list[Any] = field(default_factory=list)
-    shares: list[Weight] = field(default_factory=list)
-    failure: str = ""
-    wrote: str = ""
-    changes_gradients: bool = False
-    left: tuple[LeftAttribute, ...] = ()
-    nll_losses: int = 0
-    divisors: tuple[int, ...] = ()
-    bound: Bound | None = None
-    means: tuple[bool, ...] = ()
-    calls: int = 0
-    drew: bool = False
-    drew_besides_torch: bool = False
-    draws: tuple[DrawnSize, ...] = ()
-    once_outside: bool = False
-    held: bool = False
-    differentiates: bool = False
-    bends: bool = False
-    counts_nothing: bool = False
-    selects: bool = False
-    alike_masks: frozenset[int] = frozenset()
-    closed_hinges: frozenset[int] = frozenset()
-    terms: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -230,6 +141,8 @@ class _Comparison:
         self._own: list[Any] = []
         self._attributes = Attributes([])
         self._owners: list[Any] = []
+        self._noted: Noted | None = None
+        self._own_means: OwnMeans | None = None
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
         found = Evidence()
@@ -274,6 +187,9 @@ class _Comparison:
         light = whole.functions_tell and not found.drew
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
         found.terms = whole.terms
+        places = () if self._noted is None else self._noted.places()
+        if self._noted is not None and places:
+            self._own_means = OwnMeans(places, self._noted.batch, count)
         parts: list[_Run] = []
         drawn_shapes = [whole.drawn_shapes]
         after = RandomState(own=self._own, of_cpu=False) if found.drew_besides_torch else None
@@ -295,6 +211,7 @@ class _Comparison:
                 found.alike_masks = alike(whole.watch.masks.seen, part.watch.masks.seen)
                 found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
                 found.selects |= _go_across(whole, count, part, cut)
+        found.own_targets = places if self._own_means is not None and self._own_means.all_counted() else ()
         self._weigh(found, whole, parts)
         if simulation.assumption is None:
             of_whole, *of_parts = (_bent_besides(run, found.divisors) for run in (whole, *parts))
@@ -318,6 +235,8 @@ class _Comparison:
         ):
             # a loop over the samples: each cross entropy divides by what is in one of them, whatever the batch holds
             found.nll_losses, divisors = 0, [[], []]
+        if found.own_targets:
+            found.nll_losses = 0  # they are means over samples now
         if simulation.assumption is None and all(len(part.divisors) == len(whole.divisors) for part in parts):
             amounts, *of_parts = ([one.divided_by for one in read(run.divisors)[0]] for run in (whole, *parts))
             counted = counting(amounts, of_parts)
@@ -382,7 +301,7 @@ class _Comparison:
         if light:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):
-                result, divided_by, terms = self._result(args, kwargs, watch)
+                result, divided_by, terms = self._result(args, kwargs, watch, end - begin)
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
             weights, among = watch.nll_weights, watch.selected_among
@@ -393,7 +312,7 @@ class _Comparison:
         # the watch is passed by every function of torch, so only the runs that are compared by it get it
         drawn = DrawnShapes()
         with watch if begin == 0 or self._how.opened else nullcontext(), probe, drawn:
-            result, divided_by, terms = self._result(args, kwargs, watch)
+            result, divided_by, terms = self._result(args, kwargs, watch, end - begin)
             calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
@@ -403,15 +322,22 @@ class _Comparison:
             result, left, weights, divided_by, among, watch, calls, differentiates, terms, drawn.drawn_shapes, tell
         )
 
-    def _result(self, args: Any, kwargs: Any, watch: Watch) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
+    def _result(self, args: Any, kwargs: Any, watch: Watch, rows: int) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
         """What the forward returns, what the loss in it divides by, and its terms."""
         bounds = Bounds(watch.bent) if self._how.divides else None
-        with bounds or nullcontext():
+        with bounds or nullcontext(), self._dividing(args, kwargs, rows):
             result = self._forward(*args, **kwargs)
         loss = outputs.loss_in(result)
         if loss is None or loss.numel() != 1:
             return result, [], []
         return result, divisors(loss, bounds), watch.terms_of(loss)
+
+    def _dividing(self, args: Any, kwargs: Any, rows: int) -> AbstractContextManager[Any]:
+        """What the forward of so many rows runs in, so that cross entropies are divided by what the whole has."""
+        if self._how.own_targets and rows == len(self._rows):
+            self._noted = Noted(list(trees.tensors((args, kwargs))))
+            return self._noted
+        return nullcontext() if self._own_means is None else self._own_means.part(rows)
 
     def _changes(self) -> Left:
         return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}

@@ -1,20 +1,39 @@
 """Cross entropy over many classes without the copies: a few rows of logits at a time."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from oomfix.runtime import compat
 
 Reduction = Literal["mean", "sum", "none"]
 
+_In = ParamSpec("_In")
+
 CHUNK_BYTES = 64 * 2**20
 _COUNTED, _IGNORED = 0, -100
 
 
+def _shown_to_modes(function: Callable[_In, torch.Tensor]) -> Callable[_In, torch.Tensor]:
+    """Let contexts around a program see a call of `function` as one of torch's, with the targets that it was given."""
+
+    @functools.wraps(function)
+    def shown(*args: _In.args, **kwargs: _In.kwargs) -> torch.Tensor:
+        tensors = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        if not has_torch_function(tensors):
+            return function(*args, **kwargs)
+        result: torch.Tensor = handle_torch_function(shown, tensors, *args, **kwargs)
+        return result
+
+    return shown
+
+
+@_shown_to_modes
 def chunked_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -58,6 +77,7 @@ def chunked_cross_entropy(
     return _reduced(losses, target, spec, reduction)
 
 
+@_shown_to_modes
 def linear_cross_entropy(
     hidden: torch.Tensor,
     linear_weight: torch.Tensor,

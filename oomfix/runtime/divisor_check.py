@@ -7,8 +7,8 @@ counts shows whether the program then divides by 0, which weighs nothing, or by 
 from dataclasses import replace
 
 from oomfix.runtime import compat
-from oomfix.runtime.comparison import Evidence, Runs
 from oomfix.runtime.divisors import NEXT_TO_NOTHING
+from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import by_gradients
 from oomfix.runtime.judging import judge

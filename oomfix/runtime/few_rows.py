@@ -1,6 +1,7 @@
 """The rows of a batch that one check runs a forward on, whole and in two parts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,8 @@ from torch import nn
 
 from oomfix.runtime import compat
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.comparison import Evidence, Runs, compare
+from oomfix.runtime.comparison import compare
+from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.rows import choose_rows, first_part
 
 
@@ -21,6 +23,7 @@ class FewRows:
 
     Attributes:
         in_order: rows are named in the order of the batch.
+        own_targets: cross entropies in the parts are divided by what they have in the whole, see `own_targets`.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class FewRows:
         self.batch = batch
         self.modules = modules
         self.in_order = False
+        self.own_targets = False
         self._needs_autocast = False
         self._chosen = {len(these): list(these)}
 
@@ -56,6 +60,9 @@ class FewRows:
         unless it fails without.
         """
         rows = self.named(count)
+        if self.own_targets:
+            # what is held out of the cross entropies does not stand in the batch
+            how = replace(how, own_targets=True, holds_out=False)
         if repeats:
             cut = first_part(count)
             rows = [*rows[:cut], rows[cut - 1], *rows[cut + 1 :]]

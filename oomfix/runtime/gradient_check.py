@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from oomfix.runtime import outputs, rule_choice
-from oomfix.runtime.comparison import Evidence, Runs
+from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradients import has_hook, next_node, reach
 from oomfix.runtime.judging import DEPEND, OPEN, units

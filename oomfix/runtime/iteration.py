@@ -34,6 +34,7 @@ from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known
 from oomfix.runtime.left_attributes import LeftBehind
 from oomfix.runtime.outputs import Unforeseen
+from oomfix.runtime.own_targets import OwnMeans
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
@@ -191,7 +192,7 @@ class Iteration:
         for _ in range(parts):
             result = self.call_smallest()
             if self.trains:
-                scaler.scale(self.loss_of(result)).backward()  # type: ignore[no-untyped-call]
+                scaler.scale(outputs.the_loss(result)).backward()  # type: ignore[no-untyped-call]
             del result
 
     def call_smallest(self) -> Any:
@@ -249,22 +250,6 @@ class Iteration:
         self._gradients.merge()
         self.weighing.end()
 
-    @staticmethod
-    def loss_of(result: Any) -> torch.Tensor:
-        """The loss in what the forward returned.
-
-        Raises:
-            ValueError: there is none, or it is not one number.
-        """
-        loss = outputs.loss_in(result)
-        if loss is None or loss.numel() != 1:
-            shape = type(result).__name__ if loss is None else f"a tensor of shape {tuple(loss.shape)}"
-            raise ValueError(
-                f"forward: returned {shape}, expected the loss as a tensor with one number, alone, first in a "
-                "tuple, or under 'loss'"
-            )
-        return loss
-
     def _run_whole(self, scaler: torch.amp.GradScaler) -> Any:
         verdict = self.known.verdict
         bounds = Bounds() if self.weighing is not None and self.weighing.asks_for_bounds(verdict) else None
@@ -273,7 +258,7 @@ class Iteration:
         with bounds or nullcontext():
             result = call(self.batch.args, self.batch.kwargs)
         if self.trains:
-            loss = self.loss_of(result)
+            loss = outputs.the_loss(result)
             if not loss.requires_grad:
                 raise ValueError(
                     "forward: returned a loss without a graph (requires_grad is False); was it detached, made of "
@@ -309,14 +294,15 @@ class Iteration:
         draws = self._whole_draws(verdict)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
         shares, went_backward, weighs = Shares(verdict), False, not self.in_window
+        own_means = OwnMeans(verdict.own_targets, self.batch.tensors(), size)
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for number, (start, stop) in enumerate(cuts):
                 self._neighbours = cuts[max(number - 1, 0) :][:2]
-                with draws.part(start, stop):
+                with draws.part(start, stop), own_means.part(stop - start):
                     result, divided_by = self._forward_rows(start, stop, verdict, shares)
                 weight = shares.of(stop - start, divided_by)
                 if self.trains:
-                    share, loss = self.weighing.share(weight), self.loss_of(result)
+                    share, loss = self.weighing.share(weight), outputs.the_loss(result)
                     weighs = weighs or bool(share)
                     # a part whose loss is a constant has nothing to add, unless all are
                     if share and loss.requires_grad:
@@ -335,6 +321,7 @@ class Iteration:
         if self.trains and weighs and not went_backward:
             reason = "no micro-batch has a loss with a graph, or anything that counts"
             raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+        own_means.expect_all()
         left.put_together()
         return collector.result()
 
@@ -357,7 +344,7 @@ class Iteration:
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
             self._expect_a_loss(result)
-            loss = self.loss_of(result)
+            loss = outputs.the_loss(result)
             divided_by = shares.divided_by(loss, stop - start, bounds)
             if divided_by:
                 assert self.weighing is not None

@@ -1,7 +1,7 @@
 """The verdict that the results of a comparison give: is the result of the whole made of those of its parts?"""
 
 from oomfix.runtime import outputs, rule_choice, simulation
-from oomfix.runtime.comparison import Evidence
+from oomfix.runtime.evidence import Evidence
 from oomfix.runtime.gradients import CHANGES_GRADIENTS
 from oomfix.runtime.outputs import Rule, Sum, Zero
 from oomfix.runtime.verdict import Verdict
@@ -62,6 +62,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         nll_losses=evidence.nll_losses,
         divisors=evidence.divisors,
         bound=evidence.bound,
+        own_targets=evidence.own_targets,
         held=evidence.held,
         drew=evidence.drew,
         calls=0 if evidence.drew else evidence.calls,

@@ -23,7 +23,7 @@ from oomfix.runtime.loss_scaling import LossScaler
 from oomfix.runtime.model_recovery import RecoveringCalls
 from oomfix.runtime.oom import note_choices
 from oomfix.runtime.optimizers import check_optimizer, check_schedulers, innermost, parameters_of
-from oomfix.runtime.outputs import detached
+from oomfix.runtime.outputs import detached, the_loss
 from oomfix.runtime.replicas import average_waiting
 from oomfix.runtime.report import Report, TechniqueReport, forward_reports
 from oomfix.runtime.splitter import Splitter
@@ -378,7 +378,7 @@ class MemoryManager:
 
     def _as_written(self, forward: Callable[..., Any], batch: Batch) -> Any:
         result = forward(*batch.args, **batch.kwargs)
-        loss = Iteration.loss_of(result)
+        loss = the_loss(result)
         if self._window.length > 1:
             loss = loss / self._window.length
         self.scaler.scale(loss).backward()

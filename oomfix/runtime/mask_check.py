@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from oomfix.runtime.comparison import Runs
+from oomfix.runtime.evidence import Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.judging import judge
 from oomfix.runtime.result_check import Found

@@ -349,3 +349,19 @@ def loss_in(result: Any) -> torch.Tensor | None:
         return loss_in(result[0])
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     return loss if isinstance(loss, torch.Tensor) else None
+
+
+def the_loss(result: Any) -> torch.Tensor:
+    """The loss in what a forward returned.
+
+    Raises:
+        ValueError: there is none, or it is not one number.
+    """
+    loss = loss_in(result)
+    if loss is None or loss.numel() != 1:
+        shape = type(result).__name__ if loss is None else f"a tensor of shape {tuple(loss.shape)}"
+        raise ValueError(
+            f"forward: returned {shape}, expected the loss as a tensor with one number, alone, first in a "
+            "tuple, or under 'loss'"
+        )
+    return loss

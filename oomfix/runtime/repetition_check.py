@@ -4,7 +4,7 @@ Rows that a check chooses are unlike each other, so that each may be alone in it
 mean losses looks like one over samples then.
 """
 
-from oomfix.runtime.comparison import Runs
+from oomfix.runtime.evidence import Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.judging import judge
 from oomfix.runtime.verdict import Verdict

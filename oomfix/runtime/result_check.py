@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oomfix.runtime import trees
-from oomfix.runtime.comparison import Evidence, Runs
+from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.judging import DEPEND, contradict, judge
 from oomfix.runtime.rows import has_single_row
@@ -25,9 +25,10 @@ class Found:
         verdict: the first that allows a split, or else that of runs which did not fail.
         how: how these runs were made.
         rows: on how many rows.
-        alike_masks: see `comparison.Evidence`.
+        alike_masks: see `evidence.Evidence`.
         closed_hinges: see there.
         failed: the forward did.
+        cross_entropies: with a mean; a loop over the samples has none.
         single_row_differs: a part was a single row, on which the forward may have failed or returned values of another
             kind: `squeeze()` takes away the dimension of samples too.
     """
@@ -38,6 +39,7 @@ class Found:
     alike_masks: frozenset[int]
     closed_hinges: frozenset[int]
     failed: bool
+    cross_entropies: int
     single_row_differs: bool
 
 
@@ -61,7 +63,16 @@ def by_results(few: FewRows, trust: bool, count: int) -> Found:
     differs = failed or not all(_is_of_one_kind(evidence.whole, part) for part in evidence.parts)
     verdict = replace(verdict, needs_gradients=how.graph)
     single_row_differs = has_single_row(count) and differs
-    return Found(verdict, how, count, evidence.alike_masks, evidence.closed_hinges, failed, single_row_differs)
+    return Found(
+        verdict,
+        how,
+        count,
+        evidence.alike_masks,
+        evidence.closed_hinges,
+        failed,
+        evidence.nll_losses,
+        single_row_differs,
+    )
 
 
 def by_named_rows(few: FewRows, earlier: Verdict, count: int) -> Verdict:
@@ -70,6 +81,7 @@ def by_named_rows(few: FewRows, earlier: Verdict, count: int) -> Verdict:
         found = judge(few.compared(count, Runs(graph=True, holds_out=False, divides=True)), rows=count)
         alike = (found.units, found.divisors, found.bound) == ("targets", earlier.divisors, earlier.bound)
         return found if found.rule is None or alike else Verdict(None, DEPEND)
+    few.own_targets = bool(earlier.own_targets)
     results = by_results(few, False, count)
     if results.verdict.rule is None:
         return results.verdict
@@ -127,8 +139,10 @@ def _best(few: FewRows, trust: bool, count: int, graph: bool) -> tuple[Verdict, 
 def confirmed(few: FewRows, earlier: Verdict, count: int) -> Verdict | None:
     """An earlier verdict, if a few rows confirm all of it."""
     divides = bool(earlier.divisors)
+    few.own_targets = bool(earlier.own_targets)
     how = Runs(graph=earlier.needs_gradients or divides, graph_of_whole=True, light=True, divides=divides)
     verdict = judge(few.compared(count, how), rows=count)
+    few.own_targets = False
     same = replace(
         earlier,
         drew=verdict.drew,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from oomfix.runtime.bounds import Bound
 from oomfix.runtime.left_attributes import LeftAttribute
 from oomfix.runtime.outputs import Rule
+from oomfix.runtime.own_targets import Labels
 from oomfix.runtime.ways import Graphs
 from oomfix.runtime.whole_draws import DrawnSize
 
@@ -23,6 +24,8 @@ class Verdict:
             there are some, what they divide by must be the same for every sample.
         divisors: which of the means that the program takes itself count, see `divisors`; `units` is "targets" then.
         bound: how these are kept away from 0, if they are.
+        own_targets: where those of the cross entropies stand in the batch, if the parts are to be divided by what the
+            whole has of each, see `own_targets`; `units` is "rows" then.
         from_nothing: of rows that have nothing that counts, these were seen to be 0.
         means: of each that its loss has besides, taken by the program itself, whether it counts samples (a constant
             does not); none also where a loop over samples takes them.
@@ -52,6 +55,7 @@ class Verdict:
     nll_losses: int = 0
     divisors: tuple[int, ...] = ()
     bound: Bound | None = None
+    own_targets: tuple[Labels, ...] = ()
     from_nothing: bool = False
     means: tuple[bool, ...] = ()
     held: bool = False

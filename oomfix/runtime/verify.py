@@ -115,6 +115,22 @@ def _of_few_rows(
     if closer and depends and trains and not sharded:
         weighed = _in_parts_that_run(few, together, partial(by_divisors, rows, found.how))
         verdict = verdict if weighed is None or weighed.rule is None else weighed
+    if closer and depends and verdict.rule is None and found.cross_entropies:
+        return _by_own_targets(rows, counts, few, together, trains and not sharded) or verdict
+    return replace(verdict, single_rows=False) if few is together else verdict
+
+
+def _by_own_targets(
+    rows: FewRows, counts: list[int], few: list[int], together: list[int], with_gradients: bool
+) -> Verdict | None:
+    """The verdict where cross entropies are divided by their targets in the whole; None: it allows no split either."""
+    rows.own_targets = True
+    found, few = _with_results(rows, False, counts, few, together)
+    if found is None or found.verdict.rule is None or not found.verdict.own_targets:
+        return None
+    verdict = _confirmed_closer(rows, found, few, together, with_gradients)
+    if verdict.rule is None:
+        return None
     return replace(verdict, single_rows=False) if few is together else verdict
 
 

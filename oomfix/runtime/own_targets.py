@@ -1,0 +1,216 @@
+"""Cross entropies that divide by targets of their own: of masked words and of next sentences, of labels that some lack.
+
+No weight of a part is right for all of them. Each is therefore divided by its targets in the whole batch, not by those
+in the part, and then all are means over samples. How many targets the whole has is counted in the batch before the
+parts run: a check finds the tensor that they stand in. The parts count theirs too, and have to come to the same.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from oomfix.runtime import compat
+from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
+from oomfix.runtime.outputs import Unforeseen
+
+_LOSSES = (F.cross_entropy, F.nll_loss, chunked_cross_entropy, linear_cross_entropy)
+_SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
+_MOST_COLUMNS = 64  # of a tensor with one label per task
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Where the targets of a cross entropy stand in a batch.
+
+    Attributes:
+        place: of their tensor among those of the batch.
+        column: the only one that counts, None: all.
+        skipped: first entries of each row that are never predicted, as by a language model.
+        left_out: a label that the program leaves out itself.
+        mask: place of a tensor that is 0 where the program leaves labels out.
+    """
+
+    place: int
+    column: int | None = None
+    skipped: int = 0
+    left_out: int | None = None
+    mask: int | None = None
+
+    def counted(self, batch: Sequence[torch.Tensor], ignored: int) -> torch.Tensor:
+        """The labels [n] that count in the tensors of a batch, where `ignored` does not."""
+        labels = self._part_of(batch[self.place]).long()
+        counts = (labels != ignored) & (labels != (ignored if self.left_out is None else self.left_out))
+        if self.mask is not None:
+            counts &= self._part_of(batch[self.mask]) != 0
+        return labels[counts]
+
+    def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor.detach().reshape(len(tensor), -1) if self.column is not None else tensor.detach()
+        rows = rows if self.column is None else rows[:, self.column]
+        return rows[..., self.skipped :] if self.skipped else rows
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A cross entropy with a mean over class numbers, called with these arguments."""
+
+    func: Any
+    given: dict[str, Any]
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any) -> "_Call | None":
+        if func not in _SIGNATURES:
+            return None
+        bound = _SIGNATURES[func].bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        target = given["target"]
+        is_mean = (given["reduction"], given.get("size_average"), given.get("reduce")) == ("mean", None, None)
+        if not is_mean or target.is_floating_point() or compat.beneath_transforms(target) is None:
+            return None
+        # what is run again in backward runs without the contexts around the forward
+        return None if compat.is_inside_checkpoint() else cls(func, given)
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """Its targets [n] that count."""
+        target: torch.Tensor = self.given["target"].detach()
+        return target[target != self.given["ignore_index"]]
+
+    def amount(self, labels: torch.Tensor) -> float:
+        """What it divides by where these labels count."""
+        weight = self.given["weight"]
+        return float(labels.numel() if weight is None else weight.detach().double()[labels.to(weight.device)].sum())
+
+    def divided_by(self, amount: float) -> torch.Tensor:
+        """Its sum, divided by that amount; not a number where that is nothing, as its mean is."""
+        total: torch.Tensor = self.func(**{**self.given, "reduction": "sum"})
+        return total * (1 / amount if amount else math.nan)
+
+
+class Noted(TorchFunctionMode):
+    """Context around a forward that notes its cross entropies.
+
+    Args:
+        batch: the tensors that it is given.
+    """
+
+    def __init__(self, batch: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.batch = batch
+        self._calls: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = _Call.of(func, args, kwargs or {})
+        if call is not None:
+            self._calls.append((call.counted, call.given["ignore_index"]))
+        return func(*args, **(kwargs or {}))
+
+    def places(self) -> tuple[Labels, ...]:
+        """Where the targets of each stand in the batch; none where some stand nowhere."""
+        found = [_find(number, *call, self.batch) for number, call in enumerate(self._calls)]
+        places = tuple(labels for labels in found if labels is not None)
+        return places if len(places) == len(found) else ()
+
+
+def _find(number: int, counted: torch.Tensor, ignored: int, batch: Sequence[torch.Tensor]) -> Labels | None:
+    """Where the targets of the cross entropy with that number stand."""
+    # of several tasks, each with a column, the labels of a few rows may be the same
+    candidates = sorted(_candidates(batch), key=lambda labels: labels.column not in (None, number))
+    found = [(labels, labels.counted(batch, ignored).to(counted)) for labels in candidates]
+    in_order = (labels for labels, values in found if torch.equal(values, counted))
+    # some programs turn rows and columns, which changes the order
+    in_any = (labels for labels, values in found if torch.equal(values.sort().values, counted.sort().values))
+    return next(in_order, None) or next(in_any, None)
+
+
+def _candidates(batch: Sequence[torch.Tensor]) -> Iterator[Labels]:
+    """Where targets may stand, the plainest first."""
+    tensors = {place: tensor for place, tensor in enumerate(batch) if _may_hold_labels(tensor)}
+    for place, tensor in tensors.items():
+        least = int(tensor.min())
+        masks = [other for other, mask in tensors.items() if other != place and mask.shape == tensor.shape]
+        columns = range(tensor[0].numel() if tensor.dim() > 1 and tensor[0].numel() <= _MOST_COLUMNS else 0)
+        parts = [Labels(place), *([Labels(place, skipped=1)] if tensor.dim() > 1 else ())]
+        for labels in (*parts, *(Labels(place, column) for column in columns)):
+            yield labels
+            if least < 0:
+                yield replace(labels, left_out=least)
+            yield from (replace(labels, mask=mask) for mask in masks)
+
+
+def _may_hold_labels(tensor: torch.Tensor) -> bool:
+    if not tensor.numel() or not tensor.dim() or tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    if not tensor.is_floating_point():
+        return not tensor.is_complex()
+    are_few = tensor[0].numel() <= _MOST_COLUMNS
+    return are_few and bool((tensor.isfinite() & (tensor == tensor.round())).all())
+
+
+class OwnMeans:
+    """The cross entropies in the parts of one batch.
+
+    Args:
+        places: where the targets of each stand; none: they stay as they are.
+        batch: the tensors of all rows.
+        rows: how many these are.
+    """
+
+    def __init__(self, places: Sequence[Labels], batch: Sequence[torch.Tensor], rows: int) -> None:
+        self._places = places
+        self._batch = batch
+        self._rows = rows
+        self._whole: list[float] = []
+        self._parts: list[list[float]] = []
+
+    def part(self, rows: int) -> AbstractContextManager[Any]:
+        """The context around the forward of so many rows."""
+        if not self._places:
+            return nullcontext()
+        self._parts.append([])
+        return _Part(self, rows / self._rows)
+
+    def expect_all(self) -> None:
+        """Refuse parts that did not have, all together, as many targets as the batch holds.
+
+        Raises:
+            Unforeseen: they had others.
+        """
+        if not self.all_counted():
+            raise Unforeseen("its cross entropies have other targets than the batch shows")
+
+    def all_counted(self) -> bool:
+        """Whether the parts together had as many targets as the batch holds."""
+        if any(len(part) != len(self._places) for part in self._parts):
+            return False
+        together = [sum(amounts) for amounts in zip(*self._parts, strict=True)]
+        return all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(together, self._whole, strict=True))
+
+    def divided(self, call: _Call, share: float) -> torch.Tensor:
+        """The next cross entropy of a part with that share of the rows, as a mean over them."""
+        part = self._parts[-1]
+        number = len(part)
+        part.append(call.amount(call.counted))
+        if number == len(self._whole) and number < len(self._places):
+            labels = self._places[number].counted(self._batch, call.given["ignore_index"])
+            self._whole.append(call.amount(labels))
+        return call.divided_by(self._whole[number] * share if number < len(self._whole) else math.nan)
+
+
+class _Part(TorchFunctionMode):
+    def __init__(self, means: OwnMeans, share: float) -> None:
+        super().__init__()
+        self._means = means
+        self._share = share
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = _Call.of(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if call is None else self._means.divided(call, self._share)

@@ -1,0 +1,332 @@
+"""Cross entropies that divide by targets of their own are split exactly, each divided by what the whole batch has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from oomfix import runtime
+from oomfix.profile.compat import OutOfMemoryError
+from oomfix.profile.simulated_card import SimulatedCard
+
+Batch = dict[str, torch.Tensor]
+ROWS, WORDS, CLASSES, TASKS = 12, 6, 5, 3
+
+
+class Network(nn.Module):
+    """A trunk with an output for each word, for each sentence, and for each of three tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.words, self.sentences, self.number = nn.Linear(8, CLASSES), nn.Linear(8, 2), nn.Linear(8, 1)
+        self.tasks = nn.ModuleList(nn.Linear(8, CLASSES) for _ in range(TASKS))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.trunk(x)
+        pooled = hidden.mean(1)
+        tasks = torch.stack([task(pooled) for task in self.tasks], 1)
+        return self.words(hidden), self.sentences(pooled), self.number(pooled)[:, 0], tasks
+
+
+def of_sentences(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"])[1], batch["follows"])
+
+
+def ignored(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words = model(batch["x"])[0]
+    return F.cross_entropy(words.flatten(0, 1), batch["words"].flatten()) + of_sentences(model, batch)
+
+
+def with_dimensions(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words = model(batch["x"])[0].transpose(1, 2)
+    return F.cross_entropy(words, batch["words"]) + 0.3 * of_sentences(model, batch)
+
+
+def words_first(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words = model(batch["x"])[0].transpose(0, 1).flatten(0, 1)
+    return F.cross_entropy(words, batch["words"].t().flatten()) + of_sentences(model, batch)
+
+
+def weighted_and_smoothed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    weight = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+    criterion = nn.CrossEntropyLoss(weight, label_smoothing=0.1)
+    return criterion(model(batch["x"])[0].flatten(0, 1), batch["words"].flatten()) + of_sentences(model, batch)
+
+
+def with_a_number(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words, _, number, _ = model(batch["x"])
+    loss = F.cross_entropy(words.flatten(0, 1), batch["words"].flatten())
+    return loss + F.mse_loss(number, batch["number"])
+
+
+def next_words(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words = model(batch["x"])[0][:, :-1]
+    return F.cross_entropy(words.flatten(0, 1), batch["words"][:, 1:].flatten()) + of_sentences(model, batch)
+
+
+def padded_next_words(model: nn.Module, batch: Batch) -> torch.Tensor:
+    following = F.pad(batch["words"], (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(model(batch["x"])[0].flatten(0, 1), following.flatten()) + of_sentences(model, batch)
+
+
+def selected_by_a_mask(model: nn.Module, batch: Batch) -> torch.Tensor:
+    active = batch["mask"].flatten() == 1
+    words = model(batch["x"])[0].flatten(0, 1)[active]
+    return F.cross_entropy(words, batch["slots"].flatten()[active]) + of_sentences(model, batch)
+
+
+def a_column_for_each_task(model: nn.Module, batch: Batch) -> torch.Tensor:
+    tasks = model(batch["x"])[3]
+    return sum(F.cross_entropy(tasks[:, task], batch["tasks"][:, task], ignore_index=-1) for task in range(TASKS))
+
+
+def known_labels_of_each_task(model: nn.Module, batch: Batch) -> torch.Tensor:
+    tasks, loss = model(batch["x"])[3], 0
+    for task in range(TASKS):
+        known = batch["tasks"][:, task] >= 0
+        loss = loss + F.cross_entropy(tasks[:, task][known], batch["tasks"][:, task][known])
+    return loss
+
+
+def labels_kept_as_numbers(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words = model(batch["x"])[0].flatten(0, 1)
+    return F.cross_entropy(words, batch["kept"].long().flatten()) + of_sentences(model, batch)
+
+
+def likelihoods(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words = F.log_softmax(model(batch["x"])[0].flatten(0, 1), -1)
+    return nn.NLLLoss()(words, batch["words"].flatten()) + of_sentences(model, batch)
+
+
+def in_chunks(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words = model(batch["x"])[0].flatten(0, 1)
+    return runtime.chunked_cross_entropy(words, batch["words"].flatten(), rows=7) + of_sentences(model, batch)
+
+
+SPLIT = [
+    ignored,
+    with_dimensions,
+    words_first,
+    weighted_and_smoothed,
+    with_a_number,
+    next_words,
+    padded_next_words,
+    selected_by_a_mask,
+    a_column_for_each_task,
+    known_labels_of_each_task,
+    labels_kept_as_numbers,
+    likelihoods,
+    in_chunks,
+]
+
+
+def perplexity(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return with_dimensions(model, batch).exp()
+
+
+def contrastive(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words, *_ = model(batch["x"])
+    embedded = F.normalize(words.mean(1), dim=-1)
+    return F.cross_entropy(embedded @ embedded.t(), torch.arange(len(embedded))) + ignored(model, batch)
+
+
+def half_of_the_labels(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The labels that count are not to be seen in the batch."""
+    labels = torch.where(torch.rand(batch["slots"].shape) < 0.5, batch["slots"], -100)
+    return F.cross_entropy(model(batch["x"])[0].transpose(1, 2), labels) + of_sentences(model, batch)
+
+
+def hardest_words(model: nn.Module, batch: Batch) -> torch.Tensor:
+    words = model(batch["x"])[0].flatten(0, 1)
+    each = F.cross_entropy(words, batch["words"].flatten(), reduction="none")
+    hard = each.topk(len(each) // 2).indices
+    return F.cross_entropy(words[hard], batch["words"].flatten()[hard]) + of_sentences(model, batch)
+
+
+def run_again_in_backward(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Of the cross entropy that backward computes again, nothing is divided any more."""
+
+    def loss_of(words: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(words.transpose(1, 2), batch["words"])
+
+    words = model(batch["x"])[0]
+    return checkpoint(loss_of, words, use_reentrant=True) + of_sentences(model, batch)
+
+
+def tasks_with_a_label(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A part without a label of some task has one cross entropy less."""
+    tasks, loss = model(batch["x"])[3], of_sentences(model, batch)
+    for task in range(TASKS):
+        known = batch["tasks"][:, task] >= 0
+        if known.any():
+            loss = loss + F.cross_entropy(tasks[:, task][known], batch["tasks"][:, task][known])
+    return loss
+
+
+def over_the_known_words(model: nn.Module, batch: Batch) -> torch.Tensor:
+    labels = batch["words"]
+    if (labels < 0).float().mean() > 0.5:  # another loss where most are masked
+        labels = batch["slots"]
+    return F.cross_entropy(model(batch["x"])[0].transpose(1, 2), labels) + of_sentences(model, batch)
+
+
+WHOLE = [
+    perplexity,
+    contrastive,
+    half_of_the_labels,
+    hardest_words,
+    over_the_known_words,
+]
+
+
+def batches(count: int, seed: int = 0) -> list[Batch]:
+    """Of each, another share of the words is masked, and in some parts all of them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, most: int) -> torch.Tensor:
+        return torch.randint(0, most, shape, generator=generator)
+
+    found = []
+    for number in range(count):
+        slots, share = draw(ROWS, WORDS, most=CLASSES), torch.rand(ROWS, 1, generator=generator)
+        masked = torch.rand(ROWS, WORDS, generator=generator) < share
+        masked[: number % 3 * 3] = True
+        lengths = draw(ROWS, 1, most=WORDS) + 1
+        tasks = draw(ROWS, TASKS, most=CLASSES)
+        tasks[torch.rand(ROWS, TASKS, generator=generator) < torch.tensor([0.1, 0.3, 0.5])] = -1
+        found.append(
+            {
+                "x": torch.randn(ROWS, WORDS, 4, dtype=torch.float64, generator=generator),
+                "words": slots.masked_fill(masked, -100),
+                "slots": slots,
+                "kept": (4 - slots).masked_fill(masked, -100).double(),
+                "mask": (torch.arange(WORDS) < lengths).long(),
+                "follows": draw(ROWS, most=2),
+                "tasks": tasks,
+                "number": torch.randn(ROWS, dtype=torch.float64, generator=generator),
+            }
+        )
+    return found
+
+
+def trained(loss: Callable[[nn.Module, Batch], Any], micro_batches: int, steps: int = 6) -> tuple[Any, int | None]:
+    """Every loss and gradient, and the micro-batches of the last call, None: it ran whole."""
+    runtime.reset()
+    torch.manual_seed(0)
+    model = Network().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=micro_batches)
+    memory.prepare(model)
+    seen = []
+    for number, batch in enumerate(batches(steps)):
+        torch.manual_seed(number)
+        seen.append(memory.forward_backward(lambda **batch: loss(model, batch), **batch))
+        seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        memory.step(optimizer)
+        optimizer.zero_grad()
+    return seen, memory.report().forwards[0].micro_batches
+
+
+@pytest.mark.parametrize("micro_batches", [2, 5])
+@pytest.mark.parametrize("loss", SPLIT)
+def test_each_is_divided_by_its_targets_in_the_whole_batch(loss, micro_batches):
+    expected, _ = trained(loss, 1)
+    seen, parts = trained(loss, micro_batches)
+    assert parts == micro_batches
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("loss", WHOLE)
+def test_what_the_batch_does_not_show_runs_whole(loss):
+    expected, _ = trained(loss, 1)
+    seen, parts = trained(loss, 3)
+    assert parts is None
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("loss", [run_again_in_backward, tasks_with_a_label])
+def test_what_only_some_calls_show_has_the_gradients_of_the_whole_batch(loss):
+    expected, _ = trained(loss, 1)
+    seen, _ = trained(loss, 6)
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_window_is_averaged_as_over_whole_batches():
+    def gradients(micro_batches: int) -> list[torch.Tensor]:
+        runtime.reset()
+        torch.manual_seed(0)
+        model = Network().double()
+        memory = runtime.preset("16gb", precision="fp32", micro_batches=micro_batches)
+        memory.prepare(model)
+        for batch in memory.accumulate(batches(3), 3):
+            memory.forward_backward(lambda **batch: ignored(model, batch), **batch)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.testing.assert_close(gradients(4), gradients(1), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("loss", [ignored, tasks_with_a_label])
+def test_an_evaluation_that_does_not_fit_is_split_too(loss):
+    data = batches(3)
+    data[2]["tasks"][ROWS // 2 :] = -1  # a part of it has no cross entropy of any task
+
+    def losses(most_rows: int) -> list[Any]:
+        runtime.reset()
+        torch.manual_seed(0)
+        model = Network().double()
+        memory = runtime.preset("16gb", precision="fp32")
+        memory.prepare(model)
+
+        def evaluated(**batch: torch.Tensor) -> torch.Tensor:
+            if len(batch["x"]) > most_rows:
+                raise OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+            return loss(model, batch)
+
+        found = []
+        for batch in data:
+            try:
+                found.append(memory.evaluate(evaluated, **batch))
+            except runtime.DoesNotFitError:
+                found.append(None)
+        return found
+
+    whole, seen = losses(ROWS), losses(ROWS // 2)
+    assert seen[1] is not None
+    for expected, value in zip(whole, seen, strict=True):
+        if value is not None:
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
+
+
+def test_a_model_of_transformers_for_pretraining_that_does_not_fit_is_split():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.BertForPreTraining(config).double()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 64, (16, 24), generator=generator)
+    chosen = torch.rand(16, 24, generator=generator) < torch.rand(16, 1, generator=generator) / 2
+    batch = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(~chosen, -100),
+        "next_sentence_label": torch.randint(0, 2, (16,), generator=generator),
+    }
+    expected = model(**batch).loss
+    expected.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    memory = runtime.preset("16gb", precision="fp32")
+    memory.prepare(model)
+    with SimulatedCard(4 * 2**20):
+        loss = memory.forward_backward(lambda **batch: model(**batch).loss, **batch)
+    (report,) = memory.report().forwards
+    assert report.largest == 8
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients, rtol=1e-9, atol=1e-12)
