@@ -1,12 +1,15 @@
-"""The JSON of a notebook with the sources of some cells replaced, every other byte as it was."""
+"""The JSON of a notebook with the sources of some cells replaced, and without those left empty; the rest as it was."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
+
+from oomfix.rewrite.edits import apply_edits
+from oomfix.script.edits import Edit
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
@@ -26,6 +29,8 @@ class Span(NamedTuple):
 def replace_sources(data: bytes, sources: Mapping[int, str]) -> bytes:
     """A notebook with other sources in some cells. Lines that stay are spelled as they were, escapes included.
 
+    A cell that is left without a source goes, unless it has outputs.
+
     Args:
         data: the notebook, nbformat 3 or 4.
         sources: 1-based number of a cell among all cells -> its new source, newlines as "\\n".
@@ -36,17 +41,32 @@ def replace_sources(data: bytes, sources: Mapping[int, str]) -> bytes:
     """
     encoding = json.detect_encoding(data)  # type: ignore[attr-defined]
     text = data.decode(encoding, "surrogatepass")
-    pieces = []
-    done = 0
-    for number, cell in enumerate(_cells(text), start=1):
-        if number in sources:
-            span = _source(text, cell)
-            try:
-                pieces += [text[done : span.start], _respelled(text[span.start : span.end], sources[number])]
-            except CannotRestore as reason:
-                raise CannotRestore(f"cell {number}: {reason}") from None
-            done = span.end
-    return ("".join(pieces) + text[done:]).encode(encoding, "surrogatepass")
+    cells = list(_cells(text))
+    emptied = {number for number, source in sources.items() if not source.strip()}
+    gone = {number for number in emptied if _has_no_outputs(text, cells[number - 1])}
+    edits = [Edit(*span, "") for span in _with_commas(cells, gone)]
+    for number in sources.keys() - gone:
+        span = _source(text, cells[number - 1])
+        try:
+            edits.append(Edit(*span, _respelled(text[span.start : span.end], sources[number])))
+        except CannotRestore as reason:
+            raise CannotRestore(f"cell {number}: {reason}") from None
+    return apply_edits(text, edits).encode(encoding, "surrogatepass")
+
+
+def _has_no_outputs(text: str, cell: Span) -> bool:
+    outputs = _members(text, cell.start).get("outputs")
+    return outputs is None or not _DECODER.raw_decode(text, outputs.start)[0]
+
+
+def _with_commas(cells: Sequence[Span], gone: Set[int]) -> Iterator[Span]:
+    """The cells with these numbers, with what parts them from the others."""
+    last = max(number for number in range(1, len(cells) + 1) if number not in gone)
+    for number in gone:
+        if number < last:
+            yield Span(cells[number - 1].start, cells[number].start)
+    if last < len(cells):
+        yield Span(cells[last - 1].end, cells[-1].end)
 
 
 def _cells(text: str) -> Iterator[Span]:

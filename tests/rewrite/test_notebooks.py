@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from oomfix.rewrite.command import apply
+from oomfix.rewrite.notebook_json import replace_sources
 
 RUN = CliRunner()
 IMPORTS = """\
@@ -310,3 +311,60 @@ def test_the_manager_is_made_in_the_cell_that_imports_torch_and_not_in_one_that_
     sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
     assert sources[1] == EXPECTED[1]
     assert sources[2] == drive["source"]
+
+
+HELPER = """\
+# one step
+def update(loss):
+    loss.backward()
+    optimizer.step()"""
+CALLED = """\
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    update(loss)"""
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_cell_that_held_nothing_but_a_helper_that_is_written_out_goes(tmp_path, before, indent):
+    path = tmp_path / "train.ipynb"
+    named = {"a": lines(SETUP), "b": lines(CALLED)}
+    kept = [{"cell_type": "code", "id": name, "outputs": [], "source": source} for name, source in named.items()]
+    cells = list(kept)
+    cells.insert(before, {"cell_type": "code", "id": "c", "metadata": {}, "outputs": [], "source": lines(HELPER)})
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}, indent=indent))
+    result = RUN.invoke(apply, ["--preset", "16gb", str(path)])
+    assert "`update` is written out where it was called" in " ".join(result.output.split())
+    notebook = json.loads(path.read_text())
+    assert [cell["id"] for cell in notebook["cells"]] == ["a", "b"]
+    assert "memory.forward_backward(forward, x, y)\n    memory.step(optimizer)" in "".join(
+        notebook["cells"][1]["source"]
+    )
+    assert path.read_text() == json.dumps(notebook, indent=indent)
+    written = path.read_bytes()
+    RUN.invoke(apply, ["--preset", "16gb", str(path)])
+    assert path.read_bytes() == written
+
+
+@pytest.mark.parametrize(("ahead", "outputs"), [("", [{"text": "said"}]), ("# steps\n\n", []), ("%precision 3\n", [])])
+def test_a_cell_that_held_a_helper_and_more_stays(tmp_path, ahead, outputs):
+    path = tmp_path / "train.ipynb"
+    sources = [(SETUP, []), (ahead + HELPER, outputs), (CALLED, [])]
+    cells = [{"cell_type": "code", "outputs": printed, "source": text} for text, printed in sources]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    RUN.invoke(apply, ["--preset", "16gb", str(path)])
+    notebook = json.loads(path.read_text())
+    assert [cell["outputs"] for cell in notebook["cells"]] == [[], outputs, []]
+    assert notebook["cells"][1]["source"].strip() == ahead.strip()
+    assert "memory.forward_backward" in notebook["cells"][2]["source"]
+
+
+@pytest.mark.parametrize("gone", [{1}, {2}, {4}, {1, 2}, {3, 4}, {1, 4}, {2, 3, 4}])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_cells_that_a_rewrite_empties_go_wherever_they_stand(gone, indent):
+    cells = [{"cell_type": "code", "source": [f"a = {number}"], "outputs": []} for number in range(1, 5)]
+    data = json.dumps({"cells": cells, "nbformat": 4}, indent=indent)
+    left = [cell for number, cell in enumerate(cells, start=1) if number not in gone]
+    expected = json.dumps({"cells": left, "nbformat": 4}, indent=indent)
+    assert replace_sources(data.encode(), dict.fromkeys(gone, "\n")).decode() == expected
