@@ -22,6 +22,7 @@ class Between:
         runs_forward: whether a statement runs a network.
         takes_network: whether it hands a network to a function, which may run it.
         reads_network: whether it looks at a network, as to log the norm of its weights.
+        draws: whether it draws random numbers, itself or in a function of the file.
         liveness_of: of a function or the module.
     """
 
@@ -30,11 +31,13 @@ class Between:
         runs_forward: Callable[[ast.AST], bool],
         takes_network: Callable[[ast.AST], bool],
         reads_network: Callable[[ast.AST], bool],
+        draws: Callable[[ast.AST], bool],
         liveness_of: Callable[[Scope], Liveness],
     ) -> None:
         self._runs_forward = runs_forward
         self._takes_network = takes_network
         self._reads_network = reads_network
+        self._draws = draws
         self._liveness_of = liveness_of
 
     def place(self, lift: Lift, chosen: list[int], end: int) -> None:
@@ -128,7 +131,7 @@ class Between:
             raise CannotLift(f"`{keyword}` in line {line} stands between forward and backward")
         if effects.switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients between forward and backward")
-        if effects.draws_random_numbers(statement):
+        if self._draws(statement):
             raise CannotLift(f"line {line} draws random numbers between forward and backward")
         if effects.may_reset_gradients(statement):
             raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import last_name, leaves
-from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope
+from oomfix.rewrite.effects import CLIPPING, last_name, leaves
+from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope, nodes_of_scope_body
 from oomfix.rewrite.out_of_sight import OutOfSight
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.shared_parameters import SharedParameters
 from oomfix.rewrite.skipped_batches import skips_if_not_finite
 from oomfix.rewrite.step_functions import StepFunction
 from oomfix.rewrite.verdict import Verdict
@@ -41,6 +42,8 @@ class Resets:
             if _resets(other, optimizer):
                 return other
             if reads_gradients(other) or leaves(other) or _calls_backward(other) or not isinstance(other, ast.Expr):
+                return None
+            if optimizer is not None and self._steps_shared(other, optimizer):
                 return None
             if self._out_of_sight.is_held_elsewhere or any(node in self._readers_out_of_sight for node in walk(other)):
                 return None
@@ -90,8 +93,39 @@ class Resets:
         for backward in self._backwards_by_scope.get(self._blocks.scope_of(step), ()):
             reset = next((other for other in self._run_ahead(backward) if _resets(other, optimizer)), None)
             if reset is not None and self._is_only_step_between(step, backward):
-                return not self._readers_in_loop(reset, step)
+                return not self._readers_in_loop(reset, step) and not self._are_needed_first(step, optimizer)
         return False
+
+    def _are_needed_first(self, step: ast.stmt, optimizer: str) -> bool:
+        """Whether another step or a clip comes ahead of the next reset and may use the gradients a step leaves."""
+        for verdict in self._verdicts:
+            for other in (*verdict.steps, *verdict.kept_steps):
+                statement = self._blocks.statement_of(other.node)
+                if statement is step or self._is_reset_between(step, statement, (optimizer, other.optimizer)):
+                    continue
+                if self._shared.may_be_shared(optimizer, other.optimizer):
+                    return True
+        scope = self._blocks.scope_of(step)
+        for node in nodes_of_scope_body(scope) if scope is not None else ():
+            if isinstance(node, ast.Call) and CLIPPING.search(last_name(node)):
+                statement = self._blocks.statement_of(node)
+                if self._is_reset_between(step, statement, (optimizer,)):
+                    continue
+                if self._shared.may_be_given(optimizer, node):
+                    return True
+        return False
+
+    def _steps_shared(self, statement: ast.stmt, optimizer: str) -> bool:
+        """Whether a statement is a step of another optimizer, which may step the same parameters."""
+        steps = (step for verdict in self._verdicts for step in (*verdict.steps, *verdict.kept_steps))
+        own = (step for step in steps if self._blocks.statement_of(step.node) is statement)
+        return any(self._shared.may_be_shared(optimizer, step.optimizer) for step in own)
+
+    def _is_reset_between(self, step: ast.stmt, other: ast.stmt, optimizers: Sequence[str]) -> bool:
+        """Whether one of the optimizers is always reset behind a step and ahead of what comes next, or comes round."""
+        follows = self._blocks.scope_of(step) is self._blocks.scope_of(other) and other.lineno > step.lineno
+        resets = (one for one in self._run_ahead(other) if any(_resets(one, optimizer) for optimizer in optimizers))
+        return any(one.lineno > step.lineno or not follows for one in resets)
 
     def _goes_on_with_gradients(self, verdict: Verdict, step: ast.stmt, optimizer: str) -> bool:
         """Whether another loop steps the optimizer with what the last iteration of a step's loop left behind."""
@@ -108,6 +142,10 @@ class Resets:
     @cached_property
     def _gradients_are_read(self) -> bool:
         return _gradients_read_elsewhere(self._script)
+
+    @cached_property
+    def _shared(self) -> SharedParameters:
+        return SharedParameters(self._script)
 
     @cached_property
     def _out_of_sight(self) -> OutOfSight:

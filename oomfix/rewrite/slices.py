@@ -76,7 +76,8 @@ class Slicer:
         self._runs_forward = runs_forward
         self._is_trained = is_trained
         self._takes_network = takes_network
-        self._between = Between(runs_forward, takes_network, reads_network, self.liveness_of)
+        draws = helpers.draw_random_numbers
+        self._between = Between(runs_forward, takes_network, reads_network, draws, self.liveness_of)
         self._batch_names = BatchNames(tree, runs_forward)
         self._tests = ConstantTests(tree)
         self._liveness: dict[int, Liveness] = {}

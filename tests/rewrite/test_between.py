@@ -186,3 +186,19 @@ def test_what_flushes_or_asserts_goes_behind_the_call(call):
     text, loops = apply(LOOP.format(between=call))
     assert loops == [("micro-batched", None)]
     assert text.index("memory.forward_backward(") < text.index(call) < text.index("memory.step(")
+
+
+def test_numbers_that_a_function_draws_between_are_drawn_in_their_order():
+    _, loops = apply("""\
+        def noise(count):
+            return torch.rand(count)
+
+        for x, y in loader:
+            out = model(x)
+            label = noise(len(x))
+            loss = F.cross_entropy(out + model(F.dropout(x)), y)
+            loss.backward()
+            optimizer.step()
+            print(loss.item(), label)
+        """)
+    assert loops == [("in-place", "line 13 draws random numbers between forward and backward")]

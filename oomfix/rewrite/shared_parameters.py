@@ -1,0 +1,125 @@
+"""Which networks an optimizer steps or a clip looks at, and whether two of them may share parameters."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from oomfix.rewrite.bindings import bindings
+from oomfix.rewrite.effects import last_name, overlap
+from oomfix.rewrite.prepare import is_optimizer_class
+from oomfix.script import Script
+from oomfix.script.names import path_of
+from oomfix.script.nodes import children
+
+_OF_NETWORKS = frozenset("parameters named_parameters modules named_modules children named_children".split())
+_ADDING = frozenset({"append", "extend", "add_param_group"})
+_SETTINGS = re.compile(
+    r"(^|_)(args|arguments|cfg|config|conf|opt|opts|option|options|flags|hparams|params|settings|device|dtype|vocab|"
+    r"tokenizer|size|shape|dim|seed)$",
+    re.IGNORECASE,
+)
+_GIVES_NUMBERS = frozenset("len int float max min sum range device".split())
+
+
+class SharedParameters:
+    """Says whether optimizers of a file may step the same parameters, under any names that the file gives networks.
+
+    Args:
+        script: the script.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._bound: dict[str, list[ast.expr]] = {}
+        for node in script.imports.nodes:
+            for target, value in (*bindings(node), *_added(node)):
+                if (path := path_of(target)) is not None:
+                    self._bound.setdefault(path, []).append(value)
+
+    def may_be_shared(self, optimizer: str, other: str) -> bool:
+        """Whether two optimizers, given by path, may step the same parameters; one from elsewhere may step any."""
+        own, others = self._stepped(optimizer), self._stepped(other)
+        return optimizer == other or not own or not others or overlap(own, others)
+
+    def may_be_given(self, optimizer: str, call: ast.Call) -> bool:
+        """Whether a call, such as a clip, may be given parameters that an optimizer steps."""
+        given = {path for argument in _arguments(call) for path in self._networks_in(argument, set())}
+        own = self._stepped(optimizer)
+        return not own or optimizer in given or overlap(own, given)
+
+    def _stepped(self, optimizer: str) -> set[str]:
+        """The networks that an optimizer is made for; empty where that is not seen."""
+        found: set[str] = set()
+        for value in self._bound.get(optimizer, ()):
+            for call in _calls_that_give(value):
+                given = _arguments(call)
+                if is_optimizer_class(self._script, call.func):
+                    named = [one.value for one in call.keywords if one.arg == "params"]
+                    given = [*call.args[:1], *named]
+                found |= {path for one in given for path in self._networks_in(one, {optimizer})}
+        return found - {optimizer}
+
+    def _networks_in(self, node: ast.AST, seen: set[str]) -> Iterator[str]:
+        """The paths that an expression takes parameters from, each with what that was made of."""
+        if isinstance(node, ast.Dict):
+            # of a group of parameters, its rate and the like say nothing
+            group = [value for key, value in zip(node.keys, node.values, strict=True) if _is_params(key)]
+            for value in group or node.values:
+                yield from self._networks_in(value, seen)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_NETWORKS:
+            yield from self._networks_in(node.func.value, seen)
+        elif isinstance(node, ast.Call):
+            for argument in _arguments(node):
+                yield from self._networks_in(argument, seen)
+        elif isinstance(node, ast.expr) and (path := path_of(node)) is not None:
+            yield from self._with_parts(path, seen)
+        elif not isinstance(node, ast.Lambda):
+            for child in children(node):
+                yield from self._networks_in(child, seen)
+
+    def _with_parts(self, path: str, seen: set[str]) -> Iterator[str]:
+        """A path, and what it is made of: `encoder` for the `critic` of `critic = Critic(encoder)`."""
+        if path in seen:
+            return
+        seen.add(path)
+        yield path
+        for value in self._bound.get(path, ()):
+            makes = isinstance(value, ast.Call) and last_name(value) not in _OF_NETWORKS
+            for other in self._networks_in(value, seen):
+                if not makes or self._may_be_network(other):
+                    yield other
+
+    def _may_be_network(self, path: str) -> bool:
+        """Whether something that a network was made with may be a network itself: no setting, and made by a call."""
+        if any(map(_SETTINGS.search, path.split("."))):
+            return False
+        made = (call for value in self._bound.get(path, ()) for call in _calls_that_give(value))
+        return any(last_name(call) not in _GIVES_NUMBERS for call in made)
+
+
+def _added(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What is added to a list: `params += list(net.parameters())`, `params.extend(net.parameters())`."""
+    if isinstance(node, ast.AugAssign):
+        yield node.target, node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
+        for argument in node.args:
+            yield node.func.value, argument
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _calls_that_give(value: ast.expr) -> Iterator[ast.Call]:
+    """The calls whose result an expression may be: `A(x) if big else B(x)` is that of either."""
+    if isinstance(value, ast.IfExp):
+        yield from _calls_that_give(value.body)
+        yield from _calls_that_give(value.orelse)
+    elif isinstance(value, ast.Call):
+        yield value
+
+
+def _is_params(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and key.value == "params"
