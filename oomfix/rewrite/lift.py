@@ -45,6 +45,8 @@ class Site:
     """Names that are bound for certain when the block is entered."""
     first: int = 0
     """The index in the block that the slice may begin at, behind what it takes from earlier losses without a graph."""
+    stays_inside: bool = False
+    """Whether the slice has to begin in the block, behind what the block around it takes from earlier losses."""
     branch: ast.If | ast.With | None = None
     """The `if train:` around the backward, or `with timer():`, where the loss is computed outside of it; `block` is the
     one it is in."""

@@ -261,19 +261,34 @@ class _Lifter:
         shared = self._names_behind(second, first.site.statement) & _bound(first.lifted)
         if not shared:
             return second
-        kept = shared - self._without_graph_behind(first)
-        if second.block is not first.site.block or not (
-            self._reads_detached(shared, first, second)
+        graphs = shared & _bound([one for one in first.lifted if not self._gives_no_graph(one, second)])
+        kept = graphs - self._without_graph_behind(first)
+        place = self._place_behind(first, second)
+        if place is None or not (
+            self._reads_detached(graphs, first, second)
             or (self._graph_is_freed(first, second) and self._reads_detached(kept, first, second))
         ):
-            made = f"{min(kept or shared)}, made for the one in line {first.site.statement.lineno}"
+            made = f"{min(kept or graphs or shared)}, made for the one in line {first.site.statement.lineno}"
             raise CannotLift(f"the one in line {second.statement.lineno} goes through {made}")
-        behind = second.block.index(first.site.end) + 1
         known = {statement for lift in earlier for statement in (*lift.lifted, lift.site.end)} | outside
-        others = (one for one in second.block[:behind] if one not in known and not records_nothing(one))
+        others = (one for one in first.site.block[:place] if one not in known and not records_nothing(one))
         if other := next((statement for statement in others if self._runs_forward(statement)), None):
             raise CannotLift(f"one may go through what line {other.lineno} has computed ahead of another")
-        return replace(second, first=max(second.first, behind))
+        if second.block is not first.site.block:
+            return replace(second, stays_inside=True)
+        return replace(second, first=max(second.first, place))
+
+    def _place_behind(self, first: Lift, second: Site) -> int | None:
+        """Where in the block of a loss the next one may begin, the block of an `if` around that included; or None."""
+        block = first.site.block
+        end = block.index(first.site.end)
+        if second.block is block:
+            return end + 1
+        if second.iteration is not first.site.iteration:
+            return None
+        around = (one for one in self._with_ancestors(second.end) if one in block)
+        place = next((block.index(one) for one in around), 0)
+        return place if place > end else None
 
     def _check_graphs_stay(self, lift: Lift, call: ast.Call) -> None:
         """Whether no other backward is the first to go through what the networks of a slice give.
@@ -313,6 +328,12 @@ class _Lifter:
             id(node) in own or (node.lineno, node.col_offset) >= last or is_read_without_graph(node, self._blocks)
             for node in reads
         )
+
+    def _gives_no_graph(self, statement: ast.stmt, second: Site) -> bool:
+        """Whether a statement ran a network without its graph in the first place, as that of a teacher."""
+        run, forwards = set(self._calls_run.by(statement)), self._script.trace.forwards
+        through = (forwards[origin].node for origin in self._origins_of(second.statement) if origin in forwards)
+        return records_nothing(statement) and run.isdisjoint(through)
 
     def _graph_is_freed(self, first: Lift, second: Site) -> bool:
         """Whether the first backward goes through all networks that its slice runs, and the second through none.
@@ -389,7 +410,9 @@ class _Lifter:
             return self._slicer.lift(site, network_is_known)
         except OutsideOfBlock:
             branch = next(self._blocks.ancestors(statement))
-            if site.first or not isinstance(branch, ast.If | ast.With) or statement not in branch.body:
+            if site.first or site.stays_inside or not isinstance(branch, ast.If | ast.With):
+                raise
+            if statement not in branch.body:
                 raise
             if isinstance(branch, ast.With) and not self._reading.measures(branch):
                 raise

@@ -124,6 +124,7 @@ class Resets:
     def _is_reset_between(self, step: ast.stmt, other: ast.stmt, optimizers: Sequence[str]) -> bool:
         """Whether one of the optimizers is always reset behind a step and ahead of what comes next, or comes round."""
         follows = self._blocks.scope_of(step) is self._blocks.scope_of(other) and other.lineno > step.lineno
+        follows = follows and not self._blocks.exclude_each_other(step, other)
         resets = (one for one in self._run_ahead(other) if any(_resets(one, optimizer) for optimizer in optimizers))
         return any(one.lineno > step.lineno or not follows for one in resets)
 

@@ -390,8 +390,9 @@ for x, y in loader * 3:
 """
 
 
-def test_a_temperature_behind_a_policy_runs_no_network_and_keeps_its_backward_alone():
-    text = TOP + SOFT_ACTOR.format(next="model(x)", kept="", seen="out.detach()")
+@pytest.mark.parametrize("seen", ["out.detach()", "(0.5 - out).detach()", "out[:1].mean().item()"])
+def test_a_temperature_behind_a_policy_runs_no_network_and_keeps_its_backward_alone(seen):
+    text = TOP + SOFT_ACTOR.format(next="model(x)", kept="", seen=seen)
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert after.text.count("memory.forward_backward(") == 2

@@ -146,3 +146,21 @@ def test_optimizers_of_one_class_share_what_its_networks_do():
     shared = "[*self.one.parameters(), *self.other.parameters()]"
     assert "memory.step(self.first, zero_grad=False)" in alike(text.replace("{first}", shared))
     assert "memory.step(self.first)" in alike(text.replace("{first}", "self.one.parameters()"))
+
+
+def test_steps_in_two_branches_drop_their_gradients_each():
+    text = TOP + textwrap.dedent("""\
+        first = torch.optim.SGD([*body.parameters(), *one.parameters()], lr=0.1)
+        for number, x in enumerate([torch.randn(6, 4) for _ in range(4)]):
+            first.zero_grad()
+            loss = one(body(x)).pow(2).mean()
+            loss.backward()
+            if number % 2:
+                nn.utils.clip_grad_norm_(body.parameters(), 0.1)
+                first.step()
+            else:
+                first.step()
+            print(f"{loss.item():.9f}")
+        """)
+    after = alike(text)
+    assert after.count("memory.step(first)") == 2
