@@ -16,6 +16,7 @@ from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.loader_arguments import Written, loader_arguments
 from oomfix.rewrite.logs_of_rounds import log_behind
 from oomfix.rewrite.loops import Judge, scaling_of
+from oomfix.rewrite.losses_in_turn import compute_in_turn
 from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.module import (
     Names,
@@ -40,7 +41,10 @@ from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
 from oomfix.source import Source
 
-_MOST_JOINED_LINES = 5
+_MOST_PREPARATIONS = 6
+_PREPARATIONS = (name_losses, name_batches, log_behind, part_autocast, compute_in_turn)
+"""What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""
+
 WINDOW_STAYS = "its accumulation window stays"
 _PRECISION: dict[Scaling, Overrides] = {
     "ours": {},
@@ -183,22 +187,22 @@ class LoopRewriter:
         return stages.source
 
     def _lifted_apart(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
-        """The edits that lift more once joined statements have lines of their own, losses names, and logs loops.
+        """The edits that lift more once joined statements have lines of their own, losses names, logs loops, and so on.
 
         None where that does not help.
         """
         before = [(verdict.form, verdict.reason) for verdict in self.verdicts]
         apart = stages.copy()
-        for _ in range(_MOST_JOINED_LINES):
+        for _ in range(_MOST_PREPARATIONS):
             lines = [line for verdict in self.verdicts if (line := verdict.joined_line) is not None]
-            edits = separate(reading, lines)
-            named = [] if edits else self._names_of_losses(reading)
-            fetched = [] if edits or named else self._names_of_batches(reading)
-            logged = [] if edits or named or fetched else self._logs_behind(reading)
-            parted = [] if edits or named or fetched or logged else self._parted_autocast(reading)
-            if not (edits or named or fetched or logged or parted):
+            edits, named = separate(reading, lines), False
+            if not edits and self._stays_in_place:
+                ways = ((way, way(reading, self._manager)) for way in _PREPARATIONS)
+                way, edits = next(((way, found) for way, found in ways if found), (None, []))
+                named = way is name_losses
+            if not edits:
                 break
-            apart.edit(edits or named or fetched or logged or parted)
+            apart.edit(edits)
             reading = Reading(Script.read(apart.source, self._target))
             lifted = lift_backwards(reading, order, self._manager)
             if all(verdict.joined_line is None for verdict in self.verdicts):
@@ -212,18 +216,6 @@ class LoopRewriter:
         for verdict, (form, reason) in zip(self.verdicts, before, strict=True):
             verdict.form, verdict.reason = form, reason
         return []
-
-    def _names_of_losses(self, reading: Reading) -> list[Edit]:
-        return name_losses(reading, self._manager) if self._stays_in_place else []
-
-    def _names_of_batches(self, reading: Reading) -> list[Edit]:
-        return name_batches(reading, self._manager) if self._stays_in_place else []
-
-    def _logs_behind(self, reading: Reading) -> list[Edit]:
-        return log_behind(reading, self._manager) if self._stays_in_place else []
-
-    def _parted_autocast(self, reading: Reading) -> list[Edit]:
-        return part_autocast(reading, self._manager) if self._stays_in_place else []
 
     @property
     def _stays_in_place(self) -> bool:

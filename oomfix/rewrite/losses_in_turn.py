@@ -1,0 +1,131 @@
+"""Two losses that are computed ahead of the backwards of both are computed in turn: the second behind the first's.
+
+`a = critic_a(x)`, `b = critic_b(x)`, `loss_a = f(a)`, `loss_b = f(b)`, `loss_a.backward()`, `loss_b.backward()`: what
+the second loss alone is computed from moves behind the first backward, and both are slices of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from oomfix.rewrite import effects
+from oomfix.rewrite.between import stays_the_same_ahead_of
+from oomfix.rewrite.calls_run import CallsRun
+from oomfix.rewrite.functions_called import FunctionsCalled
+from oomfix.rewrite.helpers import Helpers
+from oomfix.rewrite.liveness import definitely_bound, names_bound, names_read
+from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.scale import reads_gradients
+from oomfix.script.edits import Edit
+from oomfix.script.names import path_of
+
+
+def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:
+    """The edits that move what runs other networks, and what depends on it, behind the first of two backwards.
+
+    Networks run in the same order as before, and so does all that draws random numbers; a backward changes nothing but
+    gradients, which nothing that moves may look at.
+    """
+    turns = _Turns(reading, manager)
+    nodes = reading.script.imports.nodes
+    backwards = [call for call in nodes.of(ast.Call) if path_of(call.func) == turns.backward and len(call.args) == 1]
+    plain = [reading.blocks.statement_of(call) for call in backwards if not call.keywords]
+    blocks = {id(block): block for block in map(reading.blocks.block_of, plain)}
+    return [edit for block in blocks.values() for edit in _edits(reading, block, turns)]
+
+
+def _edits(reading: Reading, block: list[ast.stmt], turns: _Turns) -> Iterator[Edit]:
+    layout, newline = reading.layout, reading.layout.newline
+    for end, moved in turns.of(block):
+        header = reading.blocks.header_of(block[0])
+        chunks = [layout.chunk(block[index], block, header) for index in moved]
+        own = layout.own_lines(block[end])
+        if own is None or any(chunk is None for chunk in chunks):
+            continue
+        margin = layout.margin(block[end])
+        lines = [line for chunk in chunks if chunk is not None for line in layout.moved(chunk, margin, margin)]
+        yield from (Edit(*layout.whole(chunk), "") for chunk in chunks if chunk is not None)
+        behind = layout.whole(own)[1]
+        yield Edit(behind, behind, newline.join(lines) + newline)
+
+
+class _Turns:
+    """Finds what may move behind backwards.
+
+    Attributes:
+        backward: the path of the manager's method.
+    """
+
+    def __init__(self, reading: Reading, manager: str) -> None:
+        self.backward = f"{manager}.backward"
+        self._manager = manager
+        nodes = reading.script.imports.nodes
+        self._networks = {forward.node for forward in reading.script.trace.forwards.values()}
+        self._calls_run = CallsRun(FunctionsCalled(nodes))
+        self._helpers = Helpers(nodes, self._networks)
+
+    def of(self, block: list[ast.stmt]) -> Iterator[tuple[int, list[int]]]:
+        """The indices of backwards in a block, each with those of the statements that may move behind it."""
+        ends = [index for index, one in enumerate(block) if self._is_backward(one)]
+        for number, end in enumerate(ends[:-1]):
+            first = ends[number - 1] + 1 if number else 0
+            moved = self._others(block, first, end)
+            if moved and all(self._may_move(block, index, moved, end) for index in moved):
+                yield end, moved
+
+    def _is_backward(self, statement: ast.stmt) -> bool:
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        return isinstance(call, ast.Call) and path_of(call.func) == self.backward
+
+    def _others(self, block: list[ast.stmt], first: int, end: int) -> list[int]:
+        """What a backward does not depend on, from the first such statement on that runs a network."""
+        needed = self._dependences(block, first, end)
+        running = [index for index in needed if self._runs_network(block[index])]
+        if not running:
+            return []
+        others = [
+            index
+            for index in range(running[0], end)
+            if index not in needed and not effects.is_zero_grad(block[index]) and not effects.is_remark(block[index])
+        ]
+        starts = [index for index in others if self._runs_network(block[index])]
+        return [index for index in others if starts and index >= starts[0]]
+
+    def _dependences(self, block: list[ast.stmt], first: int, end: int) -> set[int]:
+        names, paths = names_read(block[end]), effects.paths_read(block[end]) - {self.backward}
+        found: set[int] = set()
+        for index in range(end - 1, first - 1, -1):
+            statement = block[index]
+            changed = effects.changed_paths(statement) - {self._manager}
+            if names_bound(statement) & names or effects.overlap(changed, paths):
+                if effects.is_zero_grad(statement):
+                    continue
+                found.add(index)
+                names = (names - definitely_bound([statement])) | names_read(statement)
+                paths |= effects.paths_read(statement)
+        return found
+
+    def _may_move(self, block: list[ast.stmt], index: int, moved: Sequence[int], end: int) -> bool:
+        """Whether a statement means the same behind a backward, and behind what stays ahead of that."""
+        statement = block[index]
+        staying = [block[other] for other in range(index + 1, end + 1) if other not in moved]
+        # gradients are none of its business, but the names of a loop that resets them may be
+        resets = [one for one in staying if effects.is_zero_grad(one)]
+        if any(names_bound(one) & names_read(statement) or names_bound(statement) & names_read(one) for one in resets):
+            return False
+        passed = [one for one in staying if one not in resets]
+        if self._runs_network(statement) or self._helpers.draw_random_numbers(statement):
+            in_order = (self._runs_network(one) or self._helpers.draw_random_numbers(one) for one in passed[:-1])
+            if any(in_order):
+                return False
+        if effects.leaves(statement) is not None or effects.switches_mode(statement) or self._helpers.fetch(statement):
+            return False
+        if reads_gradients(statement) or effects.keeps_gradients(statement) or self._helpers.train(statement):
+            return False
+        if effects.may_reset_gradients(statement) or self._helpers.reset_gradients(statement):
+            return False
+        return stays_the_same_ahead_of(statement, passed)
+
+    def _runs_network(self, statement: ast.stmt) -> bool:
+        return not self._networks.isdisjoint(self._calls_run.by(statement))

@@ -1,0 +1,126 @@
+"""What a second loss alone is made of moves behind the backward of the first, where nothing sees the difference."""
+
+import pytest
+
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+
+SCRIPT = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(0)
+first = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(8, 1))
+second = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(8, 1))
+mine = torch.optim.SGD(first.parameters(), lr=0.1)
+other = torch.optim.SGD(second.parameters(), lr=0.1)
+loader = [(torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 1)) for _ in range(4)]
+batches = iter(loader)
+for x, y, target in loader:
+    goal = target.clone()
+    a_true = first(x)
+    {between}
+    # the second
+    b_true = second(x)
+    b_made = second(y)
+
+    {behind}
+    a_loss = F.mse_loss(a_true, goal) + a_true.square().mean()
+    b_loss = F.mse_loss(b_true, goal) + b_made.square().mean()
+    mine.zero_grad()
+    other.zero_grad()
+    a_loss.backward()
+    {apart}
+    b_loss.backward()
+    mine.step()
+    other.step()
+    print(f"{{a_loss.item():.9f}} {{b_loss.item():.9f}} {{goal.sum().item():.9f}}")
+"""
+PLAIN = {"dropout": 0.0, "between": "pass", "behind": "pass", "apart": "pass"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dropout": 0.5},
+        {"between": "a_true = a_true + 0.1 * first(y)"},
+        {"behind": "print(f'{b_made.mean().item():.9f}')\n    scores = [b_true.sum().item()]"},
+        {"behind": "b_made = b_made + 0.1 * torch.randn(len(y), 1)"},
+        {"apart": "other.zero_grad()"},
+    ],
+    ids=str,
+)
+def test_two_losses_computed_ahead_of_both_backwards_are_functions_each(changes):
+    text = SCRIPT.format(**PLAIN | changes)
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(after.text)
+    if not changes.get("dropout"):
+        assert_close(before, split)
+    assert split.calls_in_parts == 8
+
+
+def test_what_moves_keeps_its_order_and_comments():
+    text = rewritten(SCRIPT.format(**PLAIN).replace("    pass\n", "")).text
+    assert (
+        text[text.index("    def forward(") : text.index("    memory.step(mine")]
+        == """\
+    def forward(x, goal):
+        a_true = first(x)
+
+        a_loss = F.mse_loss(a_true, goal) + a_true.square().mean()
+        return a_loss
+
+    mine.zero_grad()
+    other.zero_grad()
+    a_loss = memory.forward_backward(forward, x, goal)
+
+    def forward_2(x, y, goal):
+        # the second
+        b_true = second(x)
+        b_made = second(y)
+        b_loss = F.mse_loss(b_true, goal) + b_made.square().mean()
+        return b_loss
+
+    b_loss = memory.forward_backward(forward_2, x, y, goal)
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"behind": "a_true = a_true + 0.1 * first(y)"},
+        {"behind": "a_true = a_true + 0.1 * torch.randn(len(y), 1)"},
+        {"behind": "goal = goal + b_made.detach().mean()"},
+        {"behind": "goal.mul_(b_made.mean().item())"},
+        {"behind": "a_true = a_true * b_made.item() if len(x) < 2 else a_true\n    goal = goal * 2"},
+        {"behind": "second.eval()"},
+        {"behind": "for p in second.parameters():\n        p.requires_grad = True"},
+        {"behind": "b_true = b_true * (1 if first[0].bias.grad is None else first[0].bias.grad.norm())"},
+        {"behind": "b_made = b_made * next(batches)[2]"},
+        {"behind": "b_true.register_hook(lambda grad: grad * 2)"},
+        {"apart": "mine.step()"},
+        {"apart": "b_loss = b_loss * first[0].bias.grad.norm()"},
+        {"behind": "if b_made.mean() > 1e3:\n        continue"},
+    ],
+    ids=str,
+)
+def test_losses_that_may_see_the_difference_stay_in_place(changes):
+    text = SCRIPT.format(**PLAIN | changes)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert after.text.index("b_true = ") < after.text.index("memory.backward(a_loss)")
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_losses_of_one_graph_stay_in_place():
+    text = SCRIPT.format(**PLAIN | {"behind": "b_true = b_true + a_true"}).replace(
+        "a_loss.backward()", "a_loss.backward(retain_graph=True)"
+    )
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
