@@ -28,7 +28,7 @@ from oomfix.rewrite.module import Names
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.edits import Edit
-from oomfix.script.names import path_of
+from oomfix.script.names import path_of, unpacked
 from oomfix.script.nodes import walk
 
 _AGAIN = frozenset({"range", "zip", "enumerate", "list", "tuple", "sorted", "reversed", "items", "keys", "values"})
@@ -78,16 +78,19 @@ def log_behind(reading: Reading, manager: str) -> list[Edit]:
     names = Names(reading.script)
     forwards = {forward.node for forward in reading.script.trace.forwards.values()}
     passing = _gone_behind_a_loop(reading)
-    functions = FunctionsCalled(reading.script.imports.nodes)
+    effects = _Effects(reading)
     edits: list[Edit] = []
     lists: Counter[object] = Counter()
-    for loop in _loops(reading, manager):
+    for loop in _loops(reading, manager, effects):
         runs_network = any(not forwards.isdisjoint(walk(statement)) for statement in loop.logged)
-        values = _values(loop, functions)
+        values = _values(loop, effects)
         scope = reading.blocks.scope_of(loop.node)
         others = lists[scope]
         kept = names.free(f"kept_{others + 1}") if others else names.free("kept", "kept_values")
-        header = None if runs_network or values is None else _header(loop, values, kept, passing)
+        header = None if runs_network or values is None else _header(loop, values, kept, reading, passing)
+        if values is not None and header is None and not runs_network:
+            values = _with_rounds(loop, values, effects, passing)
+            header = None if values is None else f"for {', '.join(values)} in {kept}:"
         if values is not None and header is not None and (found := _edits(reading, loop, values, header, kept)):
             edits += found
             lists[scope] += 1
@@ -101,8 +104,8 @@ def _gone_behind_a_loop(reading: Reading) -> set[str]:
     return {path for one in once for target in one.targets if (path := path_of(target)) is not None}
 
 
-def _loops(reading: Reading, manager: str) -> Iterator[_Loop]:
-    blocks, effects = reading.blocks, _Effects(reading)
+def _loops(reading: Reading, manager: str, effects: _Effects) -> Iterator[_Loop]:
+    blocks = reading.blocks
     known: set[ast.stmt] = set()
     for call in reading.script.imports.nodes.of(ast.Call):
         if path_of(call.func) != f"{manager}.backward" or not call.args:
@@ -161,11 +164,14 @@ class _Effects:
 
     Args:
         reading: the file.
+
+    Attributes:
+        functions: those of the file.
     """
 
     def __init__(self, reading: Reading) -> None:
         nodes = reading.script.imports.nodes
-        self._functions = FunctionsCalled(nodes)
+        self.functions = FunctionsCalled(nodes)
         self._forwards = [one for one in nodes.functions if one.name in ("forward", "__call__")]
 
     def are_all(self, statement: ast.stmt) -> bool:
@@ -179,7 +185,7 @@ class _Effects:
         call = statement.value
         if not isinstance(call, ast.Call):
             return False
-        return isinstance(call.func, ast.Attribute) or called_name(call) == "print" or bool(self._functions.by(call))
+        return isinstance(call.func, ast.Attribute) or called_name(call) == "print" or bool(self.functions.by(call))
 
     def changed(self, statement: ast.stmt) -> set[str]:
         """The paths that a statement changes, and that functions change which it calls."""
@@ -220,7 +226,7 @@ class _Effects:
         waiting: list[ast.AST] = [statement]
         for node in waiting:
             calls = (child for child in walk(node) if isinstance(child, ast.Call))
-            new = dict.fromkeys(one for call in calls for one in self._functions.by(call) if one not in found)
+            new = dict.fromkeys(one for call in calls for one in self.functions.by(call) if one not in found)
             found += new
             waiting += new
         return found
@@ -240,7 +246,7 @@ def _bound_in(function: FunctionNode) -> set[str]:
     return (bound | given) - {name for node in outer for name in node.names} - {"self"}
 
 
-def _values(loop: _Loop, functions: FunctionsCalled) -> list[str] | None:
+def _values(loop: _Loop, effects: _Effects) -> list[str] | None:
     """The names bound in a round that are logged; None where they may be other values behind the loop."""
     body = loop.node.body
     first = body.index(loop.logged[0])
@@ -250,41 +256,77 @@ def _values(loop: _Loop, functions: FunctionsCalled) -> list[str] | None:
         return None
     again = {name for statement in body[first:] for name in names_bound(statement)}
     changed = {path for statement in loop.computes for path in changed_paths(statement)}
-    if values & again or overlap(changed, values) or not all(_is_made(name, loop) for name in values):
+    if values & again or overlap(changed, values) or not all(_is_made(name, loop, effects) for name in values):
         return None
-    if are_changed_in_place(values, [*loop.computes, *loop.behind], functions):
+    if are_changed_in_place(values, [*loop.computes, *loop.behind], effects.functions):
         return None
     return sorted(values, key=lambda name: _first_line(name, loop))
 
 
-def _is_made(name: str, loop: _Loop) -> bool:
-    """Whether a round binds a name to something new, and not to what others hold as well."""
+def _is_made(name: str, loop: _Loop, effects: _Effects) -> bool:
+    """Whether a round binds a name to something new that no others hold as well, or to what no round changes."""
     bindings = [statement for statement in loop.computes if name in names_bound(statement)]
-    return all(isinstance(one, ast.Assign) and isinstance(one.value, ast.Call | ast.BinOp) for one in bindings)
+    values = [one.value for one in bindings if isinstance(one, ast.Assign)]
+    changed = {path for statement in loop.node.body for path in effects.changed(statement)}
+    return len(values) == len(bindings) and all(
+        isinstance(one, ast.Call | ast.BinOp | ast.UnaryOp | ast.Compare | ast.JoinedStr)
+        or (isinstance(one, ast.Subscript) and not overlap(changed, paths_read(one)))
+        for one in values
+    )
 
 
 def _first_line(name: str, loop: _Loop) -> int:
     return next(statement.lineno for statement in loop.computes if name in names_bound(statement))
 
 
-def _header(loop: _Loop, values: list[str], kept: str, passing: set[str]) -> str | None:
+def _header(loop: _Loop, values: list[str], kept: str, reading: Reading, passing: set[str]) -> str | None:
     """The header of the loop that logs; None where it would need what the first one runs over, and that is gone."""
     node = loop.node
-    inside = {name for one in (*loop.before, loop.outer) for name in names_bound(one)}
-    needed = {name for one in loop.logged for name in names_read(one)} & names_bound_by_target(node.target)
+    needed = _needed(loop)
     one = ", ".join(values)
     nested = one if len(values) == 1 else f"({one})"
     if not needed:
         return f"for {one} in {kept}:"
     target = node.target
-    counts = called_name(node.iter) == "enumerate" and isinstance(node.iter, ast.Call) and len(node.iter.args) == 1
-    if counts and isinstance(target, ast.Tuple) and needed <= names_bound_by_target(target.elts[0]):
+    called = called_name(node.iter) if isinstance(node.iter, ast.Call) and len(node.iter.args) == 1 else ""
+    if called == "enumerate" and isinstance(target, ast.Tuple) and needed <= names_bound_by_target(target.elts[0]):
         return f"for {ast.unparse(target.elts[0])}, {nested} in enumerate({kept}):"
+    if called == "range" and isinstance(target, ast.Name):
+        return f"for {target.id}, {nested} in enumerate({kept}):"
+    inside = {name for one in (*loop.before, loop.outer) for name in names_bound(one)}
     if not _is_there_again(node.iter) or names_read(node.iter) & inside or paths_read(node.iter) & passing:
         return None
     told = ast.unparse(target)
     told = f"({told})" if isinstance(target, ast.Tuple) and not told.startswith("(") else told
-    return f"for {told}, {nested} in zip({ast.unparse(node.iter)}, {kept}):"
+    return f"for {told}, {nested} in zip({_text(node.iter, reading)}, {kept}):"
+
+
+def _needed(loop: _Loop) -> set[str]:
+    """What the loop runs over, by the names that are logged."""
+    return {name for one in loop.logged for name in names_read(one)} & names_bound_by_target(loop.node.target)
+
+
+def _text(node: ast.expr, reading: Reading) -> str:
+    """An expression as it is written, on one line."""
+    text = reading.source.segment(node)
+    return ast.unparse(node) if "\n" in text or (isinstance(node, ast.Tuple) and not text.startswith("(")) else text
+
+
+def _with_rounds(loop: _Loop, values: list[str], effects: _Effects, passing: set[str]) -> list[str] | None:
+    """The values with what the loop runs over, to be kept as well; None where it may be something else each time."""
+    needed = _needed(loop)
+    bound = {name for statement in loop.node.body for name in names_bound(statement)}
+    changed = {path for statement in loop.computes for path in changed_paths(statement)}
+    run_over = paths_read(loop.node.iter)
+    if needed & bound or overlap(changed, needed) or run_over & passing or any(map(_FETCHED.search, run_over)):
+        return None
+    if are_changed_in_place(needed, [*loop.computes, *loop.behind], effects.functions):
+        return None
+    return [*(name for name in _names_in_order(loop.node.target) if name in needed), *values]
+
+
+def _names_in_order(target: ast.expr) -> list[str]:
+    return [node.id for one in unpacked(target) for node in walk(one) if isinstance(node, ast.Name)]
 
 
 def _is_there_again(node: ast.expr) -> bool:

@@ -35,6 +35,7 @@ for x, y in loader:
 print(sum(log["a"]), sum(log["b"]), hits, f"{{total:.9f}}")
 """
 OVER_NAMES = {"header": "task in tasks", "output": "outputs[task]", "column": "tasks.index(task)"}
+OVER_RANGE = {"header": "i in range(len(outputs))", "output": "outputs[tasks[i]]", "column": "i"}
 OVER_OUTPUTS = {"header": "i, out in enumerate(outputs.values())", "output": "out", "column": "i"}
 TO_LOG = "log[task].append(one.item())"
 
@@ -51,6 +52,13 @@ def script(logged=TO_LOG, over=OVER_NAMES, context="pass"):
         ({**OVER_NAMES, "header": "task in heads.keys()"}, TO_LOG, "for task, one in zip(heads.keys(), kept):"),
         (OVER_OUTPUTS, "log[tasks[i]].append(one.item())", "for i, one in enumerate(kept):"),
         (OVER_OUTPUTS, "total += one.item()", "for one in kept:"),
+        ({**OVER_NAMES, "header": 'task in ["a", "b"]'}, TO_LOG, 'for task, one in zip(["a", "b"], kept):'),
+        ({**OVER_NAMES, "header": 'task in "a", "b"'}, TO_LOG, "for task, one in zip(('a', 'b'), kept):"),
+        ({**OVER_NAMES, "header": "task in list(outputs)"}, TO_LOG, "for task, one in kept:"),
+        ({**OVER_NAMES, "header": "i, (task, _) in enumerate(outputs.items())"}, TO_LOG, "for task, one in kept:"),
+        (OVER_RANGE, "log[tasks[i]].append(one.item())", "for i, one in enumerate(kept):"),
+        (OVER_RANGE, f"task = tasks[i]\n{TO_LOG}", "for one, task in kept:"),
+        (OVER_RANGE, f"task = f'{{tasks[i]}}'\nif i < 2:\n    {TO_LOG}", "for i, (one, task) in enumerate(kept):"),
         (OVER_OUTPUTS, "right = (out.argmax(1) == y[:, i]).sum()\nhits[i] += right.item()", "for i, right in enum"),
         (
             OVER_NAMES,
@@ -59,7 +67,22 @@ def script(logged=TO_LOG, over=OVER_NAMES, context="pass"):
             "for task, (one, right) in zip(tasks, kept):",
         ),
     ],
-    ids=["names", "numbered names", "keys", "numbers", "a total", "hits", "two values"],
+    ids=[
+        "names",
+        "numbered names",
+        "keys",
+        "numbers",
+        "a total",
+        "written names",
+        "a tuple",
+        "made inside",
+        "items",
+        "a range",
+        "taken out",
+        "a text",
+        "hits",
+        "two values",
+    ],
 )
 def test_what_each_round_logs_is_logged_behind_the_loop(over, logged, header):
     text = script(logged, over)
@@ -109,7 +132,6 @@ def test_the_loop_that_logs_reads_as_if_written_by_hand():
             "outputs[task] = one\nlog[task].append(one.item() + sum(o.sum().item() for o in outputs.values()))",
         ),
         (OVER_NAMES, "if len(log[task]) > 3:\n    break\nlog[task].append(one.item())"),
-        ({**OVER_NAMES, "header": "task in list(outputs)"}, TO_LOG),
         ({**OVER_NAMES, "header": "task in iter(tasks)"}, TO_LOG),
         (OVER_NAMES, "log[task].append(heads[task](hidden.detach()).mean().item())"),
     ],
@@ -120,7 +142,6 @@ def test_the_loop_that_logs_reads_as_if_written_by_hand():
         "held elsewhere",
         "changed by rounds",
         "left",
-        "made inside",
         "gone",
         "runs a network",
     ],
