@@ -32,7 +32,8 @@ _NOT_DATA = re.compile(
 )
 _FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
 _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load_state_dict step".split())
-_MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
+MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
+"""Functions that are given the sizes of what they make."""
 _CUTTING = frozenset("split chunk tensor_split array_split".split())
 _OF_TENSORS = frozenset("to cuda unsqueeze squeeze view reshape permute transpose flatten detach size shape".split())
 _NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
@@ -58,7 +59,7 @@ class BatchNames:
         to any call or reckoned with. Numbers are no part of a batch: the slice sees them from where it stands.
         """
         site, called = lift.site, _called_names(lift)
-        found = {n for n in read & _bound_by_iteration(lift) if n not in called and not self._is_number(n, site)}
+        found = {n for n in read & bound_by_iteration(lift) if n not in called and not self._is_number(n, site)}
         if found & (given := _given_to_calls(lift)):
             fed = self._given_to_networks(lift)
         else:
@@ -234,7 +235,7 @@ def _binds_alone(node: ast.Assign, name: str) -> bool:
     return len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name
 
 
-def _bound_by_iteration(lift: Lift) -> set[str]:
+def bound_by_iteration(lift: Lift) -> set[str]:
     """What an iteration binds, but for what the slice alone binds anew: `old = old.view(-1, 1)`."""
     site, loop = lift.site, lift.site.iteration
     if loop is not None:
@@ -267,7 +268,7 @@ def _called_names(lift: Lift) -> set[str]:
 def _given_to_calls(lift: Lift) -> set[str]:
     """Names given as they are, or as a part, to what the slice calls; `torch.randn(n, width)` is given sizes."""
     calls = [n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.Call)]
-    made = {id(node) for call in calls if effects.last_name(call) in _MADE_BY_SIZE for node in walk(call)}
+    made = {id(node) for call in calls if effects.last_name(call) in MADE_BY_SIZE for node in walk(call)}
     arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
     given = (node for argument in arguments for node in walk(argument) if id(node) not in made)
     return {node.id for node in given if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}

@@ -6,10 +6,17 @@ import ast
 import itertools
 from collections.abc import Callable
 
-from oomfix.rewrite.batch_names import BatchNames, bound_anywhere, size_of
+from oomfix.rewrite.batch_names import (
+    MADE_BY_SIZE,
+    BatchNames,
+    asks_first_size,
+    bound_anywhere,
+    bound_by_iteration,
+    size_of,
+)
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.constant_tests import ConstantTests
-from oomfix.rewrite.effects import leaves
+from oomfix.rewrite.effects import calls_in, last_name, leaves
 from oomfix.rewrite.hidden_states import makes_state
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
@@ -209,8 +216,29 @@ class Signature:
                     lift.copied.append(statement)
                 elif owner in names and owner in lift.inputs:
                     lift.copied.clear()
+                elif (
+                    owner is not None and lift.inputs and names & read and self._makes_rows_like(owner, statement, lift)
+                ):
+                    lift.inputs.append(owner)
+                    lift.copied.append(statement)
         ahead = (statement for statement in lift.copied if statement not in lift.before)
         lift.moved = [statement for statement in ahead if self._is_read_inside_alone(statement, lift)]
+
+    def _makes_rows_like(self, owner: str, statement: ast.Assign, lift: Lift) -> bool:
+        """Whether a slice makes as many rows as a part of the batch has that it reads nothing of.
+
+        `n = x.size(0)` ahead of `loss = criterion(critic(fake), torch.zeros(n, 1))`.
+        """
+        block, names = lift.site.block, names_bound(statement)
+        if statement not in block or not asks_first_size(statement.value) or owner not in self._bound_ahead_of(lift):
+            return False
+        last = block.index(lift.lifted[0] if lift.lifted else lift.site.end)
+        again = block[block.index(statement) + 1 : last]
+        if owner not in bound_by_iteration(lift) or any(names_bound(one) & {owner, *names} for one in again):
+            return False
+        calls = (call for part in (*lift.lifted, lift.site.root) for call in calls_in(part))
+        made = (call.args[0] for call in calls if last_name(call) in MADE_BY_SIZE and call.args)
+        return any(isinstance(first, ast.Name) and first.id in names for first in made)
 
     def _is_read_inside_alone(self, statement: ast.stmt, lift: Lift) -> bool:
         """Whether nothing but a slice reads what a statement of its block binds, which is not the first one there."""

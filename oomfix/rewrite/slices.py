@@ -169,7 +169,8 @@ class Slicer:
         if running:
             trained = [index for index in running if self._trains(site.block[index])]
             if not trained or trained[0] == running[0]:
-                return running[:1]
+                later = [index for index in trained if not _detaches(site.block[index])]
+                return [*running[:1], *later[:1]] if later and later[0] != running[0] else running[:1]
             ahead = (site.block[index] for index in chain if index < trained[0])
             drawn = any(self._helpers.draw_random_numbers(statement) for statement in ahead)
             return [trained[0], running[0]] if drawn else [running[0], trained[0]]
@@ -319,6 +320,11 @@ def records_nothing(statement: ast.stmt) -> bool:
     contexts = statement.items if isinstance(statement, ast.With) else []
     off = any(effects.called_name(item.context_expr) in ("no_grad", "inference_mode") for item in contexts)
     return off and not any(effects.last_name(call) in _RECORDING for call in effects.calls_in(statement))
+
+
+def _detaches(statement: ast.stmt) -> bool:
+    """`fake = generator(noise).detach()`."""
+    return isinstance(statement, ast.Assign) and effects.called_name(statement.value) == "detach"
 
 
 def _told_change(path: str, statement: ast.stmt) -> str:

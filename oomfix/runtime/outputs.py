@@ -296,7 +296,8 @@ class _Rows:
         return [size for dim, size in enumerate(value.shape) if dim != self._dim]
 
     def result(self) -> torch.Tensor:
-        rows = [] if self._whole is None else [self._whole.narrow(self._dim, 0, self._filled)]
+        # detached from what it is a part of, a tensor is no view, and a program may call `detach_()` on it
+        rows = [] if self._whole is None else [self._whole.narrow(self._dim, 0, self._filled).detach()]
         rows += self._loose
         if any(self._shape_of_rows(value) != self._shape_of_rows(rows[0]) for value in rows):
             raise Unforeseen  # padded to the longest of a micro-batch, for example

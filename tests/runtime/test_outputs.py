@@ -146,6 +146,13 @@ def test_large_outputs_are_never_held_twice():
     assert out.shape == (64, 4096)
 
 
+def test_rows_are_no_view_and_may_be_detached_in_place():
+    runtime.reset()
+    memory = runtime.preset("16gb", micro_batches=3, precision="fp32")
+    _, out = memory.forward_backward(lambda x: ((out := MODEL(x)).pow(2).mean(), out), X)
+    assert torch.equal(out.detach_(), MODEL(X))
+
+
 def test_rows_of_unforeseen_length_still_come_back_in_order():
     collector = Concatenate(0).collector(6)
     pieces = [torch.arange(4), torch.arange(3), torch.arange(9)]
