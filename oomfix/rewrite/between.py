@@ -8,6 +8,7 @@ from collections.abc import Callable
 from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.effects import changed_paths, overlap, paths_read
+from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import Liveness, Scope, names_bound, names_read
 from oomfix.rewrite.scale import reads_gradients
@@ -22,7 +23,7 @@ class Between:
         runs_forward: whether a statement runs a network.
         takes_network: whether it hands a network to a function, which may run it.
         reads_network: whether it looks at a network, as to log the norm of its weights.
-        draws: whether it draws random numbers, itself or in a function of the file.
+        helpers: the functions of the file.
         liveness_of: of a function or the module.
     """
 
@@ -31,13 +32,13 @@ class Between:
         runs_forward: Callable[[ast.AST], bool],
         takes_network: Callable[[ast.AST], bool],
         reads_network: Callable[[ast.AST], bool],
-        draws: Callable[[ast.AST], bool],
+        helpers: Helpers,
         liveness_of: Callable[[Scope], Liveness],
     ) -> None:
         self._runs_forward = runs_forward
         self._takes_network = takes_network
         self._reads_network = reads_network
-        self._draws = draws
+        self._helpers = helpers
         self._liveness_of = liveness_of
 
     def place(self, lift: Lift, chosen: list[int], end: int) -> None:
@@ -61,12 +62,14 @@ class Between:
             statement = block[index]
             ahead = [other for other in block[chosen[0] : index] if other not in lift.before]
             behind = [block[other] for other in chosen if other > index]
-            if effects.is_zero_grad(statement) or effects.only_clips(statement):
+            resets = self._helpers.only_reset_gradients(statement)
+            if resets or effects.only_clips(statement):
                 self._check_reset(statement, ahead, lift)
                 lift.before.append(statement)
+                lift.resets += [statement] if resets else []
             elif effects.is_remark(statement):
                 about = next(other for other in block[index:] if not effects.is_remark(other))
-                goes_up = about is lift.site.end or effects.is_zero_grad(about)
+                goes_up = about is lift.site.end or self._helpers.only_reset_gradients(about)
                 (lift.before if goes_up else lift.after).append(statement)
             elif index < first_forward and lift.state is not None:
                 raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
@@ -131,7 +134,7 @@ class Between:
             raise CannotLift(f"`{keyword}` in line {line} stands between forward and backward")
         if effects.switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients between forward and backward")
-        if self._draws(statement):
+        if self._helpers.draw_random_numbers(statement):
             raise CannotLift(f"line {line} draws random numbers between forward and backward")
         if effects.may_reset_gradients(statement):
             raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")

@@ -262,11 +262,11 @@ def switches_mode(node: ast.AST) -> bool:
 
 
 def _switches_a_copy(call: ast.Call) -> bool:
-    """`x.detach().requires_grad_()`, which switches and changes nothing that was there before."""
+    """`x.detach().requires_grad_()`, `(a + b).requires_grad_()`: nothing that was there before is switched."""
     method = call.func
     if not isinstance(method, ast.Attribute) or method.attr != "requires_grad_":
         return False
-    return called_name(method.value) in ("clone", "detach")
+    return isinstance(method.value, ast.BinOp) or called_name(method.value) in ("clone", "detach")
 
 
 def keeps_gradients(node: ast.AST) -> bool:

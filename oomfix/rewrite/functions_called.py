@@ -33,6 +33,15 @@ class FunctionsCalled:
         named = self._functions.get(function_called(call), ())
         return [one for one in named if self._takes(one, call) and not _asks_a_part(one, call)]
 
+    def certain(self, call: ast.Call) -> FunctionNode | None:
+        """The one function that a call by name, or of a method of `self`, can only mean."""
+        named = self._functions.get(function_called(call), [])
+        by_name = isinstance(call.func, ast.Name) or path_of(call.func) == f"self.{function_called(call)}"
+        if not by_name or len(named) != 1 or named[0].name in self._bound_anew or named[0].decorator_list:
+            return None
+        is_method = id(named[0]) in self._methods
+        return named[0] if is_method != isinstance(call.func, ast.Name) and self.by(call) == named else None
+
     def _takes(self, function: FunctionNode, call: ast.Call) -> bool:
         if function.name in self._bound_anew:  # `step = partial(step, model)`
             return True

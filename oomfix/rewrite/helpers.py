@@ -15,6 +15,8 @@ from oomfix.rewrite.effects import (
     fetches,
     is_collective,
     is_drawing,
+    is_remark,
+    is_zero_grad,
     last_name,
     trains,
 )
@@ -112,6 +114,17 @@ class Helpers:
     def reset_gradients(self, node: ast.AST) -> bool:
         """Whether a node calls a function of the file that resets gradients."""
         return any(last_name(call) == "zero_grad" for call in self._calls.in_functions(list(calls_in(node))))
+
+    def only_reset_gradients(self, statement: ast.stmt) -> bool:
+        """Whether a statement resets gradients, itself or by a function of the file, and does nothing else."""
+        if is_zero_grad(statement):
+            return True
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        function = self._functions.certain(call) if isinstance(call, ast.Call) else None
+        if function is None or isinstance(function, ast.Lambda):
+            return False
+        done = [one for one in function.body if not is_remark(one)]
+        return bool(done) and all(map(is_zero_grad, done))
 
     def fetch(self, node: ast.AST) -> bool:
         """Whether a node fetches a batch, itself or in a function of the file."""

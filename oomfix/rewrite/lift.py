@@ -67,6 +67,7 @@ class Lift:
         moved: those of them that nothing outside of the slice reads, and that do not stay.
         kept: of what stood in between, what takes out what is kept for this batch, by the batch's number.
         before: gradient resets found in between, to run before the function is called.
+        resets: of `before`, what resets gradients and does nothing else.
         after: what stood in between, to run after it.
         reading: what stands ahead of the backward in its branch and reads the result, to run after it.
         inputs: the parameters: what belongs to the batch, and what the slice reads before it binds it.
@@ -91,6 +92,7 @@ class Lift:
     moved: list[ast.stmt] = field(default_factory=list)
     kept: list[ast.stmt] = field(default_factory=list)
     before: list[ast.stmt] = field(default_factory=list)
+    resets: list[ast.stmt] = field(default_factory=list)
     after: list[ast.stmt] = field(default_factory=list)
     reading: list[ast.stmt] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)

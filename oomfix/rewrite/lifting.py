@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import next_in_chain
-from oomfix.rewrite.effects import is_remark, is_zero_grad, trains
+from oomfix.rewrite.effects import is_remark, trains
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
 from oomfix.rewrite.removal import without
@@ -75,7 +75,7 @@ class Lifting:
         if lift.site.branch is not None or not lift.lifted:
             return []
         behind = (one for one in lift.before if one.lineno > lift.lifted[-1].lineno)
-        return [one for one in behind if is_zero_grad(one) or is_remark(one)]
+        return [one for one in behind if one in lift.resets or is_remark(one)]
 
     def _without_names(self, lift: Lift) -> Iterator[Edit]:
         """What is not needed any more outside of the function."""

@@ -76,8 +76,7 @@ class Slicer:
         self._runs_forward = runs_forward
         self._is_trained = is_trained
         self._takes_network = takes_network
-        draws = helpers.draw_random_numbers
-        self._between = Between(runs_forward, takes_network, reads_network, draws, self.liveness_of)
+        self._between = Between(runs_forward, takes_network, reads_network, helpers, self.liveness_of)
         self._batch_names = BatchNames(tree, runs_forward)
         self._tests = ConstantTests(tree)
         self._liveness: dict[int, Liveness] = {}
@@ -198,7 +197,7 @@ class Slicer:
         chain = []
         for index in range(end - 1, site.first - 1, -1):
             statement = site.block[index]
-            if effects.is_zero_grad(statement) or _only_switches(statement):
+            if self._helpers.only_reset_gradients(statement) or _only_switches(statement):
                 continue
             # `memory.backward(other)` changes nothing that `with memory.autocast():` reads
             changed = changed_paths(statement) - {self._manager}

@@ -202,3 +202,52 @@ def test_numbers_that_a_function_draws_between_are_drawn_in_their_order():
             print(loss.item(), label)
         """)
     assert loops == [("in-place", "line 13 draws random numbers between forward and backward")]
+
+
+RESETS = """\
+def reset_all({given}):
+    "Of all optimizers."
+    optimizer.zero_grad()
+    {more}
+
+
+{again}
+for x, y in loader * 3:
+    loss = F.cross_entropy(model(x), y)
+    reset_all({given})
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("more", ["model.zero_grad()", "for p in model.parameters():\n        p.grad = None"])
+def test_a_function_that_resets_gradients_and_does_nothing_else_is_called_ahead_of_the_call(more):
+    text = assert_trains_the_same(RESETS.format(given="", more=more, again=""))
+    assert "        return loss\n\n    reset_all()\n    loss = memory.forward_backward(forward, x, y)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "again"),
+    [("", "model.eval()", ""), ("", "model.zero_grad()", "reset_all = print"), ("x", "x.mul_(2)", "")],
+    ids=["does more", "another function", "changes its argument"],
+)
+def test_a_function_that_may_do_more_than_reset_keeps_the_loss_in_place(given, more, again):
+    _, loops = apply(RESETS.format(given=given, more=more, again=again))
+    assert [form for form, _ in loops] == ["in-place"]
+
+
+def test_a_sum_whose_gradient_is_asked_for_switches_nothing_that_was_there_before():
+    """The penalty of a critic, of points between real and made samples."""
+    text = assert_trains_the_same("""\
+        for x, y in loader * 3:
+            loss = F.cross_entropy(model(x), y)
+            mixed = (0.5 * x + 0.5 * x.flip(1)).requires_grad_(True)
+            slope = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)[0]
+            loss = loss + slope.pow(2).sum(1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert "        mixed = (0.5 * x + 0.5 * x.flip(1)).requires_grad_(True)\n" in text
