@@ -56,7 +56,9 @@ class LossScaler(torch.amp.GradScaler):
             self.update()
         if self._unscaled:
             assert self._scale is not None
-            _multiply([p for optimizer in self._unscaled for p in parameters_of(optimizer)], self._scale)
+            # optimizers may share parameters
+            held = {id(p): p for optimizer in self._unscaled for p in parameters_of(optimizer)}
+            _multiply(held.values(), self._scale)
             for optimizer in self._unscaled:
                 self._per_optimizer_states.pop(id(self._view(optimizer)), None)
             self._unscaled.clear()
@@ -107,6 +109,8 @@ class LossScaler(torch.amp.GradScaler):
         view = self._view(optimizer)
         if optimizer in self._unscaled or not getattr(view, "_step_supports_amp_scaling", False):
             self._unscale(optimizer)
+        else:
+            self._scale_shared(optimizer)
         made = _Step(schedulers)
         handle = view.register_step_post_hook(made.note)
         try:
@@ -178,9 +182,17 @@ class LossScaler(torch.amp.GradScaler):
             kept = self._unscaled[optimizer]
             self._per_optimizer_states[id(view)] = {**kept, "found_inf_per_device": dict(kept["found_inf_per_device"])}
             return
+        self._scale_shared(optimizer)
         super().unscale_(view)
         self._note_unscaled(optimizer, view)
         self._update_is_due = True
+
+    def _scale_shared(self, optimizer: Any) -> None:
+        """Multiply what another optimizer has unscaled of the gradients of `optimizer`, which will be divided again."""
+        elsewhere = {id(p) for other in self._unscaled for p in parameters_of(other)}
+        shared = [p for p in parameters_of(optimizer) if id(p) in elsewhere] if elsewhere else []
+        if shared and self._scale is not None:
+            _multiply(shared, self._scale)
 
     def _note_unscaled(self, optimizer: Any, view: Any) -> None:
         found = self._per_optimizer_states[id(view)]["found_inf_per_device"]
