@@ -7,6 +7,7 @@ the second loss alone is computed from moves behind the first backward, and both
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 
 from oomfix.rewrite import effects
@@ -19,6 +20,9 @@ from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
+
+_MAY_DRAW = re.compile(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|perturb|mask|penalty", re.IGNORECASE)
+"""How functions of other files are called that may draw random numbers."""
 
 
 def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:
@@ -61,7 +65,9 @@ class _Turns:
         self.backward = f"{manager}.backward"
         self._manager = manager
         nodes = reading.script.imports.nodes
-        self._networks = {forward.node for forward in reading.script.trace.forwards.values()}
+        forwards = reading.script.trace.forwards.values()
+        self._networks = {forward.node for forward in forwards}
+        self._paths = {forward.path for forward in forwards} - {None}
         self._calls_run = CallsRun(FunctionsCalled(nodes))
         self._helpers = Helpers(nodes, self._networks)
 
@@ -115,10 +121,10 @@ class _Turns:
         if any(names_bound(one) & names_read(statement) or names_bound(statement) & names_read(one) for one in resets):
             return False
         passed = [one for one in staying if one not in resets]
-        if self._runs_network(statement) or self._helpers.draw_random_numbers(statement):
-            in_order = (self._runs_network(one) or self._helpers.draw_random_numbers(one) for one in passed[:-1])
-            if any(in_order):
-                return False
+        if self._may_draw(statement) and any(map(self._may_draw, passed[:-1])):
+            return False
+        if any(self._helpers.lasting_effect(one) is not None for one in (statement, *passed[:-1])):
+            return False
         if effects.leaves(statement) is not None or effects.switches_mode(statement) or self._helpers.fetch(statement):
             return False
         if reads_gradients(statement) or effects.keeps_gradients(statement) or self._helpers.train(statement):
@@ -129,3 +135,11 @@ class _Turns:
 
     def _runs_network(self, statement: ast.stmt) -> bool:
         return not self._networks.isdisjoint(self._calls_run.by(statement))
+
+    def _may_draw(self, statement: ast.stmt) -> bool:
+        """Whether a statement may draw random numbers, as dropout does, and what is given a network or named so may."""
+        if self._runs_network(statement) or self._helpers.draw_random_numbers(statement):
+            return True
+        calls = list(effects.calls_in(statement))
+        given = (path_of(one) for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
+        return not self._paths.isdisjoint(given) or any(_MAY_DRAW.search(effects.last_name(call)) for call in calls)

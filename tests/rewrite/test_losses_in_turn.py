@@ -12,6 +12,19 @@ from torch import nn
 torch.manual_seed(0)
 first = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(8, 1))
 second = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout({dropout}), nn.Linear(8, 1))
+seen = [0]
+
+
+def counted():
+    seen[0] += 1
+    return seen[0]
+
+
+def slope(net, out):
+    return net(out.expand(-1, 4)).detach().mean()
+
+
+noise_like = torch.randn_like
 mine = torch.optim.SGD(first.parameters(), lr=0.1)
 other = torch.optim.SGD(second.parameters(), lr=0.1)
 loader = [(torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 1)) for _ in range(4)]
@@ -102,6 +115,10 @@ def test_what_moves_keeps_its_order_and_comments():
         {"behind": "for p in second.parameters():\n        p.requires_grad = True"},
         {"behind": "b_true = b_true * (1 if first[0].bias.grad is None else first[0].bias.grad.norm())"},
         {"behind": "b_made = b_made * next(batches)[2]"},
+        {"behind": "a_true = a_true * slope(first, a_true)"},
+        {"behind": "a_true = a_true + noise_like(a_true)"},
+        {"behind": "b_made = b_made * counted()\n    goal = goal * seen[0]"},
+        {"behind": "b_made = b_made * seen[0]\n    goal = goal * counted()"},
         {"behind": "b_true.register_hook(lambda grad: grad * 2)"},
         {"apart": "mine.step()"},
         {"apart": "b_loss = b_loss * first[0].bias.grad.norm()"},
