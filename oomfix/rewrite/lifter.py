@@ -29,7 +29,7 @@ from oomfix.rewrite.module import Names
 from oomfix.rewrite.network_use import ReadsNetwork, TrainsNetwork
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.prepare import is_optimizer_class
-from oomfix.rewrite.read_without_graph import is_read_without_graph
+from oomfix.rewrite.read_without_graph import is_read_without_graph, makes_constant
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.repeated_output import why_said_again
 from oomfix.rewrite.skipped_batches import SkippedBatches
@@ -38,10 +38,7 @@ from oomfix.rewrite.verdict import Verdict
 from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
-from oomfix.script.torch_facts import TORCH_GRAPH_FREE
 from oomfix.script.trace import Forward, Loop
-
-_MOVES = frozenset({"to", "cuda", "type", "type_as"})
 
 
 def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
@@ -128,6 +125,7 @@ class _Lifter:
         self.state: str | None = None
         self.said: list[str] = []
         self.runs_ahead = False
+        self._reached = 0
 
     def _only_resets(self, forward: Forward) -> bool:
         """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""
@@ -149,11 +147,12 @@ class _Lifter:
         except CannotLift as problem:
             if not (run_ahead := self._run_ahead(calls)):
                 raise
-            reason = problem
+            reason, reached = problem, self._reached
         try:
             edits = self._edits(calls, run_ahead)
-        except CannotLift:
-            raise reason from None
+        except CannotLift as problem:
+            # the attempt that came further than the other, and than the first loss, tells what is in the way
+            raise (problem if self._reached >= max(reached, 1) else reason) from None
         self.runs_ahead = True
         for line in sorted(statement.lineno for statement in run_ahead):
             self.said.append(f"line {line} runs its network on whole batches: more than one loss needs what it gives")
@@ -177,6 +176,7 @@ class _Lifter:
         lifted: list[ast.Call] = []
         edits: list[Edit] = []
         for call in calls:
+            self._reached = len(lifts)
             site = self._behind(outside, self._site(call))
             before = [other for other in lifts if not self._blocks.exclude_each_other(call, other.site.statement)]
             for other in before:
@@ -352,7 +352,7 @@ class _Lifter:
         """
         made: set[str] = set()
         for statement in lift.lifted:
-            if self._runs_forward(statement) or names_read(statement) & made or _makes_constant(statement):
+            if self._runs_forward(statement) or names_read(statement) & made or makes_constant(statement):
                 made |= names_bound(statement)
         return made
 
@@ -427,17 +427,6 @@ class _Lifter:
 
 def _bound(statements: list[ast.stmt]) -> set[str]:
     return {name for statement in statements for name in names_bound(statement)}
-
-
-def _makes_constant(statement: ast.stmt) -> bool:
-    """`valid = torch.ones(len(x), 1).to(device)`."""
-    value = statement.value if isinstance(statement, ast.Assign) else None
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
-        value = value.func.value
-    if not isinstance(value, ast.Call) or any(keyword.arg == "requires_grad" for keyword in value.keywords):
-        return False
-    module, _, name = (path_of(value.func) or "").rpartition(".")
-    return module == "torch" and name.removesuffix("_like") in TORCH_GRAPH_FREE
 
 
 def _needed_by(needed: set[str], liveness: Liveness, statements: list[ast.stmt]) -> set[str]:

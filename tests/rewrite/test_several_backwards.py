@@ -278,7 +278,14 @@ def test_samples_stay_with_losses_that_cannot_be_split():
     text = DISCRIMINATOR_FIRST.replace("{taken}", "fake.detach()")
     text = text.replace("{again}", "critic(locals()['fake'])")
     (loop,) = rewritten(text).loops
-    assert loop.rewrite == "in-place" and "goes through fake, made for the one in line 22" in loop.reason
+    # not that both need the samples, which could be given to both
+    assert loop.rewrite == "in-place" and loop.reason.endswith("; `locals()` in line 25 may read any local name")
+
+
+def test_where_giving_samples_to_both_losses_gets_no_further_the_reason_is_that_of_the_first_attempt():
+    text = DISCRIMINATOR_FIRST.replace("{taken}", "fake.detach() * len(locals())").replace("{again}", "critic(fake)")
+    (loop,) = rewritten(text).loops
+    assert loop.rewrite == "in-place" and loop.reason.endswith("; `locals()` in line 21 may read any local name")
 
 
 @pytest.mark.parametrize(
