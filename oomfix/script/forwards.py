@@ -114,7 +114,9 @@ class Forwards(Networks):
         """A module's own method, where its class is in the file and it does not train by itself."""
         instance = self.instance_of(module)
         method = instance.cls.find(name) if instance is not None else None
-        return method if method is not None and self._is_part_of_forward(method) else None
+        if method is None or method.is_left_open:
+            return None
+        return method if self._is_part_of_forward(method) else None
 
     def _training_forward(self, module: Value) -> Function | None:
         """The forward of a module that trains by itself on what it is given: a meta-learner, adaptation in a test."""

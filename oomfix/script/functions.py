@@ -49,6 +49,8 @@ class Functions(Core):
         function, bound = value.ref
         assert isinstance(function, Function)
         receiver: Value | None = None if function.is_static else bound
+        if receiver is not None and given.all and _is_open_forward(function, receiver):
+            return self.forward(node, receiver, "self", given)
         if receiver is not None and self._runs_network(node, function, receiver):
             return self.forward(node, receiver, path_of(node.func), given, method=function)
         return self._follow_function(node, function, receiver, given)
@@ -232,6 +234,11 @@ class Functions(Core):
             instance=self.instance_of(value),
         )
         self.run(frame, constructor, node)
+
+
+def _is_open_forward(function: Function, receiver: Value) -> bool:
+    """`def forward(self, x): raise NotImplementedError` of a network, which classes built on it fill."""
+    return receiver.kind is Kind.MODULE and function.name == "forward" and function.is_left_open
 
 
 def _asks_one_network(function: Function) -> bool:

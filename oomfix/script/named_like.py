@@ -69,7 +69,7 @@ _VERB = re.compile(
     re.IGNORECASE,
 )
 _NO_NETWORK_NAME = re.compile(
-    r"early_?stop|tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$|(ewc|ema|ece|eer|emd|elbo|dcg)$",
+    r"early_?stop|tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$|(\w+_)?(batch|data)_?(generator|gen)$|(ewc|ema|ece|eer|emd|elbo|dcg)$",
     re.IGNORECASE,
 )
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)

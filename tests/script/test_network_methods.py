@@ -170,13 +170,50 @@ def test_what_has_weights_is_one(report, made):
     assert report(WITHOUT_WEIGHTS.format(made=made)) == [("OOM201", 15)]
 
 
-@pytest.mark.parametrize("name", ["batch_extractor", "label_extractor"])
+@pytest.mark.parametrize("name", ["batch_extractor", "label_extractor", "data_generator", "train_batch_gen"])
 def test_what_takes_a_batch_apart_is_no_network(report, name):
     assert report(EXTRACTED.format(name=name)) == []
 
 
 def test_what_takes_features_out_is_a_network(report):
     assert report(EXTRACTED.format(name="feature_extractor")) == [("OOM202", 9)]
+
+
+LEFT_OPEN = """
+    import torch
+
+    class Base(torch.nn.Module):
+        def forward(self, x):
+            {body}
+
+        def fit(self, loader, optimizer):
+            self.cuda()
+            for x, y in loader:
+                loss = criterion(self.{called}, y)
+                loss.backward()
+                optimizer.step()
+
+        def predict(self, x):
+            return self.{called}.argmax(1).cpu().numpy()
+
+    class Head(Base):
+        def __init__(self, body):
+            super().__init__()
+            self.head = torch.nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(x)
+"""
+
+
+@pytest.mark.parametrize("body", ["raise NotImplementedError", "pass"])
+def test_a_forward_that_others_fill_runs_the_network(report, body):
+    found = [("OOM201", 15), ("OOM202", 10)]
+    assert report(LEFT_OPEN.format(body=body, called="forward(x)")) == found
+
+
+def test_what_is_given_nothing_may_train_what_it_runs(report):
+    assert report(LEFT_OPEN.format(body="pass", called="forward()")) == []
 
 
 @pytest.mark.parametrize("done", [".eval().requires_grad_(False)", ".requires_grad_(False)"])
