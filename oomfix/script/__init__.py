@@ -189,7 +189,7 @@ class Script:
 
     def kept_graphs(self) -> Iterator[Keep]:
         """Everything that is kept with its graph beyond an iteration and never backpropagated."""
-        return kept_graphs(self.trace, self._training_runs)
+        return kept_graphs(self.trace, self._training_runs, self.evaluation_forwards)
 
     def attention_maps_kept(self) -> list[ModuleAttribute]:
         """Attention maps that a module's forward leaves on the module with their graph."""

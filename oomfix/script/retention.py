@@ -10,13 +10,14 @@ from oomfix.script.definitions import Function
 from oomfix.script.loops import is_over_batches
 from oomfix.script.names import path_of
 from oomfix.script.nodes import names_in, walk
-from oomfix.script.trace import Backward, Guard, Keep, Loop, ModuleAttribute, Trace
+from oomfix.script.trace import Backward, Forward, Guard, Keep, Loop, ModuleAttribute, Trace
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 
 
-def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
+def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list[Forward]) -> Iterator[Keep]:
     """Everything that is kept with its graph beyond an iteration and never backpropagated."""
+    evaluated = {forward.origin for forward in evaluation_forwards}
     backwards_of: dict[Function | None, list[Backward]] = {}
     for backward in trace.backwards:
         backwards_of.setdefault(backward.site.function, []).append(backward)
@@ -34,7 +35,7 @@ def kept_graphs(trace: Trace, training_runs: set[int]) -> Iterator[Keep]:
         if not keep.certain or keep.node in seen or _fills_a_sequence(keep, trace):
             continue
         grows = (
-            _grows_by_iteration(keep, trace, training_runs, backwards_of)
+            _grows_by_iteration(keep, trace, training_runs, evaluated, backwards_of)
             if keep.crossed
             else _grows_by_call(keep, backwards_of)
         )
@@ -55,7 +56,11 @@ def _is_differentiated(keep: Keep, backwards: Iterable[Backward]) -> bool:
 
 
 def _grows_by_iteration(
-    keep: Keep, trace: Trace, training_runs: set[int], backwards_of: Mapping[Function | None, list[Backward]]
+    keep: Keep,
+    trace: Trace,
+    training_runs: set[int],
+    evaluated: set[int],
+    backwards_of: Mapping[Function | None, list[Backward]],
 ) -> bool:
     """Each round of the outermost loop that the target outlives makes a graph of its own.
 
@@ -66,13 +71,14 @@ def _grows_by_iteration(
     outside = len(keep.site.loops) - len(crossed)
     if outside and is_over_batches(keep.site.loops[outside - 1]) and isinstance(crossed[0], ast.While):
         return False
-    if any(run in training_runs for run in keep.site.runs[:outside]) and not keep.site.within_evaluation:
+    forwards = list(trace.forwards_of(keep.origins))
+    in_test = keep.site.within_evaluation or (bool(forwards) and all(one.origin in evaluated for one in forwards))
+    if any(run in training_runs for run in keep.site.runs[:outside]) and not in_test:
         return False
     if any(_resets(other, keep.target) for other in crossed[0].body if other is not keep.statement):
         return False
     if _is_a_step(keep, outside, backwards_of.get(keep.site.function, ())):
         return False
-    forwards = list(trace.forwards_of(keep.origins))
     if not forwards:
         return any(run in training_runs for run in keep.site.runs[outside:])
     trained = {run for forward in forwards for run in forward.site.runs} | set(keep.site.runs[outside:])

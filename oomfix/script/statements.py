@@ -321,12 +321,13 @@ def _not_in(entry: ast.Subscript) -> ast.expr:
     return ast.Compare(entry.slice, [ast.NotIn()], [entry.value])
 
 
-def _terms(node: ast.expr) -> list[ast.expr]:
-    """The terms of a sum."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        return _terms(node.left) + _terms(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
-        return _terms(node.left)  # `(mean * n + loss) / (n + 1)`
+def _terms(node: ast.expr, path: str) -> list[ast.expr]:
+    """The terms of a sum that adds to what is under a path."""
+    match node:
+        case ast.BinOp(left, ast.Add() | ast.Sub(), right):
+            return _terms(left, path) + _terms(right, path)
+        case ast.BinOp(ast.BinOp() as total, ast.Div() | ast.Mult()) if _adds_to(total, path):
+            return _terms(total, path)  # `(mean * n + loss) / (n + 1)`, and not `(1 - beta) * loss`
     return [node]
 
 
@@ -346,7 +347,7 @@ def _added(node: ast.expr, path: str) -> list[ast.expr]:
     """What an expression adds to the sum or the list under a path; empty where it makes something else."""
     for part in _parts(node):
         if isinstance(part, ast.BinOp) and _adds_to(part, path):
-            return [term for term in _terms(part) if not _adds_to(term, path)]
+            return [term for term in _terms(part, path) if not _adds_to(term, path)]
         if path in map(path_of, _concatenated(part)):
             return [element for element in _concatenated(part) if path_of(element) != path]
     return _added_to_copy(node, path)

@@ -947,3 +947,49 @@ DECODING = """
 def test_what_decodes_a_batch_step_by_step_goes_with_the_batch(report, batch, source, steps, into, found):
     code = DECODING.format(batch=batch, source=source, steps=steps, kept=into)
     assert kept(report(code)) == found
+
+
+@pytest.mark.parametrize(
+    "averaged",
+    ["beta * mean + (1 - beta) * loss", "(1 - beta) * loss + beta * mean", "(mean * step + loss) / (step + 1)"],
+)
+def test_a_running_mean_keeps_each_loss(report, averaged):
+    code = f"""
+    import torch
+
+    def search(model, loader, beta, step):
+        mean = 0
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            mean = {averaged}
+            loss.backward()
+            optimizer.step()
+    """
+    assert kept(report(code)) == [("OOM101", 7)]
+
+
+BETWEEN = """
+    import torch
+
+    def train(model, val_x, val_y):
+        for step in range(1000):
+            loss = criterion(model(draw()), y)
+            loss.backward()
+            optimizer.step()
+            {given}_loss = 0
+            for i in range(len({given}_x)):
+                {given}_loss += criterion(model({given}_x[i]), {given}_y[i])
+            {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "then", "found"),
+    [
+        ("val", "log(val_loss.item())", [("OOM101", 10)]),
+        ("val", "val_loss.backward()", []),
+        ("other", "other_loss.backward()", []),
+    ],
+)
+def test_a_test_within_an_iteration_keeps_the_losses_that_it_sums_up(report, given, then, found):
+    assert kept(report(BETWEEN.format(given=given, then=then))) == found
