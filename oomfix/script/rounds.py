@@ -5,22 +5,45 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from oomfix.script.names import path_of
 from oomfix.script.nodes import children, walk
 from oomfix.script.trace import Loop
 
 _COPIES = ast.Name | ast.Attribute | ast.Subscript
+_PARTS_OF_A_STEP = 4
+"""An environment of gym answers with an observation, a reward, whether it is over, and what else there is to say."""
 
 
 def carries_over(loop: Loop) -> bool:
-    """Whether a round reads what the round before has copied into a name (`prev = out`)."""
+    """Whether a round reads what the round before has copied into a name (`prev = out`).
+
+    What an environment has answered with (`state = next_state`) is an array.
+    """
+    answered = _answered(loop)
     copied = {
         name
         for node in walk(loop)
         if isinstance(node, ast.Assign) and isinstance(node.value, _COPIES)
+        if not (isinstance(node.value, ast.Name) and node.value.id in answered)
         for target in node.targets
         for name in _names(target)
     }
     return bool(copied) and bool(copied & read_first(loop))
+
+
+def _answered(loop: Loop) -> set[str]:
+    """The names that a round binds to what `env.step(action)` answers with, as gym has it, and to nothing else."""
+    assigned = [node for node in walk(loop) if isinstance(node, ast.Assign)]
+    steps = [node for node in assigned if _asks_environment(node)]
+    others = {name for node in assigned if node not in steps for target in node.targets for name in _names(target)}
+    return {name for node in steps for name in _names(node.targets[0])} - others
+
+
+def _asks_environment(node: ast.Assign) -> bool:
+    match node:
+        case ast.Assign([ast.Tuple(parts)], ast.Call(ast.Attribute(environment, "step"), [_])):
+            return len(parts) >= _PARTS_OF_A_STEP and "env" in (path_of(environment) or "").lower()
+    return False
 
 
 def feeds_itself(loop: Loop) -> bool:

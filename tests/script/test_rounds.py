@@ -71,3 +71,28 @@ def test_a_name_that_the_round_binds_first_carries_nothing_over(report, before, 
 )
 def test_a_name_that_is_read_before_the_round_binds_it_may(report, before, after):
     assert report(round_with(before, after)) == []
+
+
+ACTING = """
+while True:
+    action = agent.act(state)
+    {answer}
+    loss = criterion(model(batch), y)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    state = next_state
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ("next_state, reward, done, _ = env.step(action)", ["OOM103"]),
+        ("next_state, reward, over, cut, _ = self.envs.step(action)", ["OOM103"]),
+        ("next_state, reward, done, _ = simulator.step(action)", []),
+        ("next_state, reward = env.step(action)", []),
+        ("next_state, reward, done, _ = env.step(action); next_state = model(next_state)", []),
+    ],
+)
+def test_what_an_environment_answers_carries_nothing_over(report, answer, found):
+    assert [code for code, _ in report(ACTING.format(answer=answer)) if code == "OOM103"] == found
