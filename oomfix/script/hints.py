@@ -24,11 +24,15 @@ from oomfix.script.named_like import (
 )
 from oomfix.script.names import MOVES, last_of, path_of, without_moves
 from oomfix.script.nodes import Scope, only_argument
+from oomfix.script.torch_facts import kind_of_call
+from oomfix.script.values import Kind
 
 _MODULE_METHODS = frozenset(
     "parameters named_parameters modules named_modules children named_children buffers eval train requires_grad_ "
     "forward get_parameter_groups".split()
 )
+
+_TENSOR_METHODS = ("detach", "clamp", "clamp_", "copy_", "backward", "grad.zero_", "data.clamp_", "data.copy_")
 
 _DISTRIBUTED = frozenset({"DDP", "DistributedDataParallel"})
 _SAYING_NOTHING = (ast.Constant, ast.keyword, ast.arg)
@@ -68,6 +72,12 @@ class Hints:
     """The texts that a name is compared with in a function: `phase == "train"`."""
     labels: set[str] = field(default_factory=set)
     """Constants that tell cases apart: `TRAIN` and `EVAL` in `mode == TRAIN` and `run(mode=EVAL)`."""
+    leaves: set[str] = field(default_factory=set)
+    """Tensors that gradients are asked for: `image` in `image.requires_grad_()`."""
+    optimized: set[str] = field(default_factory=set)
+    """Tensors that an optimizer is given one by one: `Adam([image])`."""
+    filled: set[str] = field(default_factory=set)
+    """What is given a state, as no result of a network is: `net` in `net.load_state_dict(state)`."""
     distributed: set[str] = field(default_factory=set)
     """What `DistributedDataParallel` is put around, which refuses what has no parameters to train."""
     named_modules: set[str] = field(default_factory=set)
@@ -96,6 +106,11 @@ class Hints:
     def is_autoencoder(self, path: str) -> bool:
         """Whether what is named like a network both encodes and decodes in the file."""
         return looks_like_module(path) and {f"{path}.encode", f"{path}.decode"} <= self.called
+
+    def is_used_as_tensor(self, path: str) -> bool:
+        """Whether an optimizer or methods of tensors say that something is one, and it is never called."""
+        asked = path in self.optimized or any(f"{path}.{method}" in self.called for method in _TENSOR_METHODS)
+        return asked and path not in self.called
 
     def is_module(self, path: str) -> bool:
         """Whether the uses of a called path say that it is a network."""
@@ -143,6 +158,8 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     if labelled:
         hints.labels.update(_given_for(labelled, nodes))
     _spread(assignments, hints)
+    hints.leaves = {path for path in hints.leaves if hints.is_used_as_tensor(path)}
+    hints.modules -= hints.leaves
     hints.modules |= hints.named_modules & hints.called
     hints.modules |= hints.called & _gone_through(loops, assignments, hints)
     hints.modules |= _used_elsewhere(hints)
@@ -209,6 +226,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
             hints.asked_by_name.add(called)
         if last_of(called) in _DISTRIBUTED and node.args and (wrapped := path_of(node.args[0])) is not None:
             hints.distributed.add(wrapped)
+        if node.args and kind_of_call(called) is Kind.OPTIMIZER:
+            _read_optimized(node.args[0], hints)
         if called == "isinstance" and len(node.args) == 2 and _are_optimizers(node.args[1]):
             hints.optimizers.add(path_of(node.args[0]) or "")
         if looks_like_scaler(called) and len(node.args) > 1:
@@ -219,13 +238,27 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
     method = node.func.attr
     if method == "requires_grad_" and not _is_false(only_argument(node)):
         hints.thaws = True
+        if receiver is not None:
+            hints.leaves.add(receiver)
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
     elif receiver is not None and method in _MODULE_METHODS:
         hints.modules.add(receiver)
+    elif receiver is not None and method == "load_state_dict":
+        hints.filled.add(receiver)
     elif receiver is not None and (method in MOVES or method == "zero_grad"):
         hints.moved.add(receiver)
+
+
+def _read_optimized(given: ast.expr, hints: Hints) -> None:
+    """What an optimizer is given: `[image]`, or what something named like a network calls its parameters."""
+    match given:
+        case ast.List(listed):
+            hints.optimized.update(path for path in map(path_of, listed) if path is not None)
+        case ast.Call(ast.Attribute(owner, method)) if method.endswith("_parameters"):
+            if looks_like_module(network := path_of(owner) or ""):
+                hints.modules.add(network)
 
 
 def _are_optimizers(kinds: ast.expr) -> bool:

@@ -114,13 +114,23 @@ class Networks(Functions):
         """`net.requires_grad_(False)`."""
         given = only_argument(node)
         value = True if given is None else self.evaluate(given).constant
-        if isinstance(value, bool):
+        if isinstance(value, bool) and not (value and self._is_made_leaf(function.value)):
             self.freeze(function.value, not value)
         if value is True and isinstance(function.value, ast.Call):
             asked = self.evaluate(function.value)
             if asked.kind is Kind.TENSOR and not asked.graph:
                 return asked.with_graph(Graph.MAYBE)  # a leaf that a loss may go back to
         return None
+
+    def _is_made_leaf(self, node: ast.expr) -> bool:
+        """`image.requires_grad_()`: a loss may go back to a tensor, from here on under its name."""
+        tensor, binding = self.evaluate(node), self.binding_of(node)
+        used = tensor.kind in (Kind.UNKNOWN, Kind.NUMBER) and path_of(node) in self.hints.leaves
+        known = used or tensor.kind is Kind.TENSOR
+        if not known or tensor.graph or binding is None or isinstance(binding.statement, ast.For):
+            return False
+        self.assign(node, Value(Kind.TENSOR, Graph.MAYBE), binding.statement, binding.loops)
+        return True
 
     def _stays_frozen(self, path: str | None, run_in_parts: bool = False) -> bool:
         """No part of the network is replaced or trained again: nothing under its path is assigned or asked for.

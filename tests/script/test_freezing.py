@@ -496,3 +496,30 @@ def test_a_detector_of_the_hub_is_trained_without_its_wrapper(report, given, fou
         optimizer.step()
     """
     assert [code for code, _ in report(code)] == found
+
+
+IMAGE = """
+    import torch
+    import torchvision
+
+    net = torchvision.models.vgg19().features.cuda().eval()
+    net.requires_grad_(False)
+
+    def stylize(image):
+        image = resize(image).clamp(0, 1)
+        {asked}
+        optimizer = torch.optim.Adam([image])
+        for i in range(100):
+            loss = criterion(net(image))
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("asked", ["image.requires_grad_()", "image = image.detach(); image.requires_grad_(True)"])
+def test_a_frozen_network_records_for_an_image_that_asks_for_gradients(report, asked):
+    assert report(IMAGE.format(asked=asked)) == [("OOM202", 12)]
+
+
+def test_it_records_nothing_for_one_that_does_not(report):
+    assert report(IMAGE.format(asked="image.requires_grad_(False)")) == []
