@@ -83,12 +83,19 @@ class Externals(Methods):
             return made
         if name.startswith("torch."):
             return self.computed(self._torch_function(name, last, given))
+        if isinstance(node.func, ast.Attribute) and (network := self._imported_network(node.func.value)) is not None:
+            return self._module_method(node, network, last, path, given)
         if last in ("tqdm", "trange", "track", "prefetch"):
             return flatten(values[0]) if values else UNKNOWN
         if (path or "").startswith("self.") and not looks_like_module(last):
             path = last  # `self.augment = fgsm_attack`: in another class of the file `self.augment` may be a network
         unseen = self._unknown(node, path, given, imported=True)
         return Value(Kind.TRAINER) if torch_facts.is_trainer(name) else unseen
+
+    def _imported_network(self, node: ast.expr) -> Value | None:
+        """`vae` of `from project.models import vae`, which is asked for its parameters."""
+        path = path_of(node)
+        return Value(Kind.MODULE, ref=path) if f"{path}.parameters" in self.hints.called else None
 
     def _is_network_or_function(self, node: ast.Call, given: Given) -> bool:
         """Whether the first argument is a network, or a function of the file."""
@@ -184,6 +191,8 @@ class Externals(Methods):
             return PLAIN_TENSOR if has_integers(values) else FRESH_TENSOR
         if last in torch_facts.INTEGER_RESULTS or last in torch_facts.LEAVING_THE_GRAPH or last in torch_facts.COPIES:
             return PLAIN_TENSOR
+        if name == "torch.normal":
+            return PLAIN_TENSOR  # a draw: torch gives its mean and deviation gradients of zero
         content = combine(values)
         if last == "Variable" and values and values[0].is_tensor:
             return values[0]

@@ -74,7 +74,7 @@ class Unseen(Containers):
             named = named and (bool(given.positional) or not last.endswith("_cls"))  # `model_cls(**config)` makes one
             if self.hints.is_module(path) or named:
                 target = self._assigned_to(node)
-                asked = self.hints.owners_of_parts | self.hints.modules
+                asked = self.hints.owners_of_parts | self.hints.modules | self.hints.filled
                 used = target in asked or (is_class and target in self.hints.called)
                 if used or self._made_to_be_module(node):
                     return self._network_made(node)

@@ -366,3 +366,21 @@ def test_a_global_list_of_which_no_loss_is_made_keeps_every_graph(report):
         made="[]", kept="saved.append(chances.log_prob(action))", loss="criterion(policy(x), y)", cleared="pass"
     )
     assert ("OOM102", 10) in report(code)
+
+
+@pytest.mark.parametrize(("drawn", "found"), [("torch.normal(mean, deviation)", [5]), ("mean + deviation", [])])
+def test_nothing_is_trained_through_a_draw_that_a_caller_gets(evaluations, drawn, found):
+    code = f"""
+    import torch
+
+    class Agent:
+        def select_action(self, state):
+            mean, deviation = self.actor(state)
+            return {drawn}
+
+        def update(self, x, y):
+            loss = criterion(self.actor(x), y)
+            loss.backward()
+            self.optimizer.step()
+    """
+    assert evaluations(code) == found

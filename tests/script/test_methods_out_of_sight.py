@@ -318,3 +318,50 @@ def test_another_method_may_run_none(report, other):
 )
 def test_a_loss_that_a_network_gets_of_a_batch_is_a_forward(report, forward, loss, found):
     assert report(STEP.format(forward=forward, loss=loss)) == [("OOM202", line) for line in found]
+
+
+IMPORTED = """
+    import torch
+    from project import vae, loader
+
+    def train():
+        optimizer = torch.optim.Adam({parameters})
+        for x in loader:
+            loss = criterion(vae.decode(vae.encode(x.to("cuda"))), x)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("parameters", "found"), [("vae.parameters()", [("OOM202", 7)]), ("project.parameters()", [])])
+def test_an_imported_network_is_known_by_its_parameters(report, parameters, found):
+    assert report(IMPORTED.format(parameters=parameters)) == found
+
+
+UPDATED = """
+    import torch
+
+    class Updater:
+        def __init__(self, {name}):
+            self.{name} = {name}
+            self.optimizer = torch.optim.Adam({given}, lr=0.1)
+
+        def update(self, loader):
+            for x, y in loader:
+                values, chances = self.{name}.evaluate_actions(x.cuda(), y)
+                loss = (values - y).square().mean() - chances.mean()
+                loss.backward()
+                self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [
+        ("policy", "self.policy.get_model_parameters()", [("OOM202", 10)]),
+        ("policy", "self.settings.get_model_parameters()", []),
+        ("rules", "self.rules.get_model_parameters()", []),
+    ],
+)
+def test_what_gives_an_optimizer_its_parameters_under_the_name_of_a_network_is_one(report, name, given, found):
+    assert report(UPDATED.format(name=name, given=given)) == found

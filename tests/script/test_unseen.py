@@ -687,3 +687,16 @@ def test_what_is_asked_for_its_parameters_is_a_network_that_is_made(report, used
 @pytest.mark.parametrize("used", ["show(made)", "made.mean()"])
 def test_what_is_used_as_a_result_is_none(report, used):
     assert report(MADE.format(given="settings", used=used)) == [("OOM201", 5)]
+
+
+@pytest.mark.parametrize("filled", ["made", "made.module"])
+def test_what_is_given_a_state_is_a_network_that_is_made(report, filled):
+    code = f"""
+    import torch
+    from project import *
+
+    made = models.resnet18(norm_layer=norm).cuda()
+    made = torch.nn.DataParallel(made)
+    {filled}.load_state_dict(state)
+    """
+    assert report(code) == []
