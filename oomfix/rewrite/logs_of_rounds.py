@@ -255,7 +255,7 @@ def _values(loop: _Loop, effects: _Effects) -> list[str] | None:
     if not values or not values <= definitely_bound(body[:first]):
         return None
     again = {name for statement in body[first:] for name in names_bound(statement)}
-    changed = {path for statement in loop.computes for path in changed_paths(statement)}
+    changed = {path for statement in loop.node.body for path in changed_paths(statement)}
     if values & again or overlap(changed, values) or not all(_is_made(name, loop, effects) for name in values):
         return None
     if are_changed_in_place(values, [*loop.computes, *loop.behind], effects.functions):
@@ -316,7 +316,7 @@ def _with_rounds(loop: _Loop, values: list[str], effects: _Effects, passing: set
     """The values with what the loop runs over, to be kept as well; None where it may be something else each time."""
     needed = _needed(loop)
     bound = {name for statement in loop.node.body for name in names_bound(statement)}
-    changed = {path for statement in loop.computes for path in changed_paths(statement)}
+    changed = {path for statement in loop.node.body for path in changed_paths(statement)}
     run_over = paths_read(loop.node.iter)
     if needed & bound or overlap(changed, needed) or run_over & passing or any(map(_FETCHED.search, run_over)):
         return None

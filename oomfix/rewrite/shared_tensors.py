@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
-from oomfix.rewrite.effects import CHANGING, called_name
+from oomfix.rewrite.effects import CHANGING, called_name, root_of
 from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of, unpacked
@@ -37,6 +37,19 @@ def are_changed_in_place(names: Iterable[str], statements: Sequence[ast.stmt], f
         return True
     calls = (node for statement in statements for node in walk(statement) if isinstance(node, ast.Call))
     return any(_changes_given(function, call, held) for call in calls for function in functions.by(call))
+
+
+def taken_out(statement: ast.stmt) -> dict[str, str]:
+    """The names that a statement binds to a part of something, with the path of that: `scores = log[task]`."""
+    found: dict[str, str] = {}
+    for node in nodes_of_scope(statement):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = node.value
+            if isinstance(value, ast.Call) and called_name(value) in ("get", "setdefault"):
+                value = value.func
+            if isinstance(value, ast.Subscript | ast.Attribute) and (path := root_of(value.value)):
+                found[node.targets[0].id] = path
+    return found
 
 
 def _held_with(names: set[str], statements: Sequence[ast.stmt]) -> set[str]:

@@ -30,6 +30,7 @@ from oomfix.rewrite.rescaling import without_scaling
 from oomfix.rewrite.rows_by_number import why_by_number
 from oomfix.rewrite.rows_in_turn import why_in_turn
 from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.shared_tensors import taken_out
 from oomfix.rewrite.signature import Signature
 from oomfix.script.names import path_of
 from oomfix.script.nodes import children, walk
@@ -284,8 +285,14 @@ class Slicer:
     def _check_changes(self, lift: Lift) -> None:
         """Objects may be changed only where the slice itself made them."""
         made: set[str] = set()
+        header = lift.site.iteration
+        batch = names_bound_by_target(header.target) if isinstance(header, ast.For) else set()
+        taken: dict[str, str] = {}
         for statement in lift.lifted:
+            taken |= {name: of for name, of in taken_out(statement).items() if of.split(".")[0] not in made | batch}
             for node in nodes_of_scope(statement):
+                if isinstance(node, ast.Expr) and (held := _changed_of_another(node, taken)):
+                    raise CannotLift(f"line {node.lineno} changes what {held} holds, made outside of the slice")
                 if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
                     if node.target.id not in made | _bound_afresh(statement):
                         line, name = node.lineno, node.target.id
@@ -324,6 +331,15 @@ def records_nothing(statement: ast.stmt) -> bool:
 def _detaches(statement: ast.stmt) -> bool:
     """`fake = generator(noise).detach()`."""
     return isinstance(statement, ast.Assign) and effects.called_name(statement.value) == "detach"
+
+
+def _changed_of_another(statement: ast.Expr, taken: dict[str, str]) -> str | None:
+    """What holds an object that was taken out of it, `scores = log[task]`, and that is changed: `scores.append(1)`."""
+    call = statement.value
+    if not isinstance(call, ast.Call) or effects.last_name(call).endswith("_"):
+        return None
+    changed = (path.split(".")[0] for path in effects.changed_paths(statement))
+    return next((taken[name] for name in changed if name in taken), None)
 
 
 def _told_change(path: str, statement: ast.stmt) -> str:

@@ -207,6 +207,17 @@ def test_a_sum_that_is_no_logged_tensor_itself_may_be_changed_in_place(losses):
     assert_close(run(text), run(after.text))
 
 
+@pytest.mark.parametrize("taken", ["log[task]", "log.get(task)"])
+@pytest.mark.parametrize("more", ["", "\nhits.append(one.item())"])
+def test_what_is_logged_into_something_taken_out_of_another_object_is_logged_within(taken, more):
+    text = script(f"scores = {taken}\nscores.append(one.item()){more}")
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [
+        ("in-place", "line 24 changes what log holds, made outside of the slice")
+    ]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
 LOSS = """\
 class Loss{base}:
     def {method}(self, out, y):
