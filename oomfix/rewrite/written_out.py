@@ -138,11 +138,11 @@ class WrittenOut:
         """Leave out the branches of a block that never run; `first` says that others come if it has no other lines."""
         for statement in block:
             runs = self._is(statement.test) if isinstance(statement, ast.If) else None
-            if isinstance(statement, ast.If) and runs is not None and self._has_lines(statement):
-                self._leave(
-                    statement, statement.body if runs else statement.orelse, alone=not first and len(block) == 1
-                )
-                continue
+            if isinstance(statement, ast.If) and runs is not None:
+                chosen = _without_pass(statement.body if runs else statement.orelse)
+                if self._has_lines(statement, chosen):
+                    self._leave(statement, chosen, alone=not first and len(block) == 1)
+                    continue
             for name in ("body", "orelse", "finalbody"):
                 inner = getattr(statement, name, [])
                 if name == "orelse" and inner and self._is_elif(inner[0]):
@@ -186,10 +186,10 @@ class WrittenOut:
                 last -= 1
         return range(_first_with_comments(block[0], branches.lineno, self._layout), last + 1)
 
-    def _has_lines(self, branches: ast.If) -> bool:
-        """Whether the blocks of an `if` do not share lines with anything."""
+    def _has_lines(self, branches: ast.If, block: list[ast.stmt]) -> bool:
+        """Whether a block of an `if`, or the `if` where it is none of its blocks, shares no lines with anything."""
         text, starts = self._source.text, self._source.line_starts
-        heads = [branches, *branches.body[:1], *branches.orelse[:1]]
+        heads = [branches, *block[:1], *(branches.orelse[:1] if block is branches.body else [])]
         return not any(text[starts[one.lineno - 1] : bounds(self._source, one)[0]].strip() for one in heads)
 
     def _is_elif(self, statement: ast.stmt) -> bool:

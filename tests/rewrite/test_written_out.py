@@ -100,3 +100,22 @@ def test_a_helper_at_the_end_of_a_class_or_file_goes_with_the_blank_lines_before
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert after.text.endswith('        print(f"{total.item():.9f}")\n')
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        ("if clip: print(2)", ""),
+        ("if clip:\n        print(2)\n    else: print(3)", "    if None:\n        print(2)\n    else: print(3)\n"),
+        ("if clip: print(2)\n    else:\n        print(3)", "    print(3)\n"),
+        (
+            "if not clip: print(2)\n    else:\n        print(3)",
+            "    if not None: print(2)\n    else:\n        print(3)\n",
+        ),
+    ],
+)
+def test_a_branch_on_the_line_of_its_question_goes_or_stays_there(line, left):
+    text = script(line=line)
+    start, end = text.index("    if clip:\n        nn."), text.index(f"    {line}")
+    after = assert_written_out(text[:start] + text[end:])
+    assert after.text.endswith(f'y)\n{left}    memory.step(optimizer)  # the end\n    print(f"{{total.item():.9f}}")\n')
