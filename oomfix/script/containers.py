@@ -11,7 +11,7 @@ from oomfix.script.contexts_by_hand import ContextsByHand
 from oomfix.script.named_like import looks_like_logging, looks_like_metric
 from oomfix.script.names import last_of, left_by_methods, path_of
 from oomfix.script.trace import Loop
-from oomfix.script.values import MISSING, NONE, NUMBER, UNKNOWN, Graph, Kind, Value, combine, flatten, join
+from oomfix.script.values import MISSING, NONE, NUMBER, UNKNOWN, Graph, Kind, Value, combine, flatten, join, with_row
 
 STORING = frozenset(
     ["append", "add", "push", "store", "put", "insert", "remember", "record", "extend", "appendleft", "update"]
@@ -32,6 +32,8 @@ class Containers(ContextsByHand):
         """What iterating over a value gives."""
         if value.items:
             return reduce(join, value.items)
+        if value.rows:
+            return Value(Kind.SEQUENCE, items=value.rows)
         if value.graph:
             return Value(
                 Kind.TENSOR, value.graph, value.origins, divisors=value.divisors, carried_from=value.carried_from
@@ -69,7 +71,9 @@ class Containers(ContextsByHand):
             for forward in self.trace.forwards_of(content.origins):
                 forward.stored = True
         base = flatten(receiver)
-        grown = Value(Kind.CONTAINER, max(base.graph, content.graph), base.origins | content.origins | kept)
+        rows = with_row(base, value, kept) if last_of(path_of(node.func)) == "append" else ()
+        origins = base.origins | content.origins | kept
+        grown = Value(Kind.CONTAINER, max(base.graph, content.graph), origins, rows=rows)
         if path_of(target) is not None:
             self._change(target, grown, binding.statement if binding else None, loops)
         elif isinstance(target, ast.Subscript):

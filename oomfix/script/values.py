@@ -89,9 +89,12 @@ class Value(NamedTuple):
     entries: tuple[tuple[str, Value], ...] = ()
     """What a dict was written with, key by key: `{"loss": loss, "correct": correct}`, until something changes it."""
 
+    rows: tuple[Value, ...] = ()
+    """What a list holds of which each entry is a tuple of one length, item by item: `batches.append((x, chances))`."""
+
     def with_graph(self, graph: Graph, origins: frozenset[int] | None = None) -> Value:
         """The same value with another graph state (and origins)."""
-        return self._replace(graph=graph, origins=self.origins if origins is None else origins, entries=())
+        return self._replace(graph=graph, origins=self.origins if origins is None else origins, entries=(), rows=())
 
 
 class Given(NamedTuple):
@@ -217,7 +220,28 @@ def join(first: Value, second: Value) -> Value:
         is_tensor=one.is_tensor and other.is_tensor,
         scaled=one.scaled or other.scaled,
         carried_from=one.carried_from & other.carried_from,
+        rows=_rows_of_either(one, other),
     )
+
+
+def _rows_of_either(first: Value, second: Value) -> tuple[Value, ...]:
+    """The rows of two lists, either of which may have none yet."""
+    if not (first.kind is second.kind is Kind.CONTAINER):
+        return ()
+    if not first.graph or not second.graph:
+        return first.rows or second.rows
+    if len(first.rows) != len(second.rows):
+        return ()
+    return tuple(join(one, other) for one, other in zip(first.rows, second.rows, strict=True))
+
+
+def with_row(held: Value, row: Value, kept: frozenset[int]) -> tuple[Value, ...]:
+    """The rows of a list into which a tuple is put, which `kept` stands for; none where its length is another."""
+    items = []
+    for item in map(flatten, row.items or ()):
+        plain = NUMBER if item.kind is Kind.NUMBER else item  # what is known of one entry says nothing of the others
+        items.append(item.with_graph(item.graph, item.origins | kept) if item.graph else plain)
+    return _rows_of_either(held, Value(Kind.CONTAINER, Graph.YES, rows=tuple(items)))
 
 
 def _candidates(first: Value, second: Value) -> tuple[Value, ...]:

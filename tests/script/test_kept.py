@@ -993,3 +993,35 @@ BETWEEN = """
 )
 def test_a_test_within_an_iteration_keeps_the_losses_that_it_sums_up(report, given, then, found):
     assert kept(report(BETWEEN.format(given=given, then=then))) == found
+
+
+TUPLES = """
+    import torch
+
+    def improve(actor, critic, batches):
+        optimizer, kept = torch.optim.Adam(actor.parameters()), []
+        for batch in batches:
+            chances = []
+            for x in batch:
+                chances.append(actor(x))
+            kept.{put}
+            for gains, {old} in kept:
+                loss = (critic(gains) - gains).square().mean(){term}
+                loss.backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("put", "old", "term", "found"),
+    [
+        ("append((batch.gains, chances))", "old", "", [8, 9]),
+        ("append([torch.ones(3), chances])", "old", " * torch.stack(old).detach().mean()", [8, 9]),
+        ("append((batch.gains, chances))", "old", " * torch.stack(old).mean()", []),
+        ("append((chances, batch.gains))", "old", "", []),
+        ("append((batch.gains, 1, chances))", "_, old", " * sum(old)", []),
+        ("append((batch.gains, chances)); kept.append((gains, other))", "old", " * sum(old)", []),
+    ],
+)
+def test_what_is_put_into_a_list_by_tuples_comes_out_item_by_item(report, put, old, term, found):
+    assert kept(report(TUPLES.format(put=put, old=old, term=term))) == [("OOM102", line) for line in found]
