@@ -102,7 +102,7 @@ class Between:
             if bound & names_read(test.test):
                 raise CannotLift(f"the test in line {test.lineno} depends on the loss")
             test = next_in_chain(test)
-        ahead = branch.body[: branch.body.index(lift.site.statement)]
+        ahead = lift.site.side[: lift.site.side.index(lift.site.statement)]
         first = next((index for index, one in enumerate(ahead) if _touches(one, bound)), len(ahead))
         lift.reading = ahead[first:]
         for statement in ahead[:first]:

@@ -138,6 +138,13 @@ class Blocks:
         branches = {id(parent): side for parent, side in self._branches(one)}
         return any(id(parent) in branches and branches[id(parent)] != side for parent, side in self._branches(other))
 
+    def branch_of(self, statement: ast.stmt) -> ast.If | ast.With | None:
+        """The `if`, with all that hangs on it, or the `with` that a statement stands in; None: something else."""
+        branch = self._parents[statement]
+        while isinstance(branch, ast.If) and self.is_elif(branch):
+            branch = self._parents[branch]
+        return branch if isinstance(branch, ast.If | ast.With) else None
+
     def is_elif(self, condition: ast.If) -> bool:
         """Whether an `if` is the `elif` of another one."""
         parent = self._parents[condition]

@@ -113,7 +113,7 @@ def changed_paths(statement: ast.stmt) -> set[str]:
             found.add(root_of(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr
-            changes = name.endswith("_") and not name.endswith("__") and not _switches_a_copy(node)
+            changes = name.endswith("_") and not name.endswith("__") and not _switches_what_is_new(node)
             if name in _TAKING or changes:
                 found.add(root_of(node.func.value))
             found |= {root_of(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
@@ -254,15 +254,15 @@ def switches_mode(node: ast.AST) -> bool:
     return any(
         last_name(call) in _MODE_FUNCTIONS or (isinstance(call.func, ast.Attribute) and call.func.attr in _MODE_METHODS)
         for call in calls_in(node)
-        if id(call) not in contexts and not _switches_a_copy(call)
+        if id(call) not in contexts and not _switches_what_is_new(call)
     ) or any(
         isinstance(child, ast.Attribute) and child.attr == "requires_grad" and isinstance(child.ctx, ast.Store)
         for child in nodes_of_scope(node)
     )
 
 
-def _switches_a_copy(call: ast.Call) -> bool:
-    """`x.detach().requires_grad_()`, `(a + b).requires_grad_()`: nothing that was there before is switched."""
+def _switches_what_is_new(call: ast.Call) -> bool:
+    """`x.detach().requires_grad_()`, `(a * x + b * y).requires_grad_()`: what was there before stays as it is."""
     method = call.func
     if not isinstance(method, ast.Attribute) or method.attr != "requires_grad_":
         return False

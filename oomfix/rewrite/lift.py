@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
+from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.liveness import Scope
 
 
@@ -55,6 +56,16 @@ class Site:
     def end(self) -> ast.stmt:
         """The statement of `block` that runs the backward."""
         return self.statement if self.branch is None else self.branch
+
+    @property
+    def side(self) -> list[ast.stmt]:
+        """The block of the branch that runs the backward."""
+        return [] if self.branch is None else next(side for side in _sides(self.branch) if self.statement in side)
+
+    @property
+    def other_sides(self) -> list[list[ast.stmt]]:
+        """The other blocks of `if train:`, one of them empty where it has no `else`; `with timer():` has none."""
+        return [] if self.branch is None else [side for side in _sides(self.branch) if self.statement not in side]
 
 
 @dataclass
@@ -109,3 +120,11 @@ class Lift:
     all_names_are_read: bool = False
     state: str | None = None
     one_sample: str | None = None
+
+
+def _sides(branch: ast.If | ast.With) -> list[list[ast.stmt]]:
+    found, current = [branch.body], branch
+    while isinstance(current, ast.If) and (further := next_in_chain(current)) is not None:
+        found.append(further.body)
+        current = further
+    return [*found, current.orelse] if isinstance(current, ast.If) else found

@@ -187,6 +187,8 @@ class _Lifter:
                 if not lifts or self._origins_of(site.statement):
                     raise
                 continue  # it trains no network, and stays: a temperature behind the policy
+            if shared := [one for other in lifts for one in other.lifted if one in lift.lifted]:
+                raise CannotLift(f"line {shared[0].lineno} computes more than one loss")
             self._skipped.check(lift)
             self._hooks.check(lift)
             self._left.check(lift)
@@ -300,6 +302,8 @@ class _Lifter:
             CannotLift: one does, and what the slice gives out has no graph.
         """
         here = {node for statement in lift.lifted for node in walk(statement)}
+        # the other sides of its test run the slice for themselves
+        apart = {node for side in lift.site.other_sides for statement in side for node in walk(statement)}
         run = {one for statement in lift.lifted for one in self._calls_run.by(statement)}
         forwards = self._script.trace.forwards
         times = Counter(forward.node for forward in forwards.values())
@@ -307,7 +311,7 @@ class _Lifter:
         for origin, forward in forwards.items():
             # in a function that is called elsewhere too, it may be another run of it
             if forward.node in here or (forward.node in run and times[forward.node] == 1):
-                through = [event for event in self._script.backwards if origin in event.origins]
+                through = [one for one in self._script.backwards if origin in one.origins and one.node not in apart]
                 first = min(through, key=lambda event: event.order, default=None)
                 if first is not None and first.node is not call and own and min(own) < first.order:
                     made = f"what line {forward.node.lineno} computes"
@@ -409,10 +413,8 @@ class _Lifter:
         try:
             return self._slicer.lift(site, network_is_known)
         except OutsideOfBlock:
-            branch = next(self._blocks.ancestors(statement))
-            if site.first or site.stays_inside or not isinstance(branch, ast.If | ast.With):
-                raise
-            if statement not in branch.body:
+            branch = self._blocks.branch_of(statement)
+            if site.first or site.stays_inside or branch is None:
                 raise
             if isinstance(branch, ast.With) and not self._reading.measures(branch):
                 raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.effects import is_remark, trains
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
@@ -120,10 +119,9 @@ class Lifting:
             edits += self._ahead_of_readers(lift, call)
         else:
             edits.append(Edit(*bounds(self._source, statement), call[len(inner) :]))
-        others = _other_branches(branch) if isinstance(branch, ast.If) else []
-        for block in filter(None, others):
+        for block in filter(None, lift.site.other_sides):
             edits.append(self._evaluation_at_top(lift, block, text))
-        if others and not others[-1]:
+        if [] in lift.site.other_sides:
             after = [f"{text.margin}else:", *self._call(lift, f"{self._manager}.evaluate", inner), *after]
         if after:
             edits.append(Edit(stop, stop, "".join(newline + line for line in after)))
@@ -147,7 +145,7 @@ class Lifting:
         """The call ahead of what reads its result in the branch, where the backward stood behind that."""
         branch = lift.site.branch
         assert branch is not None
-        first = self._layout.chunk(lift.reading[0], branch.body, branch.lineno)
+        first = self._layout.chunk(lift.reading[0], lift.site.side, branch.lineno)
         backward = self._layout.own_lines(lift.site.statement)
         if first is None or backward is None or lift.reading[0].lineno == branch.lineno:
             raise JoinedStatements(lift.reading[0].lineno)
@@ -295,15 +293,6 @@ class _Text:
         lines, last = self._layout.source.lines, self.chunk(lift.site.statement).last
         below = lines[last] if last < len(lines) else ""
         return self.is_parted(first) and below.startswith(self.margin) and bool(below.strip())
-
-
-def _other_branches(branch: ast.If) -> list[list[ast.stmt]]:
-    """The branches of each `elif`, and that of `else`, which may be empty."""
-    found, current = [], branch
-    while (further := next_in_chain(current)) is not None:
-        found.append(further.body)
-        current = further
-    return [*found, current.orelse]
 
 
 def _unparsed(text: str) -> str:

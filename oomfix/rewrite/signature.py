@@ -63,8 +63,8 @@ class Signature:
             CannotLift: an output may have no value.
         """
         live = set(self._liveness.after(lift.site.statement))
-        if isinstance(lift.site.branch, ast.If):
-            live |= self._liveness.before(lift.site.branch.orelse, self._liveness.after(lift.site.branch))
+        for side in lift.site.other_sides:
+            live |= self._liveness.before(side, self._liveness.after(lift.site.end))
         while lift.after and lift.after[-1] in lift.rescaled and not names_bound(lift.after[-1]) & live:
             lift.after.pop()
         live = self._liveness.before(lift.after, live) if lift.after else live

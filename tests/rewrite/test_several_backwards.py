@@ -366,10 +366,10 @@ def test_the_backward_of_an_optimizer_stays_beside_that_of_the_loss_unscaled():
             optimizer.step()
         """)
     )
-    assert [loop.rewrite for loop in result.loops] == ["in-place"]
+    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
     assert result.loops[0].notes[0].endswith("`optimizer.backward` in line 12 scales the loss by itself")
-    assert "    if args.fp16:\n        optimizer.backward(loss)\n" in result.text
-    assert "    else:\n        memory.backward(loss)\n" in result.text
+    assert "    if args.fp16:\n        loss = forward(x, y)\n        optimizer.backward(loss)\n" in result.text
+    assert "    else:\n        loss = memory.forward_backward(forward, x, y)\n" in result.text
 
 
 SOFT_ACTOR = """\
