@@ -191,9 +191,9 @@ class Externals(Methods):
             return PLAIN_TENSOR if has_integers(values) else FRESH_TENSOR
         if last in torch_facts.INTEGER_RESULTS or last in torch_facts.LEAVING_THE_GRAPH or last in torch_facts.COPIES:
             return PLAIN_TENSOR
-        if name == "torch.normal":
-            return PLAIN_TENSOR  # a draw: torch gives its mean and deviation gradients of zero
         content = combine(values)
+        if name == torch_facts.DRAWN and content.graph:
+            return content._replace(is_tensor=True, ref=torch_facts.DRAWN)
         if last == "Variable" and values and values[0].is_tensor:
             return values[0]
         if content.graph is Graph.NO:

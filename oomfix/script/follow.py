@@ -14,6 +14,7 @@ from oomfix.script.named_like import looks_like_state
 from oomfix.script.names import USUAL_NAMES, path_of, unpacked
 from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
+from oomfix.script.torch_facts import DRAWN
 from oomfix.script.trace import Trace
 from oomfix.script.values import NO_ORIGINS, NONE, UNKNOWN, Given, Graph, Kind, Value, combine, flatten, join
 
@@ -160,7 +161,7 @@ class Follower(Flow):
             self.trace.backpropagated |= flatten(result).origins | self._left_on_objects(earlier)
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
         leaving = flatten(_without_state(returned, function)).origins
-        if leaving and function.name in self._always_taken_off:
+        if returned.ref == DRAWN or (leaving and function.name in self._always_taken_off):
             leaving = NO_ORIGINS
         left = self._left_on_arguments(frame, earlier)
         if function.acts:

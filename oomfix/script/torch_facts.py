@@ -122,6 +122,8 @@ COPIES = frozenset("tensor Tensor FloatTensor LongTensor DoubleTensor IntTensor 
 """Constructors that copy numbers out of whatever they are given."""
 DISTRIBUTION = "torch.distributions"
 """Stands behind an object of a distribution that torch has: `sample` of it turns gradients off."""
+DRAWN = "torch.normal"
+"""Stands behind what it draws: a backward reaches the mean and the deviation, with gradients of zero for both."""
 PACKED = "torch.nn.utils.rnn.PackedSequence"
 """Stands behind a packed batch of sequences, whose `data` is the tensor itself."""
 PACKING = frozenset({"pack_padded_sequence", "pack_sequence"})

@@ -941,3 +941,17 @@ def test_a_helper_that_was_followed_often_enough_gives_back_what_goes_in(report)
         + "        train(fold)\n    " * 14
     )
     assert report(code) == [("OOM202", 8)]
+
+
+def test_a_backward_goes_through_a_draw(report):
+    code = """
+        import torch
+
+        encoder, decoder = Encoder().cuda(), Decoder().cuda()
+        for x in loader:
+            mean, deviation = encoder(x.cuda())
+            loss = criterion(decoder(torch.normal(mean, deviation)), x)
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 5), ("OOM202", 6)]
