@@ -18,6 +18,7 @@ from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.liveness import definitely_bound, names_bound, names_read
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.shared_parameters import SharedParameters
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
 
@@ -29,7 +30,7 @@ def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:
     """The edits that move what runs other networks, and what depends on it, behind the first of two backwards.
 
     Networks run in the same order as before, and so does all that draws random numbers; a backward changes nothing but
-    gradients, which nothing that moves may look at.
+    gradients, which nothing that moves may look at, and the step behind it only what nothing that moves reads.
     """
     turns = _Turns(reading, manager)
     nodes = reading.script.imports.nodes
@@ -68,21 +69,58 @@ class _Turns:
         forwards = reading.script.trace.forwards.values()
         self._networks = {forward.node for forward in forwards}
         self._paths = {forward.path for forward in forwards} - {None}
-        self._calls_run = CallsRun(FunctionsCalled(nodes))
+        self._functions = FunctionsCalled(nodes)
+        self._calls_run = CallsRun(self._functions)
+        attributes = (node for node in nodes.of(ast.Attribute) if isinstance(node.ctx, ast.Store))
+        self._stored = {path_of(node) for node in attributes}
         self._helpers = Helpers(nodes, self._networks)
+        self._shared = SharedParameters(reading.script)
 
     def of(self, block: list[ast.stmt]) -> Iterator[tuple[int, list[int]]]:
-        """The indices of backwards in a block, each with those of the statements that may move behind it."""
-        ends = [index for index, one in enumerate(block) if self._is_backward(one)]
+        """The indices of backwards in a block, or of their last steps, with those of what may move behind them."""
+        ends = [index for index, one in enumerate(block) if self._is_call(one, "backward")]
         for number, end in enumerate(ends[:-1]):
             first = ends[number - 1] + 1 if number else 0
             moved = self._others(block, first, end)
             if moved and all(self._may_move(block, index, moved, end) for index in moved):
-                yield end, moved
+                steps = self._steps(block[end + 1 : ends[number + 1]])
+                if all(self._may_follow(step, block[index]) for step in steps for index in moved):
+                    yield max([end, *map(block.index, steps)]), moved
 
-    def _is_backward(self, statement: ast.stmt) -> bool:
+    def _steps(self, behind: list[ast.stmt]) -> list[ast.stmt]:
+        """Behind a backward, all that clips, steps and resets up to the last step; what else there is stays there."""
+        last = max((index for index, one in enumerate(behind) if self._is_call(one, "step")), default=-1)
+        return behind[: last + 1]
+
+    def _may_follow(self, step: ast.stmt, statement: ast.stmt) -> bool:
+        """Whether a statement means the same behind the step of an optimizer: it reads nothing that it steps."""
+        if effects.is_zero_grad(step) or effects.is_remark(step):
+            return not names_bound(step) & (names_read(statement) | names_bound(statement))
+        if not self._is_call(step, "step"):
+            clips = effects.only_clips(step) or self._is_call(step, "unscale_")
+            return clips and stays_the_same_ahead_of(statement, [step])
+        assert isinstance(step, ast.Expr) and isinstance(step.value, ast.Call)
+        optimizer = path_of(step.value.args[0]) if step.value.args else None
+        paths = self._read_by(statement)
+        return optimizer is not None and paths is not None and not self._shared.may_be_read(optimizer, paths)
+
+    def _read_by(self, statement: ast.stmt) -> set[str] | None:
+        """The paths that a statement reads, in functions of the file too; None where a method out of sight may read."""
+        calls = list(self._calls_run.by(statement))
+        functions = [function for call in calls for function in self._functions.by(call)]
+        found = {path for node in (statement, *functions) for path in effects.paths_read(node)} - {self._manager}
+        for call in calls:
+            owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+            if owner == "self" and call not in self._networks and not self._functions.by(call):
+                if path_of(call.func) not in self._stored:
+                    return None
+            elif owner is not None and owner != "self":
+                found.add(owner)
+        return found
+
+    def _is_call(self, statement: ast.stmt, method: str) -> bool:
         call = statement.value if isinstance(statement, ast.Expr) else None
-        return isinstance(call, ast.Call) and path_of(call.func) == self.backward
+        return isinstance(call, ast.Call) and path_of(call.func) == f"{self._manager}.{method}"
 
     def _others(self, block: list[ast.stmt], first: int, end: int) -> list[int]:
         """What a backward does not depend on, from the first such statement on that runs a network."""

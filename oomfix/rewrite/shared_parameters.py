@@ -49,6 +49,19 @@ class SharedParameters:
         own = self._stepped(optimizer)
         return not own or optimizer in given or overlap(own, given)
 
+    def may_be_read(self, optimizer: str, paths: set[str]) -> bool:
+        """Whether what an optimizer steps may be read by one of these paths, or by what they are made of."""
+        own = self._stepped(optimizer)
+        return not own or overlap(self._parts_of(own), self._parts_of(paths))
+
+    def _parts_of(self, paths: set[str]) -> set[str]:
+        """Paths, what they are made of, and what is put into them: `body` for `critic.body = body`; `a` for `a[0]`."""
+        inner = {
+            path for path in self._bound if path.startswith(tuple(f"{one}{sign}" for one in paths for sign in ".["))
+        }
+        parts = {part for path in paths | inner for part in self._with_parts(path, set())}
+        return {part.split("[")[0] for part in parts}
+
     def _stepped(self, optimizer: str) -> set[str]:
         """The networks that an optimizer is made for; empty where that is not seen."""
         found: set[str] = set()

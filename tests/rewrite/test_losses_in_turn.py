@@ -120,7 +120,6 @@ def test_what_moves_keeps_its_order_and_comments():
         {"behind": "b_made = b_made * counted()\n    goal = goal * seen[0]"},
         {"behind": "b_made = b_made * seen[0]\n    goal = goal * counted()"},
         {"behind": "b_true.register_hook(lambda grad: grad * 2)"},
-        {"apart": "mine.step()"},
         {"apart": "b_loss = b_loss * first[0].bias.grad.norm()"},
         {"behind": "if b_made.mean() > 1e3:\n        continue"},
     ],
@@ -141,3 +140,51 @@ def test_losses_of_one_graph_stay_in_place():
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["in-place"]
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+STEP_BETWEEN = SCRIPT.replace("    mine.step()\n    other.step()", "    other.step()")
+MINE = "mine = torch.optim.SGD(first.parameters(), lr=0.1)"
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        "mine.step()",
+        "mine.step()\n    other.zero_grad()",
+        "nn.utils.clip_grad_norm_(first.parameters(), 0.1)\n    mine.step()\n    other.zero_grad()",
+        "mine.step()\n    goal = goal + first[0].bias.sum().item()",
+    ],
+)
+def test_what_a_second_loss_is_made_of_moves_behind_the_step_of_another_network(apart):
+    text = STEP_BETWEEN.format(**PLAIN | {"apart": apart})
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert after.text.index("memory.step(mine") < after.text.index("b_true = second(x)")
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(after.text)
+    assert_close(before, split)
+    assert split.calls_in_parts == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"b_true = second(x)": "b_true = second(x) * first[0].bias.detach().sum()"},
+        {"b_true = second(x)": "weight = first[0].bias\n    b_true = second(x) * weight.detach().sum()"},
+        {"b_true = second(x)": "b_true = second(x) * bias_of_first()"},
+        {MINE: "mine = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)"},
+        {MINE: f"second[0] = first[0]\n{MINE}"},
+        {MINE: f"second[0].bias = first[0].bias\n{MINE}"},
+    ],
+    ids=str,
+)
+def test_what_may_read_a_network_that_is_stepped_stays_ahead_of_the_step(changes):
+    text = STEP_BETWEEN.format(**PLAIN | {"apart": "mine.step()"})
+    functions = "def bias_of_first():\n    return first[0].bias.detach().sum()\n\n\n"
+    text = text.replace("seen = [0]", f"{functions}seen = [0]")
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert after.text.index("b_true = ") < after.text.index("memory.backward(a_loss)")
