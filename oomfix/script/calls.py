@@ -135,6 +135,8 @@ class Calls(Externals):
 
     def _method_of_tensor(self, node: ast.Call, receiver: Value, name: str, given: Given) -> Value:
         """What a method of a tensor gives; one that works in place changes what its name holds."""
+        if name == "sample" and self._is_distribution(node.func):
+            return PLAIN_TENSOR
         result = self._tensor_method(name, receiver, given.all)
         if not isinstance(node.func, ast.Attribute):
             return result
@@ -146,6 +148,11 @@ class Calls(Externals):
             # `loss.add_batch(out, y)` of an object that runs the backward itself
             self.assign(node.func.value, result, self.statement)
         return result
+
+    def _is_distribution(self, sampled: ast.expr) -> bool:
+        """Whether what a network gives is asked for log probabilities as well as for samples, which carry no graph."""
+        holder = path_of(sampled.value) if isinstance(sampled, ast.Attribute) else None
+        return f"{holder}.log_prob" in self.hints.called
 
     def _method_of_unknown(
         self,

@@ -384,3 +384,39 @@ def test_nothing_is_trained_through_a_draw_that_a_caller_gets(evaluations, drawn
             self.optimizer.step()
     """
     assert evaluations(code) == found
+
+
+ROLLOUT = """
+    import torch
+
+    class Agent:
+        def rollout(self, env, steps):
+            states, actions, chances = [], [], []
+            state = env.reset()
+            for _ in range(steps):
+                distribution, value = self.net(state)
+                action = distribution.{drawn}()
+                chances.append(distribution.log_prob(action){kept})
+                states.append(state)
+                actions.append(action)
+                state, reward, done, info = env.step(action.cpu().numpy())
+            return states, actions, chances
+
+        def update(self, states, actions, chances):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = surrogate(self.net(states), actions, chances)
+            loss.backward()
+            self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("drawn", "kept", "found"),
+    [
+        ("sample", ".detach()", [("OOM201", 8)]),
+        ("sample", "", []),
+        ("rsample", ".detach()", []),
+    ],
+)
+def test_a_sample_of_what_has_log_probabilities_carries_no_graph(report, drawn, kept, found):
+    assert [one for one in report(ROLLOUT.format(drawn=drawn, kept=kept)) if one[0] == "OOM201"] == found
