@@ -1,8 +1,9 @@
 """What a training script is: its loops, forwards and backwards, and which values carry an autograd graph.
 
 `Script.read(source)` follows the file once, the way Python would run it: from the first line, into the functions it
-calls with the arguments it calls them with, and then into every function that nothing in the file calls. What is met on
-the way (a forward with gradients off, a loss that is kept) is written down as events; rules are questions about them.
+calls with the arguments it calls them with, and then into every function of which nothing in the file runs all. What is
+met on the way (a forward with gradients off, a loss that is kept) is written down as events; rules are questions about
+them.
 
 One class follows, built in layers that each know one thing more; a file stands for each: `core` (names, and where an
 event happens), `functions` (calls into the file; `weights` says which run a network), `networks` (modes and freezing),

@@ -15,7 +15,7 @@ from oomfix.script.names import USUAL_NAMES, path_of, unpacked
 from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, Layer, Names, State
 from oomfix.script.torch_facts import DRAWN
-from oomfix.script.trace import Trace
+from oomfix.script.trace import Autocast, Trace
 from oomfix.script.values import NO_ORIGINS, NONE, UNKNOWN, Given, Graph, Kind, Value, combine, flatten, join
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
@@ -68,6 +68,8 @@ class Follower(Flow):
         self._nodes = nodes
         self._instances: dict[Class, Value] = {}
         self._modes: dict[Class, dict[object, bool]] = {}
+        self._called_under: dict[Function, set[tuple[Graph, Autocast | None]]] = {}
+        """Whether gradients were recorded, and the autocast, where the functions of the file are called in it."""
         self._invented_calls: list[ast.Call] = []
         """Calls that are in no file are kept, so that no other node takes over their identity."""
 
@@ -101,12 +103,17 @@ class Follower(Flow):
         return 2 if of_an_object else int(function.name in hints.attributes_of_parts)
 
     def _reached(self, function: Function) -> bool:
-        body = function.node.body
-        if isinstance(body, ast.expr):
-            return True
-        return all(id(statement) in self.visited for statement in body) and all(
-            id(child) in self.visited for child in function.nodes if isinstance(child, ast.For | ast.While)
-        )
+        """Whether all of it was followed: other files may ask for a branch that no call of this file takes."""
+        return all(id(statement) in self.visited for statement in self._statements.get(function.node, ()))
+
+    @cached_property
+    def _statements(self) -> dict[ast.AST | None, list[ast.stmt]]:
+        """The statements of each function, without those of the functions that it defines."""
+        found: dict[ast.AST | None, list[ast.stmt]] = {}
+        for node, scope in self._nodes:
+            if isinstance(node, ast.stmt):
+                found.setdefault(scope, []).append(node)
+        return found
 
     def _inherited_callers(self, function: Function) -> list[Function]:
         """The methods that a class inherits from the file which call one of its own: `self.validate_batch(batch)`."""
@@ -152,8 +159,10 @@ class Follower(Flow):
             self.left_by_constructor = modes
         earlier = len(self.bound)
         frame = self._frame_of_unseen_call(function, receiver)
+        autocasts = {autocast for _, autocast in self._called_under.get(function, ())} - {None}
+        self.autocast = autocasts.pop() if autocasts else None
         returned = self.run(frame, function, None)
-        self.left_by_constructor = {}
+        self.left_by_constructor, self.autocast = {}, None
         if owner is not None and owner.is_module and not inside and (apart or not owner.training_methods):
             # Whoever calls a method of a network may backpropagate what it returns, or leaves on it, with a graph;
             # what it returns beside a result without one is a state.
@@ -230,7 +239,9 @@ class Follower(Flow):
         frame.state.names = Names(own=arguments)
         # What is handed out, or called for each batch, runs under contexts that nobody sees.
         handed_out = function.is_handed_out and not function.is_whole_pass
-        frame.state.grad = Graph.MAYBE if handed_out or function.is_hook else Graph.YES
+        grads = {grad for grad, _ in self._called_under.get(function, ())} or {Graph.YES}
+        alike = len(grads) == 1 and not (handed_out or function.is_hook)
+        frame.state.grad = grads.pop() if alike else Graph.MAYBE
         frame.state.evaluating = Layer()
         return frame
 
@@ -288,6 +299,7 @@ class Follower(Flow):
         assert state is not None
         if call is not None:
             self.way = (*way, id(call))
+            self._called_under.setdefault(function, set()).add((state.grad, autocast))
         grad = state.grad
         self.frame = frame
         for effects in function.effects:
