@@ -98,7 +98,7 @@ class Calls(Externals):
     def _method(self, node: ast.Call, receiver: Value, name: str, given: Given) -> Value:
         values = given.all
         path = path_of(node.func)
-        if self._is_given_terms(path or name, values):
+        if receiver.kind is not Kind.CONTAINER and self._is_given_terms(path or name, values):
             self.trace.backpropagated |= combine(values).origins
         if name in ("configure_optimizer", "configure_optimizers"):
             return UNKNOWN

@@ -186,14 +186,17 @@ class Class:
 
     @property
     def _trains_networks(self) -> bool:
-        """Whether it trains the networks that it holds: its `forward`, which is given nothing, runs them.
+        """Whether it trains the networks that it holds: `class Pix2Pix(BaseModel)`, where that is of another file.
 
-        `class Pix2Pix(BaseModel)`, where that is of another file.
+        Nothing calls it as a network, and its `forward` is given nothing, if it has one.
         """
-        forward = self.methods.get("forward")
-        given = forward.node.args if forward is not None else None
-        alone = given is not None and len([*given.posonlyargs, *given.args, *given.kwonlyargs]) == 1
-        return alone and self.is_built_on_imports and bool(self.training_methods)
+        if not (self.is_built_on_imports and self.training_methods) or self._makes_layers:
+            return False
+        forward = self.find("forward")
+        if forward is None:
+            return not self.running_methods
+        given = forward.node.args
+        return len([*given.posonlyargs, *given.args, *given.kwonlyargs]) == 1
 
     @property
     def _makes_layers(self) -> bool:

@@ -1332,3 +1332,27 @@ def test_what_a_wrapped_network_holds_is_a_network(report, called):
         print(inner(x).argmax())
     """)
     assert found == ([] if "other" in called else [("OOM201", 12)])
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("logger.update({'loss': criterion(out, y)})", [7]),
+        ("self.logger_val.update({'loss': criterion(out, y)}, 8)", [7]),
+        ("kept.update({'out': out})", [7]),
+        ("agent.update({'loss': criterion(out, y)})", []),
+    ],
+)
+def test_terms_for_a_log_or_a_dict_are_none_for_a_loss(report, given, found):
+    code = f"""
+        import torch
+
+        def validate(model, loader):
+            model.eval()
+            for x, y in loader:
+                kept = {{}}
+                out = model(x)
+                {given}
+                steps.append(kept)
+    """
+    assert [line for code, line in report(code) if code == "OOM201"] == found

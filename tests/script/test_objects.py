@@ -564,3 +564,25 @@ def test_an_object_that_trains_the_networks_it_holds_is_none(report, given, forw
 def test_a_network_of_torch_that_trains_what_it_holds_is_one(report):
     code = HELD.format(base="Module", given="", forward="self()").replace("from .base", "from torch.nn")
     assert report(code) == [("OOM202", 17)]
+
+
+@pytest.mark.parametrize("kept", ["self.fake = self.generator(batch)", "self.fake = blend(self.generator(batch))"])
+def test_what_such_an_object_keeps_of_a_test_is_not_trained_by_its_callers(report, kept):
+    code = f"""
+        import torch
+        from .base import BaseModel
+
+        class Pix2Pix(BaseModel):
+            def __init__(self, options):
+                super().__init__(options)
+                self.generator = make_generator(options)
+                self.optimizer = torch.optim.Adam(self.generator.parameters())
+
+            def test(self, batch):
+                {kept}
+
+            def optimize_parameters(self, batch):
+                criterion(self.generator(batch), batch).backward()
+                self.optimizer.step()
+    """
+    assert report(code) == [("OOM201", 11)]
