@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from oomfix.script.as_arrays import gives_arrays, mentions_arrays
+from oomfix.script.named_like import runs_network
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.values import Kind, Value
@@ -194,7 +195,8 @@ class Class:
             return False
         forward = self.find("forward")
         if forward is None:
-            return not self.running_methods
+            asked = {name for method in self.methods.values() for name in called_on_self(method.nodes)}
+            return not any(name == "forward" or (runs_network(name) and self.find(name) is None) for name in asked)
         given = forward.node.args
         return len([*given.posonlyargs, *given.args, *given.kwonlyargs]) == 1
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from oomfix.script.imports import Imports
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
-from oomfix.script.switches import Switches
 from oomfix.script.torch_facts import SCALERS
 from oomfix.script.trace import Forward, Site, Trace
 from oomfix.script.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
+    from oomfix.script.switches import Switches
     from oomfix.source import Source
 
 _HALF = re.compile(
@@ -86,6 +86,9 @@ class Precision:
 
     @cached_property
     def _switches(self) -> Switches:
+        # few scripts come to this question, and every module is a third of a millisecond of each run
+        from oomfix.script.switches import Switches
+
         return Switches(self._source.tree, self._imports.nodes)
 
     @cached_property
