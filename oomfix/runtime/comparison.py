@@ -211,7 +211,9 @@ class _Comparison:
                 found.alike_masks = alike(whole.watch.masks.seen, part.watch.masks.seen)
                 found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
                 found.selects |= _go_across(whole, count, part, cut)
-        found.own_targets = places if self._own_means is not None and self._own_means.all_counted() else ()
+        # those that keep to their mean are hidden from what divides the others (checkpoints, compiled code)
+        are_divided = self._own_means is not None and self._own_means.all_counted()
+        found.own_targets = places if are_divided and not any(part.nll_weights for part in parts) else ()
         self._weigh(found, whole, parts)
         if simulation.assumption is None:
             of_whole, *of_parts = (_bent_besides(run, found.divisors) for run in (whole, *parts))

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import compat
 from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
+from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Unforeseen
 
 _LOSSES = (F.cross_entropy, F.nll_loss, chunked_cross_entropy, linear_cross_entropy)
@@ -200,9 +201,22 @@ class OwnMeans:
         number = len(part)
         part.append(call.amount(call.counted))
         if number == len(self._whole) and number < len(self._places):
-            labels = self._places[number].counted(self._batch, call.given["ignore_index"])
-            self._whole.append(call.amount(labels))
+            self._whole.append(self._in_whole(number, call))
         return call.divided_by(self._whole[number] * share if number < len(self._whole) else math.nan)
+
+    def _in_whole(self, number: int, call: _Call) -> float:
+        """What that cross entropy divides by in the whole batch; not a number where its place there is none any more.
+
+        Shorter sequences lack a column, a mask may have another shape, and a list that is as long as the batch moves
+        what stands behind it.
+        """
+        try:
+            labels = self._places[number].counted(self._batch, call.given["ignore_index"])
+            return call.amount(labels)
+        except (IndexError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            return math.nan
 
 
 class _Part(TorchFunctionMode):

@@ -215,7 +215,9 @@ def batches(count: int, seed: int = 0) -> list[Batch]:
     return found
 
 
-def trained(loss: Callable[[nn.Module, Batch], Any], micro_batches: int, steps: int = 6) -> tuple[Any, int | None]:
+def trained(
+    loss: Callable[[nn.Module, Batch], Any], micro_batches: int, data: list[Batch] | None = None
+) -> tuple[Any, int | None]:
     """Every loss and gradient, and the micro-batches of the last call, None: it ran whole."""
     runtime.reset()
     torch.manual_seed(0)
@@ -224,7 +226,7 @@ def trained(loss: Callable[[nn.Module, Batch], Any], micro_batches: int, steps: 
     memory = runtime.preset("16gb", precision="fp32", micro_batches=micro_batches)
     memory.prepare(model)
     seen = []
-    for number, batch in enumerate(batches(steps)):
+    for number, batch in enumerate(batches(6) if data is None else data):
         torch.manual_seed(number)
         seen.append(memory.forward_backward(lambda **batch: loss(model, batch), **batch))
         seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -254,6 +256,42 @@ def test_what_the_batch_does_not_show_runs_whole(loss):
 def test_what_only_some_calls_show_has_the_gradients_of_the_whole_batch(loss):
     expected, _ = trained(loss, 1)
     seen, _ = trained(loss, 6)
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_one_that_hides_in_a_checkpoint_runs_whole_though_first_batches_have_all_its_targets(use_reentrant):
+    """What hides keeps to its mean, which is one over samples only as long as each has as many targets."""
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        def of_words(words: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(words.transpose(1, 2), batch["words"])
+
+        words, *_, tasks = model(batch["x"])
+        hidden = checkpoint(of_words, words, use_reentrant=use_reentrant)
+        return hidden + F.cross_entropy(tasks[:, 1], batch["tasks"][:, 1], ignore_index=-1)
+
+    data = batches(6)
+    for batch in data[:2]:
+        batch["words"] = batch["slots"]
+    expected, _ = trained(loss, 1, data)
+    seen, _ = trained(loss, 3, data)
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_shorter_sequences_may_lack_the_column_of_the_labels():
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Of the last word, which is another column where sentences are shorter."""
+        words = model(batch["x"])[0]
+        return F.cross_entropy(words[:, -1], batch["slots"][:, -1]) + with_a_number(model, batch)
+
+    data = batches(6)
+    for batch, words in zip(data, (6, 6, 3, 6, 2, 4), strict=True):
+        for name in ("x", "words", "slots"):
+            batch[name] = batch[name][:, :words]
+    expected, _ = trained(loss, 1, data)
+    seen, parts = trained(loss, 3, data)
+    assert parts == 3
     torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
 
 
