@@ -158,7 +158,8 @@ class Reach:
         leaves: the tensors it accumulates gradients into: the variables of its AccumulateGrad nodes.
         oldest: the sequence number of the first node of the graph that was made, leaves apart.
         hides_leaves: there are more, behind a reentrant checkpoint, whose backward is one of its own.
-        shape: stands for how many nodes of which kind are in the graph; another shows another computation.
+        shape: stands for how many nodes of which kind are in the graph, and for the parameters that it reaches; another
+            shows another computation.
     """
 
     leaves: list[torch.Tensor]
@@ -209,7 +210,9 @@ def reach(loss: torch.Tensor) -> Reach:
             else:
                 stack.append(node)
                 oldest = min(oldest, number)
-    return Reach(leaves, oldest, hides_leaves, sum(hash(type(node)) for node in seen))
+    # the sum of two addresses may be that of two others
+    parameters = sum(hash((id(leaf),)) for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
+    return Reach(leaves, oldest, hides_leaves, parameters + sum(hash(type(node)) for node in seen))
 
 
 def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:

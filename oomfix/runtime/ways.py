@@ -1,9 +1,10 @@
 """Which way a forward has taken, where it may take another than a check has seen: its graph tells.
 
 A forward may take another branch at any call (mixing the samples of every second batch), or in some micro-batches only
-(a term for batches that hold a rare class). Loops over samples, or over what belongs to each, make graphs that differ
-from micro-batch to micro-batch too; they also differ between the runs of a check, and in the same places. Micro-batches
-of which the graphs do not tell enough are themselves checked.
+(a term for batches that hold a rare class). Of two networks whose graphs are alike, one is told by its parameters.
+Loops over samples, or over what belongs to each, make graphs that differ from micro-batch to micro-batch too; they also
+differ between the runs of a check, and in the same places. Micro-batches of which the graphs do not tell enough are
+themselves checked.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-Edge = tuple[str, str]  # the kinds of a node and of one behind it
+Edge = tuple[str, str | int]  # the kinds of a node and of one behind it; or a parameter, by its id
 Edges = frozenset[tuple[Edge, int]]  # and how many there are
 
 _MOST_WAYS = 8  # that a forward may take before its way is one that changes from batch to batch
@@ -103,7 +104,7 @@ class Ways:
 
 
 def edges(loss: torch.Tensor) -> Edges:
-    """How often nodes of one kind are behind nodes of another in the graph of `loss`."""
+    """How often nodes of one kind are behind nodes of another in the graph of `loss`, and its parameters."""
     found: Counter[Edge] = Counter()
     stack = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = set(stack)
@@ -118,6 +119,9 @@ def edges(loss: torch.Tensor) -> Edges:
             if node not in seen:
                 seen.add(node)
                 stack.append(node)
+    # each once, however often a loop over samples uses it; other leaves, as inputs are, are new in each batch
+    leaves = (getattr(node, "variable", None) for node in seen)
+    found.update(("reaches", id(leaf)) for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
     return frozenset(found.items())
 
 

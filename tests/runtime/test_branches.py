@@ -547,6 +547,47 @@ def test_branches_with_graphs_of_one_size_are_told_apart():
     assert wrong == []
 
 
+def one_of_two_layers(model: nn.ModuleDict) -> Forward:
+    def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        layer = model["layers"][bool((samples[:, 0] > 1.5).any())]
+        return F.cross_entropy(model["head"](layer(samples).tanh()), labels)
+
+    return forward
+
+
+def one_of_two_layers_for_each_sample(model: nn.ModuleDict) -> Forward:
+    def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        layer = model["layers"][bool((labels == 3).any())]
+        outputs = [layer(sample).tanh() if sample[0] > 0 else layer(sample) for sample in samples]
+        return F.cross_entropy(model["head"](torch.stack(outputs)), labels)
+
+    return forward
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("forward", [one_of_two_layers, one_of_two_layers_for_each_sample])
+def test_networks_of_one_kind_of_which_rare_samples_choose_one_are_told_apart(forward, seed):
+    """Their graphs have the same nodes, and come to other parameters."""
+    batches = [(samples, labels * (samples[:, 1] > 0.5)) for samples, labels in labelled(seed, 12)]
+    wrong, _ = differing(forward, batches, 3)
+    assert wrong == []
+
+
+def test_layers_that_run_for_some_samples_only_are_split():
+    def make(model: nn.ModuleDict) -> Forward:
+        def forward(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            output = torch.zeros_like(samples)
+            for number, layer in enumerate(model["layers"]):
+                chosen = ((samples[:, 0] > 1) == bool(number)).nonzero()[:, 0]
+                if len(chosen):
+                    output = output.index_put((chosen,), layer(samples[chosen]))
+            return F.cross_entropy(model["head"](output), labels)
+
+        return forward
+
+    assert differing(make, labelled(0, 12), 4) == ([], 16)
+
+
 def refusals(ways: Ways, *losses: torch.Tensor) -> list[str]:
     """Why a call of these micro-batches was checked, until it went through."""
     reasons = []
