@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+_LARGER = ("max", "maximum")  # of two numbers, both tensors
 _STEPS = {
-    **dict.fromkeys(("clamp", "clip", "clamp_min"), "at least"),
+    **dict.fromkeys(("clamp", "clip", "clamp_min", *_LARGER), "at least"),
     **dict.fromkeys(("add", "__add__", "__radd__", "__iadd__"), "plus"),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__", "__imul__"), "times"),
     **dict.fromkeys(("to", "type_as", "float", "double", "half", "bfloat16"), "as"),
@@ -94,7 +95,7 @@ class Bounds(TorchFunctionMode):
         self, name: str, step: str, args: Any, kwargs: Any, result: Any, begins: Bounded | None, bent: Iterable[int]
     ) -> None:
         source = (self.behind(args[0]) if args else None) or begins
-        number = None if source is None else _number(step, args, kwargs, result)
+        number = None if source is None else _number(name, step, args, kwargs, result)
         if source is not None and number is not None:
             steps = source.bound.steps if step == "as" else (*source.bound.steps, (step, number))
             self._noted[id(result)] = result, Bounded(source.count, Bound(steps), (*source.bent, *bent))
@@ -120,7 +121,7 @@ def _step_of(func: Any) -> tuple[str, str]:
     return name, _STEPS.get(name, "")
 
 
-def _number(step: str, args: Any, kwargs: Any, result: Any) -> float | None:
+def _number(name: str, step: str, args: Any, kwargs: Any, result: Any) -> float | None:
     """The number of the step that a call is, any for a cast; None where it is no step, or one that is not known."""
     if not step or type(result) is not torch.Tensor:
         return None
@@ -130,6 +131,8 @@ def _number(step: str, args: Any, kwargs: Any, result: Any) -> float | None:
     if len(given) != 1 or not set(kwargs) <= {"min", "other"}:
         return None
     number = given[0]
+    if name in _LARGER and type(number) is torch.Tensor and number.numel() == 1 and not number.requires_grad:
+        number = float(number)  # which has to be the same in each part
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     return float(number) if is_number and 0 < number < math.inf else None
 

@@ -20,12 +20,15 @@ from oomfix.runtime.probe import Writes
 from oomfix.runtime.rows import first_part
 
 # functions that select among values along a dimension, or draw indices below a bound
-_SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort")
+_SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort", "median", "nanmedian")
 _INDEX_DRAWS = ("randperm", "randint")
 _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin")
 # functions that are linear on both sides of a threshold, so that a mean over a batch shows nothing of it far away
 _CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "maximum", "minimum")
-_BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu", "hardtanh", "threshold", "where")
+_BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu", "hardtanh", "threshold", "where",
+          "relu6", "fmax", "fmin", "l1_loss", "smooth_l1_loss", "huber_loss")  # fmt: skip
+# these bend too, where what they are taken of is a few numbers for the whole batch
+_NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 # what a program may branch on: `if loss > 1`
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__",
              "__le__")  # fmt: skip
@@ -49,12 +52,16 @@ class _Kind(Enum):
     WRITES = auto()
     SELECTS = auto()
     EXTREMES = auto()
+    NORMS = auto()
     DRAWS_INDICES = auto()
     BENDS = auto()
     COMPARES = auto()
     MASKS = auto()
     DISTINGUISHES = auto()
     READS = auto()
+
+
+_BENDING = (_Kind.BENDS, _Kind.COMPARES, _Kind.SELECTS, _Kind.EXTREMES, _Kind.NORMS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,6 +88,8 @@ def _kind_of(func: Any) -> _Kind:
         return _Kind.SELECTS
     if name in _EXTREMES:
         return _Kind.EXTREMES
+    if name in _NORMS:
+        return _Kind.NORMS
     return _Kind.DRAWS_INDICES if name in _INDEX_DRAWS else _Kind.OTHER
 
 
@@ -106,7 +115,7 @@ class Bent:
     """What went into a function that bends, or was compared.
 
     Attributes:
-        value: empty where it has rows, or is large.
+        value: empty where it is large; one with rows has another shape in a part of them.
         computed: it was not there before the run.
     """
 
@@ -181,7 +190,7 @@ class Watch(TorchFunctionMode):
         nll_weights: the divisor of each cross entropy with a mean, in the order of the calls.
         calls: functions that were called.
         bent: what went into functions that bend, numbers that were compared, and how many distinct values there were,
-            in the order of the calls; empty where it has rows, or is large.
+            in the order of the calls; empty where it is large.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
         across: what may go across samples, see `Across`.
         masks: those that were computed by comparing.
@@ -245,23 +254,26 @@ class Watch(TorchFunctionMode):
             self._select(args, kwargs)
         elif kind is _Kind.EXTREMES:
             self._take_extreme(args, kwargs)
-        elif kind in (_Kind.BENDS, _Kind.COMPARES):
-            bent = [self._kept(value) for value in args if isinstance(value, torch.Tensor)]
-            if kind is _Kind.BENDS:
-                self._bend_each(*args[:1])
-            # the numbers that `where` chooses from are often 0
-            self.bent += [replace(one, computed=False) for one in bent] if func.__name__ == "where" else bent
+        elif kind is _Kind.BENDS:
+            self._bend_each(*args[:1])
             if func.__name__.endswith("_"):
                 self._about_to_write(args)
         elif kind is _Kind.DRAWS_INDICES:
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
+        if kind in _BENDING:
+            self._note_bent(func, (*args, *kwargs.values()))
         bends = kind in (_Kind.BENDS, _Kind.EXTREMES)
         result = self.hinges.call(func, args, kwargs) if bends else func(*args, **kwargs)
         if kind is _Kind.DISTINGUISHES and simulation.assumption is None:
             values = result[0] if isinstance(result, tuple) else result
             self.bent.append(Bent(torch.tensor(values.numel())))
         return self.masks.computed(result) if kind in (_Kind.COMPARES, _Kind.MASKS) else result
+
+    def _note_bent(self, func: Any, values: Iterable[Any]) -> None:
+        bent = [self._kept(value) for value in values if isinstance(value, torch.Tensor)]
+        # the numbers that `where` chooses from are often 0
+        self.bent += [replace(one, computed=False) for one in bent] if func.__name__ == "where" else bent
 
     def _read(self, number: Any, tensor: torch.Tensor) -> Any:
         """What a program gets that reads a number off a tensor."""
@@ -274,8 +286,7 @@ class Watch(TorchFunctionMode):
         value = compat.beneath_transforms(shown)
         if value is None or value.is_complex() or value.layout != torch.strided or value.is_nested:
             return Bent(torch.empty(0))
-        has_rows = value.dim() > 0 and value.shape[0] == self._rows
-        if has_rows or value.numel() > _MOST_ENTRIES:
+        if value.numel() > _MOST_ENTRIES:
             return Bent(torch.empty(0))
         return Bent(value.detach().clone(), value.untyped_storage()._cdata not in self._outside)
 

@@ -270,6 +270,35 @@ def test_a_threshold_for_a_cross_entropy_is_seen_though_its_targets_can_be_held_
     assert verdict_of(together, model, (rows(12), labels), 5).rule is None
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda losses: torch.max(losses[0], losses[1]),
+        lambda losses: torch.fmin(losses[0], losses[1]),
+        lambda losses: losses.max(),
+        lambda losses: losses.min(0).values,
+        lambda losses: losses[losses.argmax()],
+        lambda losses: losses.sort().values[0],
+        lambda losses: losses.topk(1).values.sum(),
+        lambda losses: torch.cat([losses, losses.new_full((1,), 0.5)]).median(),
+        lambda losses: losses.norm(p=float("inf")),
+        lambda losses: F.l1_loss(losses, losses.new_full((2,), 0.5)),
+    ],
+)
+@pytest.mark.parametrize("most_rows", [4, 6])
+def test_which_of_two_means_a_batch_chooses_by_their_size_is_seen_though_a_few_rows_choose_the_same(chosen, most_rows):
+    model, apart = network(), torch.tensor([0.0, 9.0]).double()
+
+    def of_each(x):
+        return torch.stack([chosen(model(sample).pow(2)[:2] + apart) for sample in x]).mean()
+
+    def of_all(x):
+        return chosen(model(x).pow(2).mean(0)[:2] + apart)
+
+    assert verdict_of(of_each, model, (rows(12),), most_rows).rule is not None
+    assert verdict_of(of_all, model, (rows(12),), most_rows).rule is None
+
+
 def test_a_threshold_is_seen_where_no_targets_can_be_held_out():
     """Labels of one byte have no room for -100."""
     model, labels = network(), (torch.arange(12) % 4).to(torch.uint8)
