@@ -308,5 +308,5 @@ class Shares:
             # nothing is in proportion to nothing, whatever comes after it
             first = self._first or [0.0] * len(amounts)
             if any(abs(a - of_first * base) > 1e-6 * abs(base) for a, of_first in zip(amounts, first, strict=False)):
-                raise CannotSplit("the parts of its loss are means over different numbers of targets")
+                raise self._open("the parts of its loss are means over different numbers of targets")
         return Weight(rows, targets[0].amount, targets[0].divided_by, targets[0].bound)

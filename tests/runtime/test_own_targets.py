@@ -295,6 +295,17 @@ def test_shorter_sequences_may_lack_the_column_of_the_labels():
     torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
 
 
+def test_the_first_batch_that_has_labels_out_of_proportion_is_split_too(caplog):
+    """It shows what no check has seen, and is checked before it goes on in parts."""
+    data = batches(3)
+    for batch in data[:2]:
+        batch["tasks"] = batch["tasks"].clamp(min=0)
+    expected, _ = trained(a_column_for_each_task, 1, data)
+    seen, _ = trained(a_column_for_each_task, 3, data)
+    assert "run whole" not in caplog.text
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+
+
 def test_a_window_is_averaged_as_over_whole_batches():
     def gradients(micro_batches: int) -> list[torch.Tensor]:
         runtime.reset()
