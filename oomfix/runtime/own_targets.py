@@ -20,6 +20,7 @@ from oomfix.runtime import compat
 from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Unforeseen
+from oomfix.runtime.rows import NUMBERS
 
 _LOSSES = (F.cross_entropy, F.nll_loss, chunked_cross_entropy, linear_cross_entropy)
 _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
@@ -151,8 +152,8 @@ def _may_hold_labels(tensor: torch.Tensor) -> bool:
     if not tensor.numel() or not tensor.dim() or tensor.layout != torch.strided or tensor.is_nested:
         return False
     if not tensor.is_floating_point():
-        return not tensor.is_complex()
-    are_few = tensor[0].numel() <= _MOST_COLUMNS
+        return tensor.dtype in NUMBERS
+    are_few = tensor[0].numel() <= _MOST_COLUMNS and tensor.dtype in NUMBERS
     return are_few and bool((tensor.isfinite() & (tensor == tensor.round())).all())
 
 

@@ -8,6 +8,9 @@ import torch
 from oomfix.runtime import simulation
 from oomfix.runtime.batch import Batch
 
+# torch cannot compare numbers of 16 to 64 bits without a sign, or of 8 bits with a point
+NUMBERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+                     torch.bfloat16, torch.float32, torch.float64})  # fmt: skip
 _SMALL_ROW = 16  # entries of a row that is a label, a weight or a length rather than an input
 _SMALL_CHUNK = 4096  # entries that may be looked at together, however few rows a check has memory for
 
@@ -199,7 +202,7 @@ def _entries(tensor: torch.Tensor, size: int, rows: int, has_ignored: bool) -> l
 
 
 def _has_labels_to_ignore(tensor: torch.Tensor) -> bool:
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_complex() or not tensor.numel():
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.dtype not in NUMBERS or not tensor.numel():
         return False
     return not tensor.is_floating_point() and tensor.dtype != torch.bool and bool(tensor.amin() < 0)
 
@@ -222,7 +225,7 @@ def _tells(tensor: torch.Tensor, size: int, rows: int) -> bool:
 
 def _has_rows(tensor: torch.Tensor, size: int) -> bool:
     """Whether `tensor` holds real numbers, with one row per sample."""
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_complex():
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.dtype not in NUMBERS:
         return False
     return tensor.dim() > 0 and tensor.shape[0] == size and tensor.numel() > 0
 

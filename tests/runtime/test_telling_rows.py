@@ -299,6 +299,16 @@ def test_which_of_two_means_a_batch_chooses_by_their_size_is_seen_though_a_few_r
     assert verdict_of(of_all, model, (rows(12),), most_rows).rule is None
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_numbers_that_torch_cannot_compare_are_split_as_others_are(dtype):
+    model, labels = network(), (torch.arange(12) % 4).to(dtype)
+
+    def forward(x, y):
+        return F.cross_entropy(model(x), y.float().long())
+
+    assert verdict_of(forward, model, (rows(12), labels), 5).rule is not None
+
+
 def test_a_threshold_is_seen_where_no_targets_can_be_held_out():
     """Labels of one byte have no room for -100."""
     model, labels = network(), (torch.arange(12) % 4).to(torch.uint8)
