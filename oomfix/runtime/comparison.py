@@ -188,7 +188,11 @@ class _Comparison:
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
         found.terms = whole.terms
         places = () if self._noted is None else self._noted.places()
-        if self._noted is not None and places:
+        if self._noted is not None and self._how.mask_gaps:
+            # what masks leave out then does not stand in the batch
+            amounts = self._noted.amounts
+            self._own_means = OwnMeans([None] * len(amounts), self._noted.batch, count, amounts)
+        elif self._noted is not None and places:
             self._own_means = OwnMeans(places, self._noted.batch, count)
         parts: list[_Run] = []
         drawn_shapes = [whole.drawn_shapes]

@@ -1,5 +1,7 @@
 """The verdict that the results of a comparison give: is the result of the whole made of those of its parts?"""
 
+import math
+
 from oomfix.runtime import outputs, rule_choice, simulation
 from oomfix.runtime.evidence import Evidence
 from oomfix.runtime.gradients import CHANGES_GRADIENTS
@@ -48,6 +50,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         return Verdict(None, depend if of_loss is None else of_others)
     if loss is not None and not trust and _alike_alone(evidence):
         return Verdict(None, "two of its rows, each alone, show nothing that tells them apart", undecided=True)
+    if loss is not None and not trust and _is_a_sum_of_as_many(of_loss, evidence):
+        return Verdict(None, DEPEND)
     if evidence.bends and not trust:
         return Verdict(None, BENDS)
     if evidence.selects and not trust:
@@ -92,6 +96,17 @@ def _leaves_open(rule: Rule | None, evidence: Evidence) -> bool:
         return True
     losses = [outputs.loss_in(part) for part in evidence.parts]
     return rule == Sum() and any(loss is not None and not loss.any() for loss in losses)
+
+
+def _is_a_sum_of_as_many(rule: Rule | None, evidence: Evidence) -> bool:
+    """Whether means over targets times samples look like a sum because each sample has as many targets here.
+
+    With targets held out they do not.
+    """
+    if rule != Sum() or not evidence.nll_losses or evidence.held:
+        return False
+    one, other = evidence.shares
+    return math.isclose(one.targets * other.rows, other.targets * one.rows)
 
 
 def _alike_alone(evidence: Evidence) -> bool:

@@ -70,6 +70,12 @@ class _Call:
     def of(cls, func: Any, args: Any, kwargs: Any) -> "_Call | None":
         if func not in _SIGNATURES:
             return None
+        # what is looked at here is nothing that the program does, as a watch around this would take it
+        with torch._C.DisableTorchFunction():
+            return cls._with_a_mean(func, args, kwargs)
+
+    @classmethod
+    def _with_a_mean(cls, func: Any, args: Any, kwargs: Any) -> "_Call | None":
         bound = _SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -83,13 +89,15 @@ class _Call:
     @property
     def counted(self) -> torch.Tensor:
         """Its targets [n] that count."""
-        target: torch.Tensor = self.given["target"].detach()
-        return target[target != self.given["ignore_index"]]
+        with torch._C.DisableTorchFunction():
+            target: torch.Tensor = self.given["target"].detach()
+            return target[target != self.given["ignore_index"]]
 
     def amount(self, labels: torch.Tensor) -> float:
         """What it divides by where these labels count."""
         weight = self.given["weight"]
-        return float(labels.numel() if weight is None else weight.detach().double()[labels.to(weight.device)].sum())
+        with torch._C.DisableTorchFunction():
+            return float(labels.numel() if weight is None else weight.detach().double()[labels.to(weight.device)].sum())
 
     def divided_by(self, amount: float) -> torch.Tensor:
         """Its sum, divided by that amount; not a number where that is nothing, as its mean is."""
@@ -102,17 +110,22 @@ class Noted(TorchFunctionMode):
 
     Args:
         batch: the tensors that it is given.
+
+    Attributes:
+        amounts: what each divides by.
     """
 
     def __init__(self, batch: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.batch = batch
         self._calls: list[tuple[torch.Tensor, int]] = []
+        self.amounts: list[float] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = _Call.of(func, args, kwargs or {})
         if call is not None:
             self._calls.append((call.counted, call.given["ignore_index"]))
+            self.amounts.append(call.amount(call.counted))
         return func(*args, **(kwargs or {}))
 
     def places(self) -> tuple[Labels, ...]:
@@ -164,13 +177,16 @@ class OwnMeans:
         places: where the targets of each stand; none: they stay as they are.
         batch: the tensors of all rows.
         rows: how many these are.
+        amounts: what each divides by where that is known, and the batch does not show it: masks have got gaps.
     """
 
-    def __init__(self, places: Sequence[Labels], batch: Sequence[torch.Tensor], rows: int) -> None:
+    def __init__(
+        self, places: Sequence[Labels | None], batch: Sequence[torch.Tensor], rows: int, amounts: Sequence[float] = ()
+    ) -> None:
         self._places = places
         self._batch = batch
         self._rows = rows
-        self._whole: list[float] = []
+        self._whole = list(amounts)
         self._parts: list[list[float]] = []
 
     def part(self, rows: int) -> AbstractContextManager[Any]:
@@ -211,8 +227,11 @@ class OwnMeans:
         Shorter sequences lack a column, a mask may have another shape, and a list that is as long as the batch moves
         what stands behind it.
         """
+        place = self._places[number]
+        assert place is not None
         try:
-            labels = self._places[number].counted(self._batch, call.given["ignore_index"])
+            with torch._C.DisableTorchFunction():
+                labels = place.counted(self._batch, call.given["ignore_index"])
             return call.amount(labels)
         except (IndexError, RuntimeError) as error:
             if is_out_of_memory(error):

@@ -306,6 +306,20 @@ def test_the_first_batch_that_has_labels_out_of_proportion_is_split_too(caplog):
     torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("factor", ["samples", "targets"])
+def test_a_mean_over_targets_times_a_number_is_no_sum_though_first_batches_have_as_many_of_each_sample(factor):
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        times = len(batch["words"]) if factor == "samples" else (batch["words"] != -100).sum()
+        return F.cross_entropy(model(batch["x"])[0].transpose(1, 2), batch["words"]) * times
+
+    data = batches(6)
+    for batch in data[:2]:
+        batch["words"] = batch["slots"]
+    expected, _ = trained(loss, 1, data)
+    seen, _ = trained(loss, 3, data)
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+
+
 def test_a_window_is_averaged_as_over_whole_batches():
     def gradients(micro_batches: int) -> list[torch.Tensor]:
         runtime.reset()
