@@ -83,12 +83,17 @@ def fix_locally(
             continue
         changed = Source(source.path, text, tree, encoding=source.encoding, bom=source.bom)
         found_then = findings_of(changed, rules, target_torch)
-        before, after = _counted(current, left), _counted(changed, found_then)
-        in_vain = {place for place, number in _counted(current, made).items() if after[place] > before[place] - number}
+        in_vain = _in_vain(_counted(current, made), _counted(current, left), _counted(changed, found_then))
         if in_vain:
             refused |= in_vain
             continue
-        fixed += [Fixed(finding.code, finding.line, finding.message) for finding in made]
+        # one that is found again with another edit is not fixed before that is made
+        gone = _by_line(_counted(current, left)) - _by_line(_counted(changed, found_then))
+        for finding in made:
+            place = finding.code, _line(current, finding)
+            if gone[place]:
+                gone[place] -= 1
+                fixed.append(Fixed(finding.code, finding.line, finding.message))
         current, left = changed, found_then
     return LocalFixes(current.text, tuple(fixed), found, left)
 
@@ -99,6 +104,23 @@ _Place = tuple[str, str, str]
 
 def _counted(source: Source, findings: Sequence[Finding]) -> Counter[_Place]:
     return Counter(_place(source, finding) for finding in findings)
+
+
+def _in_vain(made: Counter[_Place], before: Counter[_Place], after: Counter[_Place]) -> set[_Place]:
+    """What was edited and is found again: by the same edit, or by none, as in a function that is called elsewhere."""
+    found: set[_Place] = set()
+    for place, number in made.items():
+        without_edit = (*place[:2], "")
+        if after[place] > before[place] - number or after[without_edit] > before[without_edit]:
+            found.add(place)
+    return found
+
+
+def _by_line(counted: Counter[_Place]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for (code, line, _), number in counted.items():
+        found[code, line] += number
+    return found
 
 
 def _place(source: Source, finding: Finding) -> _Place:

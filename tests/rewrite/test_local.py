@@ -226,6 +226,30 @@ def test_an_edit_that_would_leave_its_finding_is_not_made_and_the_finding_is_nam
     assert len(found) == len(result.fixed) + len(result.unfixed) and len(after) == len(result.unfixed)
 
 
+def test_a_finding_that_takes_several_edits_is_counted_once():
+    """Each of the functions that call the one that runs the network is decorated."""
+    text = """\
+from model import *
+class Agent:
+    def act(self, state):
+        if self.on_card:
+            return self.actor(state).detach().cpu().numpy()
+    def target(self, state):
+        if self.on_card:
+            self.critic.train()
+            self.actor.eval()
+        return self.actor(state)
+    def add(self, sample):
+        targets = self.target(following)
+    def update(self, batch, weights):
+        targets = self.target(following)
+"""
+    result = apply_to(Source.from_bytes("train.py", text.encode()), all_rules(), Options("16gb", runtime=False))
+    found = findings_of(Source.from_bytes("train.py", text.encode()), all_rules())
+    after = findings_of(Source.from_bytes("train.py", result.text.encode()), all_rules())
+    assert (len(found), len(after), len(result.fixed)) == (2, 0, 2)
+
+
 def test_an_evaluation_in_a_block_that_switches_gradients_on_is_left_for_hands_to_change():
     text = EVALUATION.replace("    for x, t in", "    with torch.enable_grad():\n      for x, t in")
     text = text.replace("        a =", "          a =").replace("        b =", "          b =")
