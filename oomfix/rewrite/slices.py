@@ -100,7 +100,7 @@ class Slicer:
         chain = self._dependences(site, end)
         starts = self._starts(site, chain, end, network_is_known)
         if not starts:
-            raise OutsideOfBlock("the network runs outside of the block that runs its backward")
+            raise OutsideOfBlock("no network is seen to run in the block of its backward")
         lifts: list[Lift] = []
         first_problem: CannotLift | None = None
         for start in starts:

@@ -193,7 +193,7 @@ def test_losses_of_actions_taken_elsewhere_stay_where_they_are():
                 rewards.append(1.0)
             finish()
         """)
-    assert loops == [("in-place", "the network runs outside of the block that runs its backward")]
+    assert loops == [("in-place", "no network is seen to run in the block of its backward")]
     assert "def forward" not in text
 
 
