@@ -16,6 +16,7 @@ from oomfix.runtime.known import Known
 from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 from oomfix.runtime.precision import ModelCalls
+from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.verify import check
 from oomfix.runtime.weighing import CannotSplit
 
@@ -23,7 +24,8 @@ _log = logging.getLogger("oomfix")
 _QUARTERS = 4
 _CONFIRMS_BEFORE = 128  # calls of a forward
 _TWO_TOGETHER = "two micro-batches, which are run together to check a branch that only one of them takes, do not fit"
-_MayBePrecision = (RuntimeError, TypeError, ValueError)
+# what autocast may raise, and what a forward may that is given fewer rows than something else has
+_Failures = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class Splitter:
@@ -64,6 +66,9 @@ class Splitter:
                     break
                 self._put_back(iteration)
                 if outcome is Outcome.WHOLE:
+                    if blamed is not None:
+                        # it failed in fp32 too
+                        known.fp32, blamed = False, None
                     parts = self._after_news(iteration, parts, said)
                 elif outcome is Outcome.FINER:
                     failures += 1
@@ -115,11 +120,17 @@ class Splitter:
             if error.verdict.rule is not None:
                 # what the forward allows elsewhere stays refused here, if the whole batch turns out not to fit
                 iteration.refused = said
-        except _MayBePrecision as error:
-            outcome = Outcome.FINER if is_out_of_memory(error) else Outcome.IN_FP32
-            if outcome is Outcome.IN_FP32 and not iteration.failed_in_half():
-                raise
+        except _Failures as error:
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if is_out_of_memory(error):
+                outcome = Outcome.FINER
+            elif iteration.failed_in_half():
+                outcome = Outcome.IN_FP32
+            elif parts > 1 and not iteration.graph_is_spent:
+                outcome, said = Outcome.WHOLE, f"it fails on a part of the batch ({type(error).__name__}: {said})"
+                known.found_out(Verdict(None, said, undecided=True))
+            else:
+                raise
         outcome = ranks.agreed(outcome, partial(iteration.run_smallest, parts, scaler))
         weighing = iteration.weighing
         if outcome is Outcome.FINE and weighing is not None and not ranks.all_have(weighing.correction()):

@@ -543,3 +543,40 @@ def test_earlier_gradients_that_a_forward_writes_into_for_the_first_time_are_nam
     with pytest.raises(DoesNotFitError):
         memory.forward_backward(forward, torch.randn(12, 6))
     assert "gradients of earlier calls" in caplog.text
+
+
+def test_a_forward_that_comes_to_fail_on_parts_alone_runs_whole_from_then_on(relative_error, caplog):
+    """Weights that the loop made for the whole batch, under a test of their own, meet a part of it."""
+    model = nn.Linear(4, 3).double()
+    reference = copy.deepcopy(model)
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=2)
+    weights = torch.rand(6).double()
+    for step in range(6):
+        x, y = torch.randn(6, 4).double(), torch.randint(0, 3, (6,))
+
+        def forward(x, y, network=model, is_weighed=step == 4):
+            losses = F.cross_entropy(network(x), y, reduction="none")
+            return (losses * weights).mean() if is_weighed else losses.mean()
+
+        memory.forward_backward(forward, x, y)
+        forward(x, y, reference).backward()
+        assert relative_error(model, reference) < 1e-12
+        model.zero_grad()
+        reference.zero_grad()
+    assert "it fails on" in caplog.text
+
+
+def test_an_error_of_the_program_goes_on_to_the_caller_from_a_split_call_too():
+    model = nn.Linear(4, 3)
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=2)
+
+    def forward(x, fails=False):
+        if fails:
+            raise ValueError("no such label")
+        return model(x).mean()
+
+    memory.forward_backward(forward, torch.randn(6, 4))
+    before = model.weight.grad.clone()
+    with pytest.raises(ValueError, match="no such label"):
+        memory.forward_backward(forward, torch.randn(6, 4), True)
+    assert torch.equal(model.weight.grad, before)
