@@ -1,0 +1,72 @@
+"""Of the training loops that a reader called certainly splittable before `apply` ran, how many are micro-batched?
+
+    python -m bench.apply.splittable
+
+Reads bench/apply/splittable.tsv, the loops of the blind sets 22a to 22d with a reader's label (certain, no, hard), his
+reason and the form that revision f8ce903 gave them in its first run, and bench/apply/verdicts.tsv for the form that
+they have now. Writes bench/results/apply-splittable.md.
+"""
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RESULT = HERE.parent / "results" / "apply-splittable.md"
+LABELS = ("certain", "hard", "no")
+FORMS = ("micro-batched", "in-place", "none", "absent")
+
+
+def rows(name: str) -> Iterator[dict[str, str]]:
+    """The rows of a sheet, by the names of its columns."""
+    with (HERE / name).open(encoding="utf-8", newline="") as sheet:
+        yield from csv.DictReader(sheet, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def table(forms: Counter[tuple[str, str]]) -> str:
+    """A line per label, a column per form."""
+    lines = [f"| label | {' | '.join(FORMS)} |", "|---" * (len(FORMS) + 1) + "|"]
+    lines += [f"| {label} | {' | '.join(str(forms[label, form]) for form in FORMS)} |" for label in LABELS]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the result."""
+    loops = list(rows("splittable.tsv"))
+    now = {(row["repo"], row["path"], row["line"]): row for row in rows("verdicts.tsv")}
+    forms = [now.get((row["repo"], row["path"], row["line"]), {"rewrite": "absent", "reason": ""}) for row in loops]
+    first = Counter((row["label"], row["first"]) for row in loops)
+    today = Counter((row["label"], form["rewrite"]) for row, form in zip(loops, forms, strict=True))
+    left = [
+        f"- {row['repo']} {row['path']}:{row['line']}: {form['reason']}"
+        for row, form in zip(loops, forms, strict=True)
+        if row["label"] == "certain" and form["rewrite"] != "micro-batched"
+    ]
+    listed = "\n".join(left)
+    RESULT.write_text(
+        f"""# Loops that can certainly be split, by `oomfix apply --preset 16gb`
+
+`python -m bench.apply.splittable` on bench/apply/splittable.tsv: {len(loops)} training loops outside of frameworks, of
+public scripts that nobody had run or rewritten when readers judged by eye whether an iteration could be computed in
+micro-batches with the same gradients: certainly, certainly not, or hard to say. What is micro-batched and cannot be
+split runs whole: the runtime verifies every loss.
+
+In the first run (revision f8ce903):
+
+{table(first)}
+
+Now:
+
+{table(today)}
+
+Certain, and not micro-batched:
+
+{listed}
+""",
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    main()
