@@ -126,7 +126,8 @@ class Splitter:
                 outcome = Outcome.FINER
             elif iteration.failed_in_half():
                 outcome = Outcome.IN_FP32
-            elif parts > 1 and not iteration.graph_is_spent:
+            elif parts > 1 and not iteration.graph_is_spent and not ranks.in_step:
+                # a process that others wait for inside of the forward could not join them any more
                 outcome, said = Outcome.WHOLE, f"it fails on a part of the batch ({type(error).__name__}: {said})"
                 known.found_out(Verdict(None, said, undecided=True))
             else:
