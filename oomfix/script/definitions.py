@@ -111,7 +111,7 @@ class Function:
         return all(
             isinstance(statement, ast.Pass)
             or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
-            or (isinstance(statement, ast.Raise) and "NotImplemented" in ast.unparse(statement))
+            or (isinstance(statement, ast.Raise) and _says_not_implemented(statement.exc))
             for statement in self.node.body
         )
 
@@ -275,3 +275,9 @@ class Instance:
 
     cls: Class
     number: int
+
+
+def _says_not_implemented(raised: ast.expr | None) -> bool:
+    """`NotImplementedError`, called or not; `NotImplemented`, which some programs raise for it."""
+    named = raised.func if isinstance(raised, ast.Call) else raised
+    return named is not None and last_of(path_of(named)) in ("NotImplementedError", "NotImplemented")

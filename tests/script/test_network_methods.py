@@ -212,6 +212,10 @@ def test_a_forward_that_others_fill_runs_the_network(report, body):
     assert report(LEFT_OPEN.format(body=body, called="forward(x)")) == found
 
 
+def test_a_forward_that_only_speaks_of_what_is_not_implemented_is_not_left_for_others(report):
+    assert report(LEFT_OPEN.format(body="raise ValueError('NotImplemented for volumes')", called="forward(x)")) == []
+
+
 def test_what_is_given_nothing_may_train_what_it_runs(report):
     assert report(LEFT_OPEN.format(body="pass", called="forward()")) == []
 
