@@ -235,28 +235,30 @@ def trained(
     return seen, memory.report().forwards[0].micro_batches
 
 
+def parts_as_whole(
+    loss: Callable[[nn.Module, Batch], Any], micro_batches: int, data: list[Batch] | None = None
+) -> int | None:
+    """The micro-batches of the last call of a training whose losses and gradients are those of whole batches."""
+    expected, _ = trained(loss, 1, data)
+    seen, parts = trained(loss, micro_batches, data)
+    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+    return parts
+
+
 @pytest.mark.parametrize("micro_batches", [2, 5])
 @pytest.mark.parametrize("loss", SPLIT)
 def test_each_is_divided_by_its_targets_in_the_whole_batch(loss, micro_batches):
-    expected, _ = trained(loss, 1)
-    seen, parts = trained(loss, micro_batches)
-    assert parts == micro_batches
-    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+    assert parts_as_whole(loss, micro_batches) == micro_batches
 
 
 @pytest.mark.parametrize("loss", WHOLE)
 def test_what_the_batch_does_not_show_runs_whole(loss):
-    expected, _ = trained(loss, 1)
-    seen, parts = trained(loss, 3)
-    assert parts is None
-    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+    assert parts_as_whole(loss, 3) is None
 
 
 @pytest.mark.parametrize("loss", [run_again_in_backward, tasks_with_a_label])
 def test_what_only_some_calls_show_has_the_gradients_of_the_whole_batch(loss):
-    expected, _ = trained(loss, 1)
-    seen, _ = trained(loss, 6)
-    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+    parts_as_whole(loss, 6)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -274,9 +276,7 @@ def test_one_that_hides_in_a_checkpoint_runs_whole_though_first_batches_have_all
     data = batches(6)
     for batch in data[:2]:
         batch["words"] = batch["slots"]
-    expected, _ = trained(loss, 1, data)
-    seen, _ = trained(loss, 3, data)
-    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+    parts_as_whole(loss, 3, data)
 
 
 def test_shorter_sequences_may_lack_the_column_of_the_labels():
@@ -289,10 +289,7 @@ def test_shorter_sequences_may_lack_the_column_of_the_labels():
     for batch, words in zip(data, (6, 6, 3, 6, 2, 4), strict=True):
         for name in ("x", "words", "slots"):
             batch[name] = batch[name][:, :words]
-    expected, _ = trained(loss, 1, data)
-    seen, parts = trained(loss, 3, data)
-    assert parts == 3
-    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+    assert parts_as_whole(loss, 3, data) == 3
 
 
 def test_the_first_batch_that_has_labels_out_of_proportion_is_split_too(caplog):
@@ -300,10 +297,8 @@ def test_the_first_batch_that_has_labels_out_of_proportion_is_split_too(caplog):
     data = batches(3)
     for batch in data[:2]:
         batch["tasks"] = batch["tasks"].clamp(min=0)
-    expected, _ = trained(a_column_for_each_task, 1, data)
-    seen, _ = trained(a_column_for_each_task, 3, data)
+    parts_as_whole(a_column_for_each_task, 3, data)
     assert "run whole" not in caplog.text
-    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("factor", ["samples", "targets"])
@@ -315,9 +310,7 @@ def test_a_mean_over_targets_times_a_number_is_no_sum_though_first_batches_have_
     data = batches(6)
     for batch in data[:2]:
         batch["words"] = batch["slots"]
-    expected, _ = trained(loss, 1, data)
-    seen, _ = trained(loss, 3, data)
-    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
+    parts_as_whole(loss, 3, data)
 
 
 def test_a_window_is_averaged_as_over_whole_batches():
