@@ -116,6 +116,25 @@ class Batch:
         for place, node in (*enumerate(self.args), *self.kwargs.items()):
             yield from _layout(node, (place,), self.size, self.whole)
 
+    def placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Place, list[torch.Tensor]]:
+        """The tensors that are cut into samples, in `args` and `kwargs`, which are rows of this batch.
+
+        Returns:
+            Tensors [rows, ...] by their place. Those in a list of samples, each as [1, ...], stand at one place: that
+            of the list, followed by the keys that lead to them in an entry.
+        """
+        found: dict[Place, list[torch.Tensor]] = {}
+        given: dict[Any, Any] = dict(enumerate(args)) | kwargs
+        for place in (place for place, cut in self.layout() if cut):
+            node = trees.at(given, place)
+            if isinstance(node, torch.Tensor):
+                found[place] = [node]
+                continue
+            for sample in node if isinstance(node, list | tuple) else ():
+                for inside, tensor in trees.with_places(sample):
+                    found.setdefault((*place, *inside), []).append(tensor[None])
+        return found
+
     def mapped(self, function: Callable[[Any], Any]) -> "Batch":
         """The batch with `function` applied to every leaf."""
         args = tuple(trees.map_leaves(function, node) for node in self.args)

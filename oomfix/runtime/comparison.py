@@ -341,7 +341,7 @@ class _Comparison:
     def _dividing(self, args: Any, kwargs: Any, rows: int) -> AbstractContextManager[Any]:
         """What the forward of so many rows runs in, so that cross entropies are divided by what the whole has."""
         if self._how.own_targets and rows == len(self._rows):
-            self._noted = Noted(list(trees.tensors((args, kwargs))))
+            self._noted = Noted(self._batch.placed(args, kwargs))
             return self._noted
         return nullcontext() if self._own_means is None else self._own_means.part(rows)
 

@@ -294,7 +294,8 @@ class Iteration:
         draws = self._whole_draws(verdict)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
         shares, went_backward, weighs = Shares(verdict), False, not self.in_window
-        own_means = OwnMeans(verdict.own_targets, self.batch.tensors(), size)
+        placed = self.batch.placed(self.batch.args, self.batch.kwargs) if verdict.own_targets else {}
+        own_means = OwnMeans(verdict.own_targets, placed, size)
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for number, (start, stop) in enumerate(cuts):
                 self._neighbours = cuts[max(number - 1, 0) :][:2]

@@ -2,12 +2,13 @@
 
 No weight of a part is right for all of them. Each is therefore divided by its targets in the whole batch, not by those
 in the part, and then all are means over samples. How many targets the whole has is counted in the batch before the
-parts run: a check finds the tensor that they stand in. The parts count theirs too, and have to come to the same.
+parts run: a check finds the place that they stand at, see `Batch.placed`. The parts count theirs too, and have to come
+to the same.
 """
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import compat
+from oomfix.runtime.batch import Place
 from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Unforeseen
@@ -26,32 +28,37 @@ _LOSSES = (F.cross_entropy, F.nll_loss, chunked_cross_entropy, linear_cross_entr
 _SIGNATURES = {loss: inspect.signature(loss) for loss in _LOSSES}
 _MOST_COLUMNS = 64  # of a tensor with one label per task
 
+_Placed = Mapping[Place, Sequence[torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class Labels:
     """Where the targets of a cross entropy stand in a batch.
 
     Attributes:
-        place: of their tensor among those of the batch.
+        place: of their tensors, as in `Batch.placed`: what stands ahead of them may be longer in another batch.
         column: the only one that counts, None: all.
         skipped: first entries of each row that are never predicted, as by a language model.
         left_out: a label that the program leaves out itself.
-        mask: place of a tensor that is 0 where the program leaves labels out.
+        mask: place of tensors that are 0 where the program leaves labels out.
     """
 
-    place: int
+    place: Place
     column: int | None = None
     skipped: int = 0
     left_out: int | None = None
-    mask: int | None = None
+    mask: Place | None = None
 
-    def counted(self, batch: Sequence[torch.Tensor], ignored: int) -> torch.Tensor:
+    def counted(self, batch: _Placed, ignored: int) -> torch.Tensor:
         """The labels [n] that count in the tensors of a batch, where `ignored` does not."""
-        labels = self._part_of(batch[self.place]).long()
-        counts = (labels != ignored) & (labels != (ignored if self.left_out is None else self.left_out))
-        if self.mask is not None:
-            counts &= self._part_of(batch[self.mask]) != 0
-        return labels[counts]
+        found = []
+        for number, tensor in enumerate(batch[self.place]):
+            labels = self._part_of(tensor).long()
+            counts = (labels != ignored) & (labels != (ignored if self.left_out is None else self.left_out))
+            if self.mask is not None:
+                counts &= self._part_of(batch[self.mask][number]) != 0
+            found.append(labels[counts])
+        return torch.cat(found)
 
     def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = tensor.detach().reshape(len(tensor), -1) if self.column is not None else tensor.detach()
@@ -109,13 +116,13 @@ class Noted(TorchFunctionMode):
     """Context around a forward that notes its cross entropies.
 
     Args:
-        batch: the tensors that it is given.
+        batch: the tensors that it is given, as in `Batch.placed`.
 
     Attributes:
         amounts: what each divides by.
     """
 
-    def __init__(self, batch: Sequence[torch.Tensor]) -> None:
+    def __init__(self, batch: _Placed) -> None:
         super().__init__()
         self.batch = batch
         self._calls: list[tuple[torch.Tensor, int]] = []
@@ -135,7 +142,7 @@ class Noted(TorchFunctionMode):
         return places if len(places) == len(found) else ()
 
 
-def _find(number: int, counted: torch.Tensor, ignored: int, batch: Sequence[torch.Tensor]) -> Labels | None:
+def _find(number: int, counted: torch.Tensor, ignored: int, batch: _Placed) -> Labels | None:
     """Where the targets of the cross entropy with that number stand."""
     # of several tasks, each with a column, the labels of a few rows may be the same
     candidates = sorted(_candidates(batch), key=lambda labels: labels.column not in (None, number))
@@ -146,14 +153,16 @@ def _find(number: int, counted: torch.Tensor, ignored: int, batch: Sequence[torc
     return next(in_order, None) or next(in_any, None)
 
 
-def _candidates(batch: Sequence[torch.Tensor]) -> Iterator[Labels]:
+def _candidates(batch: _Placed) -> Iterator[Labels]:
     """Where targets may stand, the plainest first."""
-    tensors = {place: tensor for place, tensor in enumerate(batch) if _may_hold_labels(tensor)}
-    for place, tensor in tensors.items():
-        least = int(tensor.min())
-        masks = [other for other, mask in tensors.items() if other != place and mask.shape == tensor.shape]
-        columns = range(tensor[0].numel() if tensor.dim() > 1 and tensor[0].numel() <= _MOST_COLUMNS else 0)
-        parts = [Labels(place), *([Labels(place, skipped=1)] if tensor.dim() > 1 else ())]
+    placed = {place: tensors for place, tensors in batch.items() if _may_hold_labels(tensors)}
+    shapes = {place: [tensor.shape for tensor in tensors] for place, tensors in placed.items()}
+    for place, tensors in placed.items():
+        least = min(int(tensor.min()) for tensor in tensors if tensor.numel())
+        masks = [other for other in placed if other != place and shapes[other] == shapes[place]]
+        is_flat, width = tensors[0].dim() < 2, min(tensor[0].numel() for tensor in tensors)
+        columns = range(width if not is_flat and width <= _MOST_COLUMNS else 0)
+        parts = [Labels(place), *(() if is_flat else [Labels(place, skipped=1)])]
         for labels in (*parts, *(Labels(place, column) for column in columns)):
             yield labels
             if least < 0:
@@ -161,13 +170,19 @@ def _candidates(batch: Sequence[torch.Tensor]) -> Iterator[Labels]:
             yield from (replace(labels, mask=mask) for mask in masks)
 
 
-def _may_hold_labels(tensor: torch.Tensor) -> bool:
-    if not tensor.numel() or not tensor.dim() or tensor.layout != torch.strided or tensor.is_nested:
+def _may_hold_labels(tensors: Sequence[torch.Tensor]) -> bool:
+    if any(not tensor.dim() or tensor.layout != torch.strided or tensor.is_nested for tensor in tensors):
         return False
-    if not tensor.is_floating_point():
-        return tensor.dtype in NUMBERS
-    are_few = tensor[0].numel() <= _MOST_COLUMNS and tensor.dtype in NUMBERS
-    return are_few and bool((tensor.isfinite() & (tensor == tensor.round())).all())
+    if any(tensor.dtype not in NUMBERS for tensor in tensors) or not any(tensor.numel() for tensor in tensors):
+        return False
+    return all(_is_whole(tensor) for tensor in tensors)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds whole numbers; of those with a point, few."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return tensor[0].numel() <= _MOST_COLUMNS and bool((tensor.isfinite() & (tensor == tensor.round())).all())
 
 
 class OwnMeans:
@@ -175,13 +190,13 @@ class OwnMeans:
 
     Args:
         places: where the targets of each stand; none: they stay as they are.
-        batch: the tensors of all rows.
+        batch: the tensors of all rows, as in `Batch.placed`.
         rows: how many these are.
         amounts: what each divides by where that is known, and the batch does not show it: masks have got gaps.
     """
 
     def __init__(
-        self, places: Sequence[Labels | None], batch: Sequence[torch.Tensor], rows: int, amounts: Sequence[float] = ()
+        self, places: Sequence[Labels | None], batch: _Placed, rows: int, amounts: Sequence[float] = ()
     ) -> None:
         self._places = places
         self._batch = batch
@@ -224,8 +239,7 @@ class OwnMeans:
     def _in_whole(self, number: int, call: _Call) -> float:
         """What that cross entropy divides by in the whole batch; not a number where its place there is none any more.
 
-        Shorter sequences lack a column, a mask may have another shape, and a list that is as long as the batch moves
-        what stands behind it.
+        Shorter sequences lack a column, and a mask may have another shape.
         """
         place = self._places[number]
         assert place is not None
@@ -233,7 +247,7 @@ class OwnMeans:
             with torch._C.DisableTorchFunction():
                 labels = place.counted(self._batch, call.given["ignore_index"])
             return call.amount(labels)
-        except (IndexError, RuntimeError) as error:
+        except (LookupError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
             return math.nan

@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -131,3 +131,19 @@ def tensors(node: Any) -> Iterator[torch.Tensor]:
         return
     for _, child in children(node) or ():
         yield from tensors(child)
+
+
+def with_places(node: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Every tensor in `node`, in order, behind the keys that lead to it."""
+    if isinstance(node, torch.Tensor):
+        yield place, node
+        return
+    for key, child in children(node) or ():
+        yield from with_places(child, (*place, key))
+
+
+def at(node: Any, place: Iterable[Any]) -> Any:
+    """What the keys `place` lead to in `node`."""
+    for key in place:
+        node = dict(children(node) or ())[key]
+    return node

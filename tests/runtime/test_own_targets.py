@@ -292,6 +292,40 @@ def test_shorter_sequences_may_lack_the_column_of_the_labels():
     assert parts_as_whole(loss, 3, data) == 3
 
 
+def with_pieces(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Of samples in pieces, of which a few rows hold fewer than the batch."""
+    return ignored(model, {**batch, "x": torch.stack([piece["x"] for piece in batch["pieces"]])})
+
+
+def with_layers(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    return ignored(model, {**batch, "x": sum(batch["layers"]["of x"])})
+
+
+def with_labels_in_pieces(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Labels of sentences that are not padded yet."""
+    labels = [piece["words"] for piece in batch["pieces"]]
+    words = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    return F.cross_entropy(model(batch["x"][:, : words.shape[1]])[0].transpose(1, 2), words) + of_sentences(
+        model, batch
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [2, 5])
+@pytest.mark.parametrize("loss", [with_pieces, with_layers, with_labels_in_pieces])
+def test_labels_are_found_behind_lists_that_differ_in_length_and_in_them(caplog, loss, micro_batches):
+    data: list[Any] = []
+    for number, batch in enumerate(batches(6)):
+        x, lengths = batch["x"], batch["mask"].sum(1).tolist()
+        pieces = [
+            {"x": row, "words": row_of_words[:length]}
+            for row, row_of_words, length in zip(x, batch["words"], lengths, strict=True)
+        ]
+        layers = {"of x": [x / (number + 2)] * (number + 2)}
+        data.append({"pieces": pieces, "layers": layers} | batch)
+    assert parts_as_whole(loss, micro_batches, data) == micro_batches
+    assert "run whole" not in caplog.text
+
+
 def test_the_first_batch_that_has_labels_out_of_proportion_is_split_too(caplog):
     """It shows what no check has seen, and is checked before it goes on in parts."""
     data = batches(3)
