@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from oomfix.audit import Auditor, TorchVersion
+from oomfix.garbage import rare_garbage_collection
 from oomfix.results import FileReport
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ _Task = tuple[int, Job, bool]
 
 
 def _audit_batch(auditor: Auditor, tasks: Sequence[_Task]) -> list[_Outcome]:
-    with _rare_garbage_collection():
+    with rare_garbage_collection():
         return [_audit_file(auditor, *task) for task in tasks]
 
 
@@ -193,17 +193,6 @@ def _die_of_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-@contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """Collect a hundred times less often: a tree is many objects and hardly any cycles."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(thresholds[0] * 100, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 def _read(path: str) -> bytes:

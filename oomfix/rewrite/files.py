@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from oomfix.config import Configuration, Flags
 from oomfix.discovery import Discovery, Found
+from oomfix.garbage import rare_garbage_collection
 from oomfix.own_presets import Chosen, choose
 from oomfix.parsing import ForeignLanguage, Unreadable
 from oomfix.rewrite.apply import Applied, LoopOutcome, Options, Unfixed, apply_to
@@ -144,7 +145,8 @@ class Rewriter:
         try:
             data = _read(path)
             rewrite = _notebook if path.endswith(".ipynb") else _python
-            return rewrite(path, data, self._rules, options)
+            with rare_garbage_collection():
+                return rewrite(path, data, self._rules, options)
         except ForeignLanguage as problem:
             return FileOutcome(path, errors=(str(problem),)) if found.named else None
         except (Unreadable, CannotRestore, UnicodeEncodeError) as problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
@@ -57,7 +57,7 @@ def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, 
     """
     models = _Models(script, blocks)
     made = sorted(_optimizers_made(script, blocks, models), key=lambda one: one.statement.lineno)
-    places = {place for forward in trained for place in models.places_of(forward)}
+    places = models.places_of(trained)
     chosen: dict[Place, list[ast.stmt]] = {}
     for statement, given in made:
         place = _trained_place(given, places)
@@ -275,18 +275,22 @@ class _Models:
             )
         return Place(owner, path)
 
-    def places_of(self, forward: Forward) -> set[Place]:
-        """What a forward's model is called where it is run, and in the callers."""
-        if forward.path is None or self._blocks.scope_of(forward.node) is None:
-            return set()
+    def places_of(self, forwards: Iterable[Forward]) -> set[Place]:
+        """What the models of forwards are called where they are run, and in the callers."""
+        layer = {place for forward in forwards for place in self._run_as(forward)}
         found: set[Place] = set()
-        layer = {self._own(self.place(forward.path, forward.node), forward.node)}
-        if forward.path.startswith("self.") and _is_of_network(forward):
-            layer.add(self.place("self", forward.node))
         for _ in range(_MOST_CALLS):
             found |= layer
             layer = {origin for place in layer for origin in self._origins(place)} - found
         return found
+
+    def _run_as(self, forward: Forward) -> Iterator[Place]:
+        """What a forward's model is called where it is run."""
+        if forward.path is None or self._blocks.scope_of(forward.node) is None:
+            return
+        yield self._own(self.place(forward.path, forward.node), forward.node)
+        if forward.path.startswith("self.") and _is_of_network(forward):
+            yield self.place("self", forward.node)
 
     def _own(self, place: Place, node: ast.AST) -> Place:
         """The network itself, where the path is one of its methods."""

@@ -10,7 +10,7 @@ from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.handed_networks import HandedNetworks
-from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
 from oomfix.rewrite.optimizer_loops import loop_over_optimizers, may_run_ahead
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
@@ -134,13 +134,16 @@ class ScaleWatch:
                 return loop.lineno
         scope = self._blocks.scope_of(reader)
         ends = {step.optimizer.split(".")[0]: step.node.lineno for step in steps}
-        for node in self._script.imports.nodes.of(ast.Assign):
-            for target in node.targets:
-                for name in walk(target):
-                    late = isinstance(name, ast.Name) and reader.lineno < node.lineno <= ends.get(name.id, 0)
-                    if late and self._blocks.scope_of(node) is scope:
-                        return node.lineno
-        return None
+        if scope is None:
+            return None
+        bound = (node for node in nodes_of_scope_body(scope) if isinstance(node, ast.Assign))
+        late = (
+            node.lineno
+            for node in bound
+            for name in names_bound(node)
+            if reader.lineno < node.lineno <= ends.get(name, 0)
+        )
+        return min(late, default=None)
 
     def _unscales(self, scope: ast.AST | None) -> bool:
         """Whether a scope holds an `unscale_` of the script's own, which then becomes the manager's."""

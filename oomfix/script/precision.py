@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
 )
 _HALF_DTYPES = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _SCALING = re.compile(r"\w*scaler\w*|\w*loss_scal(?!ar)\w*|scale_loss|\w*grad(?:ient)?_scale\w*", re.IGNORECASE)
 _DATA_SCALER = re.compile(r"(Standard|MinMax|MaxAbs|Robust)Scaler")
 _LOSS_SCALE = 128
@@ -124,8 +124,14 @@ class Precision:
 
     def _speaks_of_scaling(self, loop: TrainingLoop) -> bool:
         """Whether a gradient scaler, or a factor of the loss, is named where a loop is written."""
-        written = {word for part in self._around(loop) for word in _SCALING.findall(ast.unparse(part))}
+        written = self._scaling_in_module.union(*map(_words_of_scaling, _definitions_around(loop)))
         return any(_DATA_SCALER.search(word) is None and word not in self._data_scalers for word in written)
+
+    @cached_property
+    def _scaling_in_module(self) -> set[str]:
+        """What names scaling in the statements of the module itself."""
+        statements = (statement for statement in self._source.tree.body if not isinstance(statement, _DEFINITIONS))
+        return set[str]().union(*map(_words_of_scaling, statements))
 
     @cached_property
     def _data_scalers(self) -> set[str]:
@@ -136,14 +142,16 @@ class Precision:
             if isinstance(node.value, ast.Call) and _DATA_SCALER.search(ast.unparse(node.value.func))
         }
 
-    def _around(self, loop: TrainingLoop) -> Iterator[ast.stmt]:
-        """The functions and classes in which a loop's events are written, and the statements of the module itself."""
-        definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        yield from (statement for statement in self._source.tree.body if not isinstance(statement, definitions))
-        events = [*loop.forwards, *loop.backwards]
-        functions = dict.fromkeys(function for event in events for function in event.site.functions)
-        owners = [function.owner.node if function.owner is not None else function.node for function in functions]
-        yield from dict.fromkeys(node for node in owners if isinstance(node, definitions))
+
+def _definitions_around(loop: TrainingLoop) -> set[ast.stmt]:
+    """The functions and classes in which a loop's events are written."""
+    functions = {function for event in (*loop.forwards, *loop.backwards) for function in event.site.functions}
+    owners = (function.owner.node if function.owner is not None else function.node for function in functions)
+    return {node for node in owners if isinstance(node, _DEFINITIONS)}
+
+
+def _words_of_scaling(statement: ast.stmt) -> set[str]:
+    return set(_SCALING.findall(ast.unparse(statement)))
 
 
 def _unscaling(block: list[ast.stmt]) -> set[str | None]:
