@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import codecs
+import gc
 import io
 import re
 import sys
 import tokenize
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 NEWLINE = re.compile(r"\r\n|\r|\n")
@@ -152,3 +155,14 @@ def _guess(line: str, message: str, running: tuple[int, int]) -> str:
             newer, own = ".".join(map(str, version)), ".".join(map(str, running))
             return f" (syntax of Python {newer}? oomfix runs on Python {own}, which is older)"
     return " (Python 2?)" if _PYTHON_2.search(line) else ""
+
+
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Collect a hundred times less often: a tree is many objects and hardly any cycles."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(thresholds[0] * 100, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from oomfix.audit import Auditor, TorchVersion
-from oomfix.garbage import rare_garbage_collection
+from oomfix.parsing import rare_garbage_collection
 from oomfix.results import FileReport
 
 if TYPE_CHECKING:

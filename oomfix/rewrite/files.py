@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from oomfix.config import Configuration, Flags
 from oomfix.discovery import Discovery, Found
-from oomfix.garbage import rare_garbage_collection
 from oomfix.own_presets import Chosen, choose
-from oomfix.parsing import ForeignLanguage, Unreadable
+from oomfix.parsing import ForeignLanguage, Unreadable, rare_garbage_collection
 from oomfix.rewrite.apply import Applied, LoopOutcome, Options, Unfixed, apply_to
 from oomfix.rewrite.cells import NotebookText, in_cells
 from oomfix.rewrite.edits import EditsBreakSource, EditsOverlap
