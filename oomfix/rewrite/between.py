@@ -75,6 +75,7 @@ class Between:
                 raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
             elif index < first_forward or statement in lift.kept or _is_for_nobody(statement, behind):
                 _check_passing(statement, ahead)
+                self._check_values(statement, ahead, [])
                 lift.before.append(statement)
             elif statement in lift.rescaled:
                 lift.after.append(statement)
@@ -82,6 +83,7 @@ class Between:
                 self._check_delay(statement)
                 branch = lift.site.branch
                 _check_passing(statement, behind + ([] if branch is None else [branch]))
+                self._check_values(statement, behind, [block[other] for other in chosen if other < index])
                 if branch is not None and effects.trains(branch) and self._reads_network(statement):
                     line = statement.lineno
                     raise CannotLift(f"line {line} looks at the network, which line {branch.lineno} trains behind it")
@@ -115,6 +117,12 @@ class Between:
         for statement in lift.reading:
             self._check_delay(statement)
             _check_passing(statement, lift.lifted, reading_is_fine=True)
+
+    def _check_values(self, statement: ast.stmt, others: list[ast.stmt], ahead: list[ast.stmt]) -> None:
+        """Whether a statement reads the same values on the other side of others: `loss = one` ahead, `loss += two`."""
+        for name in sorted(names_read(statement)):
+            if self._helpers.change_in_place({name}, others, ahead):
+                raise CannotLift(f"line {statement.lineno} reads {name}, which is changed in place behind it")
 
     def _check_reset(self, reset: ast.stmt, ahead: list[ast.stmt], lift: Lift) -> None:
         """Whether a reset of gradients means the same ahead of the statements that it stood behind."""

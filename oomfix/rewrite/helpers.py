@@ -23,6 +23,7 @@ from oomfix.rewrite.effects import (
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.rewrite.records import Records
+from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.names import path_of
 from oomfix.script.nodes import Nodes, walk
 
@@ -129,6 +130,10 @@ class Helpers:
     def fetch(self, node: ast.AST) -> bool:
         """Whether a node fetches a batch, itself or in a function of the file."""
         return fetches(node) or any(map(_goes_on, self._calls.in_functions(list(calls_in(node)))))
+
+    def change_in_place(self, names: set[str], statements: list[ast.stmt], ahead: list[ast.stmt]) -> bool:
+        """Whether statements may change tensors in place that names stand for, by names that those ahead gave them."""
+        return are_changed_in_place(names, statements, self._functions, ahead)
 
     def lasting_effect(self, node: ast.AST) -> Effect | None:
         """What a call of the file's own functions leaves behind; None where nothing can be seen."""

@@ -1,4 +1,4 @@
-"""What is read off a result between lines of a slice, `score = out.mean().item()`, one of which binds it anew."""
+"""What is read off a result between lines of a slice, `score = out.mean().item()`, one of which changes it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import ast
 from collections.abc import Sequence
 
 from oomfix.rewrite.effects import calls_in, last_name
+from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.script.names import path_of
 
 _READING = frozenset("detach clone cpu float mean sum item sigmoid".split())
 
 
-def with_readers(block: list[ast.stmt], chosen: Sequence[int], root: ast.expr) -> list[int]:
-    """A slice with the statements between its own that read what it binds anew further down.
+def with_readers(block: list[ast.stmt], chosen: Sequence[int], root: ast.expr, helpers: Helpers) -> list[int]:
+    """A slice with the statements between its own that read what it binds anew, or changes in place, further down.
 
     Behind the slice they would read something else. In its function they read what they did, and give it out.
 
@@ -21,6 +22,7 @@ def with_readers(block: list[ast.stmt], chosen: Sequence[int], root: ast.expr) -
         block: the statements around the slice.
         chosen: the indices of the slice's statements, ascending.
         root: what is differentiated.
+        helpers: the functions of the file.
     """
     found = list(chosen)
     slice_reads = {name for index in chosen for name in names_read(block[index])} | names_read(root)
@@ -29,9 +31,12 @@ def with_readers(block: list[ast.stmt], chosen: Sequence[int], root: ast.expr) -
         statement = block[index]
         if index in chosen or not _only_reads(statement) or names_bound(statement) & (slice_reads | slice_binds):
             continue
-        ahead = {name for other in chosen if other < index for name in names_bound(block[other])}
-        behind = {name for other in chosen if other > index for name in names_bound(block[other])}
-        if names_read(statement) & behind and names_read(statement) <= ahead:
+        ahead = [block[other] for other in chosen if other < index]
+        behind = [block[other] for other in chosen if other > index]
+        read = names_read(statement)
+        is_changed = not read.isdisjoint(name for other in behind for name in names_bound(other))
+        is_changed = is_changed or helpers.change_in_place(read, behind, ahead)
+        if is_changed and read <= {name for other in ahead for name in names_bound(other)}:
             found.append(index)
     return sorted(found)
 

@@ -24,15 +24,21 @@ _SHARING_FUNCTIONS = frozenset(
 _SHARING_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "real"})
 
 
-def are_changed_in_place(names: Iterable[str], statements: Sequence[ast.stmt], functions: FunctionsCalled) -> bool:
+def are_changed_in_place(
+    names: Iterable[str],
+    statements: Sequence[ast.stmt],
+    functions: FunctionsCalled,
+    ahead: Sequence[ast.stmt] = (),
+) -> bool:
     """Whether statements may change tensors in place that names stand for, under these or other names.
 
     Args:
         names: the names.
         statements: in any order.
         functions: those of the file, which may change what they are given.
+        ahead: what runs before, and may give the tensors those other names.
     """
-    held = _held_with(set(names), statements)
+    held = _held_with(set(names), [*ahead, *statements])
     if any(_changes(node, held) for statement in statements for node in nodes_of_scope(statement)):
         return True
     calls = (node for statement in statements for node in walk(statement) if isinstance(node, ast.Call))

@@ -136,7 +136,7 @@ class Slicer:
             return self._lift(*shorter[:2], end, shorter[2])
 
     def _lift(self, site: Site, chosen: list[int], end: int, rescaled: Sequence[ast.stmt] = ()) -> Lift:
-        chosen = with_readers(site.block, _with_guards(site.block, chosen), site.root)
+        chosen = with_readers(site.block, _with_guards(site.block, chosen), site.root, self._helpers)
         kept = taken_by_number(site, chosen, self._runs_forward, self._filled)
         kept += exchanged(site, [index for index in chosen if index not in kept], self._runs_forward, self._helpers)
         chosen = _with_remarks(site.block, [index for index in chosen if index not in kept])

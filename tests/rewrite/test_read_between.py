@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.rewrite.small_loops import apply
+from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+from tests.rewrite.small_loops import TOP, apply
 from tests.rewrite.test_slices import assert_trains_the_same
 
 TWO_PARTS = """\
@@ -56,3 +57,37 @@ def test_what_does_more_than_read_the_result_keeps_the_loss_in_place(between, re
     head += "def accuracy(out):\n    scores.append(out)\n    return 1.0\n\n\n"
     _, loops = apply(head + TWO_PARTS.format(between=between, read=read))
     assert [form for form, _ in loops] == ["in-place"]
+
+
+CHANGED = """\
+epochs = 3
+log = []
+for x, y in loader * 3:
+    optimizer.zero_grad()
+    out = model(x)
+    first = F.cross_entropy(out, y)
+    loss = {held}
+    {between}
+    loss += out.pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    log.append({read})
+print(log)
+"""
+
+
+@pytest.mark.parametrize("held", ["first", "first.view(())", "first if epochs else None"])
+def test_a_number_read_off_a_loss_that_a_later_line_adds_to_under_another_name_is_read_in_the_function(held):
+    text = assert_trains_the_same(CHANGED.format(held=held, between="score = first.item()", read="score"))
+    assert "        score = first.item()\n        loss += out" in text
+
+
+@pytest.mark.parametrize("held", ["first", "first.view(())", "first if epochs else None"])
+def test_a_number_logged_of_a_loss_that_a_later_line_adds_to_is_not_logged_behind_it(held):
+    text = TOP + CHANGED.format(held=held, between="log.append(first.item() / len(x))", read="loss.item()")
+    assert_same_bits(run(text), run(rewritten(text, precision="fp32").text, preset="off"))
+
+
+def test_a_number_logged_of_a_loss_that_no_later_line_changes_is_logged_behind_it():
+    text = CHANGED.format(held="first * 2", between="log.append(first.item())", read="loss.item()")
+    assert "\n    log.append(first.item())\n" in assert_trains_the_same(text)
