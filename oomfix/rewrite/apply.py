@@ -136,7 +136,7 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     left = [one for one in last.left if one.fix != "runtime"]
     unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, left, changed))
     if any(loop.rewrite != "none" for loop in loops):
-        text = apply_edits(text, evaluation_call_edits(Script.read(changed, options.target_torch)))
+        text = apply_edits(text, evaluation_call_edits(Reading(Script.read(changed, options.target_torch))))
     text = apply_edits(text, long_line_edits(Layout(source), text))
     return Applied(text, loops, ended + last.fixed, unfixed)
 

@@ -19,7 +19,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.script.named_like import looks_like_module
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import arguments_of, walk
 
 _COUNTER = re.compile(
     r"^(i|j|k|n|t|it|idx|ii|step\w*|epoch\w*|iter\w*|iteration|batch_idx|batch_i|i_batch|\w*_idx|device)$"
@@ -269,7 +269,7 @@ def _given_to_calls(lift: Lift) -> set[str]:
     """Names given as they are, or as a part, to what the slice calls; `torch.randn(n, width)` is given sizes."""
     calls = [n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.Call)]
     made = {id(node) for call in calls if effects.last_name(call) in MADE_BY_SIZE for node in walk(call)}
-    arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
+    arguments = (one for call in calls for one in arguments_of(call))
     given = (node for argument in arguments for node in walk(argument) if id(node) not in made)
     return {node.id for node in given if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 

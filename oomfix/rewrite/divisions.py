@@ -6,10 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite import effects
-from oomfix.rewrite.amp import Amp
-from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import Liveness, names_bound, names_read
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.window_shape import CannotFold
 from oomfix.script.edits import Edit, bounds, remove_statement
@@ -23,18 +21,12 @@ class Divisions:
     """Finds where losses are divided by the size of a window, and undoes it.
 
     Args:
-        blocks: where nodes stand.
-        layout: the text.
-        amp: what the script does about precision.
-        tree: the module.
+        reading: the script.
     """
 
-    def __init__(self, blocks: Blocks, layout: Layout, amp: Amp, tree: ast.Module) -> None:
-        self._blocks = blocks
-        self._layout = layout
-        self._source = layout.source
-        self._amp = amp
-        self._tree = tree
+    def __init__(self, reading: Reading) -> None:
+        self._source = reading.source
+        self._blocks, self._layout, self._amp = reading.blocks, reading.layout, reading.amp
 
     def undone(self, event: Backward, size: ast.expr) -> list[Edit]:
         """The edits that make a backward differentiate the undivided loss; what reads the divided one still does.
@@ -91,7 +83,7 @@ class Divisions:
         scope = self._blocks.scope_of(runs)
         assert scope is not None
         is_read = any(loss in names_read(statement) for statement in between)
-        is_read_later = loss in Liveness(scope, self._tree).after(runs)
+        is_read_later = loss in Liveness(scope, self._source.tree).after(runs)
         if isinstance(runs, ast.If | ast.With | ast.Try) and (is_read or is_read_later):
             raise CannotFold(f"the loss is divided in line {division.lineno}, for a backward inside of another block")
         computes = _computes(division, size)

@@ -10,7 +10,7 @@ from oomfix.rewrite.liveness import COMPREHENSIONS, FunctionNode, names_bound_by
 from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import last_name as last_name
 from oomfix.script.names import last_of, path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import arguments_of, walk
 
 CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)
 """What clips gradients, or asks for their norm: `clip_grad_norm_`, `gradient_clipping`, `clip_gnorm`."""
@@ -166,7 +166,7 @@ def _changed_by(call: ast.Call) -> set[str]:
         return set() if _OUTPUT_RECEIVERS.search(receiver) and last_name(call) != "zero_grad" else {receiver}
     if _READING.match(last_name(call)):
         return set()
-    return {root_of(argument) for argument in (*call.args, *(keyword.value for keyword in call.keywords))} - {""}
+    return {root_of(argument) for argument in arguments_of(call)} - {""}
 
 
 def root_of(node: ast.expr) -> str:
@@ -295,7 +295,7 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
 
 
 def _takes_optimizer(call: ast.Call) -> bool:
-    given = (*call.args, *(keyword.value for keyword in call.keywords))
+    given = arguments_of(call)
     return any(looks_like_optimizer(path_of(argument) or "") for argument in given)
 
 

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import names_bound_by_target, names_read
 from oomfix.rewrite.manager_calls import through_manager
 from oomfix.rewrite.module import manager_in
-from oomfix.script import Script
+from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -22,16 +21,16 @@ _METHOD = re.compile(r"\.(\w+_)?(forward|predict|encode|decode|generate|sample|i
 _COLLECTING = frozenset("append extend".split())
 
 
-def evaluation_call_edits(script: Script) -> list[Edit]:
+def evaluation_call_edits(reading: Reading) -> list[Edit]:
     """The edits that run models through the manager where an evaluation collects their outputs batch by batch.
 
     Left as they are: models that are not switched to `eval()`, whose outputs may depend on the whole batch; calls
     whose gradients are not off; calls under the script's own autocast; scripts without a manager at their top.
     """
+    script, blocks = reading.script, reading.blocks
     manager = manager_in(script)
     if manager is None or not script.may_run_on_cuda:
         return []
-    blocks = Blocks(script.source.tree)
     ways: dict[int, list[Forward]] = {}
     for forward in script.trace.forwards.values():
         ways.setdefault(id(forward.node), []).append(forward)
@@ -40,7 +39,7 @@ def evaluation_call_edits(script: Script) -> list[Edit]:
         if forward.path is not None and all(_only_evaluates(way) for way in ways[id(forward.node)]):
             if _is_of_module(forward) and _is_collected(forward.node, blocks):
                 chosen[forward.node] = None
-    return through_manager(Layout(script.source), chosen, f"{manager}.evaluate")
+    return through_manager(reading.layout, chosen, f"{manager}.evaluate")
 
 
 def _is_of_module(forward: Forward) -> bool:

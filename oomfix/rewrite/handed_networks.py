@@ -7,15 +7,13 @@ import builtins
 import re
 from collections.abc import Iterator
 
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import CLIPPING, last_name
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import Scope
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
-from oomfix.script import Script
 from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import arguments_of, walk
 
 _BLIND_TO_GRADIENTS = re.compile(
     r"lr|learning_?rate|warm_?up|sched|anneal|momentum|log|print|report|summary|eval|valid|test|infer|predict|sampl|"
@@ -31,14 +29,13 @@ class HandedNetworks:
     """Says what is out of sight and may look at gradients before they are unscaled.
 
     Args:
-        script: the script.
-        blocks: where its nodes stand.
+        reading: the script.
     """
 
-    def __init__(self, script: Script, blocks: Blocks) -> None:
-        self._script = script
-        self._blocks = blocks
-        self._functions = FunctionsCalled(script.imports.nodes)
+    def __init__(self, reading: Reading) -> None:
+        self._script = reading.script
+        self._blocks = reading.blocks
+        self._functions = reading.functions
 
     def why_seen(self, verdict: Verdict) -> str | None:
         """What is handed a network of a loop, or its optimizer, where its gradients are there, or None.
@@ -50,7 +47,7 @@ class HandedNetworks:
         networks = {forward.path for forward in verdict.loop.forwards} - {None}
         for scope in {self._blocks.scope_of(event.node): None for event in (*verdict.backwards, *verdict.steps)}:
             for call in self._behind_backward(scope, verdict):
-                for given in map(_without_method, (*call.args, *(keyword.value for keyword in call.keywords))):
+                for given in map(_without_method, arguments_of(call)):
                     path = path_of(given)
                     if path is not None and (path in networks or looks_like_optimizer(path)):
                         function = ast.unparse(call.func)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
-from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.effects import (
     calls_in,
     changed_paths,
@@ -20,12 +19,12 @@ from oomfix.rewrite.effects import (
     last_name,
     trains,
 )
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.records import Records
 from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.names import path_of
-from oomfix.script.nodes import Nodes, walk
+from oomfix.script.nodes import walk
 
 _MOST_ATTRIBUTES = 48  # the runtime takes objects with many more for data, and does not look for state in them
 _LOADER = re.compile(r"loader\w*$", re.IGNORECASE)
@@ -57,16 +56,16 @@ class Helpers:
     """The functions of a file by name, and whether calling one changes anything that outlives the call.
 
     Args:
-        nodes: all nodes of the file.
+        reading: the file.
         forwards: the calls that run a network. What they give is new each time: `net(x).cuda()` changes nothing else,
             whatever a method of that name does in a class of the file.
     """
 
-    def __init__(self, nodes: Nodes, forwards: Set[ast.AST]) -> None:
+    def __init__(self, reading: Reading, forwards: Set[ast.AST]) -> None:
+        nodes = reading.script.imports.nodes
         self._forwards = forwards
-        self._functions = FunctionsCalled(nodes)
+        self._functions, self._calls = reading.functions, reading.calls_run
         self._records = Records(self._functions, nodes)
-        self._calls = CallsRun(self._functions)
         self._attributes: dict[int, _Attributes] = {}
         for owner in nodes.of(ast.ClassDef):
             values = _attributes_of(owner)

@@ -19,7 +19,7 @@ from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.written_out import Call, WrittenOut, lines_of, statements_of, without
 from oomfix.script.edits import Edit
 from oomfix.script.names import last_name, path_of, root_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import arguments_of, walk
 
 _NOT_WRITTEN_OUT = (
     *(ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom),
@@ -250,7 +250,7 @@ def _may_change(node: ast.AST, call: Call, reading: Reading) -> bool:
         return False
     path = _meant(node.func, call) or ""
     receiver, _, name = path.rpartition(".")
-    given = {_meant(one, call) or "" for one in (*node.args, *(keyword.value for keyword in node.keywords))}
+    given = {_meant(one, call) or "" for one in arguments_of(node)}
     given |= {receiver} if receiver != "self" else set()
     if name not in _LOOKING and any(
         one.startswith((f"{owner}.", f"{owner}[")) for one in taken for owner in given if owner

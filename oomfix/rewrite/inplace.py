@@ -5,17 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.amp import Amp
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import is_zero_grad
-from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
 from oomfix.rewrite.optimizer_loops import loop_over_optimizers
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.resets import Resets
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.verdict import Scaling, Verdict
-from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
 from oomfix.script.trace import Backward, Step
@@ -25,22 +22,14 @@ class InPlace:
     """Edits that hand training over to the manager called `name`.
 
     Args:
-        script: the script.
-        blocks: where its nodes stand.
-        layout: what its text looks like.
-        amp: what it does about precision.
+        reading: the script.
         name: the manager.
         scaling: who scales losses.
     """
 
-    def __init__(
-        self, script: Script, blocks: Blocks, layout: Layout, amp: Amp, name: str, scaling: Scaling = "ours"
-    ) -> None:
-        self._script = script
-        self._source = script.source
-        self._blocks = blocks
-        self._layout = layout
-        self._amp = amp
+    def __init__(self, reading: Reading, name: str, scaling: Scaling) -> None:
+        self._reading, self._source = reading, reading.source
+        self._blocks, self._layout, self._amp = reading.blocks, reading.layout, reading.amp
         self._name = name
         self._scaling = scaling
 
@@ -57,7 +46,7 @@ class InPlace:
             return edits
         edits += self._amp.edits(self._name, self._layout, list(backwards.values()), list(steps.values()))
         removed: set[int] = set()
-        resets = Resets(self._script, self._blocks, verdicts)
+        resets = Resets(self._reading, verdicts)
         for step in steps.values():
             edits += self._step(step, resets, removed)
         for verdict in rewritten if self._scaling == "ours" else ():
@@ -74,9 +63,7 @@ class InPlace:
         return Edit(*bounds(self._source, event.node), f"{self._name}.backward({', '.join([root, *given])})")
 
     def _step(self, step: Step, resets: Resets, removed: set[int]) -> Iterator[Edit]:
-        node = step.node
-        assert isinstance(node.func, ast.Attribute)
-        optimizer = node.args[0] if step.scaled and node.args else node.func.value
+        node, optimizer = step.node, _optimizer_of(step)
         path = path_of(optimizer)
         statement = self._blocks.statement_of(node)
         also_resets = path is not None
@@ -97,8 +84,7 @@ class InPlace:
         """
         known = self._amp.unscaled(verdict.steps)
         for step in verdict.steps:
-            assert isinstance(step.node.func, ast.Attribute)
-            optimizer = step.node.args[0] if step.scaled and step.node.args else step.node.func.value
+            optimizer = _optimizer_of(step)
             scope = self._blocks.scope_of(step.node)
             own = [event.node for event in verdict.backwards]
             before = self._ahead_in(scope, own, step.node) or self._ahead_in(scope, backwards, step.node)
@@ -182,6 +168,12 @@ class InPlace:
             if not any(around.issuperset(map(id, self._blocks.conditions_of(other))) for other in before):
                 found.append(statement)
         return found
+
+
+def _optimizer_of(step: Step) -> ast.expr:
+    """What stands for the optimizer: `optimizer` of `optimizer.step()` and of `scaler.step(optimizer)`."""
+    assert isinstance(step.node.func, ast.Attribute)
+    return step.node.args[0] if step.scaled and step.node.args else step.node.func.value
 
 
 def _place(node: ast.expr | ast.stmt) -> tuple[int, int]:

@@ -9,10 +9,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from oomfix.rewrite.asked_graphs import check_graphs_not_asked
-from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.effects import changed_paths, last_name, overlap
 from oomfix.rewrite.forward_hooks import ForwardHooks
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.kept_graphs import check_graphs_end
 from oomfix.rewrite.left_by_networks import LeftByNetworks
@@ -37,7 +35,7 @@ from oomfix.rewrite.slices import PREPARATION, Slicer, records_nothing
 from oomfix.rewrite.verdict import Verdict
 from oomfix.rules.base import Edit
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import arguments_of, walk
 from oomfix.script.trace import Forward, Loop
 
 
@@ -100,8 +98,8 @@ class _Lifter:
             for forward in self._script.trace.forwards.values()
             if not self._only_resets(forward) and last_name(forward.node) not in PREPARATION
         ]
-        self._functions = FunctionsCalled(nodes)
-        self._calls_run = calls_run = CallsRun(self._functions)
+        self._functions, self._calls_run = reading.functions, reading.calls_run
+        calls_run = reading.calls_run
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         self._runs_forward: Callable[[ast.AST], bool] = lambda node: not of_networks.isdisjoint(calls_run.by(node))
@@ -109,7 +107,7 @@ class _Lifter:
         is_trained = TrainsNetwork(calls_run, trained, self._script.backwards)
         self._slicer = Slicer(
             tree,
-            Helpers(nodes, of_networks),
+            Helpers(reading, of_networks),
             self._runs_forward,
             is_trained,
             self._takes_network,
@@ -223,7 +221,7 @@ class _Lifter:
     def _takes_network(self, node: ast.AST) -> bool:
         """Whether a node hands something over that is switched to training, or trained, like a network."""
         calls = (child for child in walk(node) if isinstance(child, ast.Call))
-        arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
+        arguments = (one for call in calls for one in arguments_of(call))
         return any(path_of(argument) in self._switched | self._optimized for argument in arguments)
 
     @cached_property

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oomfix.presets import Preset
-from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.loaders import Loaders
 from oomfix.rewrite.moved_batches import moves_batches
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.torchvision_data import TorchvisionData
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
@@ -54,21 +54,20 @@ class Written(NamedTuple):
     argument: str
 
 
-def loader_arguments(script: Script, layout: Layout, preset: Preset, verdicts: Sequence[Verdict]) -> list[Written]:
+def loader_arguments(reading: Reading, preset: Preset, verdicts: Sequence[Verdict]) -> list[Written]:
     """What is written into the loaders of rewritten loops, in the order of the loops.
 
     Args:
-        script: the file.
-        layout: its text.
+        reading: the file.
         preset: what the file is rewritten for.
         verdicts: of its loops.
     """
-    text = script.source.text
+    script, text = reading.script, reading.source.text
     # nothing else is pinned, or has fewer batches fetched: who makes what in the file is not asked then
     if "DataLoader" not in text or not ("torchvision" in text or "prefetch_factor" in text):
         return []
     scopes = Scopes(script.source.tree)
-    loaders = Loaders(script, scopes)
+    loaders = Loaders(reading, scopes)
     pinning = _Pinning(script, scopes, loaders)
     written: dict[str, Written] = {}
     for verdict in verdicts:
@@ -78,10 +77,10 @@ def loader_arguments(script: Script, layout: Layout, preset: Preset, verdicts: S
         for call in loaders.of(loop):
             place = f"{call.lineno}:{call.col_offset}"
             if preset.pin_memory and pinning.is_certain(call, loop):
-                edits = added_keyword(layout.source, call, "pin_memory=True")
+                edits = added_keyword(reading.source, call, "pin_memory=True")
                 written.setdefault(f"{place} pin", Written(edits, verdict, call.lineno, "pin_memory=True"))
             if (ahead := _fetched_ahead(call, preset.prefetch_factor)) is not None:
-                edits = replace(script.source, ahead, str(preset.prefetch_factor))
+                edits = replace(reading.source, ahead, str(preset.prefetch_factor))
                 argument = f"prefetch_factor={preset.prefetch_factor}"
                 written.setdefault(f"{place} ahead", Written(edits, verdict, call.lineno, argument))
     return list(written.values())

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope_body
-from oomfix.script import Script
+from oomfix.rewrite.reading import Reading
 from oomfix.script.scopes import Scopes
 
 _LOADERS = frozenset({"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"})
@@ -31,14 +30,14 @@ class Loaders:
     Where one may be gone over is told by names: it is what an argument is of use for, and decides nothing else.
 
     Args:
-        script: the file.
+        reading: the file.
         scopes: its variables.
     """
 
-    def __init__(self, script: Script, scopes: Scopes) -> None:
-        self._script = script
+    def __init__(self, reading: Reading, scopes: Scopes) -> None:
+        self._script = script = reading.script
         self._scopes = scopes
-        self._functions = FunctionsCalled(script.imports.nodes)
+        self._functions = reading.functions
         self._calls: dict[str, list[ast.Call]] = {}
         self._attributes: dict[str, list[ast.expr]] = {}
         for call in script.imports.nodes.of(ast.Call):

@@ -21,7 +21,6 @@ from oomfix.rewrite.effects import (
     overlap,
     paths_read,
 )
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.liveness import FunctionNode, definitely_bound, names_bound, names_bound_by_target, names_read
 from oomfix.rewrite.module import Names
@@ -170,9 +169,8 @@ class _Effects:
     """
 
     def __init__(self, reading: Reading) -> None:
-        nodes = reading.script.imports.nodes
-        self.functions = FunctionsCalled(nodes)
-        self._forwards = [one for one in nodes.functions if one.name in ("forward", "__call__")]
+        self.functions = reading.functions
+        self._forwards = [one for one in reading.script.imports.nodes.functions if one.name in ("forward", "__call__")]
 
     def are_all(self, statement: ast.stmt) -> bool:
         """Whether a statement does nothing else than to change something, which no draw or fetch has a part in."""

@@ -89,9 +89,12 @@ class LoopRewriter:
 
     def _read(self, reading: Reading) -> None:
         self._reading, self._script, self._source = reading, reading.script, reading.source
-        self._blocks, self._layout, self._amp = reading.blocks, reading.layout, reading.amp
-        self._judge = Judge(self._script, self._blocks, self._amp)
+        self._judge = Judge(reading)
         self.verdicts = self._judge.verdicts()
+
+    def _read_again(self, stages: _Stages) -> Reading:
+        """The script as some rounds of edits have left it."""
+        return Reading(Script.read(stages.source, self._target))
 
     def rewrite(self) -> Source:
         """The file with its loops rewritten."""
@@ -119,7 +122,7 @@ class LoopRewriter:
 
     def _fold_windows(self) -> None:
         """Fold the windows that lose something; what is left to do is done to the script with folded windows."""
-        folder = WindowFolder(self._script, self._blocks, self._layout, self._amp, self._manager, self._wants)
+        folder = WindowFolder(self._reading, self._manager, self._wants)
         edits: list[Edit] = []
         notes: dict[int, list[str]] = {}
         mended: list[tuple[str, int]] = []
@@ -137,7 +140,7 @@ class LoopRewriter:
             return
         before = self._reading, [verdict.notes for verdict in self.verdicts]
         self._begun.edit(edits)
-        self._read(Reading(Script.read(self._begun.source, self._target)))
+        self._read(self._read_again(self._begun))
         if len(self.verdicts) != len(self._loops) or any(self.verdicts[number].form == "none" for number in notes):
             self._begun = _Stages(before[0].source)
             self._read(before[0])
@@ -150,8 +153,8 @@ class LoopRewriter:
 
     def _rewritten(self, scaling: Scaling) -> Source:
         manager = self._manager
-        edits = InPlace(self._script, self._blocks, self._layout, self._amp, manager, scaling).edits(self.verdicts)
-        edits += prepare_edits(self._script, self._layout, self._blocks, manager, _trained(self.verdicts))
+        edits = InPlace(self._reading, manager, scaling).edits(self.verdicts)
+        edits += prepare_edits(self._reading, manager, _trained(self.verdicts))
         if self._known is None:
             edits += self._stages()
             used = _first_use(self._script, edits, manager)
@@ -159,17 +162,17 @@ class LoopRewriter:
             if scaling != "ours" and any(map(reads_gradients, self._source.tree.body)):
                 # without `unscale_` ahead of them the manager does not know of the script's own clips
                 overrides.pop("clip_norm", None)
-            edits += header_edits(self._layout, self._names, manager, self._preset, overrides, used)
+            edits += header_edits(self._reading.layout, self._names, manager, self._preset, overrides, used)
         preset = presets.get(self._preset, **self._overrides)
-        self._written_to_loaders = loader_arguments(self._script, self._layout, preset, self.verdicts)
+        self._written_to_loaders = loader_arguments(self._reading, preset, self.verdicts)
         edits += [edit for written in self._written_to_loaders for edit in written.edits]
         stages = self._begun.copy()
         stages.edit(together(self._source.text, edits))
         order = self._order()
-        reading = Reading(Script.read(stages.source, self._target))
+        reading = self._read_again(stages)
         while (merged := merge_branches(reading, manager)).edits:
             stages.edit(merged.edits)
-            reading = Reading(Script.read(stages.source, self._target))
+            reading = self._read_again(stages)
             order = [place for number, place in enumerate(order) if number not in merged.gone]
         lifted = lift_backwards(reading, order, manager)
         lifted = self._lifted_apart(stages, reading, order) or lifted
@@ -183,7 +186,7 @@ class LoopRewriter:
         stages.edit(lifted)
         stays = any(verdict.form == "in-place" or verdict.runs_ahead for verdict in self.verdicts)
         if scaling != "script's" and stays:
-            stages.edit(model_call_edits(Script.read(stages.source, self._target), self.verdicts, manager))
+            stages.edit(model_call_edits(self._read_again(stages), self.verdicts, manager))
         return stages.source
 
     def _lifted_apart(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
@@ -203,7 +206,7 @@ class LoopRewriter:
             if not edits:
                 break
             apart.edit(edits)
-            reading = Reading(Script.read(apart.source, self._target))
+            reading = self._read_again(apart)
             lifted = lift_backwards(reading, order, self._manager)
             if all(verdict.joined_line is None for verdict in self.verdicts):
                 same = [verdict.form for verdict in self.verdicts] == [form for form, _ in before]
@@ -227,7 +230,7 @@ class LoopRewriter:
         if stays or any(verdict.form == "none" or isinstance(verdict.loop, StepFunction) for verdict in self.verdicts):
             return []
         runtime = runtime_name(self._source.tree.body, self._names)
-        return stage_edits(self._script, self._layout, self._blocks, f"{runtime}.free")
+        return stage_edits(self._reading, f"{runtime}.free")
 
     def _share(self) -> None:
         """Loops whose backwards are those of another become what that one became."""

@@ -6,16 +6,13 @@ import ast
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from oomfix.rewrite.amp import Amp
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.module import manager_in
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
-from oomfix.rewrite.step_functions import training_loops
 from oomfix.rewrite.unscaled_gradients import UnscaledGradients
 from oomfix.rewrite.verdict import Scaling, Verdict
-from oomfix.script import Script, TrainingLoop
+from oomfix.script import TrainingLoop
 from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
@@ -36,22 +33,19 @@ class Judge:
     """Decides what can be done with each training loop of a script.
 
     Args:
-        script: the script.
-        blocks: where its nodes stand.
-        amp: what it does about precision.
+        reading: the script.
     """
 
-    def __init__(self, script: Script, blocks: Blocks, amp: Amp) -> None:
-        self._script = script
-        self._blocks = blocks
-        self._amp = amp
-        self._watch = ScaleWatch(script, blocks)
-        self._unscaled = UnscaledGradients(script)
-        self._manager = manager_in(script)
+    def __init__(self, reading: Reading) -> None:
+        self._reading, self._script = reading, reading.script
+        self._blocks, self._amp = reading.blocks, reading.amp
+        self._watch = ScaleWatch(reading)
+        self._unscaled = UnscaledGradients(reading)
+        self._manager = manager_in(reading.script)
 
     def verdicts(self) -> list[Verdict]:
         """One verdict per training loop, by line."""
-        verdicts = [self._judge(loop) for loop in training_loops(self._script)]
+        verdicts = [self._judge(loop) for loop in self._reading.loops]
         self.leave_shared(verdicts)
         return verdicts
 
@@ -139,10 +133,8 @@ class Judge:
     def _functions_named(self, verdict: Verdict) -> Iterator[ast.AST]:
         """The functions of the file that the loop calls by their names, such as `sgd(params, lr)`."""
         calls = (node for node in walk(verdict.loop.node) if isinstance(node, ast.Call))
-        named = [call for call in calls if isinstance(call.func, ast.Name)]
-        if named:
-            functions = FunctionsCalled(self._script.imports.nodes)
-            yield from (function for call in named for function in functions.by(call))
+        named = (call for call in calls if isinstance(call.func, ast.Name))
+        yield from (function for call in named for function in self._reading.functions.by(call))
 
     def _stepping(self, verdict: Verdict) -> str | None:
         """What is asked both for `step()` and for `zero_grad()`, as optimizers are, though none is seen to be there."""

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.between import stays_the_same_ahead_of
-from oomfix.rewrite.calls_run import CallsRun
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.liveness import definitely_bound, names_bound, names_read
 from oomfix.rewrite.reading import Reading
@@ -21,6 +19,7 @@ from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_parameters import SharedParameters
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
+from oomfix.script.nodes import arguments_of
 
 _MAY_DRAW = re.compile(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|perturb|mask|penalty", re.IGNORECASE)
 """How functions of other files are called that may draw random numbers."""
@@ -69,11 +68,10 @@ class _Turns:
         forwards = reading.script.trace.forwards.values()
         self._networks = {forward.node for forward in forwards}
         self._paths = {forward.path for forward in forwards} - {None}
-        self._functions = FunctionsCalled(nodes)
-        self._calls_run = CallsRun(self._functions)
+        self._functions, self._calls_run = reading.functions, reading.calls_run
         attributes = (node for node in nodes.of(ast.Attribute) if isinstance(node.ctx, ast.Store))
         self._stored = {path_of(node) for node in attributes}
-        self._helpers = Helpers(nodes, self._networks)
+        self._helpers = Helpers(reading, self._networks)
         self._shared = SharedParameters(reading.script)
 
     def of(self, block: list[ast.stmt]) -> Iterator[tuple[int, list[int]]]:
@@ -179,5 +177,5 @@ class _Turns:
         if self._runs_network(statement) or self._helpers.draw_random_numbers(statement):
             return True
         calls = list(effects.calls_in(statement))
-        given = (path_of(one) for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
+        given = (path_of(one) for call in calls for one in arguments_of(call))
         return not self._paths.isdisjoint(given) or any(_MAY_DRAW.search(effects.last_name(call)) for call in calls)

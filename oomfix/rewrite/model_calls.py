@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.manager_calls import through_manager
-from oomfix.rewrite.step_functions import training_loops
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.edits import Edit
@@ -24,33 +23,32 @@ _GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
 _NO_GRADIENTS = re.compile(r"clip|requires|zero|(no|enable)_grad$", re.IGNORECASE)
 
 
-def model_call_edits(script: Script, verdicts: list[Verdict], manager: str) -> list[Edit]:
+def model_call_edits(reading: Reading, verdicts: list[Verdict], manager: str) -> list[Edit]:
     """The edits that run the models of loops in place through the manager, where nothing else decides precision.
 
     Gradients that are differentiated again (gradient penalties), and those that the script takes itself, of losses
     that the manager does not scale, underflow in fp16: such a file keeps fp32.
 
     Args:
-        script: the file after everything else was done to its loops.
+        reading: the file after everything else was done to its loops.
         verdicts: of its loops, in the same order.
         manager: the name of the manager.
     """
+    script, blocks = reading.script, reading.blocks
     precision = script.precision
     decided = precision.trains_in_half or precision.autocasts_out_of_sight or "create_graph" in script.source.text
-    loops = training_loops(script)
-    if not script.may_run_on_cuda or decided or len(loops) != len(verdicts):
+    if not script.may_run_on_cuda or decided or len(reading.loops) != len(verdicts):
         return []
-    blocks = Blocks(script.source.tree)
     if any(_takes_gradients(call, blocks) for call in script.imports.nodes.of(ast.Call)):
         return []
     calls: dict[ast.Call, None] = {}
-    for loop, verdict in zip(loops, verdicts, strict=True):
+    for loop, verdict in zip(reading.loops, verdicts, strict=True):
         called = dict.fromkeys(_models_called(script, loop, blocks))
         if verdict.form == "in-place":
             calls |= called
         elif verdict.runs_ahead:
             calls.update(dict.fromkeys(call for call in called if not _is_lifted(call, loop, blocks)))
-    return through_manager(Layout(script.source), calls, f"{manager}.forward")
+    return through_manager(reading.layout, calls, f"{manager}.forward")
 
 
 def _takes_gradients(call: ast.Call, blocks: Blocks) -> bool:

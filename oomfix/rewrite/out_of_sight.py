@@ -7,14 +7,13 @@ import builtins
 from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.functions_called import arguments_given, parameters_of
 from oomfix.rewrite.liveness import FunctionNode, Scope
-from oomfix.script import Script
+from oomfix.rewrite.reading import Reading
 from oomfix.script.named_like import looks_like_differentiating, looks_like_module, looks_like_training
 from oomfix.script.names import path_of
-from oomfix.script.nodes import children, walk
+from oomfix.script.nodes import arguments_of, children, walk
 from oomfix.script.torch_facts import BOOKKEEPING, CONTAINERS
 
 _WRAPPING = frozenset(
@@ -38,13 +37,13 @@ class OutOfSight:
     Names are followed through the whole file, whatever function they stand in: two networks of one name count as one.
 
     Args:
-        script: the script.
-        blocks: where its nodes stand.
+        reading: the script.
         networks: what its loops run forwards of.
     """
 
-    def __init__(self, script: Script, blocks: Blocks, networks: set[str]) -> None:
-        self._blocks = blocks
+    def __init__(self, reading: Reading, networks: set[str]) -> None:
+        script = reading.script
+        self._blocks = reading.blocks
         self._imports = script.imports
         self._calls = script.imports.nodes.of(ast.Call)
         self._bindings = [binding for node in script.imports.nodes for binding in bindings(node)]
@@ -73,13 +72,15 @@ class OutOfSight:
     def calls(self) -> Iterator[ast.Call]:
         """The calls that give the network to what may run a backward of its own."""
         for call in self._calls:
-            if self._asks_network(call) or (any(map(self._is_network, _given(call))) and not self._is_in_sight(call)):
+            if self._asks_network(call) or (
+                any(map(self._is_network, arguments_of(call))) and not self._is_in_sight(call)
+            ):
                 yield call
 
     def calls_with_parameters(self) -> Iterator[ast.Call]:
         """The calls that give the network, or its parameters, to what may read their gradients."""
         for call in self._calls:
-            given = any(self._is_network(one) or self._is_of_parameters(one) for one in _given(call))
+            given = any(self._is_network(one) or self._is_of_parameters(one) for one in arguments_of(call))
             if self._asks_network(call) or (given and not self._is_in_sight(call)):
                 yield call
 
@@ -185,10 +186,10 @@ class OutOfSight:
         if not isinstance(value, ast.Call):
             yield value
             return
-        yield from _given(value) if self._wraps(value) else ()
+        yield from arguments_of(value) if self._wraps(value) else ()
         for function in self._meant(value):
             if function.name == "__init__":
-                yield from _given(value)
+                yield from arguments_of(value)
                 yield from (kept for node in function.body for target, kept in bindings(node) if path_of(target))
             yield from (node.value for node in walk(function) if isinstance(node, ast.Return) and node.value)
 
@@ -259,7 +260,7 @@ class OutOfSight:
                 return True
             return _names_a_part(path) and any(path.startswith((f"{name}.", f"{name}[")) for name in names)
         if isinstance(value, ast.Call):
-            return self._wraps(value) and any(map(self._is_network, _given(value)))
+            return self._wraps(value) and any(map(self._is_network, arguments_of(value)))
         if isinstance(value, ast.Lambda):
             return any(self._is_network(child) for child in walk(value.body) if isinstance(child, ast.Name))
         return any(map(self._is_network, _held(value)))
@@ -304,7 +305,3 @@ def _called_by(functions: list[FunctionNode]) -> set[str]:
     calls = [node for function in functions for node in walk(function) if isinstance(node, ast.Call)]
     paths = {path for path in (path_of(call.func) for call in calls) if path is not None}
     return set() if any(last_name(call) == "backward" for call in calls) else paths
-
-
-def _given(call: ast.Call) -> tuple[ast.expr, ...]:
-    return (*call.args, *(keyword.value for keyword in call.keywords))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.effects import overlap
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
@@ -61,11 +59,10 @@ def _is_autocast(statement: ast.stmt, manager: str) -> bool:
 
 def _end_of_shared(block: ast.With, later: list[ast.stmt], reading: Reading) -> int | None:
     """The index in a block behind all that runs networks for the backwards `later`; None where others run ahead."""
-    calls_run = CallsRun(FunctionsCalled(reading.script.imports.nodes))
     called = {node for one in later for node in walk(one)}
     through = {origin for event in reading.script.backwards if event.node in called for origin in event.origins}
     forwards = list(reading.script.trace.forwards.values())
-    run = [set(calls_run.by(statement)) for statement in block.body]
+    run = [set(reading.calls_run.by(statement)) for statement in block.body]
     of_statement = [[forward for forward in forwards if forward.node in calls] for calls in run]
     needed = [any(forward.origin in through for forward in found) for found in of_statement]
     if True not in needed:

@@ -11,6 +11,7 @@ from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import names_bound
 from oomfix.script.names import path_of
+from oomfix.script.nodes import arguments_of
 
 
 def exchanged(
@@ -53,7 +54,7 @@ def _pool_of(statement: ast.stmt) -> str | None:
     call = statement.value
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
         return None
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    given = arguments_of(call)
     plain = all(isinstance(one, ast.Name | ast.Constant) or _is_detached(one) for one in given)
     return path_of(call.func.value) if given and plain else None
 

@@ -18,11 +18,12 @@ from oomfix.rewrite.liveness import (
     names_read,
     nodes_of_scope_body,
 )
+from oomfix.rewrite.reading import Reading
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, line_start
 from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import path_of
-from oomfix.script.nodes import children, walk
+from oomfix.script.nodes import arguments_of, children, walk
 from oomfix.script.trace import Forward
 
 _MOST_CALLS = 5
@@ -49,12 +50,15 @@ class Made(NamedTuple):
     place: Place
 
 
-def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, trained: list[Forward]) -> list[Edit]:
+def prepare_edits(reading: Reading, manager: str, trained: list[Forward]) -> list[Edit]:
     """`memory.prepare(model)` ahead of the statement that gives a model's parameters to an optimizer.
 
     Args:
+        reading: the script.
+        manager: the name of the manager.
         trained: the forwards of rewritten loops.
     """
+    script, blocks = reading.script, reading.blocks
     models = _Models(script, blocks)
     made = sorted(_optimizers_made(script, blocks, models), key=lambda one: one.statement.lineno)
     places = models.places_of(trained)
@@ -73,7 +77,9 @@ def prepare_edits(script: Script, layout: Layout, blocks: Blocks, manager: str, 
     for place, statements in chosen.items():
         for made_of_it in _ahead_of(place, statements, blocks):
             statement = _first_of_makers(made_of_it, place, makers, blocks)
-            edits += _ahead_of_line(layout, blocks.block_of(statement), statement, f"{manager}.prepare({place.path})")
+            edits += _ahead_of_line(
+                reading.layout, blocks.block_of(statement), statement, f"{manager}.prepare({place.path})"
+            )
     return edits
 
 
@@ -151,7 +157,7 @@ def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterato
         scope = blocks.scope_of(statement)
         if scope is None:
             continue
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        arguments = arguments_of(node)
         given = [path for argument in arguments for path in _parameters_of(argument, statement, scope, blocks)]
         given = [path for path in given if _has_value(path, node, statement, scope, blocks)]
         if named:

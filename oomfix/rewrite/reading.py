@@ -8,7 +8,9 @@ from functools import cached_property
 
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.effects import last_called, measures
+from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.step_functions import training_loops
 from oomfix.script import Script, TrainingLoop
@@ -38,6 +40,16 @@ class Reading:
     def blocks(self) -> Blocks:
         """Where its nodes stand."""
         return Blocks(self.source.tree)
+
+    @cached_property
+    def functions(self) -> FunctionsCalled:
+        """Its functions, by what calls of them may mean."""
+        return FunctionsCalled(self.script.imports.nodes)
+
+    @cached_property
+    def calls_run(self) -> CallsRun:
+        """The calls that run in its nodes."""
+        return CallsRun(self.functions)
 
     @cached_property
     def layout(self) -> Layout:

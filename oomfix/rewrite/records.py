@@ -9,7 +9,7 @@ from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.effects import calls_in, root_of
 from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given, parameters_of
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_bound_by_target, nodes_of_scope
-from oomfix.script.nodes import Nodes
+from oomfix.script.nodes import Nodes, arguments_of
 
 _ADDING = frozenset({"append", "appendleft", "extend", "insert", "update", "add"})
 _CONTAINERS = frozenset({"dict", "list", "defaultdict", "Counter", "OrderedDict", "deque"})
@@ -43,7 +43,7 @@ class Records:
             if functions := self._functions.by(call):
                 found.update(name for function in functions for name in self._as_given(call, function))
             elif root_of(call.func).split(".")[0] in self._imported:
-                given = (*call.args, *(keyword.value for keyword in call.keywords))
+                given = arguments_of(call)
                 found.update(one.id for one in given if isinstance(one, ast.Name) and one.id in self._made_empty)
         return found
 

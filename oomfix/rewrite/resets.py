@@ -11,6 +11,7 @@ from oomfix.rewrite.effects import CLIPPING, last_name, leaves
 from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope, nodes_of_scope_body
 from oomfix.rewrite.out_of_sight import OutOfSight
 from oomfix.rewrite.prepare import is_optimizer_class
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_parameters import SharedParameters
 from oomfix.rewrite.skipped_batches import skips_if_not_finite
@@ -25,14 +26,12 @@ class Resets:
     """The `zero_grad` lines of a file, and what its steps may do in their place.
 
     Args:
-        script: the script.
-        blocks: where its nodes stand.
+        reading: the script.
         verdicts: its training loops.
     """
 
-    def __init__(self, script: Script, blocks: Blocks, verdicts: Sequence[Verdict]) -> None:
-        self._script = script
-        self._blocks = blocks
+    def __init__(self, reading: Reading, verdicts: Sequence[Verdict]) -> None:
+        self._reading, self._script, self._blocks = reading, reading.script, reading.blocks
         self._verdicts = verdicts
 
     def behind(self, step: ast.stmt, optimizer: str | None) -> ast.stmt | None:
@@ -151,7 +150,7 @@ class Resets:
     @cached_property
     def _out_of_sight(self) -> OutOfSight:
         paths = {forward.path for verdict in self._verdicts for forward in verdict.loop.forwards}
-        return OutOfSight(self._script, self._blocks, {path for path in paths if path is not None})
+        return OutOfSight(self._reading, {path for path in paths if path is not None})
 
     @cached_property
     def _readers_out_of_sight(self) -> list[ast.Call]:

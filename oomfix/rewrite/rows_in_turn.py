@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from oomfix.rewrite import effects
 from oomfix.rewrite.lift import Lift
 from oomfix.rewrite.liveness import Liveness, names_bound, names_bound_by_target, names_read, nodes_of_scope
+from oomfix.script.nodes import arguments_of
 
 _IN_TURN = frozenset({"zip", "enumerate", "reversed", "tqdm", "trange"})
 
@@ -73,9 +74,5 @@ def _given_to_networks(loop: ast.For, runs_forward: Callable[[ast.AST], bool]) -
     """The names in the arguments of what runs a network in a loop."""
     calls = (call for statement in loop.body for call in effects.calls_in(statement))
     return {
-        name
-        for call in calls
-        if runs_forward(call)
-        for argument in (*call.args, *(keyword.value for keyword in call.keywords))
-        for name in names_read(argument)
+        name for call in calls if runs_forward(call) for argument in arguments_of(call) for name in names_read(argument)
     }

@@ -12,10 +12,10 @@ from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.handed_networks import HandedNetworks
 from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
 from oomfix.rewrite.optimizer_loops import loop_over_optimizers, may_run_ahead
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
-from oomfix.script import Script
 from oomfix.script.names import path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import arguments_of, walk
 from oomfix.script.trace import Step
 
 _TWO_STEPS = frozenset({"first_step", "second_step", "ascent_step", "descent_step"})
@@ -30,14 +30,13 @@ class ScaleWatch:
     65536 times too large in fp16.
 
     Args:
-        script: the script.
-        blocks: where its nodes stand.
+        reading: the script.
     """
 
-    def __init__(self, script: Script, blocks: Blocks) -> None:
-        self._script = script
-        self._blocks = blocks
-        self._handed = HandedNetworks(script, blocks)
+    def __init__(self, reading: Reading) -> None:
+        self._script = reading.script
+        self._blocks = reading.blocks
+        self._handed = HandedNetworks(reading)
 
     def why_seen(self, verdict: Verdict) -> str | None:
         """What would see scaled gradients, or None; `verdict.steps` are those the manager makes."""
@@ -262,6 +261,6 @@ def updates_by_hand(node: ast.AST) -> bool:
         if isinstance(child, ast.AugAssign) and reads_gradients(child.value):
             return True
         if isinstance(child, ast.Call) and last_name(child).endswith("_") and not last_name(child).startswith("clip"):
-            if any(reads_gradients(given) for given in (*child.args, *(keyword.value for keyword in child.keywords))):
+            if any(reads_gradients(given) for given in arguments_of(child)):
                 return True
     return False

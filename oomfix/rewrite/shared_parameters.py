@@ -11,7 +11,7 @@ from oomfix.rewrite.effects import last_name, overlap
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.script import Script
 from oomfix.script.names import path_of
-from oomfix.script.nodes import children
+from oomfix.script.nodes import arguments_of, children
 
 _OF_NETWORKS = frozenset("parameters named_parameters modules named_modules children named_children".split())
 _ADDING = frozenset({"append", "extend", "add_param_group"})
@@ -45,7 +45,7 @@ class SharedParameters:
 
     def may_be_given(self, optimizer: str, call: ast.Call) -> bool:
         """Whether a call, such as a clip, may be given parameters that an optimizer steps."""
-        given = {path for argument in _arguments(call) for path in self._networks_in(argument, set())}
+        given = {path for argument in arguments_of(call) for path in self._networks_in(argument, set())}
         own = self._stepped(optimizer)
         return not own or optimizer in given or overlap(own, given)
 
@@ -67,7 +67,7 @@ class SharedParameters:
         found: set[str] = set()
         for value in self._bound.get(optimizer, ()):
             for call in _calls_that_give(value):
-                given = _arguments(call)
+                given = arguments_of(call)
                 if is_optimizer_class(self._script, call.func):
                     named = [one.value for one in call.keywords if one.arg == "params"]
                     given = [*call.args[:1], *named]
@@ -84,7 +84,7 @@ class SharedParameters:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_NETWORKS:
             yield from self._networks_in(node.func.value, seen)
         elif isinstance(node, ast.Call):
-            for argument in _arguments(node):
+            for argument in arguments_of(node):
                 yield from self._networks_in(argument, seen)
         elif isinstance(node, ast.expr) and (path := path_of(node)) is not None:
             yield from self._with_parts(path, seen)
@@ -119,10 +119,6 @@ def _added(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING:
         for argument in node.args:
             yield node.func.value, argument
-
-
-def _arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _calls_that_give(value: ast.expr) -> Iterator[ast.Call]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.liveness import FunctionNode, Liveness, Scope, names_bound, names_read, nodes_of_scope
+from oomfix.rewrite.liveness import (
+    FunctionNode,
+    Liveness,
+    Scope,
+    names_bound,
+    names_read,
+    nodes_of_scope,
+    nodes_of_scope_body,
+)
 from oomfix.rewrite.prepare import is_optimizer_class
+from oomfix.rewrite.reading import Reading
 from oomfix.script import Script
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
@@ -22,93 +28,83 @@ _MOST_CALLS = 4
 _OWN_METHODS = frozenset({"step", "zero_grad", "state_dict", "load_state_dict"})
 
 
-class Transition(NamedTuple):
-    """An optimizer that nothing reads any more where the next one is made.
-
-    Attributes:
-        name: of the old optimizer.
-        statement: that makes the new one.
-    """
-
-    name: str
-    statement: ast.stmt
-
-
-def stage_edits(script: Script, layout: Layout, blocks: Blocks, free: str) -> list[Edit]:
+def stage_edits(reading: Reading, free: str) -> list[Edit]:
     """`runtime.free(optimizer)` ahead of the statement that makes the optimizer of the next stage.
 
     Args:
+        reading: the script.
         free: how the script calls `oomfix.runtime.free`.
     """
+    layout = reading.layout
     edits = []
-    for transition in transitions(script, blocks):
-        if layout.own_lines(transition.statement) is not None:
-            start = layout.above_comments(transition.statement)
-            text = f"{layout.margin(transition.statement)}{free}({transition.name}){layout.newline}"
-            edits.append(Edit(start, start, text))
+    for old, new in _Stages(reading).transitions():
+        if layout.own_lines(new) is not None:
+            start = layout.above_comments(new)
+            edits.append(Edit(start, start, f"{layout.margin(new)}{free}({old}){layout.newline}"))
     return edits
 
 
-def transitions(script: Script, blocks: Blocks) -> Iterator[Transition]:
-    """The transitions of a script that are certain.
+class _Stages:
+    """Finds the optimizers of a script that nothing reads any more where the next one is made."""
 
-    Both optimizers are made in one block, under names of their own; in between the first is only handed to functions
-    of the file that keep no hold of it; behind the second nothing reads it, or what was made of it.
-    """
-    made: dict[int, list[ast.Assign]] = {}
-    for node in script.imports.nodes.of(ast.Assign):
-        if isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
-            if len(node.targets) == 1 and is_optimizer_class(script, node.value.func):
-                made.setdefault(id(blocks.block_of(node)), []).append(node)
-    functions = _Functions(script)
-    for statements in made.values():
-        scope = blocks.scope_of(statements[0])
-        if scope is None or len(statements) < 2:
-            continue
-        liveness = Liveness(scope, script.source.tree)
-        for first, second in itertools.pairwise(statements):
-            name = names_bound(first).pop()
-            if name not in names_bound(second) and _is_done(first, second, name, blocks, liveness, scope, functions):
-                yield Transition(name, second)
+    def __init__(self, reading: Reading) -> None:
+        self._script, self._blocks = reading.script, reading.blocks
+        self._functions = _Functions(reading.script)
 
+    def transitions(self) -> Iterator[tuple[str, ast.stmt]]:
+        """The names of old optimizers that are certain to be done, with the statements that make the new ones.
 
-def _is_done(
-    first: ast.Assign,
-    second: ast.Assign,
-    name: str,
-    blocks: Blocks,
-    liveness: Liveness,
-    scope: Scope,
-    functions: _Functions,
-) -> bool:
-    block = blocks.block_of(first)
-    between = block[block.index(first) + 1 : block.index(second)]
-    bindings = [node for node in _nodes(scope) if isinstance(node, ast.Name) and node.id == name]
-    if sum(isinstance(node.ctx, ast.Store) for node in bindings) != 1 or blocks.loop_of(first) is not None:
-        return False
-    if not any(name in names_read(statement) for statement in between):
-        return False
-    held = {name}
-    for statement in between:
-        users = [node for node in nodes_of_scope(statement) if isinstance(node, ast.Name) and node.id in held]
-        for user in users:
-            parent = next(blocks.ancestors(user))
-            if isinstance(user.ctx, ast.Store):
-                return False
-            if isinstance(parent, ast.Attribute) and parent.attr in (*_OWN_METHODS, "param_groups"):
+        Both optimizers are made in one block, under names of their own; in between the first is only handed to
+        functions of the file that keep no hold of it; behind the second nothing reads it, or what was made of it.
+        """
+        for statements in self._made_by_block():
+            scope = self._blocks.scope_of(statements[0])
+            if scope is None or len(statements) < 2:
                 continue
-            call = next((node for node in blocks.ancestors(user) if isinstance(node, ast.Call)), None)
-            if call is None or not functions.lets_go(call, user):
-                made = statement if isinstance(statement, ast.Assign) and statement.value is call else None
-                if made is None or not _is_scheduler(call) or not isinstance(made.targets[0], ast.Name):
-                    return False
-                held |= names_bound(made)
-    return not held & (liveness.after(second) | names_read(second))
+            liveness = Liveness(scope, self._script.source.tree)
+            for first, second in itertools.pairwise(statements):
+                name = names_bound(first).pop()
+                if name in names_bound(second) or not self._is_made_once(name, first, scope):
+                    continue
+                held = self._held_between(first, second)
+                if held is not None and not held & (liveness.after(second) | names_read(second)):
+                    yield name, second
 
+    def _made_by_block(self) -> Iterable[list[ast.Assign]]:
+        """The statements that make optimizers with names of their own, those of one block together."""
+        made: dict[int, list[ast.Assign]] = {}
+        for node in self._script.imports.nodes.of(ast.Assign):
+            if isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
+                if len(node.targets) == 1 and is_optimizer_class(self._script, node.value.func):
+                    made.setdefault(id(self._blocks.block_of(node)), []).append(node)
+        return made.values()
 
-def _nodes(scope: Scope) -> Iterator[ast.AST]:
-    for statement in scope.body:
-        yield from nodes_of_scope(statement)
+    def _is_made_once(self, name: str, made: ast.Assign, scope: Scope) -> bool:
+        names = (node for node in nodes_of_scope_body(scope) if isinstance(node, ast.Name) and node.id == name)
+        return sum(isinstance(node.ctx, ast.Store) for node in names) == 1 and self._blocks.loop_of(made) is None
+
+    def _held_between(self, first: ast.Assign, second: ast.Assign) -> set[str] | None:
+        """The names that hold an optimizer where the next one is made; None where others may, or it is not used."""
+        block = self._blocks.block_of(first)
+        between = block[block.index(first) + 1 : block.index(second)]
+        held = names_bound(first)
+        if not any(held & names_read(statement) for statement in between):
+            return None
+        for statement in between:
+            users = [node for node in nodes_of_scope(statement) if isinstance(node, ast.Name) and node.id in held]
+            for user in users:
+                parent = next(self._blocks.ancestors(user))
+                if isinstance(user.ctx, ast.Store):
+                    return None
+                if isinstance(parent, ast.Attribute) and parent.attr in (*_OWN_METHODS, "param_groups"):
+                    continue
+                call = next((node for node in self._blocks.ancestors(user) if isinstance(node, ast.Call)), None)
+                if call is None or not self._functions.lets_go(call, user):
+                    made = statement if isinstance(statement, ast.Assign) and statement.value is call else None
+                    if made is None or not _is_scheduler(call) or not isinstance(made.targets[0], ast.Name):
+                        return None
+                    held |= names_bound(made)
+        return held
 
 
 def _is_scheduler(call: ast.Call | None) -> bool:

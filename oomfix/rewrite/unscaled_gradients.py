@@ -6,10 +6,9 @@ import ast
 from functools import cached_property
 
 from oomfix.rewrite.effects import last_name
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
-from oomfix.rewrite.step_functions import training_loops
 from oomfix.rewrite.verdict import Verdict
-from oomfix.script import Script
 from oomfix.script.names import path_of
 from oomfix.script.trace import Backward
 
@@ -20,11 +19,11 @@ class UnscaledGradients:
     """Finds gradients that a script makes where the manager does not see it.
 
     Args:
-        script: the script.
+        reading: the script.
     """
 
-    def __init__(self, script: Script) -> None:
-        self._script = script
+    def __init__(self, reading: Reading) -> None:
+        self._reading, self._script = reading, reading.script
 
     def why_stepped(self, verdict: Verdict) -> str | None:
         """What the steps of a loop would take for scaled gradients, or None."""
@@ -54,7 +53,7 @@ class UnscaledGradients:
     @cached_property
     def _backwards_in_no_loop(self) -> list[Backward]:
         """The backwards that stay as they are."""
-        rewritten = {event.node for loop in training_loops(self._script) for event in loop.backwards}
+        rewritten = {event.node for loop in self._reading.loops for event in loop.backwards}
         return [
             event
             for event in self._script.trace.backwards

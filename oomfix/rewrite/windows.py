@@ -9,18 +9,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 from oomfix.rewrite import effects
-from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.divisions import Divisions
 from oomfix.rewrite.effects import last_name
-from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.no_sync import exchange_edits
+from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.verdict import Verdict
 from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
-from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, remove_statement
 from oomfix.script.nodes import walk
 from oomfix.script.torch_facts import SUMMED
@@ -53,25 +51,17 @@ class WindowFolder:
     A window that does neither stays as it is written: it is right.
 
     Args:
-        script: the script.
-        blocks: where its nodes stand.
-        layout: its text.
-        amp: what it does about precision.
+        reading: the script.
         manager: the name of the manager.
         wants: whether findings with a code are to be mended.
     """
 
-    def __init__(
-        self, script: Script, blocks: Blocks, layout: Layout, amp: Amp, manager: str, wants: Callable[[str], bool]
-    ) -> None:
-        self._script = script
-        self._source = script.source
-        self._blocks = blocks
-        self._layout = layout
-        self._amp = amp
+    def __init__(self, reading: Reading, manager: str, wants: Callable[[str], bool]) -> None:
+        self._reading, self._script, self._source = reading, reading.script, reading.source
+        self._blocks, self._layout = reading.blocks, reading.layout
         self._manager = manager
         self._wants = wants
-        self._names = Names(script)
+        self._names = Names(reading.script)
 
     def fold(self, verdict: Verdict) -> Folded | None:
         """The edits for a loop's window; None where it has none, or nothing is wrong with it.
@@ -101,7 +91,7 @@ class WindowFolder:
         edits += self._tail_behind(verdict)
         self._check_no_sums(verdict, bool(undivided))
         if not undivided:
-            divisions = Divisions(self._blocks, self._layout, self._amp, self._source.tree)
+            divisions = Divisions(self._reading)
             edits += [edit for event in verdict.backwards for edit in divisions.undone(event, shape.size)]
         size = self._source.segment(shape.size)
         mended = [("OOM301", event.node.lineno) for event in undivided]

@@ -102,9 +102,14 @@ def asks_for_gradients(call: ast.Call) -> bool:
     )
 
 
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """What a call is given, by place and then by name."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def only_argument(call: ast.Call) -> ast.expr | None:
     """What a function of one parameter is given, by its place or its name; None where nothing is."""
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    given = arguments_of(call)
     return given[0] if given else None
 
 
