@@ -10,7 +10,7 @@ from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.handed_networks import HandedNetworks
-from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
+from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope_body
 from oomfix.rewrite.optimizer_loops import loop_over_optimizers, may_run_ahead
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
@@ -132,15 +132,14 @@ class ScaleWatch:
             if loop is not None and not may_run_ahead(loop, reader, self._blocks):
                 return loop.lineno
         scope = self._blocks.scope_of(reader)
-        ends = {step.optimizer.split(".")[0]: step.node.lineno for step in steps}
         if scope is None:
             return None
-        bound = (node for node in nodes_of_scope_body(scope) if isinstance(node, ast.Assign))
+        behind = (node for node in nodes_of_scope_body(scope) if isinstance(node, ast.Assign))
         late = (
             node.lineno
-            for node in bound
-            for name in names_bound(node)
-            if reader.lineno < node.lineno <= ends.get(name, 0)
+            for node in behind
+            for step in steps
+            if reader.lineno < node.lineno <= step.node.lineno and _binds(node, step.optimizer)
         )
         return min(late, default=None)
 
@@ -264,3 +263,10 @@ def updates_by_hand(node: ast.AST) -> bool:
             if any(reads_gradients(given) for given in arguments_of(child)):
                 return True
     return False
+
+
+def _binds(statement: ast.Assign, path: str) -> bool:
+    """Whether an assignment gives a path another meaning: to the name, the attribute or what it is an attribute of."""
+    parts = (part for target in statement.targets for part in walk(target))
+    bound = (path_of(part) for part in parts if isinstance(getattr(part, "ctx", None), ast.Store))
+    return any(one is not None and f"{path}.".startswith(f"{one}.") for one in bound)

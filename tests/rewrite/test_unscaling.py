@@ -609,3 +609,33 @@ def test_optimizers_that_a_loop_names_without_brackets_are_unscaled_on_a_shared_
     after = rewritten(text)
     assert "x = y; [memory.unscale_(optimizer) for optimizer in (first, second)]; nn" in after.text
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+BOUND_BEHIND_A_CLIP = """\
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fit(self, loader):
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(x), y).backward()
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            {bound}
+            self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("bound", "unscaled"),
+    [
+        ("self.norm = norm", True),
+        ("self.optimizer.seen = norm", True),
+        ("self.optimizer = self.optimizer_of(norm)", False),
+    ],
+)
+def test_an_attribute_beside_the_optimizer_may_be_bound_behind_a_clip(bound, unscaled):
+    text = apply(TOP + BOUND_BEHIND_A_CLIP.format(bound=bound))
+    assert ("memory.unscale_(self.optimizer)" in text) is unscaled
+    assert ('precision="no-fp16"' in text) is not unscaled
