@@ -267,6 +267,6 @@ def updates_by_hand(node: ast.AST) -> bool:
 
 def _binds(statement: ast.Assign, path: str) -> bool:
     """Whether an assignment gives a path another meaning: to the name, the attribute or what it is an attribute of."""
-    parts = (part for target in statement.targets for part in walk(target))
+    parts = (part for target in statement.targets for part in walk(target) if isinstance(part, ast.expr))
     bound = (path_of(part) for part in parts if isinstance(getattr(part, "ctx", None), ast.Store))
     return any(one is not None and f"{path}.".startswith(f"{one}.") for one in bound)

@@ -636,6 +636,6 @@ class Trainer:
     ],
 )
 def test_an_attribute_beside_the_optimizer_may_be_bound_behind_a_clip(bound, unscaled):
-    text = apply(TOP + BOUND_BEHIND_A_CLIP.format(bound=bound))
+    text, _ = apply(BOUND_BEHIND_A_CLIP.format(bound=bound))
     assert ("memory.unscale_(self.optimizer)" in text) is unscaled
     assert ('precision="no-fp16"' in text) is not unscaled
