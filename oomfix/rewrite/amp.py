@@ -9,13 +9,12 @@ from operator import or_
 
 from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.removal import without
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, quote_of
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Backward, Step
 

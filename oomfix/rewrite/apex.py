@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import ast
 
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit, bounds
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 
 NOTE = "apex is replaced by the runtime's own mixed precision"

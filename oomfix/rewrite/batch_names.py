@@ -19,6 +19,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.script.named_like import looks_like_module
+from oomfix.script.names import last_name
 from oomfix.script.nodes import arguments_of, walk
 
 _COUNTER = re.compile(
@@ -222,9 +223,9 @@ def _comes_with_the_batch(name: str, loop: ast.For) -> bool:
     """
     target = loop.target
     if isinstance(target, ast.Name):
-        parts = isinstance(loop.iter, ast.Call) and effects.last_name(loop.iter) in _CUTTING
+        parts = isinstance(loop.iter, ast.Call) and last_name(loop.iter) in _CUTTING
         return parts and target.id == name
-    if not isinstance(target, ast.Tuple) or (isinstance(loop.iter, ast.Call) and effects.last_name(loop.iter) == "zip"):
+    if not isinstance(target, ast.Tuple) or (isinstance(loop.iter, ast.Call) and last_name(loop.iter) == "zip"):
         return False
     inner = (one for element in target.elts if isinstance(element, ast.Tuple) for one in names_bound_by_target(element))
     others = {element.id for element in target.elts[1:] if isinstance(element, ast.Name)}
@@ -268,7 +269,7 @@ def _called_names(lift: Lift) -> set[str]:
 def _given_to_calls(lift: Lift) -> set[str]:
     """Names given as they are, or as a part, to what the slice calls; `torch.randn(n, width)` is given sizes."""
     calls = [n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.Call)]
-    made = {id(node) for call in calls if effects.last_name(call) in MADE_BY_SIZE for node in walk(call)}
+    made = {id(node) for call in calls if last_name(call) in MADE_BY_SIZE for node in walk(call)}
     arguments = (one for call in calls for one in arguments_of(call))
     given = (node for argument in arguments for node in walk(argument) if id(node) not in made)
     return {node.id for node in given if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -292,7 +293,7 @@ def _is_scalar(value: ast.expr) -> bool:
         return True
     if isinstance(value, ast.Call):
         numbers = ("len", "int", "float") if isinstance(value.func, ast.Name) else _NUMBER_METHODS
-        return effects.last_name(value) in numbers
+        return last_name(value) in numbers
     if isinstance(value, ast.BinOp):
         return _is_scalar(value.left) and _is_scalar(value.right)
     return size_of(value) is not None

@@ -13,7 +13,7 @@ from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import Liveness, Scope, names_bound, names_read
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_not_finite
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 
 
 class Between:
@@ -152,7 +152,7 @@ class Between:
             raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
         for call in effects.calls_in(statement):
             path = (path_of(call.func) or "").lower()
-            name = effects.last_name(call)
+            name = last_name(call)
             if (name in ("step", "grad") or "backward" in name.split("_")) and "sched" not in path:
                 raise CannotLift(f"line {line} runs `{path or 'a step'}` between forward and backward")
 
@@ -197,6 +197,6 @@ def is_start(statement: ast.stmt) -> bool:
     calls = list(effects.calls_in(statement.value))
     made = ("list", "dict", "zeros", "ones", "empty", "full", "tensor", "defaultdict", "OrderedDict")
     passing = ("to", "cuda", "float", "Variable", "is_available", "len", "size")
-    if not all(effects.last_name(call) in (*made, *passing) for call in calls):
+    if not all(last_name(call) in (*made, *passing) for call in calls):
         return False
-    return any(effects.last_name(call) in made for call in calls) or not names_read(statement.value)
+    return any(last_name(call) in made for call in calls) or not names_read(statement.value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import FunctionNode, Scope, definitely_bound, names_bound_by_target
+from oomfix.script.names import last_name
 from oomfix.script.nodes import children
 
 Loop = ast.For | ast.AsyncFor | ast.While

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from oomfix.rewrite.effects import changed_paths, last_name
+from oomfix.rewrite.effects import changed_paths
 from oomfix.rewrite.lift import Lift
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_read, nodes_of_scope_body
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import children, walk
 
 _SETTINGS = re.compile(r"(args?|opts?|options?|cfg|conf|config|hparams|hyper_?params|params|flags|settings)$", re.I)

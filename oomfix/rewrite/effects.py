@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.liveness import COMPREHENSIONS, FunctionNode, names_bound_by_target, nodes_of_scope
 from oomfix.script.named_like import looks_like_optimizer
-from oomfix.script.names import last_name as last_name
-from oomfix.script.names import last_of, path_of
+from oomfix.script.names import last_name, last_of, path_of
 from oomfix.script.nodes import arguments_of, walk
 
 CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)

@@ -7,12 +7,12 @@ import builtins
 import re
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import CLIPPING, last_name
+from oomfix.rewrite.effects import CLIPPING
 from oomfix.rewrite.liveness import Scope
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script.named_like import looks_like_optimizer
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, walk
 
 _BLIND_TO_GRADIENTS = re.compile(

@@ -16,14 +16,13 @@ from oomfix.rewrite.effects import (
     is_drawing,
     is_remark,
     is_zero_grad,
-    last_name,
     trains,
 )
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.records import Records
 from oomfix.rewrite.shared_tensors import are_changed_in_place
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 
 _MOST_ATTRIBUTES = 48  # the runtime takes objects with many more for data, and does not look for state in them

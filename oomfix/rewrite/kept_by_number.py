@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from oomfix.rewrite.batch_names import bound_anywhere
 from oomfix.rewrite.between import stays_the_same_ahead_of
-from oomfix.rewrite.effects import calls_in, changed_paths, last_name
+from oomfix.rewrite.effects import calls_in, changed_paths
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_read
+from oomfix.script.names import last_name
 from oomfix.script.nodes import walk
 
 _MOVING = frozenset(

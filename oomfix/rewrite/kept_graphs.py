@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import calls_in, changed_paths, last_name
+from oomfix.rewrite.effects import calls_in, changed_paths
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import (
     FunctionNode,
@@ -18,6 +18,7 @@ from oomfix.rewrite.liveness import (
     names_read,
     nodes_of_scope_body,
 )
+from oomfix.script.names import last_name
 from oomfix.script.nodes import blocks, children, walk
 
 _WITHOUT_GRAPH = frozenset("item detach detach_ tolist numpy float int len print".split())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import calls_in, last_name
+from oomfix.rewrite.effects import calls_in
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import nodes_of_scope, nodes_of_scope_body
 from oomfix.script.named_like import looks_like_loss
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import Nodes, walk
 
 _NUMBERS = frozenset("item mean sum norm len float int bool std var cross_entropy kl_div".split())

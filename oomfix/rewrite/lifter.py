@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from oomfix.rewrite.asked_graphs import check_graphs_not_asked
-from oomfix.rewrite.effects import changed_paths, last_name, overlap
+from oomfix.rewrite.effects import changed_paths, overlap
 from oomfix.rewrite.forward_hooks import ForwardHooks
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.kept_graphs import check_graphs_end
@@ -34,7 +34,7 @@ from oomfix.rewrite.skipped_batches import SkippedBatches
 from oomfix.rewrite.slices import PREPARATION, Slicer, records_nothing
 from oomfix.rewrite.verdict import Verdict
 from oomfix.rules.base import Edit
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, walk
 from oomfix.script.trace import Forward, Loop
 

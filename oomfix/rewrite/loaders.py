@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope_body
 from oomfix.rewrite.reading import Reading
+from oomfix.script.names import last_name
 from oomfix.script.scopes import Scopes
 
 _LOADERS = frozenset({"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"})

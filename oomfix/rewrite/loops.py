@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.module import manager_in
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
@@ -14,7 +13,7 @@ from oomfix.rewrite.unscaled_gradients import UnscaledGradients
 from oomfix.rewrite.verdict import Scaling, Verdict
 from oomfix.script import TrainingLoop
 from oomfix.script.named_like import looks_like_optimizer
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.torch_facts import OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Step

@@ -18,7 +18,7 @@ from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_parameters import SharedParameters
 from oomfix.script.edits import Edit
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of
 
 _MAY_DRAW = re.compile(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|perturb|mask|penalty", re.IGNORECASE)
@@ -178,4 +178,4 @@ class _Turns:
             return True
         calls = list(effects.calls_in(statement))
         given = (path_of(one) for call in calls for one in arguments_of(call))
-        return not self._paths.isdisjoint(given) or any(_MAY_DRAW.search(effects.last_name(call)) for call in calls)
+        return not self._paths.isdisjoint(given) or any(_MAY_DRAW.search(last_name(call)) for call in calls)

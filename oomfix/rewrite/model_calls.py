@@ -7,14 +7,13 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.rewrite.manager_calls import through_manager
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.edits import Edit
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 
 # a method that computes the loss too would compute it in half precision
 _WITH_LOSS = re.compile(r"\.\w*(loss|step|elbo|nll|objective|log_prob)\w*$", re.IGNORECASE)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import names_bound_by_target
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.scopes import Scopes
 

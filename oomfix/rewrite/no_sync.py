@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.window_shape import CannotFold, WindowShape, flag_of, follows
 from oomfix.script.edits import Edit, bounds
+from oomfix.script.names import last_name
 from oomfix.script.nodes import walk
 from oomfix.source import Source
 

@@ -7,12 +7,11 @@ import builtins
 from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.functions_called import arguments_given, parameters_of
 from oomfix.rewrite.liveness import FunctionNode, Scope
 from oomfix.rewrite.reading import Reading
 from oomfix.script.named_like import looks_like_differentiating, looks_like_module, looks_like_training
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, children, walk
 from oomfix.script.torch_facts import BOOKKEEPING, CONTAINERS
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import last_name, paths_read
+from oomfix.rewrite.effects import paths_read
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import (
     FunctionNode,
@@ -22,7 +22,7 @@ from oomfix.rewrite.reading import Reading
 from oomfix.script import Script
 from oomfix.script.edits import Edit, bounds, line_start
 from oomfix.script.named_like import looks_like_optimizer
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, children, walk
 from oomfix.script.trace import Forward
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from oomfix.rewrite.effects import calls_in, last_name
+from oomfix.rewrite.effects import calls_in
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.liveness import names_bound, names_read
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 
 _READING = frozenset("detach clone cpu float mean sum item sigmoid".split())
 

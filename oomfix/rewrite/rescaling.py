@@ -8,7 +8,7 @@ from dataclasses import replace
 from oomfix.rewrite import effects
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import names_bound, names_read
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 
 
 def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], list[ast.stmt]] | None:
@@ -52,7 +52,7 @@ def _is_told_in_branch(site: Site, loss: str) -> bool:
 
 def _scaled_by_script(root: ast.expr) -> ast.expr | None:
     """`loss` for `scaler.scale(loss)`."""
-    if isinstance(root, ast.Call) and effects.last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
+    if isinstance(root, ast.Call) and last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
         return root.args[0]
     return None
 

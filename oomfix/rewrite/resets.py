@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import CLIPPING, last_name, leaves
+from oomfix.rewrite.effects import CLIPPING, leaves
 from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope, nodes_of_scope_body
 from oomfix.rewrite.out_of_sight import OutOfSight
 from oomfix.rewrite.prepare import is_optimizer_class
@@ -18,7 +18,7 @@ from oomfix.rewrite.skipped_batches import skips_if_not_finite
 from oomfix.rewrite.step_functions import StepFunction
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import only_argument, walk
 
 

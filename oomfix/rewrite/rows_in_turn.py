@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from oomfix.rewrite import effects
 from oomfix.rewrite.lift import Lift
 from oomfix.rewrite.liveness import Liveness, names_bound, names_bound_by_target, names_read, nodes_of_scope
+from oomfix.script.names import last_name
 from oomfix.script.nodes import arguments_of
 
 _IN_TURN = frozenset({"zip", "enumerate", "reversed", "tqdm", "trange"})
@@ -51,7 +52,7 @@ def _takes_rows(loop: ast.For, inputs: set[str]) -> bool:
 
 def _iterated(node: ast.expr) -> Iterator[ast.expr]:
     """What a loop goes through, inside of `zip`, `enumerate` and the like."""
-    if isinstance(node, ast.Call) and effects.last_name(node) in _IN_TURN:
+    if isinstance(node, ast.Call) and last_name(node) in _IN_TURN:
         for argument in node.args:
             yield from _iterated(argument)
     else:

@@ -8,13 +8,12 @@ from functools import cached_property
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.handed_networks import HandedNetworks
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope_body
 from oomfix.rewrite.optimizer_loops import loop_over_optimizers, may_run_ahead
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, walk
 from oomfix.script.trace import Step
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
-from oomfix.rewrite.effects import last_name, overlap
+from oomfix.rewrite.effects import overlap
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.script import Script
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, children
 
 _OF_NETWORKS = frozenset("parameters named_parameters modules named_modules children named_children".split())

@@ -16,7 +16,7 @@ from oomfix.rewrite.batch_names import (
 )
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.constant_tests import ConstantTests
-from oomfix.rewrite.effects import calls_in, last_name, leaves
+from oomfix.rewrite.effects import calls_in, leaves
 from oomfix.rewrite.hidden_states import makes_state
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
@@ -31,6 +31,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.rewrite.unsure_inputs import read_at_once, tests_of
+from oomfix.script.names import last_name
 from oomfix.script.nodes import blocks, children, walk
 
 

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import TypeGuard
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import asks_if_not_finite, is_zero_grad, last_name, leaves
+from oomfix.rewrite.effects import asks_if_not_finite, is_zero_grad, leaves
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import nodes_of_scope
 from oomfix.script import Script
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 
 

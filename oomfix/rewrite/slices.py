@@ -32,7 +32,7 @@ from oomfix.rewrite.rows_in_turn import why_in_turn
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_tensors import taken_out
 from oomfix.rewrite.signature import Signature
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import children, walk
 
 PREPARATION = frozenset(
@@ -211,7 +211,7 @@ class Slicer:
         return sorted(chain)
 
     def _may_compute(self, statement: ast.stmt) -> bool:
-        calls_out = any(effects.last_name(call) not in PREPARATION for call in effects.calls_in(statement))
+        calls_out = any(last_name(call) not in PREPARATION for call in effects.calls_in(statement))
         return calls_out and not self._helpers.fetch(statement)
 
     def _started_before(self, site: Site, chosen: list[int], chain: list[int]) -> int | None:
@@ -253,7 +253,7 @@ class Slicer:
                 raise CannotLift(f"line {node.lineno} holds `{type(node).__name__.lower()}` on the way to the loss")
             if isinstance(node, ast.Call) and path_of(node.func) == "super" and not node.args:
                 raise CannotLift(f"`super()` in line {node.lineno} means the method it stands in")
-            if isinstance(node, ast.Call) and effects.last_name(node) == "zero_grad":
+            if isinstance(node, ast.Call) and last_name(node) == "zero_grad":
                 raise CannotLift(f"gradients are reset inside of the part that the loss is computed in, line {line}")
         declared = _declared_names(lift.site.scope)
         if shared := names_bound(statement) & declared:
@@ -325,7 +325,7 @@ def records_nothing(statement: ast.stmt) -> bool:
     """`with torch.no_grad(): ...`."""
     contexts = statement.items if isinstance(statement, ast.With) else []
     off = any(effects.called_name(item.context_expr) in ("no_grad", "inference_mode") for item in contexts)
-    return off and not any(effects.last_name(call) in _RECORDING for call in effects.calls_in(statement))
+    return off and not any(last_name(call) in _RECORDING for call in effects.calls_in(statement))
 
 
 def _detaches(statement: ast.stmt) -> bool:
@@ -336,7 +336,7 @@ def _detaches(statement: ast.stmt) -> bool:
 def _changed_of_another(statement: ast.Expr, taken: dict[str, str]) -> str | None:
     """What holds an object that was taken out of it, `scores = log[task]`, and that is changed: `scores.append(1)`."""
     call = statement.value
-    if not isinstance(call, ast.Call) or effects.last_name(call).endswith("_"):
+    if not isinstance(call, ast.Call) or last_name(call).endswith("_"):
         return None
     changed = (path.split(".")[0] for path in effects.changed_paths(statement))
     return next((taken[name] for name in changed if name in taken), None)

@@ -6,7 +6,6 @@ import ast
 import itertools
 from collections.abc import Iterable, Iterator
 
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import (
     FunctionNode,
     Liveness,
@@ -20,7 +19,7 @@ from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
 from oomfix.script import Script
 from oomfix.script.edits import Edit
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import children, walk
 
 _MOST_CALLS = 4

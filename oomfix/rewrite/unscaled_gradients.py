@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 from functools import cached_property
 
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.verdict import Verdict
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.trace import Backward
 
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})

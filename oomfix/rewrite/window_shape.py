@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import names_bound, names_read, nodes_of_scope_body
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 
 _WITHOUT_LENGTH = frozenset("zip iter map islice chain cycle enumerate filter count repeat".split())

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.divisions import Divisions
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.rewrite.module import Names
 from oomfix.rewrite.no_sync import exchange_edits
@@ -20,6 +19,7 @@ from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.verdict import Verdict
 from oomfix.rewrite.window_shape import CannotFold, WindowShape, shape_of
 from oomfix.script.edits import Edit, bounds, remove_statement
+from oomfix.script.names import last_name
 from oomfix.script.nodes import walk
 from oomfix.script.torch_facts import SUMMED
 from oomfix.script.trace import Backward

@@ -3,8 +3,8 @@
 import ast
 
 from oomfix.rewrite.calls_run import CallsRun
-from oomfix.rewrite.effects import last_name
 from oomfix.rewrite.functions_called import FunctionsCalled
+from oomfix.script.names import last_name
 from oomfix.script.nodes import Nodes, walk
 
 TREE = ast.parse("""
