@@ -29,6 +29,19 @@ _SCALERS = (
 _SLOTS = {"device": ("device_type", "dtype", "enabled"), "cuda": ("enabled", "dtype")}
 
 
+def differentiated(backward: ast.Call) -> ast.expr:
+    """What a backward differentiates, without the scaler around it."""
+    assert isinstance(backward.func, ast.Attribute)
+    return without_scaler(backward.func.value)
+
+
+def without_scaler(root: ast.expr) -> ast.expr:
+    """`loss` for `scaler.scale(loss)`; anything else as it is."""
+    if isinstance(root, ast.Call) and last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
+        return root.args[0]
+    return root
+
+
 def _ways(value: ast.expr) -> list[ast.expr]:
     """What a conditional expression may give."""
     return [*_ways(value.body), *_ways(value.orelse)] if isinstance(value, ast.IfExp) else [value]
@@ -48,14 +61,6 @@ class Amp:
         self._autocasts = list(script.imports.calls(*_WITH_DEVICE, *_OF_CUDA))
         self._nodes = {id(call) for call in self._autocasts}
 
-    def root_of(self, backward: ast.Call) -> ast.expr:
-        """What a backward differentiates, without the scaler around it."""
-        assert isinstance(backward.func, ast.Attribute)
-        root = backward.func.value
-        if isinstance(root, ast.Call) and last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
-            return root.args[0]
-        return root
-
     def is_autocast(self, node: ast.With | ast.AsyncWith) -> bool:
         """Whether a `with` switches autocast on."""
         return any(id(item.context_expr) in self._nodes for item in node.items)
@@ -74,7 +79,7 @@ class Amp:
         """Why a loop's precision cannot be handed over, or None."""
         backwards = list(backwards)
         for event in backwards:
-            root = self.root_of(event.node)
+            root = differentiated(event.node)
             if event.scaled and root is event.node.func.value:  # type: ignore[attr-defined]
                 return f"the loss of line {event.node.lineno} is scaled somewhere else"
         if not any(event.scaled for event in backwards):

@@ -10,13 +10,13 @@ from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.evaluation_calls import evaluation_call_edits
+from oomfix.rewrite.header import Overrides, other_preset_in
 from oomfix.rewrite.inlined_helpers import inlined_helper_edits
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.local import Fixed, findings_in, fix_locally
 from oomfix.rewrite.long_lines import long_line_edits
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.metrics_apart import metric_edits
-from oomfix.rewrite.module import Overrides, other_preset_in
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.step_functions import StepFunction, step_functions
 from oomfix.rewrite.unused import unused_amp_imports

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.liveness import FunctionNode, Scope, definitely_bound, names_bound_by_target
+from oomfix.rewrite.liveness import FunctionNode, Scope, definitely_bound, names_bound_by_target, names_of_parameters
 from oomfix.script.names import last_name
 from oomfix.script.nodes import children
 
@@ -95,10 +95,7 @@ class Blocks:
                     if item.optional_vars is not None:
                         bound |= names_bound_by_target(item.optional_vars)
             elif isinstance(parent, FunctionNode):
-                arguments = parent.args
-                given = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-                bound |= {argument.arg for argument in given}
-                bound |= {argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None}
+                bound |= names_of_parameters(parent.args)
                 break
             elif isinstance(parent, ast.ClassDef | ast.Module):
                 break

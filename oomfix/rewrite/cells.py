@@ -40,7 +40,7 @@ class Cell(NamedTuple):
     written: list[list[str]]
 
 
-class Change(NamedTuple):
+class ChangedCell(NamedTuple):
     """A cell with another source: its number, and its source before and after, newlines as "\\n"."""
 
     number: int
@@ -86,7 +86,7 @@ class NotebookText:
         """The cell and the line in it, both 1-based, of a 1-based line of the text."""
         return self._places[line - 1]
 
-    def changes(self, text: str) -> list[Change]:
+    def changes(self, text: str) -> list[ChangedCell]:
         """The cells that a rewritten text changes.
 
         Raises:
@@ -100,7 +100,7 @@ class NotebookText:
             lines = (part if cell is self._cells[-1] else part[:-1]).split("\n")
             if lines != cell.lines:
                 before = "\n".join(line for lines in cell.written for line in lines)
-                found.append(Change(cell.number, before, "\n".join(self._restored(cell, lines))))
+                found.append(ChangedCell(cell.number, before, "\n".join(self._restored(cell, lines))))
         return found
 
     def _read(self, number: int, written: list[str], indents: list[int], shown: list[str]) -> list[str]:

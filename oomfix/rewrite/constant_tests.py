@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.effects import changed_paths
@@ -74,12 +74,12 @@ class ConstantTests:
         binding = [use for use in uses if use.binds and not use.reads]
         last = max((use.place for use in binding), default=(0, 0))
         certain = [*binding, *(use for use in uses if use.reads and use.place <= last)]
-        loops = list(_loops_around(lift))
+        loops = lift.site.loops
         return bool(binding) and all(
             use.is_plain and all(self._is_constant(test, loops) for test in use.tests) for use in certain
         )
 
-    def _is_constant(self, test: ast.AST, loops: list[ast.stmt]) -> bool:
+    def _is_constant(self, test: ast.AST, loops: Sequence[ast.stmt]) -> bool:
         """Whether a test asks for names and settings that nothing changes while loops run."""
         match test:
             case ast.Constant():
@@ -97,7 +97,7 @@ class ConstantTests:
                 return all(self._is_constant(one, loops) for one in children(test))
         return False
 
-    def _stays_bound(self, name: str, loops: list[ast.stmt]) -> bool:
+    def _stays_bound(self, name: str, loops: Sequence[ast.stmt]) -> bool:
         return name not in self._global and all(name not in names_bound(loop) for loop in loops)
 
 
@@ -141,12 +141,6 @@ def _bound_elsewhere(lift: Lift) -> set[str]:
     inside = {id(node) for statement in lift.lifted for node in walk(statement)}
     names = (node for node in nodes_of_scope_body(lift.site.scope) if isinstance(node, ast.Name))
     return {node.id for node in names if not isinstance(node.ctx, ast.Load) and id(node) not in inside}
-
-
-def _loops_around(lift: Lift) -> Iterator[ast.stmt]:
-    for node in nodes_of_scope_body(lift.site.scope):
-        if isinstance(node, ast.For | ast.AsyncFor | ast.While) and any(one is lift.site.end for one in walk(node)):
-            yield node
 
 
 def _uses(name: str, node: ast.AST, tests: tuple[ast.expr, ...]) -> Iterator[_Use]:

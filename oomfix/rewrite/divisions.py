@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite import effects
+from oomfix.rewrite.amp import differentiated
 from oomfix.rewrite.liveness import Liveness, names_bound, names_read
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
@@ -26,7 +27,7 @@ class Divisions:
 
     def __init__(self, reading: Reading) -> None:
         self._source = reading.source
-        self._blocks, self._layout, self._amp = reading.blocks, reading.layout, reading.amp
+        self._blocks, self._layout = reading.blocks, reading.layout
 
     def undone(self, event: Backward, size: ast.expr) -> list[Edit]:
         """The edits that make a backward differentiate the undivided loss; what reads the divided one still does.
@@ -34,7 +35,7 @@ class Divisions:
         Raises:
             CannotFold: the division is not in sight, or cannot be moved behind the backward.
         """
-        root = self._amp.root_of(event.node)
+        root = differentiated(event.node)
         if (loss := _undivided(root, size)) is not None:
             return [self._replaced(root, loss, event.node)]
         name = root.id if isinstance(root, ast.Name) else None
@@ -88,7 +89,7 @@ class Divisions:
             raise CannotFold(f"the loss is divided in line {division.lineno}, for a backward inside of another block")
         computes = _computes(division, size)
         if isinstance(computes, ast.Name) and not any(computes.id in names_bound(statement) for statement in between):
-            yield self._replaced(self._amp.root_of(event.node), computes, event.node)
+            yield self._replaced(differentiated(event.node), computes, event.node)
             if not (is_read or is_read_later):
                 yield without(self._layout, division, self._blocks.block_of(division))
             return

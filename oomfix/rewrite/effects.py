@@ -109,23 +109,23 @@ def changed_paths(statement: ast.stmt) -> set[str]:
     found: set[str] = set()
     for node in nodes_of_scope(statement):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            found.add(root_of(node))
+            found.add(object_changed(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr
             changes = name.endswith("_") and not name.endswith("__") and not _switches_what_is_new(node)
             if name in _TAKING or changes:
-                found.add(root_of(node.func.value))
-            found |= {root_of(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
+                found.add(object_changed(node.func.value))
+            found |= {object_changed(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
         if isinstance(node, ast.Expr):
             found |= {
-                root_of(call.func.value)
+                object_changed(call.func.value)
                 for call in calls_in(node)
                 if isinstance(call.func, ast.Attribute) and call.func.attr in CHANGING
             }
             if isinstance(node.value, ast.Call):
                 found |= _changed_by(node.value)
         elif isinstance(node, ast.Delete):
-            found |= {root_of(target) for target in node.targets if not isinstance(target, ast.Name)}
+            found |= {object_changed(target) for target in node.targets if not isinstance(target, ast.Name)}
     return _with_holders(found, statement) - {""} - _LIBRARIES
 
 
@@ -145,9 +145,9 @@ def _holders(node: ast.expr) -> set[str]:
     if isinstance(node, ast.Tuple | ast.List):
         return {path for element in node.elts for path in _holders(element)}
     if not isinstance(node, ast.Call):
-        return {root_of(node)}
+        return {object_changed(node)}
     given = {path for argument in node.args for path in _holders(argument)} - {""}
-    return given or {root_of(node)}
+    return given or {object_changed(node)}
 
 
 def function_that_may_change(path: str, statement: ast.stmt) -> str:
@@ -161,21 +161,21 @@ def function_that_may_change(path: str, statement: ast.stmt) -> str:
 
 def _changed_by(call: ast.Call) -> set[str]:
     if isinstance(call.func, ast.Attribute) and not is_collective(call):
-        receiver = root_of(call.func.value)
+        receiver = object_changed(call.func.value)
         return set() if _OUTPUT_RECEIVERS.search(receiver) and last_name(call) != "zero_grad" else {receiver}
     if _READING.match(last_name(call)):
         return set()
-    return {root_of(argument) for argument in arguments_of(call)} - {""}
+    return {object_changed(argument) for argument in arguments_of(call)} - {""}
 
 
-def root_of(node: ast.expr) -> str:
+def object_changed(node: ast.expr) -> str:
     """The access path of the object that is changed: `losses` for `losses["a"]`, `self.meter` for `self.meter.sum`."""
     while isinstance(node, ast.Subscript | ast.Starred):
         node = node.value
     if isinstance(node, ast.Attribute):
         return path_of(node.value if isinstance(node.ctx, ast.Store) else node) or ""
     if isinstance(node, ast.Call):
-        return root_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        return object_changed(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -286,7 +286,7 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
             owner = call.func.value if isinstance(call.func, ast.Attribute) else None
             harmless = _HARMLESS.search(last_name(call)) or (
                 owner is not None
-                and (_OUTPUT_RECEIVERS.search(root_of(owner)) or _RECORDS.search(last_of(path_of(owner))))
+                and (_OUTPUT_RECEIVERS.search(object_changed(owner)) or _RECORDS.search(last_of(path_of(owner))))
             )
             if not harmless and not _averages_a_result(call, statement):
                 return True

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.header import manager_in
 from oomfix.rewrite.liveness import names_bound_by_target, names_read
 from oomfix.rewrite.manager_calls import through_manager
-from oomfix.rewrite.module import manager_in
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of

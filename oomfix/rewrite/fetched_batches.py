@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.effects import calls_in, fetches
-from oomfix.rewrite.module import Names
+from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import path_of
@@ -18,7 +18,7 @@ def name_batches(reading: Reading, manager: str) -> list[Edit]:
     Only where it is the first thing that the statement calls, so that everything runs in the order it did, and where
     nothing but the manager's autocast is entered before.
     """
-    free = Names(reading.script).free("batch", "fetched_batch")
+    free = FreeNames(reading.script).one_of("batch", "fetched_batch")
     done: set[ast.stmt] = set()
     edits: list[Edit] = []
     for call in reading.script.imports.nodes.of(ast.Call):

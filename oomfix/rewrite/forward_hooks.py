@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.effects import changed_paths
 from oomfix.rewrite.lift import CannotLift, Lift
-from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
+from oomfix.rewrite.liveness import FunctionNode, names_bound, names_of_parameters, nodes_of_scope_body
 from oomfix.script.names import last_name
 from oomfix.script.nodes import Nodes, walk
 
@@ -72,21 +72,16 @@ def _changed_by(hook: Hook) -> set[str]:
     }
     changed = {path.split(".")[0] for statement in body for path in changed_paths(statement)}
     # what is in attributes of an object, the runtime finds there
-    own = {"self", "cls"} | {node.arg for node in walk(hook.args) if isinstance(node, ast.arg)}
+    own = {"self", "cls"} | names_of_parameters(hook.args)
     own |= {name for statement in body for name in names_bound(statement)}
     return (changed - own) | declared
 
 
 def _follows(registering: ast.Call, lift: Lift) -> bool:
     """Whether a hook is registered in the same scope, behind the last loop around the slice."""
-    nodes = list(nodes_of_scope_body(lift.site.scope))
-    loops = [node for node in nodes if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
-    end = max([loop.end_lineno or 0 for loop in loops if _holds(loop, lift)], default=0)
+    end = max((loop.end_lineno or 0 for loop in lift.site.loops), default=0)
+    nodes = nodes_of_scope_body(lift.site.scope)
     return 0 < end < registering.lineno and any(node is registering for node in nodes)
-
-
-def _holds(loop: ast.stmt, lift: Lift) -> bool:
-    return loop.lineno <= lift.site.end.lineno <= (loop.end_lineno or 0)
 
 
 def _used_outside(name: str, lift: Lift) -> int | None:

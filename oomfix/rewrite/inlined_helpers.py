@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from oomfix.rewrite.amp import without_scaler
 from oomfix.rewrite.liveness import (
     FunctionNode,
     names_bound,
@@ -105,9 +106,7 @@ def _can_go(function: ast.FunctionDef, reading: Reading) -> bool:
 
 def _differentiated(call: ast.Call) -> str | None:
     """`loss` of `loss.backward()` and `scaler.scale(loss).backward()`."""
-    root = call.func.value if isinstance(call.func, ast.Attribute) else None
-    if isinstance(root, ast.Call) and isinstance(root.func, ast.Attribute) and root.func.attr == "scale" and root.args:
-        root = root.args[0]
+    root = without_scaler(call.func.value) if isinstance(call.func, ast.Attribute) else None
     return root.id if isinstance(root, ast.Name) else None
 
 

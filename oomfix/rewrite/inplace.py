@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from oomfix.rewrite.amp import differentiated
 from oomfix.rewrite.effects import is_zero_grad
 from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
 from oomfix.rewrite.optimizer_loops import loop_over_optimizers
@@ -56,7 +57,7 @@ class InPlace:
     def _backward(self, event: Backward, lifted: bool) -> Edit:
         assert isinstance(event.node.func, ast.Attribute)
         own = self._scaling == "script's"
-        root = self._source.segment(event.node.func.value if own else self._amp.root_of(event.node))
+        root = self._source.segment(event.node.func.value if own else differentiated(event.node))
         given = [] if lifted else [f"gradient={self._source.segment(argument)}" for argument in event.node.args]
         for keyword in () if lifted else event.node.keywords:
             given.append(f"{keyword.arg}={self._source.segment(keyword.value)}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from oomfix.rewrite.batch_names import bound_anywhere
 from oomfix.rewrite.between import stays_the_same_ahead_of
+from oomfix.rewrite.blocks import Loop
 from oomfix.rewrite.effects import calls_in, changed_paths
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_read
@@ -52,7 +53,7 @@ def taken_by_number(
     return [] if brought & changed else found
 
 
-def _number_of(loop: ast.For | ast.AsyncFor | ast.While | None) -> str | None:
+def _number_of(loop: Loop | None) -> str | None:
     """`i` of `for i, (x, y) in enumerate(loader)`."""
     if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Tuple):
         return None

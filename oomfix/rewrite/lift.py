@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from oomfix.rewrite.blocks import next_in_chain
-from oomfix.rewrite.liveness import Scope
+from oomfix.rewrite.blocks import Loop, next_in_chain
+from oomfix.rewrite.liveness import Scope, nodes_of_scope_body
 
 
 class CannotLift(Exception):
@@ -38,7 +38,7 @@ class Site:
     header: int
     """The line above the block's first statement that belongs to something else (the block's own header)."""
     scope: Scope
-    iteration: ast.For | ast.AsyncFor | ast.While | None
+    iteration: Loop | None
     """The loop around it in the same scope; None where the loop is in a caller."""
     root: ast.expr
     """What is differentiated, without the scaler around it."""
@@ -51,6 +51,13 @@ class Site:
     branch: ast.If | ast.With | None = None
     """The `if train:` around the backward, or `with timer():`, where the loss is computed outside of it; `block` is the
     one it is in."""
+
+    @property
+    def loops(self) -> list[Loop]:
+        """The loops of its scope that the backward stands in, the outermost first."""
+        line = self.end.lineno
+        loops = (node for node in nodes_of_scope_body(self.scope) if isinstance(node, Loop))
+        return [loop for loop in loops if loop.lineno <= line <= (loop.end_lineno or loop.lineno)]
 
     @property
     def end(self) -> ast.stmt:

@@ -11,6 +11,7 @@ from functools import cached_property
 from oomfix.rewrite.asked_graphs import check_graphs_not_asked
 from oomfix.rewrite.effects import changed_paths, overlap
 from oomfix.rewrite.forward_hooks import ForwardHooks
+from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.kept_graphs import check_graphs_end
 from oomfix.rewrite.left_by_networks import LeftByNetworks
@@ -23,7 +24,6 @@ from oomfix.rewrite.liveness import (
     names_bound_by_target,
     names_read,
 )
-from oomfix.rewrite.module import Names
 from oomfix.rewrite.network_use import ReadsNetwork, TrainsNetwork
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.prepare import is_optimizer_class
@@ -114,12 +114,12 @@ class _Lifter:
             reads_network,
             manager,
         )
-        names = Names(self._script)
-        self._function = names.free("forward", "forward_batch")
+        names = FreeNames(self._script)
+        self._function = names.one_of("forward", "forward_batch")
         self._skipped = SkippedBatches(self._script, self._blocks, manager)
         self._hooks = ForwardHooks(nodes)
         self._left = LeftByNetworks(nodes)
-        self._lifting = Lifting(reading.layout, manager, names.free("loss", "batch_loss"))
+        self._lifting = Lifting(reading.layout, manager, names.one_of("loss", "batch_loss"))
         self.state: str | None = None
         self.said: list[str] = []
         self.runs_ahead = False

@@ -21,9 +21,16 @@ from oomfix.rewrite.effects import (
     overlap,
     paths_read,
 )
+from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.layout import Lines
-from oomfix.rewrite.liveness import FunctionNode, definitely_bound, names_bound, names_bound_by_target, names_read
-from oomfix.rewrite.module import Names
+from oomfix.rewrite.liveness import (
+    FunctionNode,
+    definitely_bound,
+    names_bound,
+    names_bound_by_target,
+    names_of_parameters,
+    names_read,
+)
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.edits import Edit
@@ -74,7 +81,7 @@ def log_behind(reading: Reading, manager: str) -> list[Edit]:
     What is logged has to be made by calls in the round itself, whatever else the loop does must not see that it is
     logged later, and what the loop runs over must be there again.
     """
-    names = Names(reading.script)
+    names = FreeNames(reading.script)
     forwards = {forward.node for forward in reading.script.trace.forwards.values()}
     passing = _gone_behind_a_loop(reading)
     effects = _Effects(reading)
@@ -85,7 +92,7 @@ def log_behind(reading: Reading, manager: str) -> list[Edit]:
         values = _values(loop, effects)
         scope = reading.blocks.scope_of(loop.node)
         others = lists[scope]
-        kept = names.free(f"kept_{others + 1}") if others else names.free("kept", "kept_values")
+        kept = names.one_of(f"kept_{others + 1}") if others else names.one_of("kept", "kept_values")
         header = None if runs_network or values is None else _header(loop, values, kept, reading, passing)
         if values is not None and header is None and not runs_network:
             values = _with_rounds(loop, values, effects, passing)
@@ -240,8 +247,7 @@ def _bound_in(function: FunctionNode) -> set[str]:
     """The names that are a function's own, but for that of its object."""
     outer = (node for node in walk(function) if isinstance(node, ast.Global | ast.Nonlocal))
     bound = {name for statement in function.body for name in names_bound(statement)}
-    given = {node.arg for node in walk(function.args) if isinstance(node, ast.arg)}
-    return (bound | given) - {name for node in outer for name in node.names} - {"self"}
+    return (bound | names_of_parameters(function.args)) - {name for node in outer for name in node.names} - {"self"}
 
 
 def _values(loop: _Loop, effects: _Effects) -> list[str] | None:

@@ -8,6 +8,13 @@ from collections.abc import Callable
 from oomfix import presets
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.fetched_batches import name_batches
+from oomfix.rewrite.free_names import FreeNames
+from oomfix.rewrite.header import (
+    Overrides,
+    header_edits,
+    manager_in,
+    runtime_name,
+)
 from oomfix.rewrite.inplace import InPlace
 from oomfix.rewrite.joined_lines import separate
 from oomfix.rewrite.kept_losses import name_losses
@@ -18,13 +25,6 @@ from oomfix.rewrite.logs_of_rounds import log_behind
 from oomfix.rewrite.loops import Judge, scaling_of
 from oomfix.rewrite.losses_in_turn import compute_in_turn
 from oomfix.rewrite.model_calls import model_call_edits
-from oomfix.rewrite.module import (
-    Names,
-    Overrides,
-    header_edits,
-    manager_in,
-    runtime_name,
-)
 from oomfix.rewrite.parted_autocast import part_autocast
 from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.reading import Reading
@@ -80,8 +80,8 @@ class LoopRewriter:
         self._target = script.target_torch
         self._loops = reading.loops
         self._known = manager_in(script)
-        self._names = Names(script)
-        self._manager = self._known or self._names.free("memory", "gpu_memory", "oomfix_memory")
+        self._names = FreeNames(script)
+        self._manager = self._known or self._names.one_of("memory", "gpu_memory", "oomfix_memory")
         self._begun = _Stages(script.source)
         self._written_to_loaders: list[Written] = []
         self.mended: list[tuple[str, int]] = []

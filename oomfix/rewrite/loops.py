@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from oomfix.rewrite.module import manager_in
+from oomfix.rewrite.amp import differentiated
+from oomfix.rewrite.header import manager_in
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
 from oomfix.rewrite.unscaled_gradients import UnscaledGradients
@@ -161,7 +162,7 @@ class Judge:
             return f"`torch.autograd.backward` in line {line} may differentiate several tensors"
         if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
             return f"the backward in line {line} has arguments that cannot be followed"
-        root = self._amp.root_of(node)
+        root = differentiated(node)
         if (node.args or not event.origins) and (self._is_engine(root) or not self._is_loss(root)):
             return self._engines_reason(node)
         if self._steps_itself(root):

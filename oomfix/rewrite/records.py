@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
-from oomfix.rewrite.effects import calls_in, root_of
+from oomfix.rewrite.effects import calls_in, object_changed
 from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given, parameters_of
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_bound_by_target, nodes_of_scope
 from oomfix.script.nodes import Nodes, arguments_of
@@ -42,7 +42,7 @@ class Records:
         for call in calls_in(node):
             if functions := self._functions.by(call):
                 found.update(name for function in functions for name in self._as_given(call, function))
-            elif root_of(call.func).split(".")[0] in self._imported:
+            elif object_changed(call.func).split(".")[0] in self._imported:
                 given = arguments_of(call)
                 found.update(one.id for one in given if isinstance(one, ast.Name) and one.id in self._made_empty)
         return found
@@ -51,7 +51,7 @@ class Records:
         given = {argument.arg: value for argument, value in arguments_given(call, function)}
         for name in self._added_by(function):
             value = given.get(name)
-            root = name if value is None else root_of(value).split(".")[0]
+            root = name if value is None else object_changed(value).split(".")[0]
             if root:
                 yield root
 
@@ -62,9 +62,9 @@ class Records:
             nodes = [node for statement in function.body for node in nodes_of_scope(statement)]
             calls = (node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
             direct = (call.func for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDING)
-            found = {root_of(method.value).split(".")[0] for method in direct}
+            found = {object_changed(method.value).split(".")[0] for method in direct}
             sums = (node.target for node in nodes if isinstance(node, ast.AugAssign))
-            found |= {root_of(item).split(".")[0] for item in sums if isinstance(item, ast.Subscript)}
+            found |= {object_changed(item).split(".")[0] for item in sums if isinstance(item, ast.Subscript)}
             found |= _only_written(nodes)
             found |= {name for statement in function.body for name in self.added_to(statement)}
             made = {name for statement in function.body for name in names_bound(statement)}

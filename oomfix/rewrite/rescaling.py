@@ -6,9 +6,10 @@ import ast
 from dataclasses import replace
 
 from oomfix.rewrite import effects
+from oomfix.rewrite.amp import without_scaler
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import names_bound, names_read
-from oomfix.script.names import last_name, path_of
+from oomfix.script.names import path_of
 
 
 def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], list[ast.stmt]] | None:
@@ -16,7 +17,7 @@ def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], lis
 
     `loss = loss.mean() / k` is taken likewise, and `if k > 1: loss = loss / k` becomes `loss / k if k > 1 else loss`.
     """
-    named = _scaled_by_script(site.root) or site.root
+    named = without_scaler(site.root)
     if len(chosen) < 2 or not isinstance(named, ast.Name):
         return None
     *others, last = (site.block[index] for index in chosen)
@@ -48,13 +49,6 @@ def _is_told_in_branch(site: Site, loss: str) -> bool:
     """Whether the branch of the backward has another use for the loss, which it would find undivided."""
     branch = [] if site.branch is None else [*site.branch.body, *getattr(site.branch, "orelse", ())]
     return any(loss in names_read(other) | names_bound(other) for other in branch if other is not site.statement)
-
-
-def _scaled_by_script(root: ast.expr) -> ast.expr | None:
-    """`loss` for `scaler.scale(loss)`."""
-    if isinstance(root, ast.Call) and last_name(root) == "scale" and len(root.args) == 1 and not root.keywords:
-        return root.args[0]
-    return None
 
 
 def _reduces(call: ast.Call, loss: str) -> bool:

@@ -20,14 +20,14 @@ from oomfix.script.nodes import walk
 _TRAINING = frozenset({"backward", "step"})
 
 
-class Merged(NamedTuple):
+class MergedBranches(NamedTuple):
     """The edits, and which of the manager's backwards go, counted from 0 in the order of the text."""
 
     edits: list[Edit]
     gone: set[int]
 
 
-def merge_branches(reading: Reading, manager: str) -> Merged:
+def merge_branches(reading: Reading, manager: str) -> MergedBranches:
     """The edits that put the first branch in the place of an `if` with two equal ones, or what both begin with ahead.
 
     Only branches that train through the manager are looked at: the script never had equal ones of its own.
@@ -50,7 +50,7 @@ def merge_branches(reading: Reading, manager: str) -> Merged:
     for node in reading.script.imports.nodes.of(ast.If) if flags else ():
         if ast.dump(node.test) in flags and _only_unscales(node, manager):
             edits += [edit for edit in [_body_of(node, layout, blocks)] if edit is not None]
-    return Merged(edits, gone)
+    return MergedBranches(edits, gone)
 
 
 def _only_unscales(branch: ast.If, manager: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
-from oomfix.rewrite.effects import CHANGING, called_name, root_of
+from oomfix.rewrite.effects import CHANGING, called_name, object_changed
 from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of, unpacked
@@ -53,7 +53,7 @@ def taken_out(statement: ast.stmt) -> dict[str, str]:
             value = node.value
             if isinstance(value, ast.Call) and called_name(value) in ("get", "setdefault"):
                 value = value.func
-            if isinstance(value, ast.Subscript | ast.Attribute) and (path := root_of(value.value)):
+            if isinstance(value, ast.Subscript | ast.Attribute) and (path := object_changed(value.value)):
                 found[node.targets[0].id] = path
     return found
 

@@ -14,7 +14,7 @@ from oomfix.rewrite.batch_names import (
     bound_by_iteration,
     size_of,
 )
-from oomfix.rewrite.blocks import next_in_chain
+from oomfix.rewrite.blocks import Loop, next_in_chain
 from oomfix.rewrite.constant_tests import ConstantTests
 from oomfix.rewrite.effects import calls_in, leaves
 from oomfix.rewrite.hidden_states import makes_state
@@ -266,7 +266,7 @@ def _missed_otherwise(lift: Lift) -> set[str]:
     return found - _bound_besides(lift) - site.bound_before
 
 
-def _always_deleted(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:
+def _always_deleted(loop: Loop) -> set[str]:
     """The names that no iteration leaves bound: a `del` in its own block takes them, and nothing leaves it before."""
     gone: set[str] = set()
     for statement in loop.body:

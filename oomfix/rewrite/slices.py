@@ -353,8 +353,7 @@ def _told_change(path: str, statement: ast.stmt) -> str:
 def _first_line_again(lift: Lift) -> int:
     """The first line of the scope that runs after the slice has: that of the outermost loop around it, or its own."""
     here = lift.lifted[0].lineno if lift.lifted else lift.site.end.lineno
-    loops = (n for n in nodes_of_scope_body(lift.site.scope) if isinstance(n, ast.For | ast.AsyncFor | ast.While))
-    return min([here, *(loop.lineno for loop in loops if loop.lineno <= here <= (loop.end_lineno or loop.lineno))])
+    return min([here, *(loop.lineno for loop in lift.site.loops)])
 
 
 def _bound_afresh(statement: ast.stmt) -> set[str]:

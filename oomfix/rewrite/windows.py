@@ -11,8 +11,8 @@ from typing import NamedTuple
 from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.divisions import Divisions
+from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.liveness import names_bound, names_read
-from oomfix.rewrite.module import Names
 from oomfix.rewrite.no_sync import exchange_edits
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
@@ -61,7 +61,7 @@ class WindowFolder:
         self._blocks, self._layout = reading.blocks, reading.layout
         self._manager = manager
         self._wants = wants
-        self._names = Names(reading.script)
+        self._names = FreeNames(reading.script)
 
     def fold(self, verdict: Verdict) -> Folded | None:
         """The edits for a loop's window; None where it has none, or nothing is wrong with it.
@@ -121,7 +121,7 @@ class WindowFolder:
             yield Edit(start, start, before)
             yield Edit(end, end, after)
         else:
-            name = self._names.free("batches", "windowed_batches")
+            name = self._names.one_of("batches", "windowed_batches")
             margin, line = self._layout.margin(statement), self._source.line_starts[statement.lineno - 1]
             made = f"{margin}{name} = {before}{self._source.text[start:end]}{after}"
             yield Edit(line, line, made + self._layout.newline)

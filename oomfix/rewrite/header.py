@@ -1,14 +1,13 @@
-"""What a rewritten module needs around its loops: names that are free, and the manager at the top."""
+"""The manager at the top of a rewritten module: the import of the runtime, and the line that makes it."""
 
 from __future__ import annotations
 
 import ast
-import builtins
 import math
 import re
 
+from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.layout import Layout, Lines
-from oomfix.rewrite.liveness import names_bound
 from oomfix.script import Script
 from oomfix.script.edits import Edit, quote_of
 from oomfix.script.names import path_of
@@ -20,40 +19,6 @@ _BEGIN_OF_CELL = re.compile(r"\.\.\.  # \w+ \d+$")
 
 _COMMENTED_OUT = re.compile(r"#[ \t]*(import [\w., ]+|from [\w.]+ import [\w*, ]+)(#.*)?$")
 """An import at the margin that is commented out."""
-
-_BINDING = (
-    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.alias, ast.ExceptHandler),
-    *(ast.MatchAs, ast.MatchStar, ast.MatchMapping),
-)
-
-
-class Names:
-    """Names that are free in a whole file: nothing binds or reads them anywhere.
-
-    Args:
-        script: the file.
-    """
-
-    def __init__(self, script: Script) -> None:
-        nodes = script.imports.nodes
-        self._taken = set(dir(builtins))
-        self._taken.update(node.id for node in nodes.of(ast.Name))
-        self._taken.update(node.arg for node in nodes.of(ast.arg))
-        self._taken.update(name for node in nodes.of(ast.Global) for name in node.names)
-        self._taken.update(name for node in nodes.of(ast.Nonlocal) for name in node.names)
-        methods = {method for owner in nodes.of(ast.ClassDef) for method in owner.body}
-        for kind in _BINDING:
-            self._taken.update(name for node in nodes.of(kind) if node not in methods for name in names_bound(node))
-
-    def free(self, *wanted: str) -> str:
-        """The first of these names that is free, else the last with a number."""
-        for name in wanted:
-            if name not in self._taken:
-                return name
-        number = 2
-        while f"{wanted[-1]}_{number}" in self._taken:
-            number += 1
-        return f"{wanted[-1]}_{number}"
 
 
 def manager_in(script: Script) -> str | None:
@@ -80,9 +45,9 @@ def _manager_made_in(script: Script) -> ast.Assign | None:
     return None
 
 
-def runtime_name(body: list[ast.stmt], names: Names) -> str:
+def runtime_name(body: list[ast.stmt], names: FreeNames) -> str:
     """What a module calls the runtime: by an import of its own at its top, or by one that it is to get."""
-    return _runtime_imported(body) or names.free("runtime", "oomfix_runtime")
+    return _runtime_imported(body) or names.one_of("runtime", "oomfix_runtime")
 
 
 def _runtime_imported(body: list[ast.stmt]) -> str | None:
@@ -100,7 +65,7 @@ def _runtime_imported(body: list[ast.stmt]) -> str | None:
 
 
 def header_edits(
-    layout: Layout, names: Names, manager: str, preset: str, overrides: Overrides, first_use: int
+    layout: Layout, names: FreeNames, manager: str, preset: str, overrides: Overrides, first_use: int
 ) -> list[Edit]:
     """Import the runtime where it belongs among the imports, unless it is there, and make the manager behind them.
 
