@@ -11,14 +11,14 @@ event happens), `functions` (calls into the file; `weights` says which run a net
 sight), `methods` (of networks), `externals` (what is imported), `calls` (what is called), `expressions`, `statements`,
 `entering` (contexts), `flow` (branches and loops) and `follow` (the whole file). `values` and `state` are what they
 pass on, `trace` is what comes out. What rules ask of it has a file each: `loops`, `windows`, `every_iteration`,
-`evaluation`, `no_grad`, `retention`, `recurrent_states`, `graph_reuse`, `precision`, `switches`, `devices`,
-`handed_over`, `gradients`, `removal`.
+`evaluation`, `trained_methods`, `no_grad`, `retention`, `recurrent_states`, `graph_reuse`, `precision`, `switches`,
+`devices`, `handed_over`, `gradients`, `removal`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -43,6 +43,7 @@ from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
+from oomfix.script.trained_methods import method_of, methods_backpropagated_alone, methods_of_stepped
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import lost_tails
 
@@ -139,7 +140,12 @@ class Script:
     @cached_property
     def evaluation_forwards(self) -> list[Forward]:
         """Every forward of an evaluation pass, with gradients on or off, on each way that leads to it."""
-        return find_evaluation_forwards(self.trace, self._training_runs)
+        trained = methods_backpropagated_alone(self.trace) | self._methods_of_stepped
+        return find_evaluation_forwards(self.trace, self._training_runs, trained)
+
+    @cached_property
+    def _methods_of_stepped(self) -> set[Hashable]:
+        return methods_of_stepped(self.trace, self.imports.nodes.of(ast.Assign))
 
     def is_array_at_once(self, forward: Forward) -> bool:
         """`net(x).cpu().numpy()`, which torch refuses where a graph was recorded: there is none."""
@@ -328,12 +334,13 @@ class Script:
         }
 
     def is_forward_of_network(self, forward: Forward) -> bool:
-        """Whether a call runs the network itself: the module, or a method that is named like a part of its forward.
+        """Whether a call runs the network itself: the module, or a method that is named or trained like its forward.
 
         `model.orthogonal_loss()`, which is given nothing, is one of its weights.
         """
         method = last_of(forward.path)
-        return forward.direct or (looks_like_forward(method) and bool(forward.given or not looks_like_loss(method)))
+        named = looks_like_forward(method) and bool(forward.given or not looks_like_loss(method))
+        return forward.direct or named or (bool(forward.given) and method_of(forward) in self._methods_of_stepped)
 
     def is_in_batch_loop(self, event: Event) -> bool:
         """Whether an event is in a loop over batches: one that trains, the innermost around a forward, or named so."""

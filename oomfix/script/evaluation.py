@@ -16,6 +16,7 @@ from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import names_in, walk
 from oomfix.script.rounds import read_first
 from oomfix.script.trace import Forward, Guard, Loop, Site, Trace
+from oomfix.script.trained_methods import method_of
 from oomfix.script.windows import is_window_test
 
 _EVALUATION_DATA = re.compile(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECASE)
@@ -25,10 +26,11 @@ _MOVES = frozenset(("to", "cuda"))
 _TRAINING_FLAGS = frozenset(("self.training", "self.is_training", "self.is_train", "is_training", "is_train"))
 
 
-def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forward]:
+def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_methods: set[Hashable]) -> list[Forward]:
     """Every forward of an evaluation pass, on each way that leads to it.
 
-    `training_runs` are the runs of loops in which a backward happens. Where an optimizer steps and no backward is in
+    `training_runs` are the runs of loops in which a backward happens, `trained_methods` the methods of networks that
+    training goes back through. Where an optimizer steps and no backward is in
     sight, it runs out of sight, in the loops that step.
     """
     if not trace.backwards:
@@ -49,11 +51,10 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
     differentiated = {origin for backward in trace.backwards if backward.is_grad_call for origin in backward.origins}
     needed = trace.backpropagated | differentiated
     trained_by = _trained_by_their_function(trace)
-    trained_methods = _methods_trained_through(trace)
     return [
         forward
         for forward in trace.forwards.values()
-        if (forward.direct or _method(forward) in trained_methods)
+        if (forward.direct or method_of(forward) in trained_methods)
         and forward.origin not in needed
         and not _is_in_training_branch(forward)
         and (
@@ -64,18 +65,6 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int]) -> list[Forw
             or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
         )
     ]
-
-
-def _methods_trained_through(trace: Trace) -> set[Hashable]:
-    """Methods of networks whose result alone is backpropagated somewhere: they leave gradients on."""
-    alone = [origin for backward in trace.backwards if len(backward.origins) == 1 for origin in backward.origins]
-    return {_method(trace.forwards[origin]) for origin in alone if origin in trace.forwards}
-
-
-def _method(forward: Forward) -> Hashable:
-    """What is called, as it is written, and the class that `self` belongs to."""
-    function, path = forward.site.function, forward.path or ast.unparse(forward.node.func)
-    return path, function.owner if function is not None and path.startswith("self.") else None
 
 
 def _is_evaluation(

@@ -690,8 +690,9 @@ def test_a_network_that_gives_a_likelihood_of_what_it_is_given_runs(report, meth
 
 
 @pytest.mark.parametrize("called", ["log_probability_table(x)", "pruning_null(x)"])
-def test_another_method_may_be_anything(report, called):
-    assert report(LIKELIHOOD.format(called=called)) == []
+def test_another_method_may_be_anything_where_the_network_itself_is_trained_beside_it(report, called):
+    assert report(LIKELIHOOD.format(called=f"{called}.mean() + flow(x)")) == [("OOM202", 5)]
+    assert report(LIKELIHOOD.format(called=called).replace("flow.parameters", "other.parameters")) == []
 
 
 LIKELIHOOD = """

@@ -1,0 +1,96 @@
+"""Methods of networks of other files that training certainly goes back through: they leave gradients on."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from oomfix.script.names import path_of
+from oomfix.script.trace import Backward, Forward, Step, Trace
+
+_OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
+"""Under these names a network holds the optimizer of its parameters."""
+
+
+def methods_backpropagated_alone(trace: Trace) -> set[Hashable]:
+    """Methods whose result alone, of all that networks of the file gave, is backpropagated somewhere."""
+    alone = [origin for backward in trace.backwards if len(backward.origins) == 1 for origin in backward.origins]
+    return {method_of(trace.forwards[origin]) for origin in alone if origin in trace.forwards}
+
+
+def methods_of_stepped(trace: Trace, assignments: Sequence[ast.Assign]) -> set[Hashable]:
+    """Methods that are all that a loss was made with of the network whose optimizer then makes a step.
+
+    Args:
+        trace: what happens in the file.
+        assignments: those of the file, some of which make optimizers.
+    """
+    if all(forward.direct for forward in trace.forwards.values()):
+        return set()
+    stepped = _stepped_networks(assignments)
+    found: set[Hashable] = set()
+    for backward, step in _backwards_with_their_step(trace):
+        network = _network_of(step.optimizer, stepped)
+        if network is None:
+            continue
+        ran = list(trace.forwards_of(backward.origins))
+        around = _made_around(network, assignments)
+        methods = {method_of(forward) for forward in ran if _is_of(forward, network)}
+        if len(methods) == 1 and not any(forward.path in around for forward in ran):
+            found |= methods
+    return found
+
+
+def method_of(forward: Forward) -> Hashable:
+    """What is called, as it is written, and the class that `self` belongs to."""
+    function, path = forward.site.function, forward.path or ast.unparse(forward.node.func)
+    return path, function.owner if function is not None and path.startswith("self.") else None
+
+
+def _is_of(forward: Forward, network: str) -> bool:
+    return f"{forward.path}.".startswith(f"{network}.")
+
+
+def _backwards_with_their_step(trace: Trace) -> Iterator[tuple[Backward, Step]]:
+    """Each backward that an optimizer's step follows in the same function, before any other backward."""
+    events: list[Backward | Step] = sorted((*trace.backwards, *trace.steps), key=lambda event: event.order)
+    for backward, step in pairwise(events):
+        if isinstance(backward, Backward) and isinstance(step, Step) and backward.site.function is step.site.function:
+            yield backward, step
+
+
+def _network_of(optimizer: str, stepped: dict[str, set[str]]) -> str | None:
+    """The one network that an optimizer steps: what it was made with, or what holds it (`actor.optimizer`)."""
+    networks = stepped.get(optimizer)
+    if networks is not None:
+        return next(iter(networks)) if len(networks) == 1 else None
+    holder, _, name = optimizer.rpartition(".")
+    return holder if name in _OF_ITS_OWN and holder not in ("", "self") else None
+
+
+def _stepped_networks(assignments: Iterable[ast.Assign]) -> dict[str, set[str]]:
+    """By the path of what may be an optimizer, the networks whose parameters it was made with."""
+    found: dict[str, set[str]] = {}
+    for statement in assignments:
+        match statement.value:
+            case ast.Call(args=[ast.Call(ast.Attribute(network, "parameters")), *_]):
+                name = path_of(network) or ast.unparse(network)
+            case ast.Call():
+                name = ""  # made with something else, or with more than one network
+            case _:
+                continue
+        for target in statement.targets:
+            if (path := path_of(target)) is not None:
+                found.setdefault(path, set()).add(name)
+    return {path: names for path, names in found.items() if names != {""}}
+
+
+def _made_around(network: str, assignments: Iterable[ast.Assign]) -> set[str | None]:
+    """The paths of what is made with a network, and may run it: `elbo = SVI(net)`."""
+    return {
+        path_of(target)
+        for statement in assignments
+        if isinstance(statement.value, ast.Call) and network in map(path_of, statement.value.args)
+        for target in statement.targets
+    }
