@@ -87,11 +87,10 @@ def grad_under(effects: frozenset[str], grad: Graph) -> Graph:
 
 def autocast_under(effects: frozenset[str], autocast: Autocast | None) -> Autocast | None:
     """The dtype of autocast under a context; a context that is autocast on one side of a flag counts as autocast."""
-    for effect in sorted(effects):
-        if effect.startswith("autocast:"):
-            name = effect.partition(":")[2]
-            return None if name == "off" else name  # type: ignore[return-value]
-    return autocast
+    dtypes = {effect.partition(":")[2] for effect in effects if effect.startswith("autocast:")}
+    if not dtypes:
+        return autocast
+    return min(dtypes - {"off"}, default=None)  # type: ignore[return-value]
 
 
 def held_elsewhere(path: str | None) -> frozenset[str] | None:

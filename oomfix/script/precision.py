@@ -53,7 +53,7 @@ class Precision:
     @cached_property
     def uses_apex(self) -> bool:
         """Whether NVIDIA's apex does the mixed precision."""
-        return any(True for _ in self._imports.calls("apex.amp.initialize", "apex.amp.scale_loss"))
+        return any(True for _ in self._imports.calls("apex.amp.initialize", "apex.amp.init", "apex.amp.scale_loss"))
 
     @cached_property
     def autocasts_out_of_sight(self) -> bool:

@@ -733,3 +733,43 @@ def test_a_scaler_that_is_off_speaks_of_no_autocast_elsewhere(report, scalers, f
         scaler.update()
     """
     assert codes(report(code)) == found
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("torch.autocast(kind, dtype=kinds[0]) if on else torch.autocast(kind, enabled=False)", []),
+        ("torch.autocast(kind, dtype=torch.bfloat16) if on else torch.autocast(kind, enabled=False)", []),
+        ("torch.autocast(kind, dtype=dtypes[name], enabled=False)", ["OOM202"]),
+        ("torch.autocast(kind, enabled=False) if on else nullcontext()", ["OOM202"]),
+    ],
+)
+def test_autocast_on_one_side_of_a_flag_that_is_off_on_the_other_counts(report, made, found):
+    code = f"""
+        import torch
+        from contextlib import nullcontext
+
+        model = Net().cuda()
+        context = {made}
+        for x, y in loader:
+            with context:
+                loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert codes(report(code)) == found
+
+
+@pytest.mark.parametrize(("method", "found"), [("init", []), ("register_float_function", ["OOM202"])])
+def test_the_first_interface_of_apex_decides_the_precision_too(report, method, found):
+    code = f"""
+        from apex import amp
+
+        handle = amp.{method}(settings)
+        for x, y in loader:
+            loss = criterion(model(x.cuda()), y.cuda())
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    """
+    assert codes(report(code)) == found
