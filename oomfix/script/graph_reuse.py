@@ -74,9 +74,25 @@ class GraphReuse:
         older = {
             name
             for name, statement, scope in self._computed
-            if not encloses(loop, statement) and (scope is None or encloses(scope, loop))
+            if not encloses(loop, statement)
+            and (scope is None or encloses(scope, loop))
+            and not self._comes_after(statement, scope, loop)
         }
         return bool(older) and bool(older & read_first(loop))
+
+    def _comes_after(self, statement: ast.stmt, scope: Scope, loop: Loop) -> bool:
+        """Whether a statement of the function that a loop stands in runs only when the loop has ended."""
+        if statement.lineno < loop.lineno or scope is not self._scope_of[loop]:
+            return False
+        return not any(encloses(around, loop) and encloses(around, statement) for around in self._loops)
+
+    @cached_property
+    def _scope_of(self) -> dict[ast.AST, Scope]:
+        return dict(self._nodes)
+
+    @cached_property
+    def _loops(self) -> list[Loop]:
+        return [node for node, _ in self._nodes if isinstance(node, Loop)]
 
     def _adds_older_attribute(self, loop: Loop) -> bool:
         """Whether a round adds what its object has from before the loop: `loss + self.penalty`, summed up once."""

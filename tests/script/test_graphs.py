@@ -955,3 +955,29 @@ def test_a_backward_goes_through_a_draw(report):
             optimizer.step()
     """
     assert report(code) == [("OOM202", 5), ("OOM202", 6)]
+
+
+RETAINED = """
+    def sensitivity(net, samples):
+        {before}
+        {around}
+            for sample in samples:
+                out = net(sample)
+                out.backward(gradient=direction, retain_graph=True)
+                table[sample] = read(net, direction)
+            {after}
+        return table
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "around", "after", "needless"),
+    [
+        ("table = torch.zeros(8)", "if True:", "table = torch.abs(table).mean(0)", True),
+        ("table = net.weight.abs().mean(0)", "if True:", "pass", False),
+        ("table = torch.zeros(8)", "for _ in range(2):", "table = torch.abs(table).mean(0)", False),
+    ],
+)
+def test_what_is_computed_when_the_loop_has_ended_is_not_older_than_it(report, before, around, after, needless):
+    code = RETAINED.format(before=before, around=around, after=after)
+    assert (("OOM103", 6) in report(code)) is needless
