@@ -123,8 +123,8 @@ class Expressions(Calls):
             binding = self.state.attributes.get(slot) if slot is not None else None
             if binding is not None:
                 return binding.value
-        if base.kind is Kind.MODULE and node.attr == "module":
-            return base
+        if node.attr == "module" and base.kind in (Kind.MODULE, Kind.UNKNOWN) and self.is_network(node.value, base):
+            return base if base.kind is Kind.MODULE else Value(Kind.MODULE, ref=path_of(node.value))
         if base.kind is Kind.MODULE and node.attr == "training":
             evaluating = self.state.evaluating.get(self._identity(base, path_of(node.value)))
             return NUMBER if evaluating is None else constant(not evaluating)

@@ -8,6 +8,7 @@ from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL
 from oomfix.script.definitions import Function
 from oomfix.script.named_like import (
+    gives_gradients,
     is_letter_of_part,
     looks_like_detaching,
     looks_like_forward,
@@ -49,7 +50,7 @@ class Methods(Unseen):
         computes = looks_like_forward(name) and bool(values)
         if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
             return UNKNOWN
-        if torch_facts.runs_nothing(name):
+        if torch_facts.runs_nothing(name) or (gives_gradients(name) and not values):
             return NUMBER
         if name.startswith("get_") and not looks_like_loss(name) and not computes:
             return content.with_graph(Graph.MAYBE)  # `net.get_coefficients(out)` computes on what it is given

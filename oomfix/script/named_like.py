@@ -24,10 +24,11 @@ _PART_NAME = re.compile(
 )
 _LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
-    r"^(forward|encode|decode|extract|embed|project|classify|elbo|llm|head|backbone)|"
+    r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|infer|elbo|llm|head|backbone)|"
     r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob)$",
     re.IGNORECASE,
 )
+_GIVES_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
 _GIVES_INTEGERS = re.compile(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
 _RUNNING_METHOD = re.compile(
     r"^(encode|decode|embed|encode_image|encode_text|evaluate_actions|extract_features?|forward_features|logits?|"
@@ -118,6 +119,11 @@ def looks_like_forward(method: str) -> bool:
 def runs_network(method: str) -> bool:
     """Whether a method of a network runs it on what it is given, and leaves gradients as they are."""
     return bool(_RUNNING_METHOD.match(method))
+
+
+def gives_gradients(method: str) -> bool:
+    """Whether a method that is given nothing usually hands out the gradients that a backward has left."""
+    return bool(_GIVES_GRADIENTS.search(method))
 
 
 def looks_like_part(name: str) -> bool:

@@ -91,7 +91,7 @@ def test_a_method_through_which_a_loss_is_trained_records_in_a_validation_as_wel
     code = TRAINED.format(
         trained="loss = -self.model.score(x, y)", evaluated="print(self.model.score(x, y).item(), self.head.score(x))"
     )
-    assert report(code) == [("OOM201", 17)]
+    assert report(code) == [("OOM201", 17), ("OOM202", 10)]
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,37 @@ def test_what_a_network_gets_from_what_it_is_given_is_its_forward(report, forwar
     assert report(STEP.format(forward=forward, loss=loss)) == [("OOM202", 6)]
 
 
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [
+        ("predict_with_weights(x, weights)", [("OOM202", 6)]),
+        ("infer(x)", [("OOM202", 6)]),
+        ("module.infer(x)", [("OOM202", 6)]),
+        ("predict_start_from_noise(x, noise)", []),
+        ("q_sample(x, noise)", []),
+    ],
+)
+def test_what_a_network_predicts_for_a_loss_is_its_forward(report, method, found):
+    assert report(STEP.format(forward=f"out = model.{method}", loss="loss = criterion(out, y)")) == found
+
+
 @pytest.mark.parametrize("read", ["model.get_features()", "model.get_parameters(x)", "model.get_config(x)"])
 def test_what_a_network_is_asked_for_is_none(report, read):
     assert report(STEP.format(forward=f"held = {read}", loss="loss = criterion(y)")) == []
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [
+        ("model.extract_grad()", []),
+        ("model.flat_gradients()", []),
+        ("model.forward_grad(x)", ["OOM102"]),
+        ("model.forward_gradual(x)", ["OOM102"]),
+    ],
+)
+def test_the_gradients_that_a_network_hands_out_carry_no_graph(report, read, found):
+    code = TOTALS.format(forward=f"left = {read}", keep="kept.append(left)")
+    assert sorted({code for code, _ in report(code) if code == "OOM102"}) == found
 
 
 @pytest.mark.parametrize("keep", ["kept.append(tags)", "kept.extend(tags)", "kept.extend([tag for tag in tags])"])
