@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oomfix.rewrite.apply import Options
 from oomfix.rewrite.files import Rewriter, contents_of
+from oomfix.rewrite.options import Options
 from oomfix.rules import all_rules
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from oomfix.notebook import read_notebook
 from oomfix.parsing import Unreadable, parse
-from oomfix.rewrite.apply import LoopOutcome
 from oomfix.rewrite.edits import with_lines
 from oomfix.rewrite.notebook_json import CannotRestore
+from oomfix.rewrite.verdict import LoopOutcome
 from oomfix.script.nodes import walk
 from oomfix.source import Source
 

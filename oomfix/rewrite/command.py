@@ -13,8 +13,8 @@ import click
 from oomfix.terminal import columns
 
 if TYPE_CHECKING:
-    from oomfix.rewrite.apply import Options
     from oomfix.rewrite.files import FileOutcome, Rewriter
+    from oomfix.rewrite.options import Options
     from oomfix.rewrite.proof import Proof
     from oomfix.rewrite.trial import Trial
 
@@ -185,7 +185,7 @@ def _options(
     only: tuple[str, ...],
     ignore: tuple[str, ...],
 ) -> Options:
-    from oomfix.rewrite.apply import Options
+    from oomfix.rewrite.options import Options
     from oomfix.rules import all_rules
 
     flags = {"micro_batches": micro_batches, "clip_norm": clip_norm}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from oomfix.parsing import Unreadable
-from oomfix.rewrite.apply import LoopOutcome, Options, rewrite_loops
 from oomfix.rewrite.cells import NotebookText, in_cells
 from oomfix.rewrite.edits import EditsBreakSource, EditsOverlap
+from oomfix.rewrite.loop_attempts import rewrite_loops
 from oomfix.rewrite.notebook_json import CannotRestore
-from oomfix.rewrite.verdict import Form
+from oomfix.rewrite.options import Options
+from oomfix.rewrite.verdict import Form, LoopOutcome
 from oomfix.script import Script
 
 # the form of a loop is the same for every preset, which only sets the numbers that the runtime goes by
@@ -52,7 +53,7 @@ def _outcomes(script: Script, data: bytes, target_torch: tuple[int, int] | None)
     notebook = None if script.source.cells is None else NotebookText(script.source.path, data)
     if notebook is not None:
         script = Script.read(notebook.source, target_torch)
-    outcomes = rewrite_loops(script, Options(_ANY_PRESET, target_torch=target_torch))[1]
+    outcomes = rewrite_loops(script, Options(_ANY_PRESET, target_torch=target_torch)).loops
     return tuple(
         outcome if notebook is None else in_cells(outcome, notebook) for outcome in outcomes if outcome.function is None
     )

@@ -6,26 +6,27 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.window_shape import CannotFold, WindowShape, flag_of, follows
+from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.window_shape import CannotFold, WindowShape, flag_of
 from oomfix.script.edits import Edit, bounds
 from oomfix.script.names import last_name
 from oomfix.script.nodes import walk
-from oomfix.source import Source
 
 
-def exchange_edits(loop: ast.For, shape: WindowShape, blocks: Blocks, source: Source, closed: str) -> list[Edit]:
+def exchange_edits(shape: WindowShape, reading: Reading, closed: str) -> list[Edit]:
     """The edits that make `no_sync` and `require_backward_grad_sync` follow the window of the manager.
 
     The last window may be shorter once the manager counts: its last batch has to exchange gradients too.
 
     Args:
-        loop: the loop over the batches.
-        shape: its window as the script counts it.
+        shape: the window of a loop as the script counts it.
+        reading: the script.
         closed: the expression that is true on the last batch of a window.
 
     Raises:
         CannotFold: gradients are exchanged on other terms than the window's.
     """
+    loop, blocks = shape.count.loop, reading.blocks
     edits: dict[int, Edit] = {}
     for node in walk(loop):
         if isinstance(node, ast.Call) and last_name(node) == "no_sync":
@@ -34,12 +35,12 @@ def exchange_edits(loop: ast.For, shape: WindowShape, blocks: Blocks, source: So
             tests = [node.value]
         else:
             continue
-        following = [part for test in tests for part in _following(test, shape, loop, blocks)]
+        following = [part for test in tests for part in _following(test, shape, blocks)]
         if len(following) != 1:
             raise CannotFold(f"when gradients are exchanged in line {node.lineno} is not seen to follow it")
         test, when_closed = following[0]
         if test is not shape.test:
-            edits[id(test)] = Edit(*bounds(source, test), closed if when_closed else f"not {closed}")
+            edits[id(test)] = Edit(*bounds(reading.source, test), closed if when_closed else f"not {closed}")
     return list(edits.values())
 
 
@@ -58,9 +59,9 @@ def _tests_around(node: ast.AST, loop: ast.For, blocks: Blocks) -> list[ast.expr
     return found
 
 
-def _following(test: ast.expr, shape: WindowShape, loop: ast.For, blocks: Blocks) -> Iterator[tuple[ast.expr, bool]]:
+def _following(test: ast.expr, shape: WindowShape, blocks: Blocks) -> Iterator[tuple[ast.expr, bool]]:
     """The parts of a condition that follow the window, and whether they are true where it closes, or elsewhere."""
-    when_closed = follows(test, shape, loop, blocks)
+    when_closed = shape.follows(test)
     if when_closed is not None:
         yield test, when_closed
         return
@@ -69,7 +70,7 @@ def _following(test: ast.expr, shape: WindowShape, loop: ast.For, blocks: Blocks
         parts = test.values
     elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         parts = [test.operand]
-    elif isinstance(test, ast.Name) and (flag := flag_of(test, loop, blocks)) is not None:
+    elif isinstance(test, ast.Name) and (flag := flag_of(test, shape.count.loop, blocks)) is not None:
         parts = [flag]
     for part in parts:
-        yield from _following(part, shape, loop, blocks)
+        yield from _following(part, shape, blocks)

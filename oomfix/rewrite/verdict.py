@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from oomfix.script import TrainingLoop
 from oomfix.script.trace import Backward, Step
@@ -57,3 +57,25 @@ class Verdict:
     def leave(self, reason: str) -> None:
         """Leave the loop alone."""
         self.form, self.reason = "none", reason
+
+
+class LoopOutcome(NamedTuple):
+    """What became of a training loop, or of a function that is the iteration of one.
+
+    Attributes:
+        line, end_line: as in the file before; in a notebook, as in the cell.
+        rewrite: the form.
+        reason: why not more, None where nothing stood in the way.
+        cell: the 1-based number of its cell in a notebook, else None.
+        notes: what else is to be known of it, one clause each.
+        function: the name of a function that makes a step each time it is called, by a loop in another file; None for
+            a loop of this file.
+    """
+
+    line: int
+    end_line: int
+    rewrite: Form
+    reason: str | None
+    cell: int | None = None
+    notes: tuple[str, ...] = ()
+    function: str | None = None

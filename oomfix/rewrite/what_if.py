@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from oomfix.presets import Preset
 from oomfix.profile.cards import budget_options, card_options
 from oomfix.rewrite import summary
-from oomfix.rewrite.apply import Options
 from oomfix.rewrite.files import FileOutcome, Rewriter, contents_of
+from oomfix.rewrite.options import Options
 from oomfix.rules import all_rules
 
 

@@ -87,7 +87,7 @@ class WindowFolder:
             raise CannotFold("OneCycleLR counts its steps, and refuses more than it was made for")
         edits = list(self._header(shape, window.decision))
         closed = f"{self._manager}.window_closed"
-        edits += exchange_edits(verdict.loop.node, shape, self._blocks, self._source, closed)
+        edits += exchange_edits(shape, self._reading, closed)
         edits += self._tail_behind(verdict)
         self._check_no_sums(verdict, bool(undivided))
         if not undivided:
@@ -114,10 +114,10 @@ class WindowFolder:
         return [event for event in verdict.backwards if id(event.node) in free - divided]
 
     def _header(self, shape: WindowShape, decision: ast.If) -> Iterator[Edit]:
-        start, end = bounds(self._source, shape.batches)
-        statement = self._blocks.statement_of(shape.batches)
+        start, end = bounds(self._source, shape.count.batches)
+        statement = self._blocks.statement_of(shape.count.batches)
         before, after = f"{self._manager}.accumulate(", f", {self._source.segment(shape.size)})"
-        if len(self._source.lines[shape.batches.lineno - 1]) + len(before + after) <= self._layout.longest_line:
+        if len(self._source.lines[shape.count.batches.lineno - 1]) + len(before + after) <= self._layout.longest_line:
             yield Edit(start, start, before)
             yield Edit(end, end, after)
         else:

@@ -19,7 +19,8 @@ import torch
 from oomfix import runtime
 from oomfix.equivalence.comparison import Recording, compare
 from oomfix.equivalence.recorder import Recorder
-from oomfix.rewrite.apply import Applied, Options, apply_to
+from oomfix.rewrite.apply import Applied, apply_to
+from oomfix.rewrite.options import Options
 from oomfix.rules import all_rules
 from oomfix.source import Source
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from oomfix.presets import PRESETS
-from oomfix.rewrite.apply import Options, apply_to
+from oomfix.rewrite.apply import apply_to
+from oomfix.rewrite.options import Options
 from oomfix.rules import all_rules
 from oomfix.source import Source
 from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run

@@ -80,7 +80,8 @@ def test_loops_that_others_control_are_left_alone_to_the_byte_with_the_reason(bo
 
 
 def test_local_fixes_are_made_without_the_runtime():
-    from oomfix.rewrite.apply import Options, apply_to
+    from oomfix.rewrite.apply import apply_to
+    from oomfix.rewrite.options import Options
     from oomfix.rules import all_rules
     from oomfix.source import Source
 

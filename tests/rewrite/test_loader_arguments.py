@@ -2,7 +2,8 @@
 
 import pytest
 
-from oomfix.rewrite.apply import Options, apply_to
+from oomfix.rewrite.apply import apply_to
+from oomfix.rewrite.options import Options
 from oomfix.rules import all_rules
 from oomfix.source import Source
 from tests.rewrite.equivalence import assert_same_bits, rewritten, run

@@ -1,0 +1,173 @@
+"""The loops of one file rewritten, behind what makes more of them: attempts of which the one counts that splits most.
+
+Each attempt edits the script first, in ways that change nothing of what it does, and then has all of its loops
+rewritten; what is said of them has the lines of the script as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from typing import NamedTuple
+
+from oomfix.rewrite.apex import NOTE, apex_edits
+from oomfix.rewrite.autocast_end import end_autocast_edits
+from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
+from oomfix.rewrite.header import other_preset_in
+from oomfix.rewrite.inlined_helpers import inlined_helper_edits
+from oomfix.rewrite.local import Fixed
+from oomfix.rewrite.loop_rewriter import LoopRewriter
+from oomfix.rewrite.metrics_apart import metric_edits
+from oomfix.rewrite.options import Options
+from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.step_functions import StepFunction, step_functions
+from oomfix.rewrite.verdict import LoopOutcome, Verdict
+from oomfix.rules.base import Edit
+from oomfix.script import Script
+from oomfix.source import Source
+
+MENDED = {
+    "OOM301": "the loss is divided by the size of its window",
+    "OOM302": "the last window of an epoch is stepped",
+    "OOM303": "gradients are unscaled before they are clipped",
+    "OOM304": "losses in fp16 are scaled",
+}
+"""What is said of findings that rewriting mends."""
+
+
+class Rewritten(NamedTuple):
+    """A file with its training loops rewritten.
+
+    Attributes:
+        source: the file.
+        loops: what became of each, by line.
+        fixed: what that mended.
+    """
+
+    source: Source
+    loops: tuple[LoopOutcome, ...]
+    fixed: tuple[Fixed, ...]
+
+
+def rewrite_loops(script: Script, options: Options) -> Rewritten:
+    """A script with its training loops rewritten and nothing else.
+
+    Raises:
+        RecursionError: the source is nested absurdly.
+    """
+    reading = Reading(script)
+    return _without_apex(reading, options) or _with_helpers_written_out(reading, options)
+
+
+def _without_apex(reading: Reading, options: Options) -> Rewritten | None:
+    """The loops rewritten once apex is taken out of the script; None where one of them is left alone then."""
+    edits = apex_edits(reading) if "apex" in reading.source.text else []
+    if not edits:
+        return None
+    found = _rewritten_behind(edits, reading, options)
+    if not found.loops or len(found.loops) != len(reading.loops) or any(loop.rewrite == "none" for loop in found.loops):
+        return None
+    return found._replace(loops=tuple(loop._replace(notes=(*loop.notes, NOTE)) for loop in found.loops))
+
+
+def _with_helpers_written_out(reading: Reading, options: Options) -> Rewritten:
+    """The loops rewritten, with helpers that run the backward written out where they are called if that makes more."""
+    found = _rewritten(reading, options)
+    if all(loop.rewrite == "micro-batched" for loop in found.loops):
+        return found
+    inlined = inlined_helper_edits(reading)
+    if not inlined:
+        return found
+    other = _rewritten_behind([edit for edits in inlined.values() for edit in edits], reading, options)
+    if not _is_more(other.loops, found.loops):
+        return found
+    notes = tuple(f"`{name}` is written out where it was called" for name in inlined)
+    pairs = zip(other.loops, found.loops, strict=True)
+    told = (new if new.rewrite == old.rewrite else new._replace(notes=(*new.notes, *notes)) for new, old in pairs)
+    return other._replace(loops=tuple(told))
+
+
+def _is_more(loops: Sequence[LoopOutcome], others: Sequence[LoopOutcome]) -> bool:
+    """Whether more became of some of the loops than of the others, and no less of any."""
+    forms = ("none", "in-place", "micro-batched")
+    pairs = [(forms.index(one.rewrite), forms.index(other.rewrite)) for one, other in zip(loops, others, strict=False)]
+    return len(loops) == len(others) and all(one >= other for one, other in pairs) and any(a > b for a, b in pairs)
+
+
+def _rewritten_behind(edits: list[Edit], reading: Reading, options: Options) -> Rewritten:
+    """A script rewritten behind edits of its whole, told with the lines that it had before them."""
+    text = reading.source.text
+
+    def line(number: int) -> int:
+        return line_before(text, edits, number)
+
+    current = with_text(reading.source, apply_edits(text, edits))
+    found = _rewritten(Reading(Script.read(current, options.target_torch)), options)
+    loops = (
+        loop._replace(
+            line=line(loop.line),
+            end_line=line(loop.end_line),
+            reason=loop.reason and with_lines(loop.reason, line),
+            notes=tuple(with_lines(note, line) for note in loop.notes),
+        )
+        for loop in found.loops
+    )
+    return Rewritten(found.source, tuple(loops), tuple(one._replace(line=line(one.line)) for one in found.fixed))
+
+
+def _rewritten(reading: Reading, options: Options) -> Rewritten:
+    """The loops rewritten; backwards leave autocast blocks first. Lines keep their numbers."""
+    if not options.wants("OOM305") or "autocast" not in reading.source.text:
+        return _with_metrics_apart(reading, options)
+    edits = end_autocast_edits(reading)
+    current = with_text(reading.source, apply_edits(reading.source.text, edits.values()))
+    if current is not reading.source:
+        reading = Reading(Script.read(current, options.target_torch))
+    found = _with_metrics_apart(reading, options)
+    ended = tuple(Fixed("OOM305", line, "backward inside of autocast") for line in edits)
+    return found._replace(fixed=ended + found.fixed)
+
+
+def _with_metrics_apart(reading: Reading, options: Options) -> Rewritten:
+    """The loops rewritten; metrics leave the blocks around the forwards of those that are split."""
+    found = _as_it_stands(reading, options)
+    lines = set(metric_edits(reading))
+    while lines:
+        other = _as_it_stands(_metrics_apart(reading, lines, options), options)
+        split = {loop.line for loop in other.loops if loop.rewrite == "micro-batched"}
+        if lines <= split:
+            return other
+        lines &= split
+    return found
+
+
+def _metrics_apart(reading: Reading, lines: Set[int], options: Options) -> Reading:
+    """A script whose metrics stand behind the blocks around forwards, for the loops in these lines."""
+    while edits := [edit for line, of_loop in metric_edits(reading).items() if line in lines for edit in of_loop]:
+        moved = with_text(reading.source, apply_edits(reading.source.text, edits))
+        reading = Reading(Script.read(moved, options.target_torch))
+    return reading
+
+
+def _as_it_stands(reading: Reading, options: Options) -> Rewritten:
+    """The loops of a script rewritten with nothing moved ahead of that."""
+    if not reading.loops:
+        return Rewritten(reading.source, tuple(_out_of_sight(reading)), ())
+    rewriter = LoopRewriter(reading, options.preset, options.overrides, options.wants)
+    rewritten = rewriter.rewrite()
+    fixed = tuple(Fixed(code, line, MENDED[code]) for code, line in rewriter.mended)
+    kept = other_preset_in(reading.script, options.preset)
+    return Rewritten(rewritten, tuple(_outcome(rewriter, verdict, kept) for verdict in rewriter.verdicts), fixed)
+
+
+def _out_of_sight(reading: Reading) -> Iterator[LoopOutcome]:
+    """What is said of a file that only steps."""
+    for function in step_functions(reading.script):
+        why = "it is not seen which network its loss goes through"
+        yield LoopOutcome(function.line, function.end_line, "none", why, function=function.name)
+
+
+def _outcome(rewriter: LoopRewriter, verdict: Verdict, kept: str | None) -> LoopOutcome:
+    function = verdict.loop.name if isinstance(verdict.loop, StepFunction) else None
+    line, end_line = rewriter.lines_of(verdict)
+    notes = (*verdict.notes, *([] if kept is None else [kept]))
+    return LoopOutcome(line, end_line, verdict.form, verdict.reason, notes=notes, function=function)
