@@ -11,7 +11,7 @@ from oomfix.runtime import outputs, rule_choice
 from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradients import has_hook, next_node, reach
-from oomfix.runtime.judging import DEPEND, OPEN, units
+from oomfix.runtime.judging import DEPEND, NO_NUMBER, OPEN, units
 from oomfix.runtime.outputs import Zero
 from oomfix.runtime.referenced import leaves_in
 from oomfix.runtime.rows import has_single_row
@@ -91,7 +91,7 @@ def _judge(evidence: Evidence) -> Verdict:
     if rule is None and all(bool(of_part.isfinite()) for of_part, *_ in evidence.parts):
         return Verdict(None, DEPEND)
     if gradients and rule == Zero():
-        return Verdict(None, OPEN, undecided=True)
+        return Verdict(None, OPEN if bool(loss.isfinite()) else NO_NUMBER, undecided=True)
     if rule is None or not gradients:
         return Verdict(None, undecided=True)  # a deviation is not a number of one row
     collector, sizes = rule.collector(0), [gradient.numel() for gradient in gradients]

@@ -15,6 +15,7 @@ SEVERAL_DEPEND = (
 )
 OPEN = "its loss is 0 on a few rows, which leaves open what it is a mean of"
 PLAIN = "its loss is a plain number, or none, for some of its samples, which add nothing to it"
+NO_NUMBER = "its loss is not a number on a few rows"
 BENDS = (
     "a number for the whole batch meets a threshold (clamp, abs, relu), or counts its distinct values, and parts may "
     "have another"
@@ -36,7 +37,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
     if loss is not None and loss.numel() != 1:
         loss = None  # an evaluation returns what it likes
     if loss is not None and simulated is None and not loss.isfinite().all():
-        return Verdict(None, "its loss is not a number on a few rows", undecided=True)
+        return Verdict(None, NO_NUMBER, undecided=True)
     rule = rule_choice.choose(evidence.whole, evidence.parts, evidence.shares, evidence.terms)
     trusted = trust and (rule is None or bool(evidence.wrote))
     if rule is None and trust:

@@ -39,26 +39,36 @@ class Labels:
         place: of their tensors, as in `Batch.placed`: what stands ahead of them may be longer in another batch.
         column: the only one that counts, None: all.
         skipped: first entries of each row that are never predicted, as by a language model.
-        left_out: a label that the program leaves out itself.
+        first: the label of the first class.
+        left_out: a label that the program leaves out itself, as it does all below the first class.
         mask: place of tensors that are 0 where the program leaves labels out.
     """
 
     place: Place
     column: int | None = None
     skipped: int = 0
+    first: int = 0
     left_out: int | None = None
     mask: Place | None = None
 
     def counted(self, batch: _Placed, ignored: int) -> torch.Tensor:
-        """The labels [n] that count in the tensors of a batch, where `ignored` does not."""
+        """The classes [n] of the labels that count in the tensors of a batch, where `ignored` does not."""
         found = []
         for number, tensor in enumerate(batch[self.place]):
-            labels = self._part_of(tensor).long()
-            counts = (labels != ignored) & (labels != (ignored if self.left_out is None else self.left_out))
+            classes = self._part_of(tensor).long() - self.first
+            counts = (classes >= 0) & (classes != ignored)
+            if self.left_out is not None:
+                counts &= classes != self.left_out - self.first
             if self.mask is not None:
                 counts &= self._part_of(batch[self.mask][number]) != 0
-            found.append(labels[counts])
+            found.append(classes[counts])
         return torch.cat(found)
+
+    @property
+    def effort(self) -> int:
+        """How much a program does to make these its targets."""
+        # a few labels may be the same without some class by chance
+        return (self.mask is not None) + 2 * (self.first != 0) + 3 * (self.left_out is not None)
 
     def _part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = tensor.detach().reshape(len(tensor), -1) if self.column is not None else tensor.detach()
@@ -145,12 +155,16 @@ class Noted(TorchFunctionMode):
 def _find(number: int, counted: torch.Tensor, ignored: int, batch: _Placed) -> Labels | None:
     """Where the targets of the cross entropy with that number stand."""
     # of several tasks, each with a column, the labels of a few rows may be the same
-    candidates = sorted(_candidates(batch), key=lambda labels: labels.column not in (None, number))
-    found = [(labels, labels.counted(batch, ignored).to(counted)) for labels in candidates]
-    in_order = (labels for labels, values in found if torch.equal(values, counted))
+    candidates = sorted(_candidates(batch), key=lambda labels: (labels.column not in (None, number), labels.effort))
+    in_order = (labels for labels in candidates if torch.equal(labels.counted(batch, ignored).to(counted), counted))
     # some programs turn rows and columns, which changes the order
-    in_any = (labels for labels, values in found if torch.equal(values.sort().values, counted.sort().values))
+    in_any = (labels for labels in candidates if _are_the_same(labels.counted(batch, ignored).to(counted), counted))
     return next(in_order, None) or next(in_any, None)
+
+
+def _are_the_same(values: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether these are the same in some order."""
+    return len(values) == len(others) and torch.equal(values.sort().values, others.sort().values)
 
 
 def _candidates(batch: _Placed) -> Iterator[Labels]:
@@ -158,16 +172,17 @@ def _candidates(batch: _Placed) -> Iterator[Labels]:
     placed = {place: tensors for place, tensors in batch.items() if _may_hold_labels(tensors)}
     shapes = {place: [tensor.shape for tensor in tensors] for place, tensors in placed.items()}
     for place, tensors in placed.items():
-        least = min(int(tensor.min()) for tensor in tensors if tensor.numel())
+        values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+        # what means "none" is less than all classes, or more
+        left_out = sorted({int(values.min()), int(values.max())})
         masks = [other for other in placed if other != place and shapes[other] == shapes[place]]
         is_flat, width = tensors[0].dim() < 2, min(tensor[0].numel() for tensor in tensors)
         columns = range(width if not is_flat and width <= _MOST_COLUMNS else 0)
         parts = [Labels(place), *(() if is_flat else [Labels(place, skipped=1)])]
         for labels in (*parts, *(Labels(place, column) for column in columns)):
-            yield labels
-            if least < 0:
-                yield replace(labels, left_out=least)
             yield from (replace(labels, mask=mask) for mask in masks)
+            for label in (None, *left_out):
+                yield from (replace(labels, left_out=label, first=first) for first in (0, 1))
 
 
 def _may_hold_labels(tensors: Sequence[torch.Tensor]) -> bool:
@@ -217,6 +232,8 @@ class OwnMeans:
         Raises:
             Unforeseen: they had others.
         """
+        if any(len(part) != len(self._places) for part in self._parts):
+            raise Unforeseen("a part of it has other cross entropies than a few rows had")
         if not self.all_counted():
             raise Unforeseen("its cross entropies have other targets than the batch shows")
 

@@ -18,7 +18,7 @@ from oomfix.runtime.divisor_check import by_divisors
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
 from oomfix.runtime.hinge_check import by_hinges
-from oomfix.runtime.judging import BENDS, DEPEND, OPEN, SEVERAL_DEPEND, contradict
+from oomfix.runtime.judging import BENDS, DEPEND, NO_NUMBER, OPEN, SEVERAL_DEPEND, contradict
 from oomfix.runtime.mask_check import by_computed_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.repetition_check import by_repetition
@@ -123,13 +123,15 @@ def _of_few_rows(
 def _by_own_targets(
     rows: FewRows, counts: list[int], few: list[int], together: list[int], with_gradients: bool
 ) -> Verdict | None:
-    """The verdict where cross entropies are divided by their targets in the whole; None: it allows no split either."""
+    """The verdict where cross entropies are divided by their targets in the whole; None: it refuses a split too."""
     rows.own_targets = True
     found, few = _with_results(rows, False, counts, few, together)
-    if found is None or found.verdict.rule is None or not found.verdict.own_targets:
+    if found is None or (found.verdict.rule is not None and not found.verdict.own_targets):
         return None
-    verdict = _confirmed_closer(rows, found, few, together, with_gradients)
-    if verdict.rule is None:
+    verdict = found.verdict
+    if verdict.rule is not None:
+        verdict = _confirmed_closer(rows, found, few, together, with_gradients)
+    if verdict.rule is None and not verdict.undecided:
         return None
     return replace(verdict, single_rows=False) if few is together else verdict
 
@@ -169,7 +171,7 @@ def _confirmed_closer(
     if with_gradients:
         # a graph needs more memory than the runs of a check without one
         gradients = _in_parts_that_run(few, together, partial(by_gradients, rows, how))
-    left_open = gradients is not None and gradients.reason == OPEN and verdict.units != "calls"
+    left_open = gradients is not None and gradients.reason in (OPEN, NO_NUMBER) and verdict.units != "calls"
     if gradients is not None and gradients.rule is None and (not gradients.undecided or left_open):
         return gradients
     if gradients is None:

@@ -1,6 +1,5 @@
 """Cross entropies that divide by targets of their own are split exactly, each divided by what the whole batch has."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,29 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from oomfix import runtime
 from oomfix.profile.compat import OutOfMemoryError
 from oomfix.profile.simulated_card import SimulatedCard
-
-Batch = dict[str, torch.Tensor]
-ROWS, WORDS, CLASSES, TASKS = 12, 6, 5, 3
-
-
-class Network(nn.Module):
-    """A trunk with an output for each word, for each sentence, and for each of three tasks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-        self.words, self.sentences, self.number = nn.Linear(8, CLASSES), nn.Linear(8, 2), nn.Linear(8, 1)
-        self.tasks = nn.ModuleList(nn.Linear(8, CLASSES) for _ in range(TASKS))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden = self.trunk(x)
-        pooled = hidden.mean(1)
-        tasks = torch.stack([task(pooled) for task in self.tasks], 1)
-        return self.words(hidden), self.sentences(pooled), self.number(pooled)[:, 0], tasks
-
-
-def of_sentences(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return F.cross_entropy(model(batch["x"])[1], batch["follows"])
+from tests.runtime.words_and_tasks import (
+    CLASSES,
+    ROWS,
+    TASKS,
+    Batch,
+    Network,
+    batches,
+    of_sentences,
+    parts_as_whole,
+)  # fmt: skip
 
 
 def ignored(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -185,66 +171,6 @@ WHOLE = [
 ]
 
 
-def batches(count: int, seed: int = 0) -> list[Batch]:
-    """Of each, another share of the words is masked, and in some parts all of them."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int, most: int) -> torch.Tensor:
-        return torch.randint(0, most, shape, generator=generator)
-
-    found = []
-    for number in range(count):
-        slots, share = draw(ROWS, WORDS, most=CLASSES), torch.rand(ROWS, 1, generator=generator)
-        masked = torch.rand(ROWS, WORDS, generator=generator) < share
-        masked[: number % 3 * 3] = True
-        lengths = draw(ROWS, 1, most=WORDS) + 1
-        tasks = draw(ROWS, TASKS, most=CLASSES)
-        tasks[torch.rand(ROWS, TASKS, generator=generator) < torch.tensor([0.1, 0.3, 0.5])] = -1
-        found.append(
-            {
-                "x": torch.randn(ROWS, WORDS, 4, dtype=torch.float64, generator=generator),
-                "words": slots.masked_fill(masked, -100),
-                "slots": slots,
-                "kept": (4 - slots).masked_fill(masked, -100).double(),
-                "mask": (torch.arange(WORDS) < lengths).long(),
-                "follows": draw(ROWS, most=2),
-                "tasks": tasks,
-                "number": torch.randn(ROWS, dtype=torch.float64, generator=generator),
-            }
-        )
-    return found
-
-
-def trained(
-    loss: Callable[[nn.Module, Batch], Any], micro_batches: int, data: list[Batch] | None = None
-) -> tuple[Any, int | None]:
-    """Every loss and gradient, and the micro-batches of the last call, None: it ran whole."""
-    runtime.reset()
-    torch.manual_seed(0)
-    model = Network().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory = runtime.preset("16gb", precision="fp32", micro_batches=micro_batches)
-    memory.prepare(model)
-    seen = []
-    for number, batch in enumerate(batches(6) if data is None else data):
-        torch.manual_seed(number)
-        seen.append(memory.forward_backward(lambda **batch: loss(model, batch), **batch))
-        seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        memory.step(optimizer)
-        optimizer.zero_grad()
-    return seen, memory.report().forwards[0].micro_batches
-
-
-def parts_as_whole(
-    loss: Callable[[nn.Module, Batch], Any], micro_batches: int, data: list[Batch] | None = None
-) -> int | None:
-    """The micro-batches of the last call of a training whose losses and gradients are those of whole batches."""
-    expected, _ = trained(loss, 1, data)
-    seen, parts = trained(loss, micro_batches, data)
-    torch.testing.assert_close(seen, expected, rtol=1e-11, atol=1e-13)
-    return parts
-
-
 @pytest.mark.parametrize("micro_batches", [2, 5])
 @pytest.mark.parametrize("loss", SPLIT)
 def test_each_is_divided_by_its_targets_in_the_whole_batch(loss, micro_batches):
@@ -290,40 +216,6 @@ def test_shorter_sequences_may_lack_the_column_of_the_labels():
         for name in ("x", "words", "slots"):
             batch[name] = batch[name][:, :words]
     assert parts_as_whole(loss, 3, data) == 3
-
-
-def with_pieces(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Of samples in pieces, of which a few rows hold fewer than the batch."""
-    return ignored(model, {**batch, "x": torch.stack([piece["x"] for piece in batch["pieces"]])})
-
-
-def with_layers(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    return ignored(model, {**batch, "x": sum(batch["layers"]["of x"])})
-
-
-def with_labels_in_pieces(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Labels of sentences that are not padded yet."""
-    labels = [piece["words"] for piece in batch["pieces"]]
-    words = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
-    return F.cross_entropy(model(batch["x"][:, : words.shape[1]])[0].transpose(1, 2), words) + of_sentences(
-        model, batch
-    )
-
-
-@pytest.mark.parametrize("micro_batches", [2, 5])
-@pytest.mark.parametrize("loss", [with_pieces, with_layers, with_labels_in_pieces])
-def test_labels_are_found_behind_lists_that_differ_in_length_and_in_them(caplog, loss, micro_batches):
-    data: list[Any] = []
-    for number, batch in enumerate(batches(6)):
-        x, lengths = batch["x"], batch["mask"].sum(1).tolist()
-        pieces = [
-            {"x": row, "words": row_of_words[:length]}
-            for row, row_of_words, length in zip(x, batch["words"], lengths, strict=True)
-        ]
-        layers = {"of x": [x / (number + 2)] * (number + 2)}
-        data.append({"pieces": pieces, "layers": layers} | batch)
-    assert parts_as_whole(loss, micro_batches, data) == micro_batches
-    assert "run whole" not in caplog.text
 
 
 def test_the_first_batch_that_has_labels_out_of_proportion_is_split_too(caplog):
