@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.asked_for import where_graph_ends
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
+from oomfix.script.input_gradients import differentiates_its_inputs
 from oomfix.script.named_like import looks_like_differentiating, looks_like_logging, looks_like_training
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
@@ -21,10 +22,12 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     """Take gradients off an evaluation pass: decorate its function where it never trains, else wrap its loop.
 
     A helper that gives its caller a graph is left alone where other files may call it: its caller is decorated.
-    Empty where neither is certain: the forward is trained through on another way, its result goes out of sight, or
-    torch is not imported under its own name.
+    Empty where neither is certain: the forward is trained through on another way, its result goes out of sight, its
+    network differentiates by its inputs, or torch is not imported under its own name.
     """
     if not _imports_torch(script) or forward.escaped:
+        return ()
+    if differentiates_its_inputs(forward, script.evaluation_forwards):
         return ()
     forward = where_graph_ends(forward, script.trace)
     if _is_switched_on_again(script, forward):

@@ -406,3 +406,47 @@ def test_gradients_are_not_taken_off_what_a_loss_is_made_of(place):
     found, fixed = fix(code)
     assert found == 1
     assert ("no_grad" in fixed) == (place == "behind")
+
+
+POTENTIAL = """
+    import torch
+
+    def fit(model, loader, val_loader):
+        for x, y in loader:
+            criterion(model(x), y).backward()
+        model.eval()
+        for x, y in val_loader:
+            print(criterion(model(x), y).item())
+        for count in range(3):
+            {made}
+            print(model.decode(z).mean().item())
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "z = torch.randn(8, 2).requires_grad_(True).to(device)",
+        "z = torch.randn(8, 2, requires_grad=True)",
+        "z.requires_grad_()",
+        "z.requires_grad = True",
+    ],
+)
+def test_a_network_that_is_evaluated_on_inputs_with_gradients_keeps_them_everywhere(made):
+    assert fix(POTENTIAL.format(made=made)) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "z = torch.randn(8, 2).requires_grad_(False)",
+        "z = torch.randn(8, 2, requires_grad=False)",
+        "z.requires_grad = False",
+        "w.requires_grad_()",
+        "z = torch.randn(8, 2)",
+    ],
+)
+def test_inputs_without_gradients_and_gradients_of_others_keep_no_evaluation_from_no_grad(made):
+    found, fixed = fix(POTENTIAL.format(made=made))
+    assert found == 2
+    assert fixed.count("with torch.no_grad():") == 2

@@ -1,0 +1,72 @@
+"""Networks that are evaluated on inputs whose gradients are asked for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from oomfix.script.names import path_of
+from oomfix.script.nodes import walk
+from oomfix.script.trace import Forward
+
+
+def differentiates_its_inputs(forward: Forward, evaluated: Sequence[Forward]) -> bool:
+    """Whether an evaluation asks for the gradients of what it gives to the network of a forward.
+
+    `x.requires_grad_()`, and `model(x)` that no backward follows: the network itself differentiates by its inputs, as
+    energies, potentials and flows do, and stops where gradients are off.
+
+    Args:
+        evaluated: the forwards of all evaluations of the file.
+    """
+    networks = _networks(forward)
+    return any(not networks.isdisjoint(_networks(other)) and _is_given_a_leaf(other) for other in evaluated)
+
+
+def _networks(forward: Forward) -> set[str]:
+    """What may be the network of `model(x)`, `model.decode(z)` or `self.model(x)`."""
+    path = forward.path or ""
+    return {path, path.rpartition(".")[0]} - {"", "self"}
+
+
+def _is_given_a_leaf(forward: Forward) -> bool:
+    """Whether gradients are asked for one of its inputs in the loop around it, or in its function."""
+    block = _block(forward)
+    if block is None:
+        return False
+    given = {path_of(node) for value in forward.given for node in walk(value) if isinstance(node, ast.expr)}
+    return any(path in given for path in _leaves(block))
+
+
+def _block(forward: Forward) -> ast.AST | None:
+    line, site = forward.node.lineno, forward.site
+    around = [loop for loop in site.loops if loop.lineno <= line <= (loop.end_lineno or loop.lineno)]
+    if around:
+        return around[0]
+    return site.function.node if site.function is not None else None
+
+
+def _leaves(block: ast.AST) -> Iterator[str | None]:
+    """The tensors of a block that gradients are asked for: `x` in `x.requires_grad_()`, `x = x.requires_grad_().to(d)`.
+
+    Or in `x.requires_grad = True` and `x = torch.randn(3, requires_grad=True)`.
+    """
+    for node in walk(block):
+        if isinstance(node, ast.Assign):
+            if any(_asks(part) for part in walk(node.value)):
+                yield from map(path_of, node.targets)
+            elif isinstance(node.value, ast.Constant) and node.value.value is True:
+                owners = (target for target in node.targets if isinstance(target, ast.Attribute))
+                yield from (path_of(owner.value) for owner in owners if owner.attr == "requires_grad")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _asks(node):
+            yield path_of(node.func.value)
+
+
+def _asks(node: ast.AST) -> bool:
+    """`x.requires_grad_()`, `torch.randn(3, requires_grad=True)`."""
+    if not isinstance(node, ast.Call):
+        return False
+    switches = [keyword.value for keyword in node.keywords if keyword.arg == "requires_grad"]
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
+        switches = [*node.args, *switches] or [ast.Constant(True)]
+    return any(not isinstance(value, ast.Constant) or bool(value.value) for value in switches)
