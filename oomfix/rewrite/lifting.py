@@ -218,9 +218,11 @@ class Lifting:
         unread = (lift.loss or self._unread) if lift.underscore_is_taken else "_"
         return f"{', '.join([loss or unread, *lift.outputs])} = "
 
-    @staticmethod
-    def _given(name: str, test: ast.expr | None) -> str:
-        return name if test is None else f"{name} if {ast.unparse(test)} else None"
+    def _given(self, name: str, test: ast.expr | None) -> str:
+        if test is None:
+            return name
+        text = self._root_text(test)
+        return f"{name} if {text if text.isprintable() else ast.unparse(test)} else None"
 
     def _broken(self, start: str, items: list[str], end: str) -> list[str]:
         """One line, or as many as it takes where that would be too long."""

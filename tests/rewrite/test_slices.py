@@ -340,6 +340,13 @@ def test_what_is_bound_and_read_under_one_test_is_given_under_it(mixes):
     assert "forward, x, y_a if mixes else None, y_b if mixes else None, y\n" in text
 
 
+def test_a_test_under_which_something_is_given_is_written_as_the_file_writes_it():
+    code = MIXED.format(mixes='"all"').replace("if mixes:", 'if mixes == "all":')
+    assert 'y_a if mixes == "all" else None' in apply(code)[0]
+    below = code.replace('if mixes == "all":', 'if (mixes ==\n                "all"):')
+    assert "y_a if mixes == 'all' else None" in apply(below)[0]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
