@@ -11,6 +11,7 @@ from oomfix.rewrite.effects import changed_paths, overlap, paths_read
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import Liveness, Scope, names_bound, names_read
+from oomfix.rewrite.network_use import NetworkUse
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_not_finite
 from oomfix.script.names import last_name, path_of
@@ -20,24 +21,13 @@ class Between:
     """Places what is not part of a slice ahead of its function or behind the call.
 
     Args:
-        runs_forward: whether a statement runs a network.
-        takes_network: whether it hands a network to a function, which may run it.
-        reads_network: whether it looks at a network, as to log the norm of its weights.
+        networks: what statements do with networks.
         helpers: the functions of the file.
         liveness_of: of a function or the module.
     """
 
-    def __init__(
-        self,
-        runs_forward: Callable[[ast.AST], bool],
-        takes_network: Callable[[ast.AST], bool],
-        reads_network: Callable[[ast.AST], bool],
-        helpers: Helpers,
-        liveness_of: Callable[[Scope], Liveness],
-    ) -> None:
-        self._runs_forward = runs_forward
-        self._takes_network = takes_network
-        self._reads_network = reads_network
+    def __init__(self, networks: NetworkUse, helpers: Helpers, liveness_of: Callable[[Scope], Liveness]) -> None:
+        self._networks = networks
         self._helpers = helpers
         self._liveness_of = liveness_of
 
@@ -53,8 +43,8 @@ class Between:
             CannotLift: one of them can go neither ahead of the slice nor behind it.
         """
         block = lift.site.block
-        running = [index for index in chosen if self._runs_forward(block[index])]
-        running = running or [index for index in chosen if self._takes_network(block[index])]
+        running = [index for index in chosen if self._networks.runs(block[index])]
+        running = running or [index for index in chosen if self._networks.takes(block[index])]
         first_forward = next(iter(running), chosen[-1] if chosen else end)
         for index in range(chosen[0] if chosen else end, end):
             if index in chosen:
@@ -84,7 +74,7 @@ class Between:
                 branch = lift.site.branch
                 _check_passing(statement, behind + ([] if branch is None else [branch]))
                 self._check_values(statement, behind, [block[other] for other in chosen if other < index])
-                if branch is not None and effects.trains(branch) and self._reads_network(statement):
+                if branch is not None and effects.trains(branch) and self._networks.reads(statement):
                     line = statement.lineno
                     raise CannotLift(f"line {line} looks at the network, which line {branch.lineno} trains behind it")
                 lift.after.append(statement)
@@ -148,7 +138,7 @@ class Between:
             raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
         if reads_gradients(statement) or effects.keeps_gradients(statement):
             raise CannotLift(f"line {line} asks for gradients between forward and backward")
-        if self._runs_forward(statement):
+        if self._networks.runs(statement):
             raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
         for call in effects.calls_in(statement):
             path = (path_of(call.func) or "").lower()

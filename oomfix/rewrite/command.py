@@ -114,32 +114,17 @@ def apply(
     difference, 2 when a file could not be read or written, or a run came to no result. Where --prove does not end with
     0, nothing is written.
     """
-    from oomfix.presets import PRESETS
-    from oomfix.rewrite import summary
     from oomfix.rewrite.files import Rewriter, write
     from oomfix.rules import all_rules
 
-    if preset is None:
-        known = ", ".join(name for name in PRESETS if name != "off")
-        raise click.UsageError(f"--preset: none given, expected one of {known}, or one of your own")
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            # a path or a line of a file may hold what the terminal's encoding has not
-            stream.reconfigure(errors="backslashreplace")
-    _refuse_what_is_no_script(paths, check_equivalence)
+    _escape_what_terminals_cannot_show()
     options = _options(preset, micro_batches, clip_norm, no_runtime, only, ignore)
     rewriter = Rewriter(all_rules(), options)
-    writes = not (diff or check or check_equivalence)
-    try:
-        for path in paths or ["."]:
-            rewriter.chosen(path)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    if check_equivalence and (diff or check or prove):
-        raise click.UsageError("--check-equivalence: runs alone, expected no --diff, --check or --prove beside it")
-    if prove and not (paths and paths[0].endswith(".py") and os.path.isfile(paths[0])):
-        raise click.UsageError("--prove: runs a script, expected a Python file as the first PATH")
+    _refuse_what_is_no_script(paths, check_equivalence)
+    _refuse_unknown_presets(rewriter, paths)
+    _refuse_other_runs(paths, prove, check_equivalence, diff or check)
 
+    writes = not (diff or check or check_equivalence)
     outcomes = _outcomes(ctx, rewriter, paths, writes)
     proof = _prove(ctx, rewriter, paths[0], outcomes) if prove else None
     trial = _try_out(rewriter, options, paths, outcomes, check_equivalence) if check_equivalence else None
@@ -148,17 +133,7 @@ def apply(
     writes = writes and not refused
     if writes:
         outcomes = write(outcomes, backup=backup)
-    if form == "json":
-        click.echo(summary.as_json(outcomes, proof, trial), nl=False)
-    else:
-        if diff:
-            click.echo(summary.diffs(outcomes, colour=sys.stdout.isatty()), nl=False)
-        width = columns(sys.stderr if diff else sys.stdout)
-        said = summary.as_text(outcomes, proof, trial, written=writes, loops=options.runtime, width=width)
-        click.echo(said, nl=False, err=diff)
-        for outcome in outcomes:
-            for problem in outcome.errors:
-                click.echo(problem if problem.startswith(outcome.path) else f"{outcome.path}: {problem}", err=True)
+    _tell(outcomes, proof, trial, form=form, diff=diff, written=writes, loops=options.runtime)
     if refused:
         click.echo("nothing is written; without --prove, it would be", err=True)
     wanted = [ran for asked, ran in ((prove, proof), (check_equivalence, trial)) if asked]
@@ -166,6 +141,57 @@ def apply(
         ctx.exit(2)
     missed = (proof is not None and not proof.fits) or (trial is not None and not trial.same)
     ctx.exit(1 if missed or (check and any(outcome.changed for outcome in outcomes)) else 0)
+
+
+def _tell(
+    outcomes: Sequence[FileOutcome],
+    proof: Proof | None,
+    trial: Trial | None,
+    *,
+    form: str,
+    diff: bool,
+    written: bool,
+    loops: bool,
+) -> None:
+    """Say what became of the files: with `diff`, the summary goes to standard error, and so do errors always."""
+    from oomfix.rewrite import summary
+
+    if form == "json":
+        click.echo(summary.as_json(outcomes, proof, trial), nl=False)
+        return
+    if diff:
+        click.echo(summary.diffs(outcomes, colour=sys.stdout.isatty()), nl=False)
+    width = columns(sys.stderr if diff else sys.stdout)
+    click.echo(
+        summary.as_text(outcomes, proof, trial, written=written, loops=loops, width=width),
+        nl=False,
+        err=diff,
+    )
+    for outcome in outcomes:
+        for problem in outcome.errors:
+            click.echo(problem if problem.startswith(outcome.path) else f"{outcome.path}: {problem}", err=True)
+
+
+def _refuse_unknown_presets(rewriter: Rewriter, paths: Sequence[str]) -> None:
+    try:
+        for path in paths or ["."]:
+            rewriter.chosen(path)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _refuse_other_runs(paths: Sequence[str], prove: bool, command: str | None, only_shows: bool) -> None:
+    if command and (only_shows or prove):
+        raise click.UsageError("--check-equivalence: runs alone, expected no --diff, --check or --prove beside it")
+    if prove and not (paths and paths[0].endswith(".py") and os.path.isfile(paths[0])):
+        raise click.UsageError("--prove: runs a script, expected a Python file as the first PATH")
+
+
+def _escape_what_terminals_cannot_show() -> None:
+    """Let paths and lines of files hold what the terminal's encoding has not."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _refuse_what_is_no_script(paths: Sequence[str], command: str | None) -> None:
@@ -178,16 +204,20 @@ def _refuse_what_is_no_script(paths: Sequence[str], command: str | None) -> None
 
 
 def _options(
-    preset: str,
+    preset: str | None,
     micro_batches: int | None,
     clip_norm: float | None,
     no_runtime: bool,
     only: tuple[str, ...],
     ignore: tuple[str, ...],
 ) -> Options:
+    from oomfix.presets import PRESETS
     from oomfix.rewrite.options import Options
     from oomfix.rules import all_rules
 
+    if preset is None:
+        known = ", ".join(name for name in PRESETS if name != "off")
+        raise click.UsageError(f"--preset: none given, expected one of {known}, or one of your own")
     flags = {"micro_batches": micro_batches, "clip_norm": clip_norm}
     overrides: dict[str, object] = {name: value for name, value in flags.items() if value is not None}
     by_runtime = [rule.code for rule in all_rules() if rule.fixed_by_runtime]

@@ -218,6 +218,12 @@ def is_zero_grad(statement: ast.stmt) -> bool:
     return False
 
 
+def only_calls(statement: ast.stmt, path: str) -> bool:
+    """Whether a statement is a call of this path and nothing else: `memory.backward(loss)`."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and path_of(call.func) == path
+
+
 def only_clips(statement: ast.stmt) -> bool:
     """Whether a statement clips gradients, and nothing takes their norm: ahead of a backward, those from before."""
     return isinstance(statement, ast.Expr) and bool(CLIPPING.search(called_name(statement.value)))

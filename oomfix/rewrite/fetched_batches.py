@@ -9,7 +9,6 @@ from oomfix.rewrite.effects import calls_in, fetches
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit, bounds
-from oomfix.script.names import path_of
 
 
 def name_batches(reading: Reading, manager: str) -> list[Edit]:
@@ -21,13 +20,11 @@ def name_batches(reading: Reading, manager: str) -> list[Edit]:
     free = FreeNames(reading.script).one_of("batch", "fetched_batch")
     done: set[ast.stmt] = set()
     edits: list[Edit] = []
-    for call in reading.script.imports.nodes.of(ast.Call):
-        if path_of(call.func) == f"{manager}.backward" and call.args:
-            block = reading.blocks.block_of(reading.blocks.statement_of(call))
-            for statement in block:
-                if statement not in done and (fetched := _first_fetched(statement, manager)) is not None:
-                    done.add(statement)
-                    edits += _named(reading, statement, fetched, free)
+    for call in reading.calls_to(f"{manager}.backward"):
+        for statement in reading.blocks.block_of(reading.blocks.statement_of(call)):
+            if statement not in done and (fetched := _first_fetched(statement, manager)) is not None:
+                done.add(statement)
+                edits += _named(reading, statement, fetched, free)
     return edits
 
 

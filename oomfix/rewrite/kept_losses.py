@@ -18,10 +18,9 @@ def name_losses(reading: Reading, manager: str) -> list[Edit]:
     alone or among others, and the name means nothing in the function yet.
     """
     edits: list[Edit] = []
-    for call in reading.script.imports.nodes.of(ast.Call):
-        if path_of(call.func) == f"{manager}.backward" and call.args:
-            root = call.args[0]
-            if isinstance(root, ast.Attribute) and isinstance(root.value, ast.Name):
+    for call in reading.calls_to(f"{manager}.backward"):
+        match call.args:
+            case [ast.Attribute(value=ast.Name()) as root, *_]:
                 edits += _named(reading, call, root)
     return edits
 

@@ -24,7 +24,7 @@ from oomfix.rewrite.liveness import (
     names_bound_by_target,
     names_read,
 )
-from oomfix.rewrite.network_use import ReadsNetwork, TrainsNetwork
+from oomfix.rewrite.network_use import NetworkUse, ReadsNetwork, TrainsNetwork
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.read_without_graph import is_read_without_graph, makes_constant
@@ -47,11 +47,7 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
         order: for each of them, in the order of the text: its loop, and whether to lift it.
         manager: the name of the manager.
     """
-    calls = [
-        node
-        for node in reading.script.imports.nodes.of(ast.Call)
-        if path_of(node.func) == f"{manager}.backward" and node.args
-    ]
+    calls = [call for call in reading.calls_to(f"{manager}.backward") if call.args]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     own = calls[-len(order) :] if len(calls) == len(order) else []
     wanted = [(verdict, call) for (verdict, lifted), call in zip(order, own, strict=False) if lifted]
@@ -103,17 +99,13 @@ class _Lifter:
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         self._runs_forward: Callable[[ast.AST], bool] = lambda node: not of_networks.isdisjoint(calls_run.by(node))
-        reads_network = ReadsNetwork(calls_run, forwards)
-        is_trained = TrainsNetwork(calls_run, trained, self._script.backwards)
-        self._slicer = Slicer(
-            tree,
-            Helpers(reading, of_networks),
-            self._runs_forward,
-            is_trained,
-            self._takes_network,
-            reads_network,
-            manager,
+        networks = NetworkUse(
+            runs=self._runs_forward,
+            trains=TrainsNetwork(calls_run, trained, self._script.backwards),
+            takes=self._takes_network,
+            reads=ReadsNetwork(calls_run, forwards),
         )
+        self._slicer = Slicer(tree, Helpers(reading, of_networks), networks, manager)
         names = FreeNames(self._script)
         self._function = names.one_of("forward", "forward_batch")
         self._skipped = SkippedBatches(self._script, self._blocks, manager)

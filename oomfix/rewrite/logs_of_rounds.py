@@ -113,9 +113,7 @@ def _gone_behind_a_loop(reading: Reading) -> set[str]:
 def _loops(reading: Reading, manager: str, effects: _Effects) -> Iterator[_Loop]:
     blocks = reading.blocks
     known: set[ast.stmt] = set()
-    for call in reading.script.imports.nodes.of(ast.Call):
-        if path_of(call.func) != f"{manager}.backward" or not call.args:
-            continue
+    for call in reading.calls_to(f"{manager}.backward"):
         statement = blocks.statement_of(call)
         block = blocks.block_of(statement)
         end = block.index(statement)

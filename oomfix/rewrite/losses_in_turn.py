@@ -32,9 +32,8 @@ def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:
     gradients, which nothing that moves may look at, and the step behind it only what nothing that moves reads.
     """
     turns = _Turns(reading, manager)
-    nodes = reading.script.imports.nodes
-    backwards = [call for call in nodes.of(ast.Call) if path_of(call.func) == turns.backward and len(call.args) == 1]
-    plain = [reading.blocks.statement_of(call) for call in backwards if not call.keywords]
+    backwards = [call for call in reading.calls_to(turns.backward) if len(call.args) == 1 and not call.keywords]
+    plain = map(reading.blocks.statement_of, backwards)
     blocks = {id(block): block for block in map(reading.blocks.block_of, plain)}
     return [edit for block in blocks.values() for edit in _edits(reading, block, turns)]
 
@@ -76,7 +75,7 @@ class _Turns:
 
     def of(self, block: list[ast.stmt]) -> Iterator[tuple[int, list[int]]]:
         """The indices of backwards in a block, or of their last steps, with those of what may move behind them."""
-        ends = [index for index, one in enumerate(block) if self._is_call(one, "backward")]
+        ends = [index for index, one in enumerate(block) if effects.only_calls(one, self.backward)]
         for number, end in enumerate(ends[:-1]):
             first = ends[number - 1] + 1 if number else 0
             moved = self._others(block, first, end)
@@ -87,15 +86,17 @@ class _Turns:
 
     def _steps(self, behind: list[ast.stmt]) -> list[ast.stmt]:
         """Behind a backward, all that clips, steps and resets up to the last step; what else there is stays there."""
-        last = max((index for index, one in enumerate(behind) if self._is_call(one, "step")), default=-1)
+        last = max(
+            (index for index, one in enumerate(behind) if effects.only_calls(one, f"{self._manager}.step")), default=-1
+        )
         return behind[: last + 1]
 
     def _may_follow(self, step: ast.stmt, statement: ast.stmt) -> bool:
         """Whether a statement means the same behind the step of an optimizer: it reads nothing that it steps."""
         if effects.is_zero_grad(step) or effects.is_remark(step):
             return not names_bound(step) & (names_read(statement) | names_bound(statement))
-        if not self._is_call(step, "step"):
-            clips = effects.only_clips(step) or self._is_call(step, "unscale_")
+        if not effects.only_calls(step, f"{self._manager}.step"):
+            clips = effects.only_clips(step) or effects.only_calls(step, f"{self._manager}.unscale_")
             return clips and stays_the_same_ahead_of(statement, [step])
         assert isinstance(step, ast.Expr) and isinstance(step.value, ast.Call)
         optimizer = path_of(step.value.args[0]) if step.value.args else None
@@ -115,10 +116,6 @@ class _Turns:
             elif owner is not None and owner != "self":
                 found.add(owner)
         return found
-
-    def _is_call(self, statement: ast.stmt, method: str) -> bool:
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        return isinstance(call, ast.Call) and path_of(call.func) == f"{self._manager}.{method}"
 
     def _others(self, block: list[ast.stmt], first: int, end: int) -> list[int]:
         """What a backward does not depend on, from the first such statement on that runs a network."""

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.effects import overlap, paths_read
 from oomfix.script.trace import Backward, Forward
+
+
+class NetworkUse(NamedTuple):
+    """What a node does with networks.
+
+    Attributes:
+        runs: whether it runs one.
+        trains: whether it runs one itself with gradients on, as that of a teacher is not.
+        takes: whether it hands one to a function, which may run it.
+        reads: whether it looks at one, as to log the norm of its weights.
+    """
+
+    runs: Callable[[ast.AST], bool]
+    trains: Callable[[ast.AST], bool]
+    takes: Callable[[ast.AST], bool]
+    reads: Callable[[ast.AST], bool]
 
 
 class ReadsNetwork:

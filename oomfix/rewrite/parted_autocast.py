@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import overlap
+from oomfix.rewrite.effects import only_calls, overlap
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of
@@ -24,13 +24,13 @@ def part_autocast(reading: Reading, manager: str) -> list[Edit]:
 
 def _blocks(reading: Reading, manager: str) -> list[list[ast.stmt]]:
     """The blocks with more than one backward."""
-    calls = (one for one in reading.script.imports.nodes.of(ast.Call) if path_of(one.func) == f"{manager}.backward")
+    calls = reading.calls_to(f"{manager}.backward")
     blocks = [reading.blocks.block_of(reading.blocks.statement_of(call)) for call in calls]
     return list({id(block): block for block in blocks if sum(block is other for other in blocks) > 1}.values())
 
 
 def _parted(block: list[ast.stmt], reading: Reading, manager: str) -> Iterator[Edit]:
-    backwards = [index for index, one in enumerate(block) if _is_call(one, f"{manager}.backward")]
+    backwards = [index for index, one in enumerate(block) if only_calls(one, f"{manager}.backward")]
     for index, statement in enumerate(block):
         later = [block[other] for other in backwards if other > index][1:]
         if not later or not _is_autocast(statement, manager):
@@ -43,11 +43,6 @@ def _parted(block: list[ast.stmt], reading: Reading, manager: str) -> Iterator[E
             here = reading.layout.span(first)[0]
             context = reading.source.segment(statement.items[0].context_expr)
             yield Edit(here, here, f"{margin}with {context}:{newline}")
-
-
-def _is_call(statement: ast.stmt, path: str) -> bool:
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and path_of(call.func) == path
 
 
 def _is_autocast(statement: ast.stmt, manager: str) -> bool:

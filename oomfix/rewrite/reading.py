@@ -41,6 +41,10 @@ class Reading:
         """Where its nodes stand."""
         return Blocks(self.source.tree)
 
+    def calls_to(self, path: str) -> list[ast.Call]:
+        """The calls of a function or method by its path: `memory.backward`."""
+        return [call for call in self.script.imports.nodes.of(ast.Call) if path_of(call.func) == path]
+
     @cached_property
     def functions(self) -> FunctionsCalled:
         """Its functions, by what calls of them may mean."""

@@ -10,6 +10,7 @@ import ast
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.effects import only_calls
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
@@ -54,10 +55,7 @@ def merge_branches(reading: Reading, manager: str) -> MergedBranches:
 
 
 def _only_unscales(branch: ast.If, manager: str) -> bool:
-    if branch.orelse or len(branch.body) != 1 or not isinstance(branch.body[0], ast.Expr):
-        return False
-    call = branch.body[0].value
-    return isinstance(call, ast.Call) and path_of(call.func) == f"{manager}.unscale_"
+    return not branch.orelse and len(branch.body) == 1 and only_calls(branch.body[0], f"{manager}.unscale_")
 
 
 def _method(call: ast.Call, manager: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from oomfix.rewrite import effects
 from oomfix.rewrite.batch_names import BatchNames
@@ -24,6 +24,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
     nodes_of_scope_body,
 )
+from oomfix.rewrite.network_use import NetworkUse
 from oomfix.rewrite.pools import exchanged
 from oomfix.rewrite.read_between import with_readers
 from oomfix.rewrite.rescaling import without_scaling
@@ -54,31 +55,17 @@ class Slicer:
     Args:
         tree: the module.
         helpers: its functions.
-        runs_forward: whether a statement runs a network.
-        is_trained: whether it runs one itself with gradients on, as that of a teacher is not.
-        takes_network: whether it hands a network to a function, which may run it.
-        reads_network: whether it looks at a network, as to log the norm of its weights.
+        networks: what statements do with networks.
         manager: the name of the runtime's manager.
     """
 
-    def __init__(
-        self,
-        tree: ast.Module,
-        helpers: Helpers,
-        runs_forward: Callable[[ast.AST], bool],
-        is_trained: Callable[[ast.AST], bool],
-        takes_network: Callable[[ast.AST], bool],
-        reads_network: Callable[[ast.AST], bool],
-        manager: str,
-    ) -> None:
+    def __init__(self, tree: ast.Module, helpers: Helpers, networks: NetworkUse, manager: str) -> None:
         self._tree = tree
         self._manager = manager
         self._helpers = helpers
-        self._runs_forward = runs_forward
-        self._is_trained = is_trained
-        self._takes_network = takes_network
-        self._between = Between(runs_forward, takes_network, reads_network, helpers, self.liveness_of)
-        self._batch_names = BatchNames(tree, runs_forward)
+        self._networks, self._runs_forward = networks, networks.runs
+        self._between = Between(networks, helpers, self.liveness_of)
+        self._batch_names = BatchNames(tree, networks.runs)
         self._tests = ConstantTests(tree)
         self._liveness: dict[int, Liveness] = {}
         self._filled = filled_from_inside(tree)
@@ -176,14 +163,14 @@ class Slicer:
             return [trained[0], running[0]] if drawn else [running[0], trained[0]]
         calls = [index for index in chain if self._may_compute(site.block[index])]
         if network_is_known:
-            calls = [index for index in calls if self._takes_network(site.block[index])]
+            calls = [index for index in calls if self._networks.takes(site.block[index])]
         if calls:
             # it is what the loss is computed from first
             return calls[:_MOST_STARTS]
         return [end] if self._runs_forward(site.root) else []
 
     def _trains(self, statement: ast.stmt) -> bool:
-        return self._is_trained(statement) and not records_nothing(statement)
+        return self._networks.trains(statement) and not records_nothing(statement)
 
     def _from(self, first: int, site: Site, chain: list[int]) -> list[int]:
         """The slice from an index on, and what starts what it goes on with."""
