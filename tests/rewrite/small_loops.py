@@ -2,7 +2,7 @@
 
 import textwrap
 
-from tests.rewrite.equivalence import rewritten
+from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
 
 TOP = """\
 import torch
@@ -26,3 +26,16 @@ def loop_of(body: str) -> str:
     """The loop after apply, for a body whose first line is that of the loop."""
     text, _ = apply(body)
     return text[text.index("\nfor ") + 1 :]
+
+
+def assert_trains_the_same(body: str) -> str:
+    """The text of a micro-batched script, which trains the same whole and in three parts."""
+    text = TOP + textwrap.dedent(body)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(rewritten(text, micro_batches=3).text)
+    assert split.calls_in_parts
+    assert_close(before, split)
+    return after.text

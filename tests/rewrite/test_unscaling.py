@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+from tests.rewrite.equivalence import rewritten
 from tests.rewrite.small_loops import TOP, apply, loop_of
 
 
@@ -97,74 +97,6 @@ def test_gradients_that_another_function_reads_are_never_scaled():
     assert 'precision="no-fp16"' in rewritten(f"{TOP}{plot}{loop}    plot(model)\n").text
     zeroed = plot.replace("print([p.grad.abs().mean() for p in model.parameters()])", "model.weight.grad.zero_()")
     assert "no-fp16" not in rewritten(f"{TOP}{zeroed}{loop}").text
-
-
-LOOP = """\
-for x, y in loader:
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    {between}
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize("added", ["+= 0.01 * model.weight.detach()", "-= noise"])
-def test_what_is_added_to_a_gradient_is_added_once_it_is_unscaled(added):
-    """In fp16 it would be 65536 times too small beside the gradient."""
-    text, forms = apply(f"noise = torch.rand(2, 4)\n{LOOP.format(between=f'model.weight.grad {added}')}")
-    assert forms == [("micro-batched", None)]
-    assert f"    memory.unscale_(optimizer)\n    model.weight.grad {added}\n    memory.step(optimizer)" in text
-
-
-def test_a_function_that_adds_to_gradients_keeps_losses_unscaled():
-    decay = "def decay(network):\n    for p in network.parameters():\n        p.grad += 0.01 * p.data\n\n"
-    result = rewritten(f"{TOP}{decay}{LOOP.format(between='decay(model)')}")
-    (note,) = result.loops[0].notes
-    assert note == "losses are not scaled, so no fp16: line 10 adds to `p.grad`, a gradient that may be scaled"
-
-
-def test_a_gradient_that_is_multiplied_keeps_its_scale():
-    text, _ = apply(LOOP.format(between="model.weight.grad *= 0.5"))
-    assert "unscale_" not in text and "no-fp16" not in text
-
-
-GIVEN = """\
-other = nn.Linear(4, 2)
-optimizer_2 = torch.optim.SGD(other.parameters(), lr=0.1)
-for x, y in loader:
-    loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    gradients = torch.autograd.grad(F.cross_entropy(other(x), y), other.parameters())
-    for parameter, gradient in zip(other.parameters(), gradients):
-        parameter.grad = {gradient}
-    optimizer_2.step()
-"""
-
-
-@pytest.mark.parametrize("gradient", ["gradient", "-gradient.clone()"])
-def test_where_a_script_gives_parameters_gradients_of_its_own_no_loss_is_scaled(gradient):
-    """`memory.step` would divide them by a scale that they were never multiplied by."""
-    result = rewritten(f"{TOP}{GIVEN.format(gradient=gradient)}")
-    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
-    (note,) = result.loops[0].notes
-    assert note == "losses are not scaled, so no fp16: line 17 gives `parameter.grad` a value that is not scaled"
-    assert 'runtime.preset("16gb", precision="no-fp16")' in result.text
-
-
-@pytest.mark.parametrize("gradient", ["None", "torch.zeros_like(parameter)"])
-def test_a_gradient_of_nothing_has_every_scale(gradient):
-    assert "no-fp16" not in rewritten(f"{TOP}{GIVEN.format(gradient=gradient)}").text
-
-
-def test_a_step_behind_the_loop_on_a_backward_of_its_own_keeps_losses_unscaled():
-    last = "loss = F.cross_entropy(model(x), y)\nloss.backward()\noptimizer.step()\n"
-    result = rewritten(f"{TOP}{LOOP.format(between='pass')}optimizer.zero_grad()\n{last}")
-    (note,) = result.loops[0].notes
-    assert note == "losses are not scaled, so no fp16: line 16 steps on the backward of line 15, which is in no loop"
-    tail = "if len(loader) % 2:\n    optimizer.step()\n"
-    assert "no-fp16" not in rewritten(f"{TOP}{LOOP.format(between='pass')}{tail}").text
 
 
 def test_clipping_where_no_step_follows_is_kept_in_a_loop_without_loss_scaling():
@@ -265,30 +197,6 @@ def test_gradients_are_unscaled_in_each_branch_that_runs_its_own_backward():
     assert text.count("        memory.unscale_(optimizer)\n        nn.utils.clip_grad_norm_(") == 2
 
 
-def test_gradients_of_a_step_in_a_loop_are_unscaled_inside_of_the_loop():
-    """Ahead of the loop, which the loop of the caller sees as well, its names mean nothing."""
-    text, _ = apply("""\
-        nets = [nn.Linear(4, 2), nn.Linear(4, 2)]
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-        def others(x, y):
-            for i in range(2):
-                optimizers[i].zero_grad()
-                x = x + 1
-                loss = F.cross_entropy(nets[i](x), y)
-                loss.backward(retain_graph=flag)
-                nn.utils.clip_grad_norm_(nets[i].parameters(), 1)
-                optimizers[i].step()
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            others(x, y)
-        """)
-    lines = text.splitlines()
-    assert [line for line in lines if "unscale_" in line] == ["        memory.unscale_(optimizers[i])"]
-
-
 @pytest.mark.parametrize(
     "clip", ["gradient_clipping(model.parameters(), 1.0)", "clip_gnorm(model)", "norm = grad_norm(model)"]
 )
@@ -318,25 +226,6 @@ def test_what_is_said_of_a_clip_stays_with_it():
             optimizer.step()
         """)
     assert "    memory.unscale_(optimizer)\n    # no gradient grows\n    # beyond one\n    for p in" in text
-
-
-def test_gradients_clipped_ahead_of_the_steps_of_two_optimizers_are_unscaled_for_both():
-    text, _ = apply("""\
-        critic = nn.Linear(4, 2)
-        second = torch.optim.SGD(critic.parameters(), lr=0.1)
-        for x, y in loader:
-            loss, other = F.cross_entropy(model(x), y), F.cross_entropy(critic(x), y)
-            optimizer.zero_grad()
-            second.zero_grad()
-            loss.backward()
-            other.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1)
-            nn.utils.clip_grad_norm_(critic.parameters(), 1)
-            optimizer.step()
-            second.step()
-        """)
-    both = "    memory.unscale_(optimizer)\n    memory.unscale_(second)\n    nn.utils.clip_grad_norm_(model"
-    assert both in text and text.count("unscale_") == 2
 
 
 def test_gradients_clipped_ahead_of_each_step_are_unscaled_where_they_are_clipped():
@@ -459,183 +348,3 @@ def test_a_function_without_a_step_that_unscales_by_itself_keeps_doing_so():
     text, forms = apply(f"scaler = torch.amp.GradScaler('cuda')\n{script}")
     assert forms == [("micro-batched", None)]
     assert "memory.unscale_(optimizer)\n        nn.utils.clip" in text and "no-fp16" not in text
-
-
-HANDED = """\
-from hooks import hook, stats
-
-for x, y in loader:
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    {between}
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("between", "reason"),
-    [
-        ("stats.add(model)", "line 14 hands `model` to `stats.add`, which may look at gradients"),
-        (
-            "skip = hook.post_backward(loss, optimizer=optimizer)",
-            "hands `optimizer` to `hook.post_backward`, which may",
-        ),
-        ("for one in hook:\n        one.check(model=model)", "line 15 hands `model` to `one.check`, which may look"),
-        ("stats.add(model.named_parameters())", "hands `model` to `stats.add`, which may look at gradients"),
-    ],
-)
-def test_what_is_out_of_sight_and_handed_a_network_before_its_step_sees_no_scaled_gradients(between, reason):
-    result = rewritten(f"{TOP}{HANDED.format(between=between)}")
-    assert [loop.rewrite for loop in result.loops] == ["micro-batched"]
-    (note,) = result.loops[0].notes
-    assert note.startswith("losses are not scaled, so no fp16: line ") and reason in note
-
-
-@pytest.mark.parametrize(
-    "between",
-    [
-        "adjust_learning_rate(optimizer, 3)",
-        "torch.save(model, 'model.pt')",
-        "save_checkpoint(model, optimizer)",
-        "print(type(model), len(list(model.parameters())))",
-        "accuracy = evaluate(model, loader)",
-        "show(model)",
-    ],
-)
-def test_what_reads_no_gradients_may_be_handed_a_network_before_its_step(between):
-    show = "def show(model):\n    print(model)\n\n"
-    result = rewritten(f"{TOP}{show}{HANDED.format(between=between)}")
-    assert "no-fp16" not in result.text and "unscale_" not in result.text
-
-
-def test_what_is_handed_a_network_ahead_of_its_backward_or_behind_its_step_sees_no_scale():
-    loop = HANDED.format(between="pass").replace("    loss = F", "    stats.add(model)\n    loss = F")
-    assert "no-fp16" not in rewritten(f"{TOP}{loop}    stats.add(model)\n").text
-
-
-SEVERAL = """\
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters(), lr=0.1)]
-for step in range(4):
-    {header}x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
-    {margin}loss = F.cross_entropy(model(x), y)
-    {margin}loss.backward()
-    {clip}
-    for optimizer in optimizers:
-        optimizer.step()
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    print(f"{{loss.item():.9f}}")
-"""
-PARTS = {"header": "for part in range(3):\n        ", "margin": "    "}
-
-
-@pytest.mark.parametrize("around", [{"header": "", "margin": ""}, PARTS], ids=["one batch", "an inner loop"])
-@pytest.mark.parametrize(
-    ("clip", "unscaled"),
-    [
-        (
-            "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
-            "    for optimizer in optimizers:\n        memory.unscale_(optimizer)\n    torch.nn.utils.clip_grad_norm_(",
-        ),
-        (
-            "x = y; torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
-            "    x = y; [memory.unscale_(optimizer) for optimizer in optimizers]; torch.nn.utils.clip_grad_norm_(",
-        ),
-    ],
-    ids=["a line of its own", "a shared line"],
-)
-def test_each_optimizer_that_a_loop_steps_is_unscaled_ahead_of_a_clip_of_all(around, clip, unscaled):
-    text = SEVERAL.format(clip=clip, **around)
-    after = rewritten(text, micro_batches=3, precision="fp32")
-    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
-    assert unscaled in after.text
-    assert_same_bits(run(text), run(after.text, preset="off"))
-    assert_close(run(text), run(after.text))
-
-
-def test_an_optimizer_that_is_named_behind_a_clip_takes_no_scaled_gradients():
-    text, forms = apply("""\
-        optimizers = {"all": optimizer}
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            mine = optimizers["all"]
-            mine.step()
-            mine.zero_grad()
-        """)
-    assert forms == [("micro-batched", None)]
-    assert 'preset("16gb", precision="no-fp16")' in text and "unscale_" not in text
-
-
-PLAIN = {"header": "", "margin": ""}
-STEPS = "    for optimizer in optimizers:\n        optimizer.step()\n"
-
-
-@pytest.mark.parametrize(
-    ("clip", "steps"),
-    [
-        ("{clip}; named = dict(enumerate(optimizers))", "for _, optimizer in named.items():\n        optimizer.step()"),
-        ("{clip}; print(step)", "for step, optimizer in enumerate(optimizers):\n        optimizer.step()"),
-        ("every = iter(optimizers); {clip}", "for optimizer in every:\n        optimizer.step()"),
-        ("every = (o for o in optimizers); {clip}", "for optimizer in every:\n        optimizer.step()"),
-        (
-            "{clip}",
-            "for group in [optimizers]:\n        for optimizer in group:\n            optimizer.step()",
-        ),
-    ],
-    ids=["bound behind", "name of another", "iterator", "generator", "in another loop"],
-)
-def test_a_loop_that_cannot_run_ahead_of_the_clip_as_well_takes_no_scaled_gradients(clip, steps):
-    clip = clip.format(clip="torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)").replace("; ", "\n    ")
-    text = SEVERAL.format(clip=clip, **PLAIN).replace(STEPS, f"    {steps}\n")
-    after = rewritten(text)
-    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
-    assert 'precision="no-fp16"' in after.text and "unscale_" not in after.text
-    assert_same_bits(run(text), run(after.text, preset="off"))
-
-
-def test_optimizers_that_a_loop_names_without_brackets_are_unscaled_on_a_shared_line():
-    clip = "x = y; nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
-    text = SEVERAL.format(clip=clip, **PLAIN).replace("for step", "first, second = optimizers\nfor step")
-    text = text.replace(STEPS, STEPS.replace("optimizers", "first, second"))
-    after = rewritten(text)
-    assert "x = y; [memory.unscale_(optimizer) for optimizer in (first, second)]; nn" in after.text
-    assert_same_bits(run(text), run(after.text, preset="off"))
-
-
-BOUND_BEHIND_A_CLIP = """\
-class Trainer:
-    def __init__(self, model):
-        self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def fit(self, loader):
-        for x, y in loader:
-            self.optimizer.zero_grad()
-            F.cross_entropy(self.model(x), y).backward()
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            {bound}
-            self.optimizer.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("bound", "unscaled"),
-    [
-        ("self.norm = norm", True),
-        ("self.optimizer.seen = norm", True),
-        ("self.optimizer = self.optimizer_of(norm)", False),
-    ],
-)
-def test_an_attribute_beside_the_optimizer_may_be_bound_behind_a_clip(bound, unscaled):
-    text, _ = apply(BOUND_BEHIND_A_CLIP.format(bound=bound))
-    assert ("memory.unscale_(self.optimizer)" in text) is unscaled
-    assert ('precision="no-fp16"' in text) is not unscaled
