@@ -63,21 +63,42 @@ class Between:
                 (lift.before if goes_up else lift.after).append(statement)
             elif index < first_forward and lift.state is not None:
                 raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
-            elif index < first_forward or statement in lift.kept or _is_for_nobody(statement, behind):
-                _check_passing(statement, ahead)
-                self._check_values(statement, ahead, [])
+            elif self._goes_ahead(statement, ahead, index < first_forward, statement in lift.kept, behind):
                 lift.before.append(statement)
             elif statement in lift.rescaled:
                 lift.after.append(statement)
             else:
-                self._check_delay(statement)
-                branch = lift.site.branch
-                _check_passing(statement, behind + ([] if branch is None else [branch]))
-                self._check_values(statement, behind, [block[other] for other in chosen if other < index])
-                if branch is not None and effects.trains(branch) and self._networks.reads(statement):
-                    line = statement.lineno
-                    raise CannotLift(f"line {line} looks at the network, which line {branch.lineno} trains behind it")
+                self._check_behind(statement, behind, [block[other] for other in chosen if other < index], lift)
                 lift.after.append(statement)
+
+    def _goes_ahead(
+        self, statement: ast.stmt, ahead: list[ast.stmt], of_network: bool, is_kept: bool, behind: list[ast.stmt]
+    ) -> bool:
+        """Whether a statement goes ahead of the slice: what stands ahead of its network may go behind it as well.
+
+        Raises:
+            CannotLift: it has to, and cannot.
+        """
+        if not (of_network or is_kept or _is_for_nobody(statement, behind)):
+            return False
+        try:
+            _check_passing(statement, ahead)
+            self._check_values(statement, ahead, [])
+        except CannotLift:
+            if is_kept or not of_network or self._networks.reads(statement):
+                raise
+            return False
+        return True
+
+    def _check_behind(self, statement: ast.stmt, behind: list[ast.stmt], ahead: list[ast.stmt], lift: Lift) -> None:
+        """Whether a statement means the same behind the slice."""
+        self._check_delay(statement)
+        branch = lift.site.branch
+        _check_passing(statement, behind + ([] if branch is None else [branch]))
+        self._check_values(statement, behind, ahead)
+        if branch is not None and effects.trains(branch) and self._networks.reads(statement):
+            line = statement.lineno
+            raise CannotLift(f"line {line} looks at the network, which line {branch.lineno} trains behind it")
 
     def place_in_branch(self, lift: Lift) -> None:
         """Where the statements ahead of a backward in its `if train:` go; the test is asked before the loss is known.

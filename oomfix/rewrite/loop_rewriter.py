@@ -27,6 +27,7 @@ from oomfix.rewrite.losses_in_turn import compute_in_turn
 from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.parted_autocast import part_autocast
 from oomfix.rewrite.prepare import prepare_edits
+from oomfix.rewrite.read_before import name_what_is_read
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import together
 from oomfix.rewrite.same_branches import merge_branches
@@ -42,7 +43,7 @@ from oomfix.script import Forward, Script
 from oomfix.source import Source
 
 _MOST_PREPARATIONS = 6
-_PREPARATIONS = (name_losses, name_batches, log_behind, part_autocast, compute_in_turn)
+_PREPARATIONS = (name_losses, name_batches, log_behind, name_what_is_read, part_autocast, compute_in_turn)
 """What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""
 
 WINDOW_STAYS = "its accumulation window stays"

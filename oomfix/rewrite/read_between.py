@@ -29,7 +29,7 @@ def with_readers(block: list[ast.stmt], chosen: Sequence[int], root: ast.expr, h
     slice_binds = {name for index in chosen for name in names_bound(block[index])}
     for index in range(chosen[0], chosen[-1]) if chosen else ():
         statement = block[index]
-        if index in chosen or not _only_reads(statement) or names_bound(statement) & (slice_reads | slice_binds):
+        if index in chosen or not only_reads(statement) or names_bound(statement) & (slice_reads | slice_binds):
             continue
         ahead = [block[other] for other in chosen if other < index]
         behind = [block[other] for other in chosen if other > index]
@@ -41,8 +41,8 @@ def with_readers(block: list[ast.stmt], chosen: Sequence[int], root: ast.expr, h
     return sorted(found)
 
 
-def _only_reads(statement: ast.stmt) -> bool:
-    """`score = out`, `score = out.detach().mean()`."""
+def only_reads(statement: ast.stmt) -> bool:
+    """Whether a statement binds a name to what it reads: `score = out`, `score = out.detach().mean()`."""
     if not isinstance(statement, ast.Assign) or not all(isinstance(target, ast.Name) for target in statement.targets):
         return False
     if not all(last_name(call) in _READING and not call.args and not call.keywords for call in calls_in(statement)):

@@ -80,7 +80,7 @@ class Signature:
         others = self._liveness.always | _read_outside(lift)
         outside = others | names_read(lift.site.root) | (set(bound) if lift.all_names_are_read else set())
         kept = self._tests.own_names(lift, outside)
-        lift.own |= kept
+        lift.own |= kept | self._read_behind_in_any_case(lift)
         certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss | lift.own
         given = self._bound_ahead_of(lift)
         for name in bound:
@@ -126,6 +126,19 @@ class Signature:
             return set()
         read = self._liveness.before(lift.lifted[: lift.lifted.index(loop) + 1], set())
         return lift.bound_with_network - read - _bound_besides(lift) - lift.site.bound_before
+
+    def _read_behind_in_any_case(self, lift: Lift) -> set[str]:
+        """The names that a slice binds under tests of settings, and that are read behind its backward in any case.
+
+        `if args.aux: aux = ...` and, behind the backward, `total += aux.item()`: without, the first iteration fails.
+        """
+        site = lift.site
+        if site.branch is not None:
+            return set()
+        behind = itertools.takewhile(lambda one: not leaves(one), site.block[site.block.index(site.end) + 1 :])
+        simple = (ast.Expr, ast.Assign, ast.AugAssign)
+        read = read_at_once([one for one in (*lift.after, *behind) if isinstance(one, simple)]) - self._liveness.always
+        return self._tests.own_names(lift, _read_outside(lift) - read) & read
 
     def _find_deletes(self, lift: Lift, unread: set[str]) -> set[str]:
         """Note the `del` of names that nothing else reads; returns the names that have to stay for their `del`.

@@ -20,6 +20,17 @@ for x, y in loader * 3:
     print(loss.item(), {read})
 """
 
+HEAD = """\
+score, second, scores = 0.0, torch.zeros(1), [0]
+
+
+def accuracy(out):
+    scores.append(out)
+    return 1.0
+
+
+"""
+
 
 @pytest.mark.parametrize(
     ("between", "read"),
@@ -44,18 +55,28 @@ def test_a_score_that_nobody_reads_stays_in_the_function():
 @pytest.mark.parametrize(
     ("between", "read"),
     [
-        ("score = out.std().clamp(0, 1)", "score"),
+        ("score = out.std().clamp(0, 1)", "score.item()"),
         ("score = accuracy(out)", "score"),
         ("score = score * 0.9 + out.mean().item()", "score"),
-        ("scores[0] = out.mean().item()", "scores"),
-        ("score = second.detach()", "score"),
-        ("score = out\n    if score.sum() > 9:\n        break", "score"),
+        ("scores[0] = out.mean().item()", "scores[0]"),
     ],
 )
-def test_what_does_more_than_read_the_result_keeps_the_loss_in_place(between, read):
-    head = "score, second, scores = 0.0, torch.zeros(1), [0]\n\n\n"
-    head += "def accuracy(out):\n    scores.append(out)\n    return 1.0\n\n\n"
-    _, loops = apply(head + TWO_PARTS.format(between=between, read=read))
+def test_what_does_more_than_read_the_result_reads_it_behind_the_function_under_another_name(between, read):
+    text = assert_trains_the_same(HEAD + TWO_PARTS.format(between=between, read=read))
+    assert "        out_before = out\n" in text
+    assert f"\n    {between.replace('(out', '(out_before').replace('out.', 'out_before.')}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("between", "read"),
+    [
+        ("score = second.detach()", "score"),
+        ("score = out\n    if score.sum() > 9:\n        break", "score"),
+        ("score = out * 2\n    if accuracy(out) > 1:\n        break", "score"),
+    ],
+)
+def test_what_may_leave_the_loop_or_reads_the_iteration_before_keeps_the_loss_in_place(between, read):
+    _, loops = apply(HEAD + TWO_PARTS.format(between=between, read=read))
     assert [form for form, _ in loops] == ["in-place"]
 
 

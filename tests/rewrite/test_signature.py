@@ -251,7 +251,7 @@ def test_what_the_network_gives_on_each_way_of_a_branch_is_bound_where_the_loss_
     ("ahead", "network", "behind", "last"),
     [
         ("if y[0]: out = x[:, :2] * 1", "model", "pass", "pass"),
-        ("pass", "torch.neg", "pass", "pass"),
+        ("pass", "torch.neg", "pass", 'kind = "turned"'),
         ("pass", "model", "for _ in y: out = out * 1", "pass"),
         ("pass", "model", "pass", "out = out.detach()"),
         ("pass", "model", "pass", "if y[0]: out = out.detach()"),
