@@ -49,14 +49,18 @@ def write_lines(lines: Iterable[str]) -> None:
             click.echo(part)
 
 
+def escape_what_it_cannot_show(stream: TextIO) -> None:
+    """Let paths and lines of files hold what the encoding of a terminal has not."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="backslashreplace")
+
+
 def write(render: Callable[[TextIO], object]) -> None:
     """Write to standard output what `render` writes; a reader that has seen enough (`| head`) is no error."""
     stream = sys.stdout
     if stream is None:
         raise Failure("standard output: cannot write: it is closed")
-    if hasattr(stream, "reconfigure"):
-        # a line of source may hold what the terminal's encoding has not
-        stream.reconfigure(errors="backslashreplace")
+    escape_what_it_cannot_show(stream)
     try:
         render(stream)
         stream.flush()

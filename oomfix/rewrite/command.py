@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oomfix.terminal import columns
+from oomfix.terminal import columns, escape_what_it_cannot_show
 
 if TYPE_CHECKING:
     from oomfix.rewrite.files import FileOutcome, Rewriter
@@ -117,7 +117,8 @@ def apply(
     from oomfix.rewrite.files import Rewriter, write
     from oomfix.rules import all_rules
 
-    _escape_what_terminals_cannot_show()
+    for stream in (sys.stdout, sys.stderr):
+        escape_what_it_cannot_show(stream)
     options = _options(preset, micro_batches, clip_norm, no_runtime, only, ignore)
     rewriter = Rewriter(all_rules(), options)
     _refuse_what_is_no_script(paths, check_equivalence)
@@ -185,13 +186,6 @@ def _refuse_other_runs(paths: Sequence[str], prove: bool, command: str | None, o
         raise click.UsageError("--check-equivalence: runs alone, expected no --diff, --check or --prove beside it")
     if prove and not (paths and paths[0].endswith(".py") and os.path.isfile(paths[0])):
         raise click.UsageError("--prove: runs a script, expected a Python file as the first PATH")
-
-
-def _escape_what_terminals_cannot_show() -> None:
-    """Let paths and lines of files hold what the terminal's encoding has not."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _refuse_what_is_no_script(paths: Sequence[str], command: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -67,28 +66,22 @@ def fix_locally(
     current = source
     left = found = findings_of(source, rules, target_torch)
     for _ in range(_MOST_PASSES):
-        findings = [
-            finding for finding in left if finding.edits and wants(finding) and _place(current, finding) not in refused
-        ]
-        findings = _of_first_stage(findings)
-        made, edits = merge(findings)
-        text = apply_edits(current.text, edits)
-        tree = _parsed(text)
-        if tree is None:
-            made, text, tree = _first_that_parses(current, made)
-        if not made or tree is None:
-            if not findings:
-                break
+        findings = _of_first_stage(
+            [one for one in left if one.edits and wants(one) and _place(current, one) not in refused]
+        )
+        if not findings:
+            break
+        made, changed = _made_together(current, findings)
+        if not made:
             refused |= {_place(current, finding) for finding in findings}
             continue
-        changed = Source(source.path, text, tree, encoding=source.encoding, bom=source.bom)
         found_then = findings_of(changed, rules, target_torch)
-        in_vain = _in_vain(_counted(current, made), _counted(current, left), _counted(changed, found_then))
-        if in_vain:
+        before, after = _counted(current, left), _counted(changed, found_then)
+        if in_vain := _in_vain(_counted(current, made), before, after):
             refused |= in_vain
             continue
         # one that is found again with another edit is not fixed before that is made
-        gone = _by_line(_counted(current, left)) - _by_line(_counted(changed, found_then))
+        gone = _by_line(before) - _by_line(after)
         for finding in made:
             place = finding.code, _line(current, finding)
             if gone[place]:
@@ -169,16 +162,18 @@ def _line(source: Source, finding: Finding) -> str:
     return source.lines[finding.line - 1].strip()
 
 
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        return parse(text)
-    except Unreadable:
-        return None
+def _made_together(source: Source, findings: Sequence[Finding]) -> tuple[list[Finding], Source]:
+    """The findings whose edits can be made, and the source with these: all that fit together, else the first one.
 
-
-def _first_that_parses(source: Source, findings: Sequence[Finding]) -> tuple[list[Finding], str, ast.Module | None]:
-    for finding in findings:
-        text = apply_edits(source.text, finding.edits)
-        if (tree := _parsed(text)) is not None:
-            return [finding], text, tree
-    return [], source.text, None
+    No findings where no result would be Python.
+    """
+    merged = merge(findings)
+    attempts = [(merged.findings, merged.edits), *(([finding], list(finding.edits)) for finding in merged.findings)]
+    for made, edits in attempts:
+        text = apply_edits(source.text, edits)
+        try:
+            tree = parse(text)
+        except Unreadable:
+            continue
+        return made, Source(source.path, text, tree, encoding=source.encoding, bom=source.bom)
+    return [], source

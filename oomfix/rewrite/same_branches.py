@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import only_calls
-from oomfix.rewrite.layout import Layout, Lines
+from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit
@@ -33,7 +33,7 @@ def merge_branches(reading: Reading, manager: str) -> MergedBranches:
 
     Only branches that train through the manager are looked at: the script never had equal ones of its own.
     """
-    layout, blocks = reading.layout, reading.blocks
+    blocks = reading.blocks
     calls = [node for node in reading.script.imports.nodes.of(ast.Call) if _method(node, manager)]
     calls.sort(key=lambda call: (call.lineno, call.col_offset))
     backwards = [call for call in calls if _method(call, manager) == "backward"]
@@ -41,8 +41,8 @@ def merge_branches(reading: Reading, manager: str) -> MergedBranches:
     gone: set[int] = set()
     flags: set[str] = set()
     for branch in dict.fromkeys(branch for call in calls for branch in blocks.conditions_of(call)[:1]):
-        merged = _merged(branch, layout, blocks)
-        found = [merged] if merged is not None else _hoisted(branch, layout, blocks, manager)
+        merged = _merged(branch, reading)
+        found = [merged] if merged is not None else _hoisted(branch, reading, manager)
         if found:
             edits += found
             flags.add(ast.dump(branch.test))
@@ -50,7 +50,7 @@ def merge_branches(reading: Reading, manager: str) -> MergedBranches:
             gone |= {number for number, call in enumerate(backwards) if id(call) in other}
     for node in reading.script.imports.nodes.of(ast.If) if flags else ():
         if ast.dump(node.test) in flags and _only_unscales(node, manager):
-            edits += [edit for edit in [_body_of(node, layout, blocks)] if edit is not None]
+            edits += [edit for edit in [_body_of(node, reading)] if edit is not None]
     return MergedBranches(edits, gone)
 
 
@@ -65,16 +65,17 @@ def _method(call: ast.Call, manager: str) -> str | None:
     return name if path == f"{manager}.{name}" and name in _TRAINING else None
 
 
-def _merged(branch: ast.If, layout: Layout, blocks: Blocks) -> Edit | None:
+def _merged(branch: ast.If, reading: Reading) -> Edit | None:
     if [ast.dump(one) for one in branch.body] != [ast.dump(other) for other in branch.orelse]:
         return None
-    return _body_of(branch, layout, blocks)
+    return _body_of(branch, reading)
 
 
-def _body_of(branch: ast.If, layout: Layout, blocks: Blocks) -> Edit | None:
+def _body_of(branch: ast.If, reading: Reading) -> Edit | None:
     """The first branch in the place of its `if`; None where that cannot be written."""
+    layout = reading.layout
     own = layout.own_lines(branch)
-    if own is None or not _may_go(branch, blocks):
+    if own is None or not _may_go(branch, reading.blocks):
         return None
     chunks = [layout.chunk(statement, branch.body, branch.lineno) for statement in branch.body]
     if any(chunk is None for chunk in chunks) or branch.body[0].lineno == branch.lineno:
@@ -92,12 +93,13 @@ def _may_go(branch: ast.If, blocks: Blocks) -> bool:
     return not (isinstance(outer, ast.If) and branch in outer.orelse and len(outer.orelse) == 1)
 
 
-def _hoisted(branch: ast.If, layout: Layout, blocks: Blocks, manager: str) -> list[Edit]:
+def _hoisted(branch: ast.If, reading: Reading, manager: str) -> list[Edit]:
     """The backwards that both branches begin with, as one ahead of the `if`.
 
     `memory.backward(scaler.scale(loss) if scaler is not None else loss)`. Nothing where a branch holds nothing else.
     """
-    if not branch.orelse or not _may_go(branch, blocks) or min(len(branch.body), len(branch.orelse)) < 2:
+    layout = reading.layout
+    if not branch.orelse or not _may_go(branch, reading.blocks) or min(len(branch.body), len(branch.orelse)) < 2:
         return []
     losses, edits = [], []
     for block in (branch.body, branch.orelse):

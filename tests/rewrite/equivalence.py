@@ -95,3 +95,18 @@ def assert_close(before: Run, after: Run, relative: float = 1e-5) -> None:
     assert len(after.numbers) == len(before.numbers)
     np.testing.assert_allclose(after.numbers, before.numbers, rtol=relative, atol=relative)
     assert compare([before.recording], [after.recording], relative).difference is None
+
+
+def parts_as_whole(text: str, after: str, split: str) -> int:
+    """How many calls ran in parts, in a rewritten script that trains as before: to the bit when off, and split.
+
+    Args:
+        text: the script.
+        after: the script after `apply`.
+        split: the same, with a preset that splits.
+    """
+    before = run(text)
+    assert_same_bits(before, run(after, preset="off"))
+    in_parts = run(split)
+    assert_close(before, in_parts)
+    return in_parts.calls_in_parts

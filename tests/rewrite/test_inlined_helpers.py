@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
+from tests.rewrite.equivalence import assert_close, assert_same_bits, parts_as_whole, rewritten, run
 from tests.rewrite.small_loops import TOP
 
 CLIP_BY = "update(total, optimizer, {})"
@@ -37,11 +37,7 @@ def assert_written_out(text):
     after = rewritten(text, micro_batches=3, precision="fp32")
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert "def update" not in after.text
-    before = run(text)
-    assert_same_bits(before, run(after.text, preset="off"))
-    split = run(after.text)
-    assert split.calls_in_parts
-    assert_close(before, split)
+    assert parts_as_whole(text, after.text, after.text)
     return after
 
 
