@@ -395,14 +395,14 @@ class Iteration:
                 self._open_border()
                 name = graph_in(self.forward)
                 what = "a tensor made before" if name is None else repr(name)
-                raise CannotSplit(
-                    f"it uses {what}, which has a graph of its own that only one backward can pass (give it as "
-                    "argument)"
-                )
+                reason = f"it uses {what}, which has a graph of its own that only one backward can pass"
+                reason += " (give it as argument)"
+                raise CannotSplit(reason, Verdict(None, reason, shows_at_once=True))
             self._gradients.cover(found.leaves)
             self._expect_way(loss, found.shape)
             if self._parts > 1 and any(has_hook(leaf) for leaf in found.leaves):
-                raise CannotSplit("a parameter has a hook, which would see gradients of parts")
+                reason = "a parameter has a hook, which would see gradients of parts"
+                raise CannotSplit(reason, Verdict(None, reason, shows_at_once=True))
             known.reaches([leaf for leaf in found.leaves if leaf.requires_grad])
             if explores:
                 known.may_reach(leaves_in(self.forward, (self.batch.args, self.batch.kwargs)))

@@ -316,8 +316,9 @@ class Splitter:
     def _whole(self, known: Known, reason: str | None) -> int:
         told = f"{known.name}: batches run whole, because {reason}."
         verdict = known.verdict
-        is_found = verdict is not None and verdict.rule is None and verdict.reason == reason and not verdict.undecided
-        if is_found and known.split_calls:
+        is_found = verdict is not None and verdict.rule is None and verdict.reason == reason
+        may_have_held = verdict is not None and not verdict.undecided and not verdict.shows_at_once
+        if is_found and may_have_held and known.split_calls:
             told += (
                 f" This shows only now: {known.split_calls} earlier call(s) were split, and if it held for them too, "
                 "theirs were not the gradients of whole batches."

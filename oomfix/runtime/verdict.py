@@ -18,6 +18,7 @@ class Verdict:
         rule: how the results of micro-batches give the result of the batch; None: it runs whole.
         reason: why it runs whole, as the end of a sentence.
         undecided: the rows left open whether it may be split; others may show more.
+        shows_at_once: what speaks against splitting is seen at every call in parts: none that went well had it.
         units: what the loss is a mean of: "rows" (samples), "targets" (what its cross entropies divide by), or
             nothing, a sum ("calls"). In an evaluation without a loss: what some result is a mean of.
         nll_losses: cross entropies with a mean that the forward computes. If `units` is not "targets" although
@@ -51,6 +52,7 @@ class Verdict:
     rule: Rule | None
     reason: str = ""
     undecided: bool = False
+    shows_at_once: bool = False
     units: str = "rows"
     nll_losses: int = 0
     divisors: tuple[int, ...] = ()

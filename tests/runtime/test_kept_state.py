@@ -131,6 +131,17 @@ def test_a_tensor_with_a_graph_in_the_closure_keeps_the_batch_whole(caplog):
     assert torch.allclose(encoder.weight.grad, reference[0].weight.grad)
 
 
+def test_a_temperature_that_is_learned_from_the_second_call_on_casts_no_doubt_on_the_first(caplog):
+    policy, logarithm = nn.Linear(6, 4), torch.zeros(1, requires_grad=True)
+    temperature = [0.2]
+    memory = runtime.preset("16gb", micro_batches=2)
+    for _ in range(3):
+        memory.forward_backward(lambda x: (temperature[0] * policy(x).pow(2)).mean(), X)
+        temperature[0] = logarithm.exp()
+    assert "'temperature', which has a graph of its own" in caplog.text
+    assert "earlier call" not in caplog.text
+
+
 def test_batches_are_counted_once_when_split():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     memory = runtime.preset("16gb", micro_batches=2)
