@@ -43,9 +43,10 @@ def methods_of_stepped(trace: Trace, assignments: Sequence[ast.Assign]) -> set[H
 
 
 def method_of(forward: Forward) -> Hashable:
-    """What is called, as it is written, and the class that `self` belongs to."""
-    function, path = forward.site.function, forward.path or ast.unparse(forward.node.func)
-    return path, function.owner if function is not None and path.startswith("self.") else None
+    """What is called, as it is written, and the class that `self` belongs to, also in a function within a method."""
+    path = forward.path or ast.unparse(forward.node.func)
+    owners = (function.owner for function in forward.site.functions if function.owner is not None)
+    return path, next(owners, None) if path.startswith("self.") else None
 
 
 def _is_of(forward: Forward, network: str) -> bool:

@@ -55,6 +55,34 @@ def test_any_other_method_may_turn_gradients_off(report, changed):
     assert [one for one in report(AGENT.format(**OWN | changed)) if one[1] == 11] == []
 
 
+def test_so_it_does_where_the_loss_was_split(report):
+    """What `apply` has made of the loop says as much as the loop did: the other findings are mended after that."""
+    code = """
+        import torch
+        from oomfix import runtime
+
+        memory = runtime.preset("16gb")
+
+        class Agent:
+            def __init__(self, actor, critic):
+                self.actor, self.critic = actor.cuda(), critic.cuda()
+                self.optimizer = torch.optim.Adam(self.actor.parameters())
+
+            def select_action(self, state):
+                action, _ = self.actor.sample(torch.as_tensor(state).cuda())
+                return action.detach().cpu().numpy()[0]
+
+            def update(self, states):
+                def forward(states):
+                    drawn, chance = self.actor.sample(states)
+                    return (0.2 * chance - self.critic(states, drawn)).mean()
+
+                memory.forward_backward(forward, states)
+                memory.step(self.optimizer)
+    """
+    assert report(code) == [("OOM201", 12)]
+
+
 TRAINING = """
     import torch
     from networks import Body, Head
