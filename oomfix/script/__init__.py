@@ -43,7 +43,6 @@ from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
-from oomfix.script.trained_methods import method_of, methods_backpropagated_alone, methods_of_stepped
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import lost_tails
 
@@ -140,12 +139,29 @@ class Script:
     @cached_property
     def evaluation_forwards(self) -> list[Forward]:
         """Every forward of an evaluation pass, with gradients on or off, on each way that leads to it."""
-        trained = methods_backpropagated_alone(self.trace) | self._methods_of_stepped
-        return find_evaluation_forwards(self.trace, self._training_runs, trained)
+        return find_evaluation_forwards(self.trace, self._training_runs, self._trained_methods)
+
+    @cached_property
+    def _trained_methods(self) -> set[Hashable]:
+        """The methods of networks of other files that a loss goes back through, by itself or with a step to show it."""
+        if not self._runs_methods:
+            return set()
+        from oomfix.script.trained_methods import methods_backpropagated_alone
+
+        return methods_backpropagated_alone(self.trace) | self._methods_of_stepped
 
     @cached_property
     def _methods_of_stepped(self) -> set[Hashable]:
+        if not self._runs_methods:
+            return set()
+        # few scripts come to this question, and every module is a third of a millisecond of each run
+        from oomfix.script.trained_methods import methods_of_stepped
+
         return methods_of_stepped(self.trace, self.imports.nodes.of(ast.Assign))
+
+    @property
+    def _runs_methods(self) -> bool:
+        return not all(forward.direct for forward in self.trace.forwards.values())
 
     def is_array_at_once(self, forward: Forward) -> bool:
         """`net(x).cpu().numpy()`, which torch refuses where a graph was recorded: there is none."""
@@ -340,7 +356,7 @@ class Script:
         """
         method = last_of(forward.path)
         named = looks_like_forward(method) and bool(forward.given or not looks_like_loss(method))
-        return forward.direct or named or (bool(forward.given) and method_of(forward) in self._methods_of_stepped)
+        return forward.direct or named or (bool(forward.given) and forward.method in self._methods_of_stepped)
 
     def is_in_batch_loop(self, event: Event) -> bool:
         """Whether an event is in a loop over batches: one that trains, the innermost around a forward, or named so."""

@@ -16,7 +16,6 @@ from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import names_in, walk
 from oomfix.script.rounds import read_first
 from oomfix.script.trace import Forward, Guard, Loop, Site, Trace
-from oomfix.script.trained_methods import method_of
 from oomfix.script.windows import is_window_test
 
 _EVALUATION_DATA = re.compile(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECASE)
@@ -54,7 +53,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
     return [
         forward
         for forward in trace.forwards.values()
-        if (forward.direct or method_of(forward) in trained_methods)
+        if (forward.direct or forward.method in trained_methods)
         and forward.origin not in needed
         and not _is_in_training_branch(forward)
         and (

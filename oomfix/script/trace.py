@@ -128,6 +128,13 @@ class Forward(Event):
     """Its result went where it cannot be followed."""
 
     @property
+    def method(self) -> Hashable:
+        """What is called, as it is written, and the class of its `self`, also in a function within a method."""
+        path = self.path or ast.unparse(self.node.func)
+        owners = (function.owner for function in self.site.functions if function.owner is not None)
+        return path, next(owners, None) if path.startswith("self.") else None
+
+    @property
     def records_graph(self) -> bool:
         """Whether autograd saves its activations, for certain."""
         return self.site.grad is Graph.YES and not self.graphless

@@ -16,7 +16,7 @@ _OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
 def methods_backpropagated_alone(trace: Trace) -> set[Hashable]:
     """Methods whose result alone, of all that networks of the file gave, is backpropagated somewhere."""
     alone = [origin for backward in trace.backwards if len(backward.origins) == 1 for origin in backward.origins]
-    return {method_of(trace.forwards[origin]) for origin in alone if origin in trace.forwards}
+    return {trace.forwards[origin].method for origin in alone if origin in trace.forwards}
 
 
 def methods_of_stepped(trace: Trace, assignments: Sequence[ast.Assign]) -> set[Hashable]:
@@ -26,8 +26,6 @@ def methods_of_stepped(trace: Trace, assignments: Sequence[ast.Assign]) -> set[H
         trace: what happens in the file.
         assignments: those of the file, some of which make optimizers.
     """
-    if all(forward.direct for forward in trace.forwards.values()):
-        return set()
     stepped = _stepped_networks(assignments)
     found: set[Hashable] = set()
     for backward, step in _backwards_with_their_step(trace):
@@ -36,17 +34,10 @@ def methods_of_stepped(trace: Trace, assignments: Sequence[ast.Assign]) -> set[H
             continue
         ran = list(trace.forwards_of(backward.origins))
         around = _made_around(network, assignments)
-        methods = {method_of(forward) for forward in ran if _is_of(forward, network)}
+        methods = {forward.method for forward in ran if _is_of(forward, network)}
         if len(methods) == 1 and not any(forward.path in around for forward in ran):
             found |= methods
     return found
-
-
-def method_of(forward: Forward) -> Hashable:
-    """What is called, as it is written, and the class that `self` belongs to, also in a function within a method."""
-    path = forward.path or ast.unparse(forward.node.func)
-    owners = (function.owner for function in forward.site.functions if function.owner is not None)
-    return path, next(owners, None) if path.startswith("self.") else None
 
 
 def _is_of(forward: Forward, network: str) -> bool:
