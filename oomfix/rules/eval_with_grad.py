@@ -48,6 +48,7 @@ class EvalWithGrad(Rule):
         *EVALUATES,
         *((b"torch", word) for word in _ACTING),
         *((b"argmax(", word) for word in _PREDICTING),
+        (b"env.step(", b"torch"),
         (b"multinomial(", b"def generate("),
         (b"multinomial(", b"def sample("),
         b"torch.load",

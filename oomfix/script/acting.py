@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Forward, Trace
@@ -26,18 +26,25 @@ def acts_in_environment(forward: Forward, trace: Trace) -> bool:
         return False
     if any(origin in keep.origins for keep in trace.keeps.values()):
         return False
-    return any(_reaches(forward, step, nodes) for nodes in _around(forward) for step in _steps_of_environments(nodes))
+    asked = _asked(forward, trace)
+    return any(_reaches(asked, step, nodes) for nodes in _around(forward) for step in _steps_of_environments(nodes))
 
 
-def _around(forward: Forward) -> Iterator[list[ast.AST]]:
-    """What stands in the loop around a forward, and in its function, which may make a single step for a loop."""
+def _asked(forward: Forward, trace: Trace) -> set[ast.AST]:
+    """A forward, and the calls of functions of the file that led to it: `action = select(state)`."""
+    way = set(forward.site.way)
+    return {forward.node, *(call for call in trace.followed if id(call) in way)}
+
+
+def _around(forward: Forward) -> Iterator[Sequence[ast.AST]]:
+    """What stands in the loop around a forward, and in its functions, which may make a single step for a loop."""
     if forward.site.loop is not None:
         yield list(walk(forward.site.loop))
-    if forward.site.function is not None:
-        yield forward.site.function.nodes
+    for function in forward.site.functions:
+        yield function.nodes
 
 
-def _steps_of_environments(nodes: list[ast.AST]) -> Iterator[ast.Call]:
+def _steps_of_environments(nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Call):
             step, parts = node.value, node.targets[0].elts
@@ -46,8 +53,8 @@ def _steps_of_environments(nodes: list[ast.AST]) -> Iterator[ast.Call]:
                 yield step
 
 
-def _reaches(forward: Forward, step: ast.Call, nodes: list[ast.AST]) -> bool:
-    """Whether what a call is given was made from what a forward gives, by the assignments among the nodes."""
+def _reaches(asked: set[ast.AST], step: ast.Call, nodes: Sequence[ast.AST]) -> bool:
+    """Whether what a call is given was made from what one of those asked gives, by the assignments among the nodes."""
     made_from: dict[str, list[ast.expr]] = {}
     for node in nodes:
         if isinstance(node, ast.Assign):
@@ -58,7 +65,7 @@ def _reaches(forward: Forward, step: ast.Call, nodes: list[ast.AST]) -> bool:
     seen: set[str] = set()
     while waiting:
         value = waiting.pop()
-        if any(node is forward.node for node in walk(value)):
+        if any(node in asked for node in walk(value)):
             return True
         for name in set(_names(value, ast.Load)) - seen:
             seen.add(name)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from oomfix.rules.base import holds
 from oomfix.rules.eval_with_grad import EvalWithGrad
 from oomfix.script import Script
 
@@ -420,3 +421,56 @@ ROLLOUT = """
 )
 def test_a_sample_of_what_has_log_probabilities_carries_no_graph(report, drawn, kept, found):
     assert [one for one in report(ROLLOUT.format(drawn=drawn, kept=kept)) if one[0] == "OOM201"] == found
+
+
+HELPER = """
+    import torch
+
+    net = Net().cuda()
+
+    def pick(state):
+        if random.random() > 0.1:
+            return {given}
+        return {other}
+
+    for episode in range(100):
+        while not done:
+            {taken} = pick(state)
+            state, reward, done, _ = env.step({done})
+            {after}
+            loss = torch.nn.functional.mse_loss(net(replay.states), replay.targets)
+            loss.backward()
+            optimizer.step()
+"""
+DRAWN = {"given": "net(state).max(1)[1].view(1, 1)", "other": "torch.zeros(1, 1).long()", "taken": "action"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"done": "action.item()", "after": "replay.push(state, action, reward)"}, [7]),
+        ({"done": "guess()", "after": "replay.push(state, reward)"}, []),  # what it gives goes nowhere
+        (
+            {"given": "net(state)", "other": "start", "done": "action.argmax().item()", "after": "kept.append(action)"},
+            [],
+        ),
+    ],
+)
+def test_a_function_is_asked_for_the_action_that_the_loop_does(evaluations, changed, found):
+    assert evaluations(HELPER.format(**DRAWN | changed)) == found
+
+
+def test_a_script_that_only_acts_is_read(report):
+    """Evolution: what is best in the environment is kept, and no backward runs."""
+    code = """
+        import torch
+
+        def fitness(policy, env):
+            state, total, done = env.reset(), 0, False
+            while not done:
+                state, reward, done, _ = env.step(policy(torch.tensor(state)).argmax().item())
+                total += reward
+            return total
+    """
+    assert any(holds(code.encode(), need) for need in EvalWithGrad.needs)
+    assert report(code) == [("OOM201", 6)]
