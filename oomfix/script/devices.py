@@ -29,7 +29,7 @@ _DEVICE_OF_A_TENSOR = re.compile(
     r"(\w+)\.device\b",
     re.IGNORECASE,
 )
-"""`torch.arange(n, device=x.device)`, `mask.to(x.device)`: where another tensor is, unless that name is imported."""
+"""`torch.arange(n, device=x.device)`, `mask.to(x.device)`: where another tensor is, unless it is none."""
 _IDLE_CALL = re.compile(
     r"\btorch\.cuda\.(is_available|empty_cache|manual_seed\w*|synchronize|device_count|\w*memory\w*|reset_\w+|get_\w+)\b"
 )
@@ -42,6 +42,7 @@ _VISIBLE = "os.environ['CUDA_VISIBLE_DEVICES']"
 _NONE_VISIBLE = frozenset({"", "-1"})
 _BEFORE_COMMENT = re.compile(r"""((?:[^#"'\\]|\\.|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)\#""")
 
+_NETWORKS = frozenset({"model", "net", "network"})
 _OF_TENSORS = frozenset({"shape", "size", "view", "dim", "reshape", "detach", "numel", "ndim", "requires_grad"})
 
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -72,7 +73,7 @@ class Devices:
         elsewhere = bool(self._overruled) or self._runs_elsewhere
         idle = [*self._overruled, *self._unused, *self._said, *self._not_of_torch, *followed]
         idle += self._printed if elsewhere else ()
-        text = _DEVICE_OF_A_TENSOR.sub(lambda found: found[0] * (found[1] in self._imported), self._without(idle))
+        text = _DEVICE_OF_A_TENSOR.sub(lambda found: found[0] * (found[1] in self._no_tensors), self._without(idle))
         text = _SEED.sub("", text)
         if names:
             text = re.sub(rf"(?:\bdevice\s*=|\.to\()\s*(?:{'|'.join(names)})\b", "", text)
@@ -178,7 +179,7 @@ class Devices:
         for node in self._nodes.of(ast.Assign):
             for name, value in _pairs(node):
                 of_tensor = _DEVICE_OF_A_TENSOR.fullmatch(f"device={ast.unparse(value)}")
-                if of_tensor is not None and of_tensor[1] not in self._imported:
+                if of_tensor is not None and of_tensor[1] not in self._no_tensors:
                     found.append((name, node))
                 else:
                     other.add(name)
@@ -233,6 +234,12 @@ class Devices:
         modules = [alias for node in self._nodes.of(ast.Import) for alias in node.names]
         parts = [alias for node in self._nodes.of(ast.ImportFrom) for alias in node.names]
         return {alias.asname or alias.name for alias in (*modules, *parts)}
+
+    @cached_property
+    def _no_tensors(self) -> set[str]:
+        """The names that the file imports, and those of objects that hold a network: `bundle.model`."""
+        asked = (node.value for node in self._nodes.of(ast.Attribute) if node.attr in _NETWORKS)
+        return self._imported | {holder.id for holder in asked if isinstance(holder, ast.Name)}
 
     @cached_property
     def _words(self) -> Counter[str]:

@@ -59,7 +59,15 @@ class Precision:
     def autocasts_out_of_sight(self) -> bool:
         """Whether FSDP's MixedPrecision decides, or gradients are scaled with no autocast in sight to need it."""
         scaled = any(event.scaled for event in self._trace.backwards) and not self._scales_nothing
-        return "MixedPrecision" in self._source.text or (scaled and "autocast" not in self._source.text)
+        return self._names_mixed_precision or (scaled and "autocast" not in self._source.text)
+
+    @property
+    def _names_mixed_precision(self) -> bool:
+        """`mixed_precision=MixedPrecision(...)`, and more than an import of it."""
+        if "MixedPrecision" not in self._source.text:
+            return False
+        named = [*self._imports.nodes.of(ast.Name), *self._imports.nodes.of(ast.Attribute)]
+        return any("MixedPrecision" in (path_of(node) or "") for node in named)
 
     @property
     def _scales_nothing(self) -> bool:

@@ -773,3 +773,40 @@ def test_the_first_interface_of_apex_decides_the_precision_too(report, method, f
             optimizer.step()
     """
     assert codes(report(code)) == found
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("FSDP(Net().cuda(), mixed_precision=MixedPrecision(param_dtype=dtype))", []),
+        ("FSDP(Net().cuda(), mixed_precision=fsdp.MixedPrecision(param_dtype=dtype))", []),
+        ("FSDP(Net().cuda())", ["OOM202"]),
+    ],
+)
+def test_mixed_precision_that_is_imported_in_vain_decides_nothing(report, model, found):
+    code = f"""
+        from torch.distributed import fsdp
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+        model = {model}
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+    """
+    assert codes(report(code)) == found
+
+
+@pytest.mark.parametrize(("asked", "found"), [("bundle.model.eval()", ["OOM202"]), ("bundle.mean()", [])])
+def test_the_device_of_what_holds_a_network_may_be_a_gpu(report, asked, found):
+    code = f"""
+        def fit(student, bundle, loader, optimizer):
+            device = bundle.device
+            student = Student().to(device)
+            {asked}
+            for x, y in loader:
+                loss = criterion(student(x.to(device)), y)
+                loss.backward()
+                optimizer.step()
+    """
+    assert codes(report(code)) == found
