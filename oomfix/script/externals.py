@@ -128,7 +128,9 @@ class Externals(Methods):
                 return Value(Kind.SEQUENCE, items=(arguments[0],))
             case "functools.partial" if arguments and arguments[0].kind is Kind.EXTERNAL:
                 return self._partial(node, arguments[0], given.rest)
-            case "copy.deepcopy" if arguments and arguments[0].kind is Kind.MODULE:
+            case "copy.deepcopy" | "torch.optim.swa_utils.AveragedModel" if (
+                arguments and arguments[0].kind is Kind.MODULE
+            ):
                 return self.copied(arguments[0], self.number_of_made(node))
         return None
 

@@ -25,7 +25,7 @@ _PART_NAME = re.compile(
 _LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|infer|elbo|llm|head|backbone)|"
-    r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob)$",
+    r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob|^get_(action_and_)?values?)$",
     re.IGNORECASE,
 )
 _GIVES_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)

@@ -76,7 +76,7 @@ _MODULE_FACTORY = re.compile(
 )
 _WRAPPER = re.compile(
     r"^(torch\.nn\.DataParallel|torch\.nn\.parallel\.(\w+\.)?(DataParallel|DistributedDataParallel)|torch\.compile|torch\.jit\.\w+|"
-    r"torch\.nn\.SyncBatchNorm\.convert_sync_batchnorm|apex\.parallel\.\w+|copy\.deepcopy|"
+    r"torch\.nn\.SyncBatchNorm\.convert_sync_batchnorm|apex\.parallel\.\w+|copy\.deepcopy|torch\.optim\.swa_utils\.AveragedModel|"
     r"torch\.distributed\.fsdp\.\w+|torch\.nn\.utils\.(parametrizations\.)?(spectral_norm|weight_norm)|.*\b(DDP|FSDP|DataParallel\w*|ModelEMA))$"
 )
 _ACCELERATOR = re.compile(

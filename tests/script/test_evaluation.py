@@ -1356,3 +1356,21 @@ def test_terms_for_a_log_or_a_dict_are_none_for_a_loss(report, given, found):
                 steps.append(kept)
     """
     assert [line for code, line in report(code) if code == "OOM201"] == found
+
+
+@pytest.mark.parametrize(("made", "found"), [("AveragedModel(model)", [("OOM201", 11)]), ("average_of(model)", [])])
+def test_an_average_of_a_network_is_one(report, made, found):
+    code = f"""
+        import torch
+        from torch.optim.swa_utils import AveragedModel
+
+        model = Net()
+        slow = {made}
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+            slow.update_parameters(model)
+        for x, y in test_loader:
+            print(slow(x).argmax(1))
+    """
+    assert report(code) == found

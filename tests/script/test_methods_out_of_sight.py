@@ -112,6 +112,8 @@ def test_a_method_whose_result_a_loss_is_not_made_of_alone_says_nothing(report, 
         ("out = model.get_logits(x)", "loss = criterion(out, y)"),
         ("out = model.get_logit(x)", "loss = criterion(out, y)"),
         ("out = model.get_features(x, y)", "loss = out.mean()"),
+        ("out = model.get_value(x)", "loss = criterion(out, y)"),
+        ("_, chance, _, out = model.get_action_and_value(x, y)", "loss = (out - chance).mean()"),
     ],
 )
 def test_what_a_network_gets_from_what_it_is_given_is_its_forward(report, forward, loss):
