@@ -11,14 +11,13 @@ from oomfix.runtime.divisors import NEXT_TO_NOTHING
 from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import by_gradients
-from oomfix.runtime.judging import judge
+from oomfix.runtime.judging import DEPEND, SEVERAL_DEPEND, judge
 from oomfix.runtime.rows import gaps_for_masks, leaving_nothing
 from oomfix.runtime.verdict import Verdict
 
 
 def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
     """The verdict where the parts weigh what their losses divide by; None where the forward fails."""
-    refused = Verdict(None)
     # what a mask selects cannot be held out by rows, see `watching.HeldOut`; gaps show as much
     how = replace(how, graph=True, light=False, divides=True, holds_out=False)
     gaps = gaps_for_masks(few.batch, few.named(count))
@@ -26,6 +25,8 @@ def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
     evidence = few.compared(count, how, gaps=gaps)
     if evidence.failure:
         return None
+    # one weight is not right for several means
+    refused = Verdict(None, SEVERAL_DEPEND if evidence.nll_losses + len(evidence.divisors) > 1 else DEPEND)
     verdict = judge(evidence, rows=count)
     if verdict.units != "targets" or verdict.nll_losses or not verdict.divisors:
         return refused

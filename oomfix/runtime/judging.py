@@ -10,7 +10,7 @@ from oomfix.runtime.verdict import Verdict
 
 DEPEND = "samples depend on each other: a few rows give something else in two parts"
 SEVERAL_DEPEND = (
-    "samples depend on each other, or its cross entropies divide by different numbers of targets: a few rows give "
+    "samples depend on each other, or the means in its loss divide by different numbers of targets: a few rows give "
     "something else in two parts"
 )
 OPEN = "its loss is 0 on a few rows, which leaves open what it is a mean of"

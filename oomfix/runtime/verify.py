@@ -114,7 +114,10 @@ def _of_few_rows(
     depends = verdict.rule is None and verdict.reason in (DEPEND, SEVERAL_DEPEND, GRADIENTS_DEPEND, BENDS)
     if closer and depends and trains and not sharded:
         weighed = _in_parts_that_run(few, together, partial(by_divisors, rows, found.how))
-        verdict = verdict if weighed is None or weighed.rule is None else weighed
+        if weighed is not None and weighed.rule is not None:
+            verdict = weighed
+        elif weighed is not None and verdict.reason == DEPEND:
+            verdict = replace(verdict, reason=weighed.reason)
     if closer and depends and verdict.rule is None and found.cross_entropies:
         return _by_own_targets(rows, counts, few, together, trains and not sharded) or verdict
     return replace(verdict, single_rows=False) if few is together else verdict

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from oomfix.runtime.own_targets import Labels, Noted
+from oomfix.runtime.outputs import Unforeseen
+from oomfix.runtime.own_targets import Labels, Noted, OwnMeans
 from tests.runtime.words_and_tasks import ROWS, TASKS, Batch, batches, of_sentences, parts_as_whole
 
 
@@ -114,3 +115,21 @@ def test_a_check_on_rows_without_a_label_leaves_what_is_known_as_it_was(caplog):
     data[1]["tasks"][2, 2] = 1
     assert parts_as_whole(loss, 2, [{"x": batch["x"], "tasks": batch["tasks"]} for batch in data]) == 2
     assert "run whole" not in caplog.text
+
+
+def test_why_a_mean_by_hand_beside_a_cross_entropy_runs_whole_is_told(caplog):
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        each = F.cross_entropy(model(batch["x"])[0].transpose(1, 2), batch["slots"], reduction="none")
+        return (each * batch["mask"]).sum() / batch["mask"].sum() + of_sentences(model, batch)
+
+    assert parts_as_whole(loss, 4, batches(3)) is None
+    assert "or the means in its loss divide by different numbers of targets" in caplog.text
+
+
+def test_a_part_that_lacks_a_cross_entropy_is_told_from_one_with_other_targets():
+    labels = Labels(("labels",))
+    means = OwnMeans([labels, labels], {("labels",): [torch.zeros(4)]}, 4)
+    with means.part(2):
+        F.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(Unforeseen, match="other cross entropies"):
+        means.expect_all()
