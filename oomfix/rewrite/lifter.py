@@ -161,6 +161,11 @@ class _Lifter:
             found |= {one for one in block[:last] if not run.isdisjoint(self._calls_run.by(one))}
         return found
 
+    def _first_run_ahead(self, calls: list[ast.Call]) -> int | None:
+        """The first line ahead of a backward that itself calls a network which a later one goes through."""
+        forwards = {forward.node for forward in self._script.trace.forwards.values()}
+        return min((one.lineno for one in self._run_ahead(calls) if not forwards.isdisjoint(walk(one))), default=None)
+
     def _edits(self, calls: list[ast.Call], outside: set[ast.stmt]) -> list[Edit]:
         lifts: list[Lift] = []
         lifted: list[ast.Call] = []
@@ -174,6 +179,8 @@ class _Lifter:
             try:
                 lift = self._lift(site, self._runs_network_around(call))
             except OutsideOfBlock:
+                if lifts and (line := self._first_run_ahead(calls)) is not None:
+                    raise CannotLift(f"line {line} runs the network of a later loss ahead of an earlier one") from None
                 if not lifts or self._origins_of(site.statement):
                     raise
                 continue  # it trains no network, and stays: a temperature behind the policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 
 from oomfix import presets
@@ -45,6 +46,8 @@ from oomfix.source import Source
 _MOST_PREPARATIONS = 6
 _PREPARATIONS = (name_losses, name_batches, log_behind, name_what_is_read, part_autocast, compute_in_turn)
 """What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""
+
+_WORD = re.compile(r"\w+")
 
 WINDOW_STAYS = "its accumulation window stays"
 _PRECISION: dict[Scaling, Overrides] = {
@@ -217,8 +220,10 @@ class LoopRewriter:
                     break
                 stages.become(apart)
                 return lifted
+        is_last = [verdict.form for verdict in self.verdicts] == [form for form, _ in before]
         for verdict, (form, reason) in zip(self.verdicts, before, strict=True):
-            verdict.form, verdict.reason = form, reason
+            told = verdict.reason if is_last and form == "in-place" and verdict.liftable else None
+            verdict.form, verdict.reason = form, stages.reason_told_of(apart, told) or reason
         return []
 
     @property
@@ -297,6 +302,15 @@ class _Stages:
     def become(self, other: _Stages) -> None:
         """Take over the rounds of a copy."""
         self.source, self._rounds = other.source, other._rounds
+
+    def reason_told_of(self, later: _Stages, reason: str | None) -> str | None:
+        """A reason told of a copy that was edited on, with the lines from before; None where it names what is new."""
+        words = [set(_WORD.findall(stages.source.text)) for stages in (self, later)]
+        if reason is None or not (words[1] - words[0]).isdisjoint(_WORD.findall(reason)):
+            return None
+        later = later.copy()
+        later._rounds = later._rounds[len(self._rounds) :]
+        return later.with_lines_before(reason)
 
     def edit(self, edits: list[Edit]) -> None:
         """Make one round of edits."""
