@@ -47,7 +47,7 @@ _MOST_PREPARATIONS = 6
 _PREPARATIONS = (name_losses, name_batches, log_behind, name_what_is_read, part_autocast, compute_in_turn)
 """What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""
 
-_WORD = re.compile(r"\w+")
+_WORD, _LINE = re.compile(r"\w+"), re.compile(r"\bline (\d+)")
 
 WINDOW_STAYS = "its accumulation window stays"
 _PRECISION: dict[Scaling, Overrides] = {
@@ -304,13 +304,20 @@ class _Stages:
         self.source, self._rounds = other.source, other._rounds
 
     def reason_told_of(self, later: _Stages, reason: str | None) -> str | None:
-        """A reason told of a copy that was edited on, with the lines from before; None where it names what is new."""
+        """A reason told of a copy that was edited on, with the lines from before.
+
+        None where it names what is new, or a line that has moved or is another one now.
+        """
         words = [set(_WORD.findall(stages.source.text)) for stages in (self, later)]
         if reason is None or not (words[1] - words[0]).isdisjoint(_WORD.findall(reason)):
             return None
-        later = later.copy()
-        later._rounds = later._rounds[len(self._rounds) :]
-        return later.with_lines_before(reason)
+        since = later.copy()
+        since._rounds = later._rounds[len(self._rounds) :]
+        for number in map(int, _LINE.findall(reason)):
+            before = self.source.lines[since._line_before(number) - 1]
+            if before.strip() != later.source.lines[number - 1].strip():
+                return None
+        return since.with_lines_before(reason)
 
     def edit(self, edits: list[Edit]) -> None:
         """Make one round of edits."""

@@ -1,5 +1,7 @@
 """The reason why a loop stays in place is that of the last attempt to lift it, with the lines of the script."""
 
+import re
+
 import pytest
 
 from tests.rewrite.small_loops import TOP, apply
@@ -58,3 +60,36 @@ def test_a_network_that_runs_ahead_of_an_earlier_loss_is_named(logged):
     told = f"line {line_of(body, 'out = model')} runs the network of a later loss ahead of an earlier one"
     [(form, reason)] = apply(body)[1]
     assert form == "in-place" and str(reason).endswith(told)
+
+
+MOVED = """\
+critic, actor, value = nn.Linear(4, 1), nn.Linear(4, 4), nn.Linear(4, 1)
+second = torch.optim.SGD(critic.parameters(), lr=0.1)
+third = torch.optim.SGD(value.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+for x, y in loader:
+    q = critic(x)
+    acts = actor(x)
+    new_q = critic(acts)
+    state_value = value(x)
+    target = new_q - acts.mean()
+    q_loss = q.pow(2).mean()
+    value_loss = F.mse_loss(state_value, target.detach())
+    policy_loss = (acts.mean() - new_q).mean()
+    second.zero_grad()
+    third.zero_grad()
+    optimizer.zero_grad()
+    q_loss.backward(retain_graph=True)
+    value_loss.backward(retain_graph=True)
+    policy_loss.backward()
+    second.step()
+    third.step()
+    optimizer.step()
+"""
+
+
+def test_no_reason_names_a_line_that_a_preparation_moved():
+    [(form, reason)] = apply(MOVED)[1]
+    lines = [int(number) for number in re.findall(r"\d+", str(reason).split("; ")[-1])]
+    assert form == "in-place"
+    assert not any("backward" in (TOP + MOVED).splitlines()[number - 1] for number in lines)
