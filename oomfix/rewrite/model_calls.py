@@ -35,8 +35,9 @@ def model_call_edits(reading: Reading, verdicts: list[Verdict], manager: str) ->
     """
     script, blocks = reading.script, reading.blocks
     precision = script.precision
-    decided = precision.trains_in_half or precision.autocasts_out_of_sight or "create_graph" in script.source.text
-    if not script.may_run_on_cuda or decided or len(reading.loops) != len(verdicts):
+    decided = precision.trains_in_half or precision.autocasts_out_of_sight or precision.uses_apex
+    differentiates = "create_graph" in script.source.text
+    if not script.may_run_on_cuda or decided or differentiates or len(reading.loops) != len(verdicts):
         return []
     if any(_takes_gradients(call, blocks) for call in script.imports.nodes.of(ast.Call)):
         return []

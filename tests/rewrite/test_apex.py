@@ -157,3 +157,36 @@ def test_the_import_of_apex_and_its_call_go_together():
     assert after.loops[0].rewrite == "micro-batched"
     assert "apex" not in after.text
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+FIRST_INTERFACE = """\
+import torch
+import torch.nn.functional as F
+from apex import amp
+
+device = torch.device("cuda")
+handle = amp.init(True)
+generator, critic = Generator().to(device), Critic().to(device)
+optimizer = torch.optim.Adam(critic.parameters())
+other = torch.optim.Adam(generator.parameters())
+for x in loader:
+    optimizer.zero_grad()
+    other.zero_grad()
+    made = generator(x)
+    loss = critic(made.detach()).mean() - critic(x).mean()
+    with handle.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    loss = -critic(made).mean()
+    with handle.scale_loss(loss, other) as scaled:
+        scaled.backward()
+    other.step()
+"""
+
+
+def test_networks_run_as_they_are_where_the_first_interface_of_apex_decides_the_precision():
+    after = rewritten(FIRST_INTERFACE)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert "memory.forward(" not in after.text
+    plain = FIRST_INTERFACE.replace("from apex import amp\n", "").replace("amp.init(True)", "made_elsewhere")
+    assert "memory.forward(" in rewritten(plain).text
