@@ -41,13 +41,13 @@ class SharedParameters:
     def may_be_shared(self, optimizer: str, other: str) -> bool:
         """Whether two optimizers, given by path, may step the same parameters; one from elsewhere may step any."""
         own, others = self._stepped(optimizer), self._stepped(other)
-        return optimizer == other or not own or not others or overlap(own, others)
+        return optimizer == other or not own or not others or self._have_common(own, others)
 
     def may_be_given(self, optimizer: str, call: ast.Call) -> bool:
         """Whether a call, such as a clip, may be given parameters that an optimizer steps."""
         given = {path for argument in arguments_of(call) for path in self._networks_in(argument, set())}
         own = self._stepped(optimizer)
-        return not own or optimizer in given or overlap(own, given)
+        return not own or optimizer in given or self._have_common(own, given)
 
     def may_be_read(self, optimizer: str, paths: set[str]) -> bool:
         """Whether what an optimizer steps may be read by one of these paths, or by what they are made of."""
@@ -55,12 +55,23 @@ class SharedParameters:
         return not own or overlap(self._parts_of(own), self._parts_of(paths))
 
     def _parts_of(self, paths: set[str]) -> set[str]:
-        """Paths, what they are made of, and what is put into them: `body` for `critic.body = body`; `a` for `a[0]`."""
-        inner = {
-            path for path in self._bound if path.startswith(tuple(f"{one}{sign}" for one in paths for sign in ".["))
-        }
-        parts = {part for path in paths | inner for part in self._with_parts(path, set())}
-        return {part.split("[")[0] for part in parts}
+        """Paths, what they are made of, and what is put into them; `a` for `a[0]`."""
+        parts = {part.split("[")[0] for path in paths for part in self._with_parts(path, set())}
+        return parts | self._put_into(paths)
+
+    def _have_common(self, networks: set[str], others: set[str]) -> bool:
+        """Whether networks are, have put into them or share a third one: `critic.body = body`, `b[0] = a[0]`."""
+        inner, inner_of_others = self._put_into(networks), self._put_into(others)
+        if overlap(networks | inner, others) or overlap(networks, others | inner_of_others):
+            return True
+        third = (set(filter(self._may_be_network, paths)) for paths in (inner, inner_of_others))
+        return overlap(*third)
+
+    def _put_into(self, paths: set[str]) -> set[str]:
+        """What is put into what the paths are: `critic.body` and `body` for `critic.body = body`."""
+        starts = tuple(f"{path}{sign}" for path in paths for sign in ".[")
+        inner = [path for path in self._bound if path.startswith(starts)]
+        return {part.split("[")[0] for path in inner for part in self._with_parts(path, set())}
 
     def _stepped(self, optimizer: str) -> set[str]:
         """The networks that an optimizer is made for; empty where that is not seen."""

@@ -82,6 +82,19 @@ actor, critic = Head(body, one), Head(body, other)
 first = torch.optim.SGD(actor.parameters(), lr=0.1)
 second = torch.optim.SGD(critic.parameters(), lr=0.1)
 """
+PUT_INTO_BOTH = """\
+actor, critic = nn.Sequential(nn.Linear(4, 5), one), nn.Sequential(nn.Linear(4, 5), other)
+actor[0] = body
+critic[0] = body
+first = torch.optim.SGD(actor.parameters(), lr=0.1)
+second = torch.optim.SGD(critic.parameters(), lr=0.1)
+"""
+TIED = """\
+actor, critic = nn.Sequential(body, one), nn.Sequential(nn.Linear(4, 5), other)
+critic[0] = actor[0]
+first = torch.optim.SGD(actor.parameters(), lr=0.1)
+second = torch.optim.SGD(critic.parameters(), lr=0.1)
+"""
 APART = """\
 first = torch.optim.SGD(one.parameters(), lr=0.1)
 second = torch.optim.SGD([*body.parameters(), *other.parameters()], lr=0.1)
@@ -98,7 +111,7 @@ def alike(text):
     return after.text
 
 
-@pytest.mark.parametrize("made", [SHARED, IN_GROUPS, BY_ANOTHER_NAME])
+@pytest.mark.parametrize("made", [SHARED, IN_GROUPS, BY_ANOTHER_NAME, PUT_INTO_BOTH, TIED])
 @pytest.mark.parametrize("loop", [TWO_STEPS, RESETS_BEHIND, TWO_BACKWARDS])
 def test_a_step_keeps_gradients_that_the_step_of_another_optimizer_needs(made, loop):
     assert "memory.step(first, zero_grad=False)" in alike(TOP + made + loop.replace("{between}", "pass"))
