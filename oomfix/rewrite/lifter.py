@@ -20,9 +20,11 @@ from oomfix.rewrite.lifting import Lifting
 from oomfix.rewrite.liveness import (
     FunctionNode,
     Liveness,
+    Scope,
     names_bound,
     names_bound_by_target,
     names_read,
+    nodes_of_scope_body,
 )
 from oomfix.rewrite.network_use import NetworkUse, ReadsNetwork, TrainsNetwork
 from oomfix.rewrite.object_batches import why_perhaps_whole
@@ -258,7 +260,7 @@ class _Lifter:
             CannotLift: a backward goes through what the first slice computed.
         """
         shared = self._names_behind(second, first.site.statement) & _bound(first.lifted)
-        if not shared:
+        if not shared or not self._reaches(first.site.scope, second.scope):
             return second
         graphs = shared & _bound([one for one in first.lifted if not self._gives_no_graph(one, second)])
         kept = graphs - self._without_graph_behind(first)
@@ -276,6 +278,11 @@ class _Lifter:
         if second.block is not first.site.block:
             return replace(second, stays_inside=True)
         return replace(second, first=max(second.first, place))
+
+    def _reaches(self, scope: Scope, other: Scope) -> bool:
+        """Whether a name that one scope binds may mean the same in another: two methods each have their own."""
+        declares = any(isinstance(node, ast.Global | ast.Nonlocal) for node in nodes_of_scope_body(scope))
+        return declares or isinstance(scope, ast.Module) or scope in (other, *self._blocks.ancestors(other))
 
     def _place_behind(self, first: Lift, second: Site) -> int | None:
         """Where in the block of a loss the next one may begin, the block of an `if` around that included; or None."""
