@@ -11,6 +11,11 @@ from oomfix.script.nodes import walk
 _OF_THE_GRAPH = frozenset({"grad_fn", "requires_grad", "is_leaf"})
 
 
+def asks_for_graph(statement: ast.stmt) -> bool:
+    """Whether a statement may ask what it reads for its graph."""
+    return any(isinstance(node, ast.Attribute) and node.attr in _OF_THE_GRAPH for node in walk(statement))
+
+
 def check_graphs_not_asked(lift: Lift) -> None:
     """Whether nothing asks for the graph of what a slice gives, behind it or in the next iteration.
 

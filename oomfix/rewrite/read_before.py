@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from oomfix.rewrite.asked_graphs import asks_for_graph
 from oomfix.rewrite.effects import changed_paths, overlap, paths_read
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.functions_called import FunctionsCalled
@@ -73,7 +74,8 @@ class _Logs:
         """Those for one statement of a block, ahead of the backward at its index `end`."""
         statement = block[index]
         behind = block[index + 1 : end]
-        if only_reads(statement) or _may_read_later(statement):
+        # under another name, nothing would tell that what is asked for its graph comes from a call that leaves none
+        if only_reads(statement) or _may_read_later(statement) or asks_for_graph(statement):
             return []
         places: dict[ast.expr, int] = {}
         for name in sorted(names_read(statement) - names_bound(statement)):
