@@ -40,7 +40,7 @@ def name_what_is_read(reading: Reading, manager: str) -> list[Edit]:
     for block in {id(block): block for block in map(reading.blocks.block_of, backwards)}.values():
         ends = [index for index, one in enumerate(block) if one in backwards]
         needed = {index for end in ends for index in (end, *_needed(block, end, manager))}
-        for index in range(ends[-1]):
+        for index in range(logs.first_behind_network(block), ends[-1]):
             if index not in needed:
                 edits += logs.edits(block, index, next(end for end in ends if end > index))
     return edits
@@ -70,6 +70,12 @@ class _Logs:
         self._names = FreeNames(reading.script)
         self._given: dict[tuple[int, str], str] = {}
 
+    def first_behind_network(self, block: list[ast.stmt]) -> int:
+        """The index in a block from which on logs stand among lines of a loss: those ahead of networks stay there."""
+        lines = [forward.node.lineno for forward in self._reading.script.trace.forwards.values()]
+        runs = (any(one.lineno <= line <= (one.end_lineno or 0) for line in lines) for one in block)
+        return next((index for index, run in enumerate(runs) if run), 0)
+
     def edits(self, block: list[ast.stmt], index: int, end: int) -> list[Edit]:
         """Those for one statement of a block, ahead of the backward at its index `end`."""
         statement = block[index]
@@ -79,15 +85,19 @@ class _Logs:
             return []
         places: dict[ast.expr, int] = {}
         for name in sorted(names_read(statement) - names_bound(statement)):
-            in_place = are_changed_in_place({name}, behind, self._functions, block[:index])
+            in_place = any(self._is_changed(name, block, other) for other in range(index + 1, end))
             if not in_place and not any(name in names_bound(one) for one in behind):
                 continue
             for node in _read(statement, name):
                 value = _number(node, statement) if in_place else node
                 if value is None:
                     return []
-                places[value] = index if in_place else self._place_of(name, block, index)
+                places[value] = self._place_of(name, block, index)
         return self._named(statement, {value: block[place] for value, place in places.items()})
+
+    def _is_changed(self, name: str, block: list[ast.stmt], index: int) -> bool:
+        """Whether the statement at an index may change in place what a name stands for."""
+        return are_changed_in_place({name}, [block[index]], self._functions, block[:index])
 
     def _named(self, statement: ast.stmt, ahead_of: dict[ast.expr, ast.stmt]) -> list[Edit]:
         """The edits that bind what a statement reads ahead of others, and read it there."""
@@ -119,7 +129,7 @@ class _Logs:
     def _place_of(self, name: str, block: list[ast.stmt], index: int) -> int:
         """Where in the block a name has the value that it has at an index: ahead of the statement at the result."""
         for other in reversed(range(index)):
-            if name in names_bound(block[other]):
+            if name in names_bound(block[other]) or self._is_changed(name, block, other):
                 return other + 1
         loop = next(self._reading.blocks.ancestors(block[0]), None)
         is_given = isinstance(loop, ast.For) and block is loop.body and name in names_bound_by_target(loop.target)

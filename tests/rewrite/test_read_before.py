@@ -125,3 +125,19 @@ def test_what_another_loss_is_computed_from_needs_no_names():
         behind="optimizer.zero_grad()\nother = other * 2\n(second + other.mean()).backward()\noptimizer.step()",
     )
     assert "other_before" not in apply(body)[0]
+
+
+def test_two_logs_of_a_number_read_it_once_where_no_line_between_them_adds_to_it():
+    text = assert_trains_the_same(script(logged="log.append(loss.item())\nprint(loss.item() * 2)"))
+    assert text.count("loss_before = loss.item()\n") == 1
+    assert "\n    log.append(loss_before)\n    print(loss_before * 2)\n" in text
+
+
+def test_a_number_that_is_added_to_under_another_name_is_logged_as_it_is_then():
+    text = TOP + script(logged="same = loss\nsame += out.pow(2).mean()\nlog.append(loss.item())")
+    assert_same_bits(run(text), run(rewritten(text).text, preset="off"))
+
+
+def test_a_log_ahead_of_the_network_stays_as_it_is():
+    text = assert_trains_the_same(script(ahead="print(y.size())\ny = y.view(-1)", logged="log.append(loss.item())"))
+    assert "\n    print(y.size())\n    y = y.view(-1)\n" in text
