@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from oomfix.rewrite.asked_graphs import asks_for_graph
 from oomfix.rewrite.effects import changed_paths, overlap, paths_read
 from oomfix.rewrite.free_names import FreeNames
-from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import COMPREHENSIONS, names_bound, names_bound_by_target, names_read
 from oomfix.rewrite.read_between import only_reads
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.rewrite.substitution import substituted
 from oomfix.script.edits import Edit
-from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
 _LATER = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, *COMPREHENSIONS)
@@ -35,8 +33,7 @@ def name_what_is_read(reading: Reading, manager: str) -> list[Edit]:
     """
     logs = _Logs(reading)
     edits: list[Edit] = []
-    calls = (one for one in reading.script.imports.nodes.of(ast.Call) if path_of(one.func) == f"{manager}.backward")
-    backwards = [reading.blocks.statement_of(call) for call in calls]
+    backwards = [reading.blocks.statement_of(call) for call in reading.calls_to(f"{manager}.backward")]
     for block in {id(block): block for block in map(reading.blocks.block_of, backwards)}.values():
         ends = [index for index, one in enumerate(block) if one in backwards]
         needed = {index for end in ends for index in (end, *_needed(block, end, manager))}
@@ -66,7 +63,7 @@ class _Logs:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._functions = FunctionsCalled(reading.script.imports.nodes)
+        self._functions = reading.functions
         self._names = FreeNames(reading.script)
         self._given: dict[tuple[int, str], str] = {}
 
