@@ -34,16 +34,27 @@ class Calls(Externals):
             function = self.attribute_of(result, node.func)
         else:
             function = self.evaluate(node.func)
-        given = Given(
-            [self.evaluate(argument) for argument in node.args],
-            {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords},
-        )
-        if any(isinstance(argument, ast.Starred) for argument in node.args):
-            given = given.with_unknown_rest()
+        given = self._given(node)
         value = self._call_value(node, function, result, given)
         if asks_for_gradients(node) and value.kind in (Kind.TENSOR, Kind.UNKNOWN) and not value.graph:
             return Value(Kind.TENSOR, Graph.MAYBE)  # a loss may go back to it, through a frozen network too
         return value
+
+    def _given(self, node: ast.Call) -> Given:
+        """What a call is given; what `*` unpacks one by one, where it is known how many these are."""
+        positional: list[Value] = []
+        starred: int | None = None
+        for argument in node.args:
+            unpacked = self.evaluate(argument.value) if isinstance(argument, ast.Starred) else None
+            if unpacked is None:
+                positional.append(self.evaluate(argument))
+            elif unpacked.items:
+                positional += unpacked.items
+            else:
+                starred = len(positional) if starred is None else starred
+                positional.append(flatten(unpacked))
+        keywords = {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords}
+        return Given(positional, keywords, starred)
 
     def _call_value(
         self,

@@ -13,6 +13,7 @@ from oomfix.script.as_arrays import gives_arrays, mentions_arrays
 from oomfix.script.named_like import runs_network
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
+from oomfix.script.parameters import decorated_as, named_parameters
 from oomfix.script.values import Kind, Value
 
 if TYPE_CHECKING:
@@ -144,10 +145,12 @@ class Function:
     @property
     def is_static(self) -> bool:
         """Whether a method takes no `self`."""
-        return any(
-            isinstance(decorator, ast.Name) and decorator.id in ("staticmethod", "classmethod")
-            for decorator in getattr(self.node, "decorator_list", ())
-        )
+        return self.takes_class or decorated_as(self.node, "staticmethod")
+
+    @property
+    def takes_class(self) -> bool:
+        """Whether a method takes its class in the place of an object."""
+        return self.owner is not None and decorated_as(self.node, "classmethod")
 
 
 @dataclass(eq=False)
@@ -198,7 +201,7 @@ class Class:
             asked = {name for method in self.methods.values() for name in called_on_self(method.nodes)}
             return not any(name == "forward" or (runs_network(name) and self.find(name) is None) for name in asked)
         given = forward.node.args
-        return len([*given.posonlyargs, *given.args, *given.kwonlyargs]) == 1
+        return len(named_parameters(given)) == 1
 
     @property
     def _makes_layers(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.edits import bounds
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import Nodes, blocks, walk
+from oomfix.script.parameters import named_parameters
 from oomfix.script.torch_facts import COPIES, FRESH
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class Devices:
             for function in self._nodes.functions
             for node in walk(function)
             if isinstance(node, ast.Assign) and node not in function.body
-            if any(argument.arg in _targets(node) for argument in (*function.args.args, *function.args.kwonlyargs))
+            if any(argument.arg in _targets(node) for argument in named_parameters(function.args))
         }
 
     @cached_property

@@ -13,6 +13,7 @@ from oomfix.script.hints import read_hints
 from oomfix.script.named_like import looks_like_state
 from oomfix.script.names import USUAL_NAMES, path_of, unpacked
 from oomfix.script.nodes import Scope
+from oomfix.script.parameters import named_parameters, placed_parameters
 from oomfix.script.state import Binding, Frame, Layer, Names, State
 from oomfix.script.torch_facts import DRAWN
 from oomfix.script.trace import Autocast, Trace
@@ -196,7 +197,7 @@ class Follower(Flow):
         """As `_left_on_objects`, of those that a call out of sight gives: `trainer.loss += penalty`."""
         assert frame.function is not None and frame.state is not None
         given = frame.function.node.args
-        parameters = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+        parameters = {one.arg for one in named_parameters(given)}
         paths = (key for key in self.bound[earlier:] if isinstance(key, str) and key.partition(".")[0] in parameters)
         held = [frame.state.names.get(path) for path in paths if "." in path]
         return combine([flatten(binding.value) for binding in held if binding is not None]).origins
@@ -229,7 +230,7 @@ class Follower(Flow):
         )
         arguments = {}
         parameters = function.node.args
-        for index, parameter in enumerate([*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs]):
+        for index, parameter in enumerate(named_parameters(parameters)):
             value = receiver if index == 0 and receiver is not None else self._object_for(parameter, function)
             arguments[parameter.arg] = Binding(value, (), None)
         for extra in (parameters.vararg, parameters.kwarg):
@@ -288,7 +289,7 @@ class Follower(Flow):
         call = ast.Call(func=ast.Name(id=owner.name, ctx=ast.Load()), args=[], keywords=[])
         self._invented_calls.append(call)
         constructor = owner.find("__init__")
-        arguments = [] if constructor is None else [UNKNOWN] * (len(constructor.node.args.args) - 1)
+        arguments = [] if constructor is None else [UNKNOWN] * (len(placed_parameters(constructor.node.args)) - 1)
         return self._instantiate(call, owner, Given(arguments, {"**": UNKNOWN}))
 
     def run(self, frame: Frame, function: Function, call: ast.expr | None) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 from oomfix.script.core import Core
@@ -13,6 +13,7 @@ from oomfix.script.hints import Hints
 from oomfix.script.named_like import looks_like_logging, looks_like_loss
 from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
+from oomfix.script.parameters import bind_call, defaults_of, first_unpacked, named_parameters
 from oomfix.script.state import Binding, Frame, Names
 from oomfix.script.torch_facts import runs_nothing
 from oomfix.script.trace import Guard, Trace
@@ -88,19 +89,21 @@ class Functions(Core):
         function.calls += 1
         (self.trace.left_open if function.is_left_open else self.trace.followed).add(node)
         named = {keyword.arg: keyword.value for keyword in node.keywords}
-        written = [*zip(node.args, given.positional, strict=False)]
+        written = [*zip(node.args[: first_unpacked(node)], given.positional, strict=False)]
         written += [(named[name], value) for name, value in given.keywords.items() if name in named]
         receivers = [] if receiver is None else [receiver]
+        if function.takes_class:
+            receivers = [Value(Kind.CLASS, ref=function.owner)]
         frame = Frame(
             function=function,
-            state=self.state.entering(self._arguments(function, [*receivers, *given.positional], given.keywords)),
+            state=self.state.entering(self._arguments(function, given, receivers)),
             closure=function.closure,
             caller=self.frame,
             call=node,
             given=tuple(written),
             instance=self.instance_of(receiver) if receiver is not None else None,
         )
-        self._keep_age(frame, function, node, len(receivers))
+        self._keep_age(frame, function, node, bool(receivers))
         return self.run(frame, function, node)
 
     def _not_followed_again(self, given: Given) -> Value:
@@ -111,17 +114,14 @@ class Functions(Core):
         self.trace.let_escape(content.origins)
         return Value(Kind.TENSOR, Graph.MAYBE, content.origins)
 
-    def _keep_age(self, frame: Frame, function: Function, node: ast.Call, skipped: int) -> None:
+    def _keep_age(self, frame: Frame, function: Function, node: ast.Call, of_object: bool) -> None:
         """A list handed to a function is as old there as it was here."""
         assert frame.state is not None
-        parameters = [*function.node.args.posonlyargs, *function.node.args.args][skipped:]
-        pairs = list(zip([parameter.arg for parameter in parameters], node.args, strict=False))
-        pairs += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
-        for name, argument in pairs:
+        for parameter, argument in bind_call(node, function.node.args, of_object=of_object).all:
             binding = self.binding_of(argument) if isinstance(argument, ast.Name | ast.Attribute) else None
-            bound = frame.state.names.get(name)
-            if binding is not None and binding.value.kind is Kind.CONTAINER and bound is not None:
-                frame.state.names[name] = bound._replace(loops=binding.loops)
+            bound = frame.state.names.get(parameter.arg)
+            if binding is not None and bound is not None and binding.value.kind is bound.value.kind is Kind.CONTAINER:
+                frame.state.names[parameter.arg] = bound._replace(loops=binding.loops)
 
     def effects_around(self, function: Function, wanted: Callable[[ast.AST], bool]) -> frozenset[str]:
         """What a function puts around the parts of it that are wanted: the `yield` of a context manager."""
@@ -146,7 +146,7 @@ class Functions(Core):
         if owner is not None and function.name in owner.training_methods | owner.running_methods:
             return False
         whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
-        parameters = {argument.arg for argument in function.node.args.args[1:]}
+        parameters = {argument.arg for argument in named_parameters(function.node.args)[1:]}
         parameters |= {name for name, source in _shown(function) if source in parameters}
         for child in function.nodes:
             if isinstance(child, ast.Call):
@@ -176,34 +176,41 @@ class Functions(Core):
             depth, frame = depth + 1, frame.caller
         return depth > _MAX_DEPTH or function.calls > _MAX_CALLS_OF_ONE_FUNCTION
 
-    def _arguments(self, function: Function, arguments: Sequence[Value], keywords: Mapping[str, Value]) -> Names:
-        names = Names()
-        parameters = function.node.args
-        positional = [*parameters.posonlyargs, *parameters.args]
-        defaults = dict(zip(reversed(positional), reversed(parameters.defaults), strict=False))
-        defaults |= {
-            parameter: default
-            for parameter, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
-            if default is not None
-        }
-        for parameter, value in zip(positional, arguments, strict=False):
+    def _arguments(self, function: Function, given: Given, receivers: Sequence[Value]) -> Names:
+        """The names of a function's parameters, with what a call gives them."""
+        names, parameters = Names(), function.node.args
+        bound = given.to(parameters, receivers)
+        certain, defaults = dict(bound.given), defaults_of(parameters)
+        perhaps: dict[ast.arg, list[Value]] = {}
+        for parameter, value in bound.perhaps:
+            perhaps.setdefault(parameter, []).append(value)
+        for parameter in named_parameters(parameters):
+            if parameter in certain:
+                value = certain[parameter]
+            elif parameter in perhaps:
+                value = self._perhaps(perhaps[parameter])
+            else:
+                value = self._default(defaults.get(parameter))
             names.bind(parameter.arg, Binding(value, self.loops, None))
-        for parameter in [*positional, *parameters.kwonlyargs]:
-            if parameter.arg in keywords:
-                names.bind(parameter.arg, Binding(keywords[parameter.arg], self.loops, None))
-            elif parameter.arg not in names:
-                default = defaults.get(parameter)
-                label = isinstance(default, ast.Name) and default.id in self.hints.labels
-                literal = (isinstance(default, ast.Constant) or label) and "**" not in keywords
-                value = self.evaluate(default) if literal and default is not None else UNKNOWN
-                names.bind(parameter.arg, Binding(value, self.loops, None))
-        rest = combine(arguments[len(positional) :])
-        if parameters.vararg is not None:
-            value = Value(Kind.CONTAINER, rest.graph, rest.origins)
-            names.bind(parameters.vararg.arg, Binding(value, self.loops, None))
-        if parameters.kwarg is not None:
-            names.bind(parameters.kwarg.arg, Binding(UNKNOWN, self.loops, None))
+        for rest in (parameters.vararg, parameters.kwarg):
+            if rest is not None:
+                held = combine([value for parameter, value in bound.all if parameter is rest])
+                known = rest is parameters.vararg or held.graph
+                value = Value(Kind.CONTAINER, held.graph, held.origins) if known else UNKNOWN
+                names.bind(rest.arg, Binding(value, self.loops, None))
         return names
+
+    @staticmethod
+    def _perhaps(values: list[Value]) -> Value:
+        """What a parameter is that may be given one of several values, or its default."""
+        content = combine(values)
+        return content.with_graph(Graph.MAYBE) if content.graph else UNKNOWN
+
+    def _default(self, default: ast.expr | None) -> Value:
+        """What a parameter is that nothing is given for: known where it is written down, or one of several cases."""
+        label = isinstance(default, ast.Name) and default.id in self.hints.labels
+        literal = isinstance(default, ast.Constant) or label
+        return self.evaluate(default) if literal and default is not None else UNKNOWN
 
     def _instantiate(self, node: ast.Call, cls: Class, given: Given) -> Value:
         instance = Instance(cls, self.number_of_made(node))
@@ -227,7 +234,7 @@ class Functions(Core):
             return
         frame = Frame(
             function=constructor,
-            state=self.state.entering(self._arguments(constructor, [value, *given.positional], given.keywords)),
+            state=self.state.entering(self._arguments(constructor, given, [value])),
             closure=constructor.closure,
             caller=self.frame,
             call=node,

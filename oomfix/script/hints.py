@@ -24,6 +24,7 @@ from oomfix.script.named_like import (
 )
 from oomfix.script.names import MOVES, last_of, path_of, without_moves
 from oomfix.script.nodes import Scope, only_argument
+from oomfix.script.parameters import bind_call
 from oomfix.script.torch_facts import kind_of_call
 from oomfix.script.values import Kind
 
@@ -293,14 +294,11 @@ def _given_for(parameters: set[str], nodes: list[tuple[ast.AST, Scope]]) -> Iter
 
     `MODE` for `mode` is a setting of the whole script, and no case.
     """
-    orders = {
-        node.name: [argument.arg for argument in node.args.args]
-        for node, _ in nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    functions = {node.name: node.args for node, _ in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for call in (node for node, _ in nodes if isinstance(node, ast.Call)):
         given = [(keyword.arg, keyword.value) for keyword in call.keywords]
-        given += zip(orders.get(path_of(call.func) or "", ()), call.args, strict=False)
+        if (called := functions.get(path_of(call.func) or "")) is not None:
+            given += [(parameter.arg, value) for parameter, value in bind_call(call, called).given]
         for name, value in given:
             if name in parameters and isinstance(value, ast.Name) and value.id.isupper() and value.id != name.upper():
                 yield value.id

@@ -9,6 +9,7 @@ from itertools import takewhile
 from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import last_of, path_of, without_moves
 from oomfix.script.nodes import names_in, walk
+from oomfix.script.parameters import bind_call
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop
 from oomfix.script.windows import find_window
@@ -91,7 +92,7 @@ def _is_made_by_each_round(forward: Forward, loop: Loop) -> bool:
         for function in forward.site.functions
         for node in nodes
         if isinstance(node, ast.Call) and path_of(node.func) == function.name
-        for parameter, argument in zip(function.node.args.args, node.args, strict=False)
+        for parameter, argument in bind_call(node, function.node.args).given
         if parameter.arg == called
     }
     return bool(names & made)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oomfix.script.nodes import children
+from oomfix.script.parameters import named_parameters
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -185,14 +186,7 @@ class Scopes:
         inner = Scope(node, scope)
         self._scopes.append(inner)
         if isinstance(node, _FUNCTIONS):
-            arguments = node.args
-            for argument in (
-                *arguments.posonlyargs,
-                *arguments.args,
-                *arguments.kwonlyargs,
-                arguments.vararg,
-                arguments.kwarg,
-            ):
+            for argument in (*named_parameters(node.args), node.args.vararg, node.args.kwarg):
                 if argument is not None:
                     self._bindings.append((inner, argument.arg, argument))
         return inner

@@ -9,6 +9,7 @@ from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import Hints
 from oomfix.script.names import USUAL_NAMES, imported, last_of, path_of
+from oomfix.script.parameters import placed_parameters
 from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Manner, Trace
 from oomfix.script.values import LITERAL, NONE, UNKNOWN, Graph, Kind, Value, combine, flatten
@@ -272,7 +273,7 @@ class Statements(Expressions):
 
     def _effects_of_own(self, decorator: Function) -> frozenset[str]:
         """What a decorator of the file puts around the function, or hands it to: `return torch.no_grad()(fn)`."""
-        parameters = {parameter.arg for parameter in decorator.node.args.args}
+        parameters = {parameter.arg for parameter in placed_parameters(decorator.node.args)}
         effects = self.effects_around(
             decorator, lambda part: isinstance(part, ast.Call) and path_of(part.func) in parameters
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from oomfix.script.parameters import Bound, bind
 
 
 class Kind(Enum):
@@ -102,25 +105,29 @@ class Given(NamedTuple):
 
     Attributes:
         positional: the arguments without a name, in order.
-        keywords: those with one; what `**` unpacks stands under "**", and so does what `*` may give to any parameter.
+        keywords: those with one; what `**` unpacks stands under "**".
+        starred: which of the positional ones is the first that `*` unpacks; None where their number is known.
     """
 
     positional: Sequence[Value] = ()
     keywords: Mapping[str, Value] = MappingProxyType({})
+    starred: int | None = None
 
     @property
     def all(self) -> list[Value]:
         """Every argument, with a name or without."""
         return [*self.positional, *self.keywords.values()]
 
-    def with_unknown_rest(self) -> Given:
-        """These, and perhaps others for parameters that have a default."""
-        return self._replace(keywords={"**": UNKNOWN, **self.keywords})
-
     @property
     def rest(self) -> Given:
         """What is left for the function that the first argument is."""
-        return Given(self.positional[1:], self.keywords)
+        return Given(self.positional[1:], self.keywords, self.starred and self.starred - 1)
+
+    def to(self, parameters: ast.arguments, receivers: Sequence[Value] = ()) -> Bound[Value]:
+        """Which parameters of a function take what; first the object, where it is a method of one."""
+        named = ((None if name == "**" else name, value) for name, value in self.keywords.items())
+        starred = None if self.starred is None else self.starred + len(receivers)
+        return bind(parameters, [*receivers, *self.positional], named, starred=starred)
 
     def argument(self, name: str) -> Value:
         """The first argument without a name, or else the one of this name."""
