@@ -308,8 +308,10 @@ class _Stages:
 
         None where it names what is new, or a line that has moved or is another one now.
         """
+        if reason is None:
+            return None
         words = [set(_WORD.findall(stages.source.text)) for stages in (self, later)]
-        if reason is None or not (words[1] - words[0]).isdisjoint(_WORD.findall(reason)):
+        if not (words[1] - words[0]).isdisjoint(_WORD.findall(reason)):
             return None
         since = later.copy()
         since._rounds = later._rounds[len(self._rounds) :]

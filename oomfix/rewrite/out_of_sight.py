@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator
+from functools import cached_property
 
 from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.functions_called import arguments_given, parameters_of
@@ -187,10 +188,18 @@ class OutOfSight:
             return
         yield from arguments_of(value) if self._wraps(value) else ()
         for function in self._meant(value):
-            if function.name == "__init__":
-                yield from arguments_of(value)
-                yield from (kept for node in function.body for target, kept in bindings(node) if path_of(target))
-            yield from (node.value for node in walk(function) if isinstance(node, ast.Return) and node.value)
+            yield from arguments_of(value) if function.name == "__init__" else ()
+            yield from self._handed_out[function]
+
+    @cached_property
+    def _handed_out(self) -> dict[FunctionNode, list[ast.expr]]:
+        """What each function of the file returns, and what the objects that an `__init__` makes keep."""
+        found: dict[FunctionNode, list[ast.expr]] = {}
+        for function in self._imports.nodes.functions:
+            kept = function.body if function.name == "__init__" else []
+            found[function] = [value for node in kept for target, value in bindings(node) if path_of(target)]
+            found[function] += [node.value for node in walk(function) if isinstance(node, ast.Return) and node.value]
+        return found
 
     def _meant(self, call: ast.Call) -> list[FunctionNode]:
         """The functions of the file that a call may run; of a class, what makes its objects."""
