@@ -338,7 +338,9 @@ class _Lifter:
         )
 
     def _gives_no_graph(self, statement: ast.stmt, second: Site) -> bool:
-        """Whether a statement ran a network without its graph in the first place, as that of a teacher."""
+        """Whether a statement draws noise, or ran a network without its graph at once, as that of a teacher."""
+        if makes_constant(statement):
+            return True
         run, forwards = set(self._calls_run.by(statement)), self._script.trace.forwards
         through = (forwards[origin].node for origin in self._origins_of(second.statement) if origin in forwards)
         return records_nothing(statement) and run.isdisjoint(through)

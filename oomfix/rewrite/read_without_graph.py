@@ -11,6 +11,7 @@ from oomfix.script.torch_facts import TORCH_GRAPH_FREE
 _WITHOUT_GRAPH = frozenset("detach data item shape size device dtype".split())
 _LIBRARIES = ("torch.", "F.")
 _MOVES = frozenset({"to", "cuda", "type", "type_as"})
+_PASSING_GRAPHS_ON = frozenset({"as_tensor"})
 
 
 def is_read_without_graph(name: ast.Name, blocks: Blocks) -> bool:
@@ -36,11 +37,21 @@ def is_read_without_graph(name: ast.Name, blocks: Blocks) -> bool:
 
 
 def makes_constant(statement: ast.stmt) -> bool:
-    """`valid = torch.ones(len(x), 1).to(device)`."""
-    value = statement.value if isinstance(statement, ast.Assign) else None
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _MOVES:
-        value = value.func.value
-    if not isinstance(value, ast.Call) or any(keyword.arg == "requires_grad" for keyword in value.keywords):
-        return False
-    module, _, name = (path_of(value.func) or "").rpartition(".")
-    return module == "torch" and name.removesuffix("_like") in TORCH_GRAPH_FREE
+    """`valid = torch.ones(len(x), 1).to(device)`, `noise = (torch.rand(len(x), 8) - 0.5) / 0.5`."""
+    return isinstance(statement, ast.Assign) and _is_constant(statement.value)
+
+
+def _is_constant(value: ast.expr) -> bool:
+    match value:
+        case ast.Constant():
+            return True
+        case ast.UnaryOp(operand=operand):
+            return _is_constant(operand)
+        case ast.BinOp(left=left, right=right):
+            return _is_constant(left) and _is_constant(right)
+        case ast.Call(func=ast.Attribute(value=moved, attr=method)) if method in _MOVES:
+            return _is_constant(moved)
+        case ast.Call(keywords=keywords) if not any(keyword.arg == "requires_grad" for keyword in keywords):
+            module, _, name = (path_of(value.func) or "").rpartition(".")
+            return module == "torch" and name.removesuffix("_like") in TORCH_GRAPH_FREE - _PASSING_GRAPHS_ON
+    return False

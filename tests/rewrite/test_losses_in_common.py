@@ -96,3 +96,49 @@ def test_a_critic_whose_graph_may_be_gone_through_again_stays_in_place(changes):
     weigh = "def weigh(value):\n    value.pow(2).mean().backward()\n    return value\n\n\n"
     text = text.replace("for x, action", f"{weigh}for x, action")
     assert [loop.rewrite for loop in rewritten(text).loops] == ["in-place"]
+
+
+NOISE = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+generator, critic = nn.Linear(4, 2), nn.Linear(2, 1)
+offset = nn.Parameter(torch.zeros(4))
+make = torch.optim.SGD([offset, *generator.parameters()], lr=0.1)
+judge = torch.optim.SGD(critic.parameters(), lr=0.1)
+for x in [torch.randn(6, 2) for _ in range(4)]:
+    size = x.shape[0]
+    real = critic(x)
+    noise = {noise}
+    seed = noise
+    fake = generator(seed)
+    judged = critic(fake).exp().mean() - real.mean()
+    judge.zero_grad()
+    judged.backward()
+    judge.step()
+    seed = noise
+    fake = generator(seed)
+    made = -critic(fake).mean()
+    make.zero_grad()
+    made.backward()
+    make.step()
+    print(judged.item(), made.item())
+"""
+
+
+@pytest.mark.parametrize(
+    "noise", ["(torch.rand(size, 4) - 0.5) / 0.5", "2 * -torch.rand(size, 4).to(x.device)", "torch.rand(size, 4)"]
+)
+def test_noise_of_two_losses_is_drawn_once(noise):
+    text = NOISE.format(noise=noise)
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert parts_as_whole(text, after.text, after.text) == 8
+
+
+@pytest.mark.parametrize("noise", ["torch.rand(size, 4) + offset", "torch.as_tensor(offset.expand(size, 4))"])
+def test_noise_that_may_have_a_graph_keeps_both_losses_in_place(noise):
+    after = rewritten(NOISE.format(noise=noise))
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert "goes through noise, made for the one in line 17" in (after.loops[0].reason or "")
