@@ -14,13 +14,13 @@ from oomfix.rewrite.liveness import (
     Scope,
     names_bound,
     names_bound_by_target,
-    names_of_parameters,
     names_read,
     nodes_of_scope_body,
 )
 from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import last_name
 from oomfix.script.nodes import arguments_of, walk
+from oomfix.script.parameters import names_of_parameters
 
 _COUNTER = re.compile(
     r"^(i|j|k|n|t|it|idx|ii|step\w*|epoch\w*|iter\w*|iteration|batch_idx|batch_i|i_batch|\w*_idx|device)$"

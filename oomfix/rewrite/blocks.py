@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from oomfix.rewrite.liveness import FunctionNode, Scope, definitely_bound, names_bound_by_target, names_of_parameters
+from oomfix.rewrite.liveness import FunctionNode, Scope, definitely_bound, names_bound_by_target
 from oomfix.script.names import last_name
 from oomfix.script.nodes import children
+from oomfix.script.parameters import names_of_parameters
 
 Loop = ast.For | ast.AsyncFor | ast.While
 # `except*` is of Python 3.11
@@ -102,17 +103,20 @@ class Blocks:
             node = parent
         return frozenset(bound)
 
-    def may_be_skipped_by_exceptions(self, node: ast.AST) -> bool:
+    def may_be_skipped_by_exceptions(self, node: ast.AST, calls_of: Callable[[FunctionNode], list[ast.Call]]) -> bool:
         """Whether an exception ahead of a node may be caught, so that the script goes on without having run it.
 
         A function that is called in such a `try` is left by the exception as well.
+
+        Args:
+            node: a node of the file.
+            calls_of: gives the calls of a function.
         """
         scope = self.scope_of(node)
         if not isinstance(scope, FunctionNode):
             return self._is_guarded(node)
-        calls = (other for other in self._parents if isinstance(other, ast.Call) and last_name(other) == scope.name)
         in_callers_loop = self.loop_of(node) is None
-        return self._is_guarded(node, in_callers_loop) or any(map(self._is_guarded, calls))
+        return self._is_guarded(node, in_callers_loop) or any(map(self._is_guarded, calls_of(scope)))
 
     def _is_guarded(self, node: ast.AST, in_callers_loop: bool = False) -> bool:
         """Whether a node is in the body of a `try` in a loop of its scope that goes on after an exception."""

@@ -29,16 +29,20 @@ class CallsRun:
 
     def in_functions(self, calls: list[ast.Call]) -> Iterator[ast.Call]:
         """The calls in the functions of the file that some calls run, and in those that these run."""
+        return (call for function in self.functions(calls) for call in self._known[function][0])
+
+    def functions(self, calls: list[ast.Call]) -> list[FunctionNode]:
+        """The functions of the file that some calls run, and those that these run."""
         reached = dict.fromkeys(function for call in calls for function in self._functions.by(call))
         waiting = list(reached)
         for function in waiting:
             if function not in self._known:
                 inside = _calls_within(function.body)
                 self._known[function] = inside, [called for call in inside for called in self._functions.by(call)]
-            inside, called = self._known[function]
-            yield from inside
-            waiting += [other for other in dict.fromkeys(called) if other not in reached]
-            reached |= dict.fromkeys(called)
+            called = dict.fromkeys(self._known[function][1])
+            waiting += [other for other in called if other not in reached]
+            reached |= called
+        return waiting
 
 
 def _calls_within(nodes: list[ast.AST] | list[ast.stmt]) -> list[ast.Call]:

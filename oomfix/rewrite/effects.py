@@ -94,12 +94,6 @@ def called_name(node: ast.expr) -> str:
     return last_name(node) if isinstance(node, ast.Call) else ""
 
 
-def function_called(call: ast.Call) -> str:
-    """The name that a function of the file would be called by; "" for `model.train()` and `model.eval()`."""
-    name = last_name(call)
-    return "" if isinstance(call.func, ast.Attribute) and name in ("train", "eval") else name
-
-
 def changed_paths(statement: ast.stmt) -> set[str]:
     """The access paths of objects that a statement may change: stores into attributes and items, and method calls.
 

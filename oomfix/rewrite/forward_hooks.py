@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.effects import changed_paths
 from oomfix.rewrite.lift import CannotLift, Lift
-from oomfix.rewrite.liveness import FunctionNode, names_bound, names_of_parameters, nodes_of_scope_body
+from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
 from oomfix.script.names import last_name
 from oomfix.script.nodes import Nodes, walk
+from oomfix.script.parameters import names_of_parameters
 
 _REGISTERING = frozenset({"register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook"})
 

@@ -24,6 +24,7 @@ from oomfix.rewrite.records import Records
 from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
+from oomfix.script.parameters import name_of_object
 
 _MOST_ATTRIBUTES = 48  # the runtime takes objects with many more for data, and does not look for state in them
 _LOADER = re.compile(r"loader\w*$", re.IGNORECASE)
@@ -152,8 +153,7 @@ class Helpers:
         if id(function) in self._known:
             return self._known[id(function)]
         self._known[id(function)] = None
-        given = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)[:1]]
-        own = given[0] if given and given[0] in ("self", "cls") else None
+        own = name_of_object(function.args)
         known = self._attributes.get(id(function), _Attributes(set(), set()))
         found = [effect for statement in function.body for effect in _own_effects(statement, function.name, own, known)]
         found += [effect for statement in function.body for effect in self._effects(statement, own or "")]

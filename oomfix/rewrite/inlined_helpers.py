@@ -13,14 +13,14 @@ from oomfix.rewrite.amp import without_scaler
 from oomfix.rewrite.liveness import (
     FunctionNode,
     names_bound,
-    names_of_parameters,
     names_read,
 )
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.written_out import Call, WrittenOut, lines_of, statements_of, without
 from oomfix.script.edits import Edit
-from oomfix.script.names import last_name, path_of, root_of
+from oomfix.script.names import path_of, root_of
 from oomfix.script.nodes import arguments_of, walk
+from oomfix.script.parameters import defaults_of, names_of_parameters
 
 _NOT_WRITTEN_OUT = (
     *(ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom),
@@ -133,31 +133,22 @@ def _as_given(named: ast.expr, helper: ast.FunctionDef, reading: Reading) -> Cal
     statement = next(blocks.ancestors(call), None)
     if not isinstance(call, ast.Call) or call.func is not named or not isinstance(statement, ast.Expr):
         return None
-    parameters = [parameter.arg for parameter in helper.args.args]
-    given: dict[str, ast.expr] = {}
+    bound = reading.functions.bound(call, helper)
+    if not bound.fits or bound.perhaps or reading.layout.own_lines(statement) is None:
+        return None
+    given = {parameter.arg: argument for parameter, argument in bound.given}
     if isinstance(named, ast.Attribute):
-        if path_of(named.value) != "self" or not parameters or parameters[0] != "self":
-            return None
-        if not _is_of_class(named, helper, reading):
+        of_self = bound.of_object is not None and bound.of_object.arg == path_of(named.value) == "self"
+        if not of_self or not _is_of_class(named, helper, reading):
             return None
         given["self"] = named.value
-    places = [name for name in parameters if name not in given]
-    if len(call.args) > len(places):
+    whole = {parameter.arg: default for parameter, default in defaults_of(helper.args).items()} | given
+    # a default is what its name was at the definition
+    known = all(isinstance(one, ast.Constant) or (name in given and path_of(one)) for name, one in whole.items())
+    known = known and all(one.lineno == one.end_lineno for one in whole.values())
+    if not known or any(_asks_a_function(one, reading) for one in given.values()):
         return None
-    given.update(zip(places, call.args, strict=False))
-    given.update({keyword.arg or "**": keyword.value for keyword in call.keywords})
-    defaults = dict(zip(reversed(parameters), reversed(helper.args.defaults), strict=False))
-    whole = {name: given[name] if name in given else defaults.get(name) for name in parameters}
-    known = all(
-        # a default is what its name was at the definition
-        isinstance(one, ast.Constant) or (one is not None and name in given and path_of(one))
-        for name, one in whole.items()
-    )
-    known = known and all(one is not None and one.lineno == one.end_lineno for one in whole.values())
-    known = known and not any(_asks_a_function(one, reading) for one in given.values())
-    if not known or set(given) - set(parameters) or reading.layout.own_lines(statement) is None:
-        return None
-    return Call(statement, {name: one for name, one in whole.items() if one is not None})
+    return Call(statement, whole)
 
 
 def _asks_a_function(argument: ast.expr, reading: Reading) -> bool:
@@ -255,7 +246,7 @@ def _may_change(node: ast.AST, call: Call, reading: Reading) -> bool:
         one.startswith((f"{owner}.", f"{owner}[")) for one in taken for owner in given if owner
     ):
         return True
-    for inside in (inside for one in _run_by(node, reading) for inside in walk(one)):
+    for inside in (inside for one in reading.calls_run.functions([node]) for inside in walk(one)):
         if isinstance(inside, ast.Global | ast.Nonlocal) and taken & set(inside.names):
             return True
         if isinstance(inside, ast.Attribute | ast.Subscript) and not isinstance(inside.ctx, ast.Load):
@@ -269,18 +260,6 @@ def _meant(node: ast.expr, call: Call) -> str | None:
     path = path_of(node)
     root = "" if path is None else root_of(path)
     return f"{path_of(call.given[root]) or ''}{(path or '')[len(root) :]}" if root in call.given else path
-
-
-def _run_by(call: ast.Call, reading: Reading) -> list[FunctionNode]:
-    """The functions of the file that may run in a call: those of its name, and what they call."""
-    functions: dict[str, list[FunctionNode]] = {}
-    for one in reading.script.imports.nodes.functions:
-        functions.setdefault(one.name, []).append(one)
-    found = list(functions.get(last_name(call), ()))
-    for function in found:
-        calls = (node for node in walk(function) if isinstance(node, ast.Call))
-        found += [one for inner in calls for one in functions.get(last_name(inner), ()) if one not in found]
-    return found
 
 
 def _ends(node: ast.Attribute | ast.Subscript) -> set[str]:

@@ -11,6 +11,7 @@ from oomfix.rewrite.liveness import nodes_of_scope, nodes_of_scope_body
 from oomfix.script.named_like import looks_like_loss
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import Nodes, walk
+from oomfix.script.parameters import placed_parameters
 
 _NUMBERS = frozenset("item mean sum norm len float int bool std var cross_entropy kl_div".split())
 """Calls that give a number for a batch, which the runtime puts together again."""
@@ -78,7 +79,7 @@ def _declared_global(method: ast.FunctionDef) -> Iterator[str]:
 
 def _written_rows(method: ast.FunctionDef) -> Iterator[str]:
     """The attributes of its object that a method writes, but for those that hold numbers."""
-    own = method.args.args[0].arg if method.args.args else ""
+    own = next((one.arg for one in placed_parameters(method.args)), "")
     for node in nodes_of_scope_body(method):
         if isinstance(node, ast.Assign) and not _is_number(node.value):
             for target in node.targets:

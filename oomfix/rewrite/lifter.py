@@ -28,7 +28,6 @@ from oomfix.rewrite.liveness import (
 )
 from oomfix.rewrite.network_use import NetworkUse, ReadsNetwork, TrainsNetwork
 from oomfix.rewrite.object_batches import why_perhaps_whole
-from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.read_without_graph import is_read_without_graph, makes_constant
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.repeated_output import why_said_again
@@ -110,7 +109,7 @@ class _Lifter:
         self._slicer = Slicer(tree, Helpers(reading, of_networks), networks, manager)
         names = FreeNames(self._script)
         self._function = names.one_of("forward", "forward_batch")
-        self._skipped = SkippedBatches(self._script, self._blocks, manager)
+        self._skipped = SkippedBatches(reading, manager)
         self._hooks = ForwardHooks(nodes)
         self._left = LeftByNetworks(nodes)
         self._lifting = Lifting(reading.layout, manager, names.one_of("loss", "batch_loss"))
@@ -233,7 +232,7 @@ class _Lifter:
     @cached_property
     def _optimized(self) -> set[str | None]:
         """What an optimizer is made for: `dist` in `Adam(dist.parameters())`."""
-        made = (call for call in self._script.imports.nodes.of(ast.Call) if is_optimizer_class(self._script, call.func))
+        made = (call for call in self._script.imports.nodes.of(ast.Call) if self._script.is_optimizer_class(call.func))
         inside = (node for call in made for node in walk(call) if isinstance(node, ast.Call))
         methods = (call.func for call in inside if last_name(call) == "parameters")
         return {path_of(method.value) for method in methods if isinstance(method, ast.Attribute)} - {None, "self"}

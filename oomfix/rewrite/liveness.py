@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from oomfix.script.nodes import children, walk
+from oomfix.script.parameters import names_of_parameters
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | FunctionNode
@@ -58,11 +59,6 @@ def free_names(function: FunctionNode | ast.Lambda) -> set[str]:
     for part in body:
         _read_into(part, inside)
     return outside | (inside - own)
-
-
-def names_of_parameters(arguments: ast.arguments) -> set[str]:
-    """The names that a function gives to its arguments, `*args` and `**kwargs` too."""
-    return {node.arg for node in children(arguments) if isinstance(node, ast.arg)}
 
 
 def names_bound(statement: ast.AST) -> set[str]:

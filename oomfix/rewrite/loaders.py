@@ -38,10 +38,7 @@ class Loaders:
         self._script = script = reading.script
         self._scopes = scopes
         self._functions = reading.functions
-        self._calls: dict[str, list[ast.Call]] = {}
         self._attributes: dict[str, list[ast.expr]] = {}
-        for call in script.imports.nodes.of(ast.Call):
-            self._calls.setdefault(last_name(call), []).append(call)
         for statement in script.imports.nodes.of(ast.Assign):
             for target in statement.targets:
                 if isinstance(target, ast.Attribute):
@@ -113,14 +110,8 @@ class Loaders:
         function = self._scopes.bound_by(parameter).scope.node
         if not isinstance(function, FunctionNode):
             return
-        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-        owner = self._scopes.parent(function)
-        name = function.name
-        if isinstance(owner, ast.ClassDef):
-            names, name = names[1:], owner.name if name == "__init__" else name
-        for call in self._calls.get(name, ()):
-            given = [*zip(names, call.args, strict=False), *((one.arg, one.value) for one in call.keywords)]
-            yield from (value for one, value in given if one == parameter.arg)
+        for call in self._functions.calls_of(function):
+            yield from self._functions.bound(call, function).arguments(parameter.arg)
 
 
 def _key(node: ast.expr | None) -> Any:

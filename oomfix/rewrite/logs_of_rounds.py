@@ -28,7 +28,6 @@ from oomfix.rewrite.liveness import (
     definitely_bound,
     names_bound,
     names_bound_by_target,
-    names_of_parameters,
     names_read,
 )
 from oomfix.rewrite.reading import Reading
@@ -36,6 +35,7 @@ from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of, unpacked
 from oomfix.script.nodes import walk
+from oomfix.script.parameters import names_of_parameters
 
 _AGAIN = frozenset({"range", "zip", "enumerate", "list", "tuple", "sorted", "reversed", "items", "keys", "values"})
 """What gives the same when it is called again on the same."""

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from oomfix.rewrite.bindings import bindings
-from oomfix.rewrite.functions_called import arguments_given, parameters_of
 from oomfix.rewrite.liveness import FunctionNode, Scope
 from oomfix.rewrite.reading import Reading
 from oomfix.script.named_like import looks_like_differentiating, looks_like_module, looks_like_training
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, children, walk
+from oomfix.script.parameters import named_parameters
 from oomfix.script.torch_facts import BOOKKEEPING, CONTAINERS
 
 _WRAPPING = frozenset(
@@ -47,23 +47,10 @@ class OutOfSight:
         self._imports = script.imports
         self._calls = script.imports.nodes.of(ast.Call)
         self._bindings = [binding for node in script.imports.nodes for binding in bindings(node)]
-        self._functions: dict[str, list[FunctionNode]] = {}
-        self._methods: dict[str, list[FunctionNode]] = {}
-        self._classes: dict[str, ast.ClassDef] = {}
-        for node in script.imports.nodes:
-            if isinstance(node, ast.ClassDef):
-                self._classes[node.name] = node
-                for method in (one for one in node.body if isinstance(one, FunctionNode)):
-                    self._methods.setdefault(method.name, []).append(method)
-                    if method.name == "__init__":
-                        self._functions.setdefault(node.name, []).append(method)
-            elif isinstance(node, FunctionNode):
-                self._functions.setdefault(node.name, []).append(node)
+        self._functions = reading.functions
+        self._classes = {node.name: node for node in script.imports.nodes.of(ast.ClassDef)}
         self._own_attributes = {path_of(target) for target, _ in self._bindings}
-        self._called_by = {
-            **{f"self.{name}": _called_by(functions) for name, functions in self._methods.items()},
-            **{name: _called_by(functions) for name, functions in self._functions.items()},
-        }
+        self._called: dict[str, set[str]] = {}
         self._names = self._all_names(networks)
         self._parameters = {path_of(target) for target, value in self._bindings if self._collects_parameters(value)} - {
             None
@@ -123,11 +110,11 @@ class OutOfSight:
                 continue
             seen.append(scope)
             owner = next((one for one in self._blocks.ancestors(scope) if isinstance(one, ast.ClassDef)), None)
-            starts = [] if owner is None else self._functions.get(owner.name, [])
+            starts = [] if owner is None else self._functions.of_path(owner.name)
             for function in (scope, *starts):
-                if any(argument.arg in self._names for argument in parameters_of(function) if argument.arg != "self"):
-                    name = owner.name if owner is not None and function in starts else function.name
-                    callers = [call for call in self._calls if last_name(call) == name]
+                given = {one.arg for one in named_parameters(function.args)} - {"self"}
+                if not given.isdisjoint(self._names):
+                    callers = self._functions.calls_of(function)
                     if not callers:
                         return True
                     waiting += [caller for call in callers if (caller := self._blocks.scope_of(call)) is not None]
@@ -149,7 +136,7 @@ class OutOfSight:
     def _names_through(self, call: ast.Call) -> Iterator[str]:
         """What the network is called within a function of the file that gets it, and by those who call the function."""
         for function in self._meant(call):
-            for argument, value in arguments_given(call, function):
+            for argument, value in self._functions.bound(call, function).all:
                 path = path_of(value)
                 if self._is_network(value):
                     yield argument.arg
@@ -203,9 +190,7 @@ class OutOfSight:
 
     def _meant(self, call: ast.Call) -> list[FunctionNode]:
         """The functions of the file that a call may run; of a class, what makes its objects."""
-        if self._imports.qualified(call.func):
-            return []
-        return (self._methods if isinstance(call.func, ast.Attribute) else self._functions).get(last_name(call), [])
+        return [] if self._imports.qualified(call.func) else self._functions.entered_by(call)
 
     def _wraps(self, call: ast.Call) -> bool:
         return bool(self._imports.qualified(call.func) & _WRAPPING)
@@ -262,7 +247,7 @@ class OutOfSight:
         path = path_of(value)
         if path is not None:
             names = self._names - {"self"}
-            if path in names or self._called_by.get(path, set()) & names:
+            if path in names or not names.isdisjoint(self._called_by(path)):
                 return True
             if any(name.startswith((f"{path}.", f"{path}[")) for name in names):
                 return True
@@ -272,6 +257,14 @@ class OutOfSight:
         if isinstance(value, ast.Lambda):
             return any(self._is_network(child) for child in walk(value.body) if isinstance(child, ast.Name))
         return any(map(self._is_network, _held(value)))
+
+    def _called_by(self, path: str) -> set[str]:
+        """The paths of what a function that is handed on calls; of none that runs a backward, which is seen."""
+        if path not in self._called:
+            calls = [node for one in self._functions.of_path(path) for node in walk(one) if isinstance(node, ast.Call)]
+            paths = {path for path in (path_of(call.func) for call in calls) if path is not None}
+            self._called[path] = set() if any(last_name(call) == "backward" for call in calls) else paths
+        return self._called[path]
 
     def _is_of_parameters(self, value: ast.expr) -> bool:
         return path_of(value) in self._parameters or any(
@@ -306,10 +299,3 @@ def _held(value: ast.expr) -> list[ast.expr]:
         return [value.value]
     whole = ast.List | ast.Tuple | ast.Set | ast.Dict | ast.Starred | ast.BoolOp | ast.ListComp | ast.DictComp
     return [child for child in children(value) if isinstance(child, ast.expr)] if isinstance(value, whole) else []
-
-
-def _called_by(functions: list[FunctionNode]) -> set[str]:
-    """The paths of what functions call; of none that runs a backward, which is seen."""
-    calls = [node for function in functions for node in walk(function) if isinstance(node, ast.Call)]
-    paths = {path for path in (path_of(call.func) for call in calls) if path is not None}
-    return set() if any(last_name(call) == "backward" for call in calls) else paths

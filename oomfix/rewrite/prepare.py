@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import paths_read
+from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import (
     FunctionNode,
@@ -24,6 +25,7 @@ from oomfix.script.edits import Edit, bounds, line_start
 from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, children, walk
+from oomfix.script.parameters import names_of_parameters
 from oomfix.script.trace import Forward
 
 _MOST_CALLS = 5
@@ -59,7 +61,7 @@ def prepare_edits(reading: Reading, manager: str, trained: list[Forward]) -> lis
         trained: the forwards of rewritten loops.
     """
     script, blocks = reading.script, reading.blocks
-    models = _Models(script, blocks)
+    models = _Models(blocks, reading.functions)
     made = sorted(_optimizers_made(script, blocks, models), key=lambda one: one.statement.lineno)
     places = models.places_of(trained)
     chosen: dict[Place, list[ast.stmt]] = {}
@@ -68,9 +70,10 @@ def prepare_edits(reading: Reading, manager: str, trained: list[Forward]) -> lis
         if place is not None:
             chosen.setdefault(place, []).append(statement)
     # where no call leads from the optimizer to the loop, the same name in both means the same model
-    paths, known = {forward.path for forward in trained}, {place.path for place in chosen}
+    met = {forward.path for forward in trained if _is_among(models.places_of([forward]), made)}
+    paths = {forward.path for forward in trained} - met - {place.path for place in chosen}
     for statement, given in made:
-        if given.path in paths - known:
+        if given.path in paths:
             chosen.setdefault(given, []).append(statement)
     makers = {statement for statement, _ in made}
     edits: list[Edit] = []
@@ -109,6 +112,11 @@ def _trained_place(given: Place, places: set[Place]) -> Place | None:
     }
     found = min(shorter, key=lambda one: len(one.path), default=None)
     return None if found is None or (found.path == "self" and given.path != "self") else found
+
+
+def _is_among(places: set[Place], made: list[Made]) -> bool:
+    """Whether an optimizer is made of one of the places where a model goes by its name."""
+    return any(_trained_place(given, places) is not None for _, given in made)
 
 
 def _is_part(part: Place, whole: Place) -> bool:
@@ -152,7 +160,7 @@ def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterato
         statement = blocks.statement_of(node)
         targets = statement.targets if isinstance(statement, ast.Assign) and statement.value is node else []
         named = last_name(node) not in _COLLECTING and any(looks_like_optimizer(path_of(one) or "") for one in targets)
-        if not named and not is_optimizer_class(script, node.func):
+        if not named and not script.is_optimizer_class(node.func):
             continue
         scope = blocks.scope_of(statement)
         if scope is None:
@@ -187,16 +195,8 @@ def _has_value(
 def _bound_within(node: ast.AST) -> set[str]:
     """The names that belong to a comprehension or lambda."""
     if isinstance(node, ast.Lambda):
-        return {argument.arg for argument in node.args.args}
+        return names_of_parameters(node.args)
     return {name for one in getattr(node, "generators", ()) for name in names_bound_by_target(one.target)}
-
-
-def is_optimizer_class(script: Script, function: ast.expr) -> bool:
-    """Whether an expression is the class of an optimizer."""
-    qualified = script.imports.qualified(function)
-    return any(".optim" in name or name.endswith(("AdamW", "Adafactor")) for name in qualified) and not any(
-        "lr_scheduler" in name for name in qualified
-    )
 
 
 def _parameters_of(
@@ -264,11 +264,8 @@ def _is_of_network(forward: Forward) -> bool:
 class _Models:
     """Finds what a model of a loop is called in the functions that lead to the loop."""
 
-    def __init__(self, script: Script, blocks: Blocks) -> None:
-        self._blocks = blocks
-        self._calls: dict[str, list[ast.Call]] = {}
-        for call in script.imports.nodes.of(ast.Call):
-            self._calls.setdefault(last_name(call), []).append(call)
+    def __init__(self, blocks: Blocks, functions: FunctionsCalled) -> None:
+        self._blocks, self._functions = blocks, functions
 
     def place(self, path: str, node: ast.AST) -> Place:
         """A path as it stands at a node: attributes of `self` belong to the class."""
@@ -310,11 +307,9 @@ class _Models:
         if isinstance(owner, ast.ClassDef):
             yield from self._assigned_in(owner, path)
         elif isinstance(owner, FunctionNode):
-            arguments = [*owner.args.posonlyargs, *owner.args.args]
-            position = next((index for index, argument in enumerate(arguments) if argument.arg == root), None)
-            if position is not None:
-                for call in self._calls.get(owner.name, ()):
-                    given = self._given(call, owner, position, root)
+            if root in names_of_parameters(owner.args):
+                for call in self._functions.calls_of(owner):
+                    given = self._given(call, owner, root)
                     if given is not None and self._blocks.scope_of(call) is not None:
                         yield self.place(f"{given}.{rest}" if rest else given, call)
             elif not any(root in names_bound(statement) for statement in owner.body):
@@ -322,17 +317,12 @@ class _Models:
                 if outer is not None:
                     yield Place(outer, path)
 
-    def _given(self, call: ast.Call, function: FunctionNode, position: int, name: str) -> str | None:
+    def _given(self, call: ast.Call, function: FunctionNode, name: str) -> str | None:
         """The path that a call gives as a parameter."""
-        method = isinstance(next(self._blocks.ancestors(function)), ast.ClassDef)
-        bound = method and isinstance(call.func, ast.Attribute)
-        if bound and position == 0:
-            assert isinstance(call.func, ast.Attribute)
-            return path_of(call.func.value)
-        index = position - 1 if bound else position
-        if index < len(call.args) and not any(isinstance(one, ast.Starred) for one in call.args[: index + 1]):
-            return path_of(call.args[index])
-        return next((path_of(keyword.value) for keyword in call.keywords if keyword.arg == name), None)
+        bound = self._functions.bound(call, function)
+        if bound.of_object is not None and bound.of_object.arg == name:
+            return path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        return next(map(path_of, bound.arguments(name)), None)
 
     def _assigned_in(self, owner: ast.ClassDef, path: str) -> Iterator[Place]:
         """What `self.model = model` takes its value from."""

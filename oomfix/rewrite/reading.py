@@ -48,7 +48,7 @@ class Reading:
     @cached_property
     def functions(self) -> FunctionsCalled:
         """Its functions, by what calls of them may mean."""
-        return FunctionsCalled(self.script.imports.nodes)
+        return FunctionsCalled(self.script.imports)
 
     @cached_property
     def calls_run(self) -> CallsRun:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.effects import calls_in, object_changed
-from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given, parameters_of
+from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_bound_by_target, nodes_of_scope
 from oomfix.script.nodes import Nodes, arguments_of
+from oomfix.script.parameters import name_of_object
 
 _ADDING = frozenset({"append", "appendleft", "extend", "insert", "update", "add"})
 _CONTAINERS = frozenset({"dict", "list", "defaultdict", "Counter", "OrderedDict", "deque"})
@@ -48,11 +49,10 @@ class Records:
         return found
 
     def _as_given(self, call: ast.Call, function: FunctionNode) -> Iterator[str]:
-        given = {argument.arg: value for argument, value in arguments_given(call, function)}
-        for name in self._added_by(function):
-            value = given.get(name)
-            root = name if value is None else object_changed(value).split(".")[0]
-            if root:
+        added, bound = self._added_by(function), self._functions.bound(call, function)
+        yield from added.difference(parameter.arg for parameter, _ in bound.all)
+        for parameter, value in bound.all:
+            if parameter.arg in added and (root := object_changed(value).split(".")[0]):
                 yield root
 
     def _added_by(self, function: FunctionNode) -> set[str]:
@@ -68,8 +68,7 @@ class Records:
             found |= _only_written(nodes)
             found |= {name for statement in function.body for name in self.added_to(statement)}
             made = {name for statement in function.body for name in names_bound(statement)}
-            owner = {argument.arg for argument in parameters_of(function)[:1]} & {"self", "cls"}
-            self._known[id(function)] = found - made - owner - {""}
+            self._known[id(function)] = found - made - {name_of_object(function.args), ""}
         return self._known[id(function)]
 
 

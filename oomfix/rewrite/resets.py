@@ -10,7 +10,6 @@ from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import CLIPPING, leaves
 from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope, nodes_of_scope_body
 from oomfix.rewrite.out_of_sight import OutOfSight
-from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_parameters import SharedParameters
@@ -79,7 +78,7 @@ class Resets:
             return None
         if self._readers_in_loop(reset, step) or not _all_within(self._out_of_sight.calls(), passed):
             return None
-        if self._blocks.may_be_skipped_by_exceptions(step):
+        if self._blocks.may_be_skipped_by_exceptions(step, self._reading.functions.calls_of):
             return None
         return reset if len(list(self._script.calls_of_method("zero_grad"))) == 1 else None
 
@@ -199,7 +198,7 @@ def _makes_one_optimizer(script: Script, blocks: Blocks) -> bool:
     made = [
         node
         for node in script.imports.nodes.of(ast.Call)
-        if last_name(node) == "configure_optimizers" or is_optimizer_class(script, node.func)
+        if last_name(node) == "configure_optimizers" or script.is_optimizer_class(node.func)
     ]
     apart = blocks.exclude_each_other
     if any(not apart(one, other) for number, one in enumerate(made) for other in made[:number]):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.effects import overlap
-from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.script import Script
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, children
@@ -79,7 +78,7 @@ class SharedParameters:
         for value in self._bound.get(optimizer, ()):
             for call in _calls_that_give(value):
                 given = arguments_of(call)
-                if is_optimizer_class(self._script, call.func):
+                if self._script.is_optimizer_class(call.func):
                     named = [one.value for one in call.keywords if one.arg == "params"]
                     given = [*call.args[:1], *named]
                 found |= {path for one in given for path in self._networks_in(one, {optimizer})}

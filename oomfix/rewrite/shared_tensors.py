@@ -6,10 +6,11 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 
 from oomfix.rewrite.effects import CHANGING, called_name, object_changed
-from oomfix.rewrite.functions_called import FunctionsCalled, arguments_given
+from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of, unpacked
 from oomfix.script.nodes import walk
+from oomfix.script.parameters import Bound
 
 _SHARING_METHODS = frozenset(
     "view view_as reshape flatten squeeze unsqueeze expand expand_as permute transpose t narrow select unbind chunk "
@@ -42,7 +43,8 @@ def are_changed_in_place(
     if any(_changes(node, held) for statement in statements for node in nodes_of_scope(statement)):
         return True
     calls = (node for statement in statements for node in walk(statement) if isinstance(node, ast.Call))
-    return any(_changes_given(function, call, held) for call in calls for function in functions.by(call))
+    runs = ((function, functions.bound(call, function)) for call in calls for function in functions.by(call))
+    return any(_changes_given(function, bound, held) for function, bound in runs)
 
 
 def taken_out(statement: ast.stmt) -> dict[str, str]:
@@ -142,9 +144,9 @@ def _changes(node: ast.AST, held: set[str]) -> bool:
     return False
 
 
-def _changes_given(function: FunctionNode, call: ast.Call, held: set[str]) -> bool:
+def _changes_given(function: FunctionNode, bound: Bound[ast.expr], held: set[str]) -> bool:
     """Whether a function changes one of the tensors that a call gives it."""
-    given = {one.arg for one, value in arguments_given(call, function) if not held.isdisjoint(_may_be(value))}
+    given = {one.arg for one, value in bound.all if not held.isdisjoint(_may_be(value))}
     if not given:
         return False
     inside = _held_with(given, function.body)

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TypeGuard
 
-from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.effects import asks_if_not_finite, is_zero_grad, leaves
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import nodes_of_scope
-from oomfix.script import Script
+from oomfix.rewrite.reading import Reading
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 
@@ -33,13 +32,13 @@ class SkippedBatches:
     """Looks at what may skip a batch once its gradients are there.
 
     Args:
-        script: a script whose steps are the manager's.
-        blocks: where its statements stand.
+        reading: a script whose steps are the manager's.
         manager: the name of the manager.
     """
 
-    def __init__(self, script: Script, blocks: Blocks, manager: str) -> None:
-        self._script, self._blocks, self._manager = script, blocks, manager
+    def __init__(self, reading: Reading, manager: str) -> None:
+        self._script, self._blocks, self._manager = reading.script, reading.blocks, manager
+        self._calls_of = reading.functions.calls_of
 
     def check(self, lift: Lift) -> None:
         """Whether the gradients of skipped batches are dropped before others are added to them, and used by nothing.
@@ -58,7 +57,7 @@ class SkippedBatches:
                     raise CannotLift(f"`{keyword}` in line {statement.lineno} stands between forward and backward")
             elif not any(map(is_zero_grad, ahead)):
                 raises = [node for node in nodes_of_scope(statement) if isinstance(node, ast.Raise | ast.Assert)]
-                if raises and self._blocks.may_be_skipped_by_exceptions(statement):
+                if raises and self._blocks.may_be_skipped_by_exceptions(statement, self._calls_of):
                     raise CannotLift(f"line {raises[0].lineno} may skip the batch between forward and backward")
 
     def _is_used_elsewhere(self, skipped: list[ast.stmt]) -> bool:

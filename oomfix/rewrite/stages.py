@@ -6,6 +6,7 @@ import ast
 import itertools
 from collections.abc import Iterable, Iterator
 
+from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import (
     FunctionNode,
     Liveness,
@@ -15,9 +16,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
     nodes_of_scope_body,
 )
-from oomfix.rewrite.prepare import is_optimizer_class
 from oomfix.rewrite.reading import Reading
-from oomfix.script import Script
 from oomfix.script.edits import Edit
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import children, walk
@@ -48,7 +47,7 @@ class _Stages:
 
     def __init__(self, reading: Reading) -> None:
         self._script, self._blocks = reading.script, reading.blocks
-        self._functions = _Functions(reading.script)
+        self._functions = _Functions(reading.functions)
 
     def transitions(self) -> Iterator[tuple[str, ast.stmt]]:
         """The names of old optimizers that are certain to be done, with the statements that make the new ones.
@@ -74,7 +73,7 @@ class _Stages:
         made: dict[int, list[ast.Assign]] = {}
         for node in self._script.imports.nodes.of(ast.Assign):
             if isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
-                if len(node.targets) == 1 and is_optimizer_class(self._script, node.value.func):
+                if len(node.targets) == 1 and self._script.is_optimizer_class(node.value.func):
                     made.setdefault(id(self._blocks.block_of(node)), []).append(node)
         return made.values()
 
@@ -113,26 +112,19 @@ def _is_scheduler(call: ast.Call | None) -> bool:
 class _Functions:
     """The functions of a file, and whether they keep what they are given."""
 
-    def __init__(self, script: Script) -> None:
-        self._functions: dict[str, list[FunctionNode]] = {}
-        for node in script.imports.nodes.functions:
-            self._functions.setdefault(node.name, []).append(node)
+    def __init__(self, functions: FunctionsCalled) -> None:
+        self._functions = functions
 
     def lets_go(self, call: ast.Call, given: ast.Name, depth: int = _MOST_CALLS) -> bool:
         """Whether a call of a function of the file, returned, holds on to nothing of an argument."""
-        found = self._functions.get(call.func.id, []) if isinstance(call.func, ast.Name) else []
-        if len(found) != 1 or not depth or any(isinstance(node, ast.Yield | ast.Lambda) for node in walk(found[0])):
+        function = self._functions.certain(call)
+        if function is None or not depth or any(isinstance(node, ast.Yield | ast.Lambda) for node in walk(function)):
             return False
-        function = found[0]
-        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-        index = next((index for index, argument in enumerate(call.args) if argument is given), None)
-        keyword = next((keyword.arg for keyword in call.keywords if keyword.value is given), None)
-        if index is not None and (
-            index >= len(names) or any(isinstance(one, ast.Starred) for one in call.args[:index])
-        ):
+        bound = self._functions.bound(call, function)
+        taker = next((parameter for parameter, argument in bound.given if argument is given), None)
+        if taker is None or taker in (function.args.vararg, function.args.kwarg):
             return False
-        name = keyword if index is None else names[index]
-        return name is not None and self._only_uses(function, name, depth)
+        return self._only_uses(function, taker.arg, depth)
 
     def _only_uses(self, function: FunctionNode, name: str, depth: int) -> bool:
         parents = {child: node for node in walk(function) for child in children(node)}

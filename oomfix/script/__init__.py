@@ -298,6 +298,13 @@ class Script:
         attributes = self.imports.nodes.of(ast.Attribute)
         return any(node.attr == name and isinstance(node.ctx, ast.Load) for node in attributes)
 
+    def is_optimizer_class(self, function: ast.expr) -> bool:
+        """Whether an expression is the class of an optimizer."""
+        qualified = self.imports.qualified(function)
+        return any(".optim" in name or name.endswith(("AdamW", "Adafactor")) for name in qualified) and not any(
+            "lr_scheduler" in name for name in qualified
+        )
+
     @cached_property
     def defines_zero_grad(self) -> bool:
         """Whether a class of the file has a `zero_grad` of its own, which may take no argument."""

@@ -4,6 +4,7 @@ import ast
 
 from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.functions_called import FunctionsCalled
+from oomfix.script.imports import Imports
 from oomfix.script.names import last_name
 from oomfix.script.nodes import Nodes, walk
 
@@ -24,7 +25,7 @@ def unused(x):
 second(x)
 out = other(first(x))
 """)
-NODES = Nodes(walk(TREE))
+IMPORTS = Imports(TREE, Nodes(walk(TREE)))
 FOLLOWED, JOINED = TREE.body[-2:]
 
 
@@ -34,15 +35,15 @@ def names(calls):
 
 def test_functions_that_call_each_other_run_each_others_calls_whichever_is_asked_first():
     for nodes in ((TREE.body[0], FOLLOWED), (FOLLOWED, TREE.body[0])):
-        calls = CallsRun(FunctionsCalled(NODES))
+        calls = CallsRun(FunctionsCalled(IMPORTS))
         assert all("network" in names(calls.by(node)) for node in nodes)
 
 
 def test_a_node_runs_what_stands_in_it_and_in_each_function_once():
-    calls = CallsRun(FunctionsCalled(NODES))
+    calls = CallsRun(FunctionsCalled(IMPORTS))
     assert names(calls.by(JOINED)) == ["first", "first", "network", "other", "scale", "second", "shift"]
 
 
 def test_what_stands_in_the_node_itself_is_told_apart():
-    calls = CallsRun(FunctionsCalled(NODES))
+    calls = CallsRun(FunctionsCalled(IMPORTS))
     assert names(calls.in_functions([JOINED.value])) == ["scale", "shift"]

@@ -5,6 +5,7 @@ import ast
 import pytest
 
 from oomfix.rewrite.functions_called import FunctionsCalled
+from oomfix.script.imports import Imports
 from oomfix.script.nodes import Nodes, walk
 from tests.rewrite.small_loops import apply
 
@@ -21,7 +22,15 @@ def sample(n, *, size): pass
 def step(model, x): pass
 step = partial(step, model)
 """
-NODES = Nodes(walk(ast.parse(CODE)))
+
+
+def called_in(code):
+    tree = ast.parse(code)
+    return FunctionsCalled(Imports(tree, Nodes(walk(tree))))
+
+
+def parsed(call):
+    return ast.parse(call, mode="eval").body
 
 
 @pytest.mark.parametrize(
@@ -45,7 +54,93 @@ NODES = Nodes(walk(ast.parse(CODE)))
     ],
 )
 def test_a_call_means_a_function_that_takes_its_arguments(call, number):
-    assert len(FunctionsCalled(NODES).by(ast.parse(call, mode="eval").body)) == number
+    assert len(called_in(CODE).by(parsed(call))) == number
+
+
+IN_SIGHT = """
+import numpy as np
+from torch import log, train
+
+class Base:
+    def __init__(self, size): pass
+    def log(self, row): pass
+    def train(self, loader): pass
+
+class Journal(Base):
+    @classmethod
+    def read(cls, path): pass
+    @staticmethod
+    def scale(x, by=2): pass
+
+def mean(values): pass
+def keep(values): pass
+def late(self, x): pass
+journal.keep = keep
+run(shown=late)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ("np.mean(x)", []),
+        ("mean(x)", ["mean"]),
+        ("x.mean(1)", []),
+        ("journal.keep(x)", ["keep"]),
+        ("log(x)", []),
+        ("journal.log(x)", ["log"]),
+        ("journal.log(journal, x)", []),
+        ("journal.train(loader)", []),
+    ],
+)
+def test_a_call_means_no_function_that_is_not_in_sight_there(call, found):
+    assert [one.name for one in called_in(IN_SIGHT).by(parsed(call))] == found
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ("journal.train(loader)", ["train"]),
+        ("model.train()", []),
+        ("Journal(8)", ["__init__"]),
+        ("np.Base(8)", []),
+    ],
+)
+def test_what_a_call_enters_are_also_methods_called_train_and_what_makes_objects(call, found):
+    assert [one.name for one in called_in(IN_SIGHT).entered_by(parsed(call))] == found
+
+
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        ("journal.log(x)", "row=x"),
+        ("Journal.log(journal, x)", "self=journal row=x"),
+        ("Journal.read(path)", "path=path"),
+        ("journal.scale(x, y)", "x=x by=y"),
+        ("late(journal, x)", "self=journal x=x"),
+        ("journal.late(x)", "x=x"),
+        ("Journal(8)", "size=8"),
+    ],
+)
+def test_the_arguments_of_a_call_go_to_parameters_behind_that_of_its_object(call, given):
+    functions, call = called_in(IN_SIGHT), parsed(call)
+    function = (functions.entered_by(call) or functions.of_path("late"))[0]
+    pairs = functions.bound(call, function).given
+    assert " ".join(f"{parameter.arg}={ast.unparse(argument)}" for parameter, argument in pairs) == given
+
+
+def test_the_calls_of_a_function_are_those_that_may_enter_it():
+    code = (
+        IN_SIGHT
+        + "Base(1)\nJournal(2)\nclass More(Base):\n    def __init__(self):\n        super().__init__(3)\nMore()"
+    )
+    functions = called_in(code)
+    (constructor,) = functions.of_path("Base")
+    assert sorted(ast.unparse(call) for call in functions.calls_of(constructor)) == [
+        "Base(1)",
+        "Journal(2)",
+        "super().__init__(3)",
+    ]
 
 
 DELEGATING = """

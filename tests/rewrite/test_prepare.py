@@ -291,3 +291,56 @@ def test_an_optimizer_that_shares_its_line_is_preceded_too(written, expected):
     text = apply_to(Source.from_bytes("train.py", script.encode()), all_rules(), Options("16gb")).text
     compile(text, "train.py", "exec")
     assert f"\n{expected.format(made=made)}\n" in text
+
+
+KNOWN_BY_NAME = """
+model = Other()
+other = torch.optim.SGD(model.parameters(), lr=0.1)
+net = Net().cuda()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+TRAINING = """
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("definition", "call"),
+    [
+        ("class Trainer:\n    def fit(self, model, optimizer):", "Trainer().fit(net, opt)"),
+        ("class Trainer:\n    def fit(self, model, optimizer):", "Trainer.fit(trainer, net, opt)"),
+        ("class Trainer:\n    def train(self, model, optimizer):", "Trainer().train(net, opt)"),
+        ("class Trainer:\n    @staticmethod\n    def fit(model, optimizer):", "Trainer().fit(net, opt)"),
+        ("class Trainer:\n    @classmethod\n    def fit(cls, model, optimizer):", "Trainer.fit(net, opt)"),
+        ("if True:\n    def fit(loader, *, model, optimizer):", "fit(loader, model=net, optimizer=opt)"),
+        ("if True:\n    def fit(model, /, optimizer):", "fit(net, optimizer=opt)"),
+    ],
+)
+def test_a_model_is_followed_to_its_caller_however_it_is_given(definition, call):
+    assert [made for made, _ in prepared(definition + TRAINING + KNOWN_BY_NAME + call)] == ["memory.prepare(net)"]
+
+
+@pytest.mark.parametrize("made", ["Trainer(net, opt)", "Trainer(optimizer=opt, network=net)", "Careful(net, opt)"])
+def test_a_model_is_followed_through_what_makes_an_object(made):
+    text = """
+class Trainer:
+    def __init__(self, network, optimizer):
+        self.model, self.optimizer = None, optimizer
+        self.model = network
+
+    def fit(self, loader):
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            loss = criterion(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+
+
+class Careful(Trainer):
+    pass
+"""
+    assert [call for call, _ in prepared(text + KNOWN_BY_NAME + f"{made}.fit(loader)")] == ["memory.prepare(net)"]

@@ -53,8 +53,14 @@ def test_the_first_optimizer_is_freed_and_training_stays_the_same():
         ("    train(model, head)\n", "    unseen(model, head)\n"),
         ("        optimizer.zero_grad()\n", "        model.optimizer = optimizer\n        optimizer.zero_grad()\n"),
         ("whole", "head"),
+        ("def main():\n", "train = unseen(train)\n\n\ndef main():\n"),
+        ("def train(", "@unseen\ndef train("),
+        ("def train(model, optimizer):\n", "def train(model, **kept):\n    optimizer = kept['optimizer']\n"),
     ],
-    ids=["trained again", "saved", "scheduled", "listed", "out of sight", "kept by a function", "rebound"],
+    ids=[
+        *("trained again", "saved", "scheduled", "listed", "out of sight", "kept by a function", "rebound"),
+        *("function bound anew", "decorated", "gathered"),
+    ],
 )
 def test_an_optimizer_that_may_be_needed_is_left_alone(before, after):
     assert before in SCRIPT
