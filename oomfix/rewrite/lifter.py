@@ -33,15 +33,15 @@ from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.repeated_output import why_said_again
 from oomfix.rewrite.skipped_batches import SkippedBatches
 from oomfix.rewrite.slices import PREPARATION, Slicer, records_nothing
-from oomfix.rewrite.verdict import Verdict
+from oomfix.rewrite.verdict import Attempt, Lifted, Verdict
 from oomfix.rules.base import Edit
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, walk
 from oomfix.script.trace import Forward, Loop
 
 
-def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> list[Edit]:
-    """The edits that turn backwards into functions, and the final form of each loop in its verdict.
+def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> Attempt:
+    """An attempt to turn backwards into functions, all those of a loop or none.
 
     Args:
         reading: a script whose backwards are the manager's.
@@ -52,9 +52,9 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     own = calls[-len(order) :] if len(calls) == len(order) else []
     wanted = [(verdict, call) for (verdict, lifted), call in zip(order, own, strict=False) if lifted]
+    attempt = Attempt([], [])
     if not wanted:
-        return []
-    edits: list[Edit] = []
+        return attempt
     lifter = _Lifter(reading, manager)
     calls_of: dict[int, list[ast.Call]] = {}
     for verdict, call in wanted:
@@ -62,14 +62,13 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
     for verdict in {id(verdict): verdict for verdict, _ in wanted}.values():
         of_loop = calls_of[id(verdict)]
         try:
-            edits += lifter.edits(of_loop)
-        except CannotLift as reason:
-            verdict.reason = _among_several(str(reason), [call.lineno for call in of_loop])
-            verdict.joined_line = reason.line if isinstance(reason, JoinedStatements) else None
-        else:
-            verdict.form, verdict.reason, verdict.joined_line = "micro-batched", None, None
-            verdict.state, verdict.said, verdict.runs_ahead = lifter.state, lifter.said, lifter.runs_ahead
-    return edits
+            edits, lifted = lifter.lift(of_loop)
+        except CannotLift as problem:
+            reason = _among_several(str(problem), [call.lineno for call in of_loop])
+            edits, lifted = [], Lifted(reason, problem.line if isinstance(problem, JoinedStatements) else None)
+        attempt.edits.extend(edits)
+        attempt.loops.append((verdict, lifted))
+    return attempt
 
 
 def _among_several(reason: str, lines: list[int]) -> str:
@@ -79,13 +78,7 @@ def _among_several(reason: str, lines: list[int]) -> str:
 
 
 class _Lifter:
-    """Lifts slices out of a text whose backwards are the manager's.
-
-    Attributes:
-        state: what the slices that were lifted last leave behind in objects, or hand on from row to row.
-        said: what else is to be said of them: of batches that may be objects, of lines that print or log.
-        runs_ahead: networks run outside of them, for more than one.
-    """
+    """Lifts slices out of a text whose backwards are the manager's."""
 
     def __init__(self, reading: Reading, manager: str) -> None:
         self._reading, self._script, self._blocks, self._manager = reading, reading.script, reading.blocks, manager
@@ -113,9 +106,6 @@ class _Lifter:
         self._hooks = ForwardHooks(nodes)
         self._left = LeftByNetworks(nodes)
         self._lifting = Lifting(reading.layout, manager, names.one_of("loss", "batch_loss"))
-        self.state: str | None = None
-        self.said: list[str] = []
-        self.runs_ahead = False
         self._reached = 0
 
     def _only_resets(self, forward: Forward) -> bool:
@@ -123,8 +113,8 @@ class _Lifter:
         alone = isinstance(next(self._blocks.ancestors(forward.node)), ast.Expr)
         return alone and not forward.node.args and not forward.node.keywords
 
-    def edits(self, calls: list[ast.Call]) -> list[Edit]:
-        """The edits that lift the slices of the backwards of one loop, in program order.
+    def lift(self, calls: list[ast.Call]) -> tuple[list[Edit], Lifted]:
+        """The edits that lift the slices of the backwards of one loop, in program order, and what is said of them.
 
         What runs a network ahead of one backward for a later one stays where it is, and is given to both slices: the
         samples of a generator, of which its discriminator sees copies without their graph first.
@@ -132,22 +122,22 @@ class _Lifter:
         Raises:
             CannotLift: a slice has to stay where it is, or a backward goes through what an earlier slice computed.
         """
-        self.runs_ahead = False
         try:
-            return self._edits(calls, set())
+            return self._lift_all(calls, set())
         except CannotLift as problem:
             if not (run_ahead := self._run_ahead(calls)):
                 raise
             reason, reached = problem, self._reached
         try:
-            edits = self._edits(calls, run_ahead)
+            edits, lifted = self._lift_all(calls, run_ahead)
         except CannotLift as problem:
             # the attempt that came further than the other, and than the first loss, tells what is in the way
             raise (problem if self._reached >= max(reached, 1) else reason) from None
-        self.runs_ahead = True
-        for line in sorted(statement.lineno for statement in run_ahead):
-            self.said.append(f"line {line} runs its network on whole batches: more than one loss needs what it gives")
-        return edits
+        lines = sorted(statement.lineno for statement in run_ahead)
+        whole = [
+            f"line {line} runs its network on whole batches: more than one loss needs what it gives" for line in lines
+        ]
+        return edits, lifted._replace(said=(*lifted.said, *whole), runs_ahead=True)
 
     def _run_ahead(self, calls: list[ast.Call]) -> set[ast.stmt]:
         """The statements ahead of a backward that run networks which a later one in the same block goes through."""
@@ -167,7 +157,7 @@ class _Lifter:
         forwards = {forward.node for forward in self._script.trace.forwards.values()}
         return min((one.lineno for one in self._run_ahead(calls) if not forwards.isdisjoint(walk(one))), default=None)
 
-    def _edits(self, calls: list[ast.Call], outside: set[ast.stmt]) -> list[Edit]:
+    def _lift_all(self, calls: list[ast.Call], outside: set[ast.stmt]) -> tuple[list[Edit], Lifted]:
         lifts: list[Lift] = []
         lifted: list[ast.Call] = []
         edits: list[Edit] = []
@@ -197,15 +187,14 @@ class _Lifter:
             lifted.append(call)
         for lift, call in zip(lifts, lifted, strict=True):
             self._check_graphs_stay(lift, call)
-        self.state = next((lift.state for lift in lifts if lift.state is not None), None)
-        if self.state is not None and len(lifts) > 1:
-            raise CannotLift(f"{self.state}, which another loss may go through")
-        self.state = self.state or next((lift.one_sample for lift in lifts if lift.one_sample is not None), None)
-        said = (why_perhaps_whole(lifts) if self.state is None else None, why_said_again(lifts, self._functions))
-        self.said = [one for one in said if one is not None]
+        state = next((lift.state for lift in lifts if lift.state is not None), None)
+        if state is not None and len(lifts) > 1:
+            raise CannotLift(f"{state}, which another loss may go through")
+        state = state or next((lift.one_sample for lift in lifts if lift.one_sample is not None), None)
+        said = (why_perhaps_whole(lifts) if state is None else None, why_said_again(lifts, self._functions))
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
-        return edits
+        return edits, Lifted(state=state, said=tuple(one for one in said if one is not None))
 
     @staticmethod
     def _behind(outside: set[ast.stmt], site: Site) -> Site:

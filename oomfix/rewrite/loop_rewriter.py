@@ -36,7 +36,7 @@ from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.stages import stage_edits
 from oomfix.rewrite.step_functions import StepFunction
 from oomfix.rewrite.unused import unused_scalers
-from oomfix.rewrite.verdict import Scaling, Verdict
+from oomfix.rewrite.verdict import Attempt, Scaling, Verdict
 from oomfix.rewrite.window_shape import CannotFold
 from oomfix.rewrite.windows import WindowFolder
 from oomfix.rules.base import Edit
@@ -89,12 +89,13 @@ class LoopRewriter:
         self._begun = _Stages(script.source)
         self._written_to_loaders: list[Written] = []
         self.mended: list[tuple[str, int]] = []
-        self._read(reading)
+        judge = Judge(reading)
+        self._take(reading, judge, judge.verdicts())
 
-    def _read(self, reading: Reading) -> None:
+    def _take(self, reading: Reading, judge: Judge, verdicts: list[Verdict]) -> None:
+        """Go on from a state of the script."""
         self._reading, self._script, self._source = reading, reading.script, reading.source
-        self._judge = Judge(reading)
-        self.verdicts = self._judge.verdicts()
+        self._judge, self.verdicts = judge, verdicts
 
     def _read_again(self, stages: _Stages) -> Reading:
         """The script as some rounds of edits have left it."""
@@ -142,16 +143,17 @@ class LoopRewriter:
                 notes[number] = folded.notes
         if not edits:
             return
-        before = self._reading, [verdict.notes for verdict in self.verdicts]
-        self._begun.edit(edits)
-        self._read(self._read_again(self._begun))
-        if len(self.verdicts) != len(self._loops) or any(self.verdicts[number].form == "none" for number in notes):
-            self._begun = _Stages(before[0].source)
-            self._read(before[0])
+        stages = self._begun.copy()
+        stages.edit(edits)
+        reading = self._read_again(stages)
+        judge = Judge(reading)
+        verdicts = judge.verdicts()
+        if len(verdicts) != len(self._loops) or any(verdicts[number].form == "none" for number in notes):
             return
-        self.mended = mended
-        for number, verdict in enumerate(self.verdicts):
-            verdict.notes = before[1][number] + notes.get(number, [])
+        for number, verdict in enumerate(verdicts):
+            verdict.notes = self.verdicts[number].notes + notes.get(number, [])
+        self._begun, self.mended = stages, mended
+        self._take(reading, judge, verdicts)
 
     # -- everything else ---------------------------------------------------------------------------------------
 
@@ -178,8 +180,7 @@ class LoopRewriter:
             stages.edit(merged.edits)
             reading = self._read_again(stages)
             order = [place for number, place in enumerate(order) if number not in merged.gone]
-        lifted = lift_backwards(reading, order, manager)
-        lifted = self._lifted_apart(stages, reading, order) or lifted
+        lifted = self._lift(stages, reading, order)
         self._share()
         for verdict in self.verdicts:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
@@ -193,42 +194,46 @@ class LoopRewriter:
             stages.edit(model_call_edits(self._read_again(stages), self.verdicts, manager))
         return stages.source
 
-    def _lifted_apart(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
-        """The edits that lift more once joined statements have lines of their own, losses names, logs loops, and so on.
+    def _lift(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
+        """The edits that lift slices, and what becomes of their loops in the verdicts.
 
-        None where that does not help.
+        Where more is lifted once joined statements have lines of their own, losses names, logs loops, and so on,
+        `stages` takes that over. Where it is not, loops that stay are told what was in the way at last.
         """
-        before = [(verdict.form, verdict.reason) for verdict in self.verdicts]
+        first = lift_backwards(reading, order, self._manager)
         apart = stages.copy()
+        last = self._lift_prepared(apart, reading, order, first)
+        if last.lifted > first.lifted:
+            stages.become(apart)
+            first = last
+        repeats = last is not first and last.lifted == first.lifted
+        told = {id(verdict): lifted.reason for verdict, lifted in last.loops if repeats}
+        for verdict, lifted in first.loops:
+            reason = stages.reason_told_of(apart, told.get(id(verdict)))
+            verdict.become(lifted._replace(reason=reason or lifted.reason))
+        return first.edits
+
+    def _lift_prepared(
+        self, apart: _Stages, reading: Reading, order: list[tuple[Verdict, bool]], first: Attempt
+    ) -> Attempt:
+        """The first attempt that lifts more than another one, or the last, behind edits that `apart` is given."""
+        last, names_losses = first, False
         for _ in range(_MOST_PREPARATIONS):
-            lines = [line for verdict in self.verdicts if (line := verdict.joined_line) is not None]
-            edits, named = separate(reading, lines), False
-            if not edits and self._stays_in_place:
+            edits = separate(reading, last.joined_lines)
+            way = None
+            if not edits and last.stays:
                 ways = ((way, way(reading, self._manager)) for way in _PREPARATIONS)
                 way, edits = next(((way, found) for way, found in ways if found), (None, []))
-                named = way is name_losses
             if not edits:
                 break
+            names_losses = way is name_losses
             apart.edit(edits)
             reading = self._read_again(apart)
-            lifted = lift_backwards(reading, order, self._manager)
-            if all(verdict.joined_line is None for verdict in self.verdicts):
-                same = [verdict.form for verdict in self.verdicts] == [form for form, _ in before]
-                if same:
-                    continue
-                if named and self._stays_in_place:
-                    break
-                stages.become(apart)
-                return lifted
-        is_last = [verdict.form for verdict in self.verdicts] == [form for form, _ in before]
-        for verdict, (form, reason) in zip(self.verdicts, before, strict=True):
-            told = verdict.reason if is_last and form == "in-place" and verdict.liftable else None
-            verdict.form, verdict.reason = form, stages.reason_told_of(apart, told) or reason
-        return []
-
-    @property
-    def _stays_in_place(self) -> bool:
-        return any(verdict.form == "in-place" and verdict.liftable for verdict in self.verdicts)
+            last = lift_backwards(reading, order, self._manager)
+            if last.lifted > first.lifted and not last.joined_lines:
+                break
+        # losses get names only where that lifts all
+        return first if names_losses and last.stays and last.lifted != first.lifted else last
 
     def _stages(self) -> list[Edit]:
         """Transitions between stages, where no loop may leave gradients behind that the next stage would add to."""

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from oomfix.script import TrainingLoop
+from oomfix.script.edits import Edit
 from oomfix.script.trace import Backward, Step
 
 Form = Literal["micro-batched", "in-place", "none"]
 Scaling = Literal["ours", "none", "script's"]
 """Who scales losses in a file: the manager, nobody (no fp16), or the script itself, precision and all."""
+
+
+class Lifted(NamedTuple):
+    """What an attempt to lift the slices of a loop makes of it.
+
+    Attributes:
+        reason: why they stay in place; None where they become functions.
+        joined_line: the line that holds more than one statement, where that is the reason.
+        state: what the slices leave behind in objects, or hand on from row to row.
+        said: what else is to be said of them: of batches that may be objects, of lines that print or log.
+        runs_ahead: networks run outside of them, for more than one.
+    """
+
+    reason: str | None = None
+    joined_line: int | None = None
+    state: str | None = None
+    said: tuple[str, ...] = ()
+    runs_ahead: bool = False
+
+    @property
+    def form(self) -> Form:
+        """The form of the loop then."""
+        return "micro-batched" if self.reason is None else "in-place"
 
 
 @dataclass
@@ -32,7 +57,6 @@ class Verdict:
         runs_ahead: networks run outside of the lifted slices, for more than one of them.
         said: what else the summary has to say of a lifted slice.
         notes: what else the summary has to say.
-        joined_line: the line that holds more than one statement, where that is the reason.
     """
 
     loop: TrainingLoop
@@ -45,18 +69,49 @@ class Verdict:
     sees_scale: str | None = None
     state: str | None = None
     runs_ahead: bool = False
-    said: list[str] = field(default_factory=list)
+    said: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
-    joined_line: int | None = None
 
     @property
     def scaled(self) -> bool:
         """Whether the script itself scales its loss."""
         return any(event.scaled for event in self.backwards)
 
+    def become(self, lifted: Lifted) -> None:
+        """Take over what an attempt to lift its slices made of the loop."""
+        self.form, self.reason = lifted.form, lifted.reason
+        self.state, self.said, self.runs_ahead = lifted.state, lifted.said, lifted.runs_ahead
+
     def leave(self, reason: str) -> None:
         """Leave the loop alone."""
         self.form, self.reason = "none", reason
+
+
+class Attempt(NamedTuple):
+    """What lifting the slices of a file makes of it.
+
+    Attributes:
+        edits: what turns slices into functions.
+        loops: of each loop that was tried, its verdict and what becomes of it.
+    """
+
+    edits: list[Edit]
+    loops: list[tuple[Verdict, Lifted]]
+
+    @property
+    def lifted(self) -> set[int]:
+        """The loops that are micro-batched, by the identity of their verdicts."""
+        return {id(verdict) for verdict, lifted in self.loops if lifted.reason is None}
+
+    @property
+    def stays(self) -> bool:
+        """Whether a loop stays in place."""
+        return any(lifted.reason is not None for _, lifted in self.loops)
+
+    @property
+    def joined_lines(self) -> list[int]:
+        """The lines that hold more than one statement, where that is what is in the way."""
+        return [lifted.joined_line for _, lifted in self.loops if lifted.joined_line is not None]
 
 
 class LoopOutcome(NamedTuple):
