@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from functools import cached_property
 
-from oomfix.rewrite import effects
+from oomfix.rewrite.calls import called_name
+from oomfix.rewrite.effects import draws_random_numbers
 from oomfix.rewrite.lift import Lift, Site
 from oomfix.rewrite.liveness import (
     FunctionNode,
@@ -156,7 +157,7 @@ def _is_of_samples(name: str, site: Site) -> bool:
             value = _bound_to(name, node)
             if value is None and name == "t" and isinstance(node.value, ast.Call):
                 return True
-            if value is not None and (effects.draws_random_numbers(value) or _is_cut_out(value)):
+            if value is not None and (draws_random_numbers(value) or _is_cut_out(value)):
                 return True
             if value is not None and _is_column(value, site.iteration):
                 return True
@@ -171,7 +172,7 @@ def _is_asked_like_a_tensor(name: str, site: Site) -> bool:
                 return True
         elif isinstance(node, ast.Assign):
             value = _bound_to(name, node)
-            if value is not None and effects.called_name(value) in ("to", "cuda"):
+            if value is not None and called_name(value) in ("to", "cuda"):
                 return True
     return False
 

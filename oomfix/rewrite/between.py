@@ -5,16 +5,20 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
-from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import next_in_chain
-from oomfix.rewrite.effects import changed_paths, overlap, paths_read
+from oomfix.rewrite.calls import calls_in
+from oomfix.rewrite.changes import changed_paths, overlap, paths_read
+from oomfix.rewrite.effects import switches_mode
 from oomfix.rewrite.helpers import Helpers
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import Liveness, Scope, names_bound, names_read
 from oomfix.rewrite.network_use import NetworkUse
+from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients, may_reset_gradients, only_clips, trains
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_not_finite
 from oomfix.script.names import last_name, path_of
+from oomfix.script.nodes import is_remark
 
 
 class Between:
@@ -53,12 +57,12 @@ class Between:
             ahead = [other for other in block[chosen[0] : index] if other not in lift.before]
             behind = [block[other] for other in chosen if other > index]
             resets = self._helpers.only_reset_gradients(statement)
-            if resets or effects.only_clips(statement):
+            if resets or only_clips(statement):
                 self._check_reset(statement, ahead, lift)
                 lift.before.append(statement)
                 lift.resets += [statement] if resets else []
-            elif effects.is_remark(statement):
-                about = next(other for other in block[index:] if not effects.is_remark(other))
+            elif is_remark(statement):
+                about = next(other for other in block[index:] if not is_remark(other))
                 goes_up = about is lift.site.end or self._helpers.only_reset_gradients(about)
                 (lift.before if goes_up else lift.after).append(statement)
             elif index < first_forward and lift.state is not None:
@@ -96,7 +100,7 @@ class Between:
         branch = lift.site.branch
         _check_passing(statement, behind + ([] if branch is None else [branch]))
         self._check_values(statement, behind, ahead)
-        if branch is not None and effects.trains(branch) and self._networks.reads(statement):
+        if branch is not None and trains(branch) and self._networks.reads(statement):
             line = statement.lineno
             raise CannotLift(f"line {line} looks at the network, which line {branch.lineno} trains behind it")
 
@@ -120,7 +124,7 @@ class Between:
         lift.reading = ahead[first:]
         for statement in ahead[:first]:
             # it ran behind the network, and will run ahead of it
-            if effects.is_zero_grad(statement):
+            if is_zero_grad(statement):
                 self._check_reset(statement, lift.lifted, lift)
             else:
                 self._check_delay(statement)
@@ -149,19 +153,19 @@ class Between:
             for other in body_of_skip(statement):
                 self._check_delay(other)
             return
-        if (keyword := effects.leaves(statement)) is not None:
+        if (keyword := leaves(statement)) is not None:
             raise CannotLift(f"`{keyword}` in line {line} stands between forward and backward")
-        if effects.switches_mode(statement):
+        if switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients between forward and backward")
         if self._helpers.draw_random_numbers(statement):
             raise CannotLift(f"line {line} draws random numbers between forward and backward")
-        if effects.may_reset_gradients(statement):
+        if may_reset_gradients(statement):
             raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
-        if reads_gradients(statement) or effects.keeps_gradients(statement):
+        if reads_gradients(statement) or keeps_gradients(statement):
             raise CannotLift(f"line {line} asks for gradients between forward and backward")
         if self._networks.runs(statement):
             raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
-        for call in effects.calls_in(statement):
+        for call in calls_in(statement):
             path = (path_of(call.func) or "").lower()
             name = last_name(call)
             if (name in ("step", "grad") or "backward" in name.split("_")) and "sched" not in path:
@@ -170,10 +174,10 @@ class Between:
 
 def _touches(statement: ast.stmt, bound: set[str]) -> bool:
     """Whether a statement of a branch needs what the slice makes, or may leave before its backward."""
-    if effects.is_zero_grad(statement):
+    if is_zero_grad(statement):
         return False
     others = names_bound(statement) | names_read(statement)
-    return bool(others & bound) or effects.leaves(statement) is not None
+    return bool(others & bound) or leaves(statement) is not None
 
 
 def stays_the_same_ahead_of(statement: ast.stmt, others: list[ast.stmt]) -> bool:
@@ -205,7 +209,7 @@ def is_start(statement: ast.stmt) -> bool:
     """`loss = 0`, `a, b = [], {}`, `loss = torch.zeros(1, device=device)`."""
     if not isinstance(statement, ast.Assign):
         return False
-    calls = list(effects.calls_in(statement.value))
+    calls = list(calls_in(statement.value))
     made = ("list", "dict", "zeros", "ones", "empty", "full", "tensor", "defaultdict", "OrderedDict")
     passing = ("to", "cuda", "float", "Variable", "is_available", "len", "size")
     if not all(last_name(call) in (*made, *passing) for call in calls):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from oomfix.rewrite.effects import changed_paths
+from oomfix.rewrite.changes import changed_paths
 from oomfix.rewrite.lift import Lift
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_read, nodes_of_scope_body
 from oomfix.script.names import last_name, path_of

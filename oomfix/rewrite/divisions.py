@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite import effects
 from oomfix.rewrite.amp import differentiated
+from oomfix.rewrite.effects import switches_mode
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import Liveness, names_bound, names_read
+from oomfix.rewrite.on_gradients import may_reset_gradients, trains
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
 from oomfix.rewrite.window_shape import CannotFold
@@ -146,9 +148,9 @@ class Divisions:
     def _check_passed(self, statement: ast.stmt, loss: str) -> None:
         """Whether a backward may run ahead of a statement between the division and it."""
         line = statement.lineno
-        if (keyword := effects.leaves(statement)) is not None:
+        if (keyword := leaves(statement)) is not None:
             raise CannotFold(f"`{keyword}` in line {line} stands between the division of the loss and its backward")
-        if effects.trains(statement) or effects.may_reset_gradients(statement) or effects.switches_mode(statement):
+        if trains(statement) or may_reset_gradients(statement) or switches_mode(statement):
             raise CannotFold(f"line {line}, between the division of the loss and its backward, may change gradients")
         if loss in names_bound(statement):
             raise CannotFold(f"line {line} changes the loss behind its division")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import calls_in, fetches
+from oomfix.rewrite.calls import calls_in
+from oomfix.rewrite.effects import fetches
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit, bounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import changed_paths
+from oomfix.rewrite.changes import changed_paths
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
 from oomfix.script.names import last_name

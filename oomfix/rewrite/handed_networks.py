@@ -7,8 +7,8 @@ import builtins
 import re
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import CLIPPING
 from oomfix.rewrite.liveness import Scope
+from oomfix.rewrite.on_gradients import CLIPPING
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script.named_like import looks_like_optimizer

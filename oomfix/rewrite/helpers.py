@@ -7,23 +7,17 @@ import re
 from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
-from oomfix.rewrite.effects import (
-    calls_in,
-    changed_paths,
-    draws_random_numbers,
-    fetches,
-    is_collective,
-    is_drawing,
-    is_remark,
-    is_zero_grad,
-    trains,
-)
+from oomfix.rewrite.calls import calls_in
+from oomfix.rewrite.changes import changed_paths
+from oomfix.rewrite.collectives import is_collective
+from oomfix.rewrite.effects import draws_random_numbers, fetches, is_drawing
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
+from oomfix.rewrite.on_gradients import is_zero_grad, trains
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.records import Records
 from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import is_remark, walk
 from oomfix.script.parameters import name_of_object
 
 _MOST_ATTRIBUTES = 48  # the runtime takes objects with many more for data, and does not look for state in them

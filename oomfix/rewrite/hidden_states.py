@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from oomfix.rewrite.batch_names import asks_first_size, size_of
-from oomfix.rewrite.effects import called_name
+from oomfix.rewrite.calls import called_name
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import names_bound, names_bound_by_target
 from oomfix.script.names import last_name

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.amp import differentiated
-from oomfix.rewrite.effects import is_zero_grad
 from oomfix.rewrite.liveness import FunctionNode, Scope, nodes_of_scope_body
+from oomfix.rewrite.on_gradients import is_zero_grad
 from oomfix.rewrite.optimizer_loops import loop_over_optimizers
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from oomfix.rewrite.batch_names import bound_anywhere
 from oomfix.rewrite.between import stays_the_same_ahead_of
 from oomfix.rewrite.blocks import Loop
-from oomfix.rewrite.effects import calls_in, changed_paths
+from oomfix.rewrite.calls import calls_in
+from oomfix.rewrite.changes import changed_paths
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_read
 from oomfix.script.names import last_name

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import calls_in, changed_paths
+from oomfix.rewrite.calls import calls_in
+from oomfix.rewrite.changes import changed_paths
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import (
     FunctionNode,

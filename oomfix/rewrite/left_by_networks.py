@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import calls_in
+from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import nodes_of_scope, nodes_of_scope_body
 from oomfix.script.named_like import looks_like_loss

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from oomfix.rewrite.asked_graphs import check_graphs_not_asked
-from oomfix.rewrite.effects import changed_paths, overlap
+from oomfix.rewrite.changes import changed_paths, overlap
 from oomfix.rewrite.forward_hooks import ForwardHooks
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.helpers import Helpers

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import is_remark, trains
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
+from oomfix.rewrite.on_gradients import trains
 from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit, bounds
-from oomfix.script.nodes import blocks, walk
+from oomfix.script.nodes import blocks, is_remark, walk
 
 
 class Lifting:

@@ -12,17 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from oomfix.rewrite.effects import (
-    called_name,
-    changed_paths,
-    draws_random_numbers,
-    fetches,
-    leaves,
-    overlap,
-    paths_read,
-)
+from oomfix.rewrite.calls import called_name
+from oomfix.rewrite.changes import changed_paths, overlap, paths_read
+from oomfix.rewrite.effects import draws_random_numbers, fetches
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.layout import Lines
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import (
     FunctionNode,
     definitely_bound,

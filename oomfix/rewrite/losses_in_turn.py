@@ -10,16 +10,20 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from oomfix.rewrite import effects
 from oomfix.rewrite.between import stays_the_same_ahead_of
+from oomfix.rewrite.calls import calls_in, only_calls
+from oomfix.rewrite.changes import changed_paths, overlap, paths_read
+from oomfix.rewrite.effects import switches_mode
 from oomfix.rewrite.helpers import Helpers
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import definitely_bound, names_bound, names_read
+from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients, may_reset_gradients, only_clips
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_parameters import SharedParameters
 from oomfix.script.edits import Edit
 from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import arguments_of
+from oomfix.script.nodes import arguments_of, is_remark
 
 _MAY_DRAW = re.compile(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|perturb|mask|penalty", re.IGNORECASE)
 """How functions of other files are called that may draw random numbers."""
@@ -75,7 +79,7 @@ class _Turns:
 
     def of(self, block: list[ast.stmt]) -> Iterator[tuple[int, list[int]]]:
         """The indices of backwards in a block, or of their last steps, with those of what may move behind them."""
-        ends = [index for index, one in enumerate(block) if effects.only_calls(one, self.backward)]
+        ends = [index for index, one in enumerate(block) if only_calls(one, self.backward)]
         for number, end in enumerate(ends[:-1]):
             first = ends[number - 1] + 1 if number else 0
             moved = self._others(block, first, end)
@@ -86,17 +90,15 @@ class _Turns:
 
     def _steps(self, behind: list[ast.stmt]) -> list[ast.stmt]:
         """Behind a backward, all that clips, steps and resets up to the last step; what else there is stays there."""
-        last = max(
-            (index for index, one in enumerate(behind) if effects.only_calls(one, f"{self._manager}.step")), default=-1
-        )
+        last = max((index for index, one in enumerate(behind) if only_calls(one, f"{self._manager}.step")), default=-1)
         return behind[: last + 1]
 
     def _may_follow(self, step: ast.stmt, statement: ast.stmt) -> bool:
         """Whether a statement means the same behind the step of an optimizer: it reads nothing that it steps."""
-        if effects.is_zero_grad(step) or effects.is_remark(step):
+        if is_zero_grad(step) or is_remark(step):
             return not names_bound(step) & (names_read(statement) | names_bound(statement))
-        if not effects.only_calls(step, f"{self._manager}.step"):
-            clips = effects.only_clips(step) or effects.only_calls(step, f"{self._manager}.unscale_")
+        if not only_calls(step, f"{self._manager}.step"):
+            clips = only_clips(step) or only_calls(step, f"{self._manager}.unscale_")
             return clips and stays_the_same_ahead_of(statement, [step])
         assert isinstance(step, ast.Expr) and isinstance(step.value, ast.Call)
         optimizer = path_of(step.value.args[0]) if step.value.args else None
@@ -107,7 +109,7 @@ class _Turns:
         """The paths that a statement reads, in functions of the file too; None where a method out of sight may read."""
         calls = list(self._calls_run.by(statement))
         functions = [function for call in calls for function in self._functions.by(call)]
-        found = {path for node in (statement, *functions) for path in effects.paths_read(node)} - {self._manager}
+        found = {path for node in (statement, *functions) for path in paths_read(node)} - {self._manager}
         for call in calls:
             owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
             if owner == "self" and call not in self._networks and not self._functions.by(call):
@@ -126,23 +128,23 @@ class _Turns:
         others = [
             index
             for index in range(running[0], end)
-            if index not in needed and not effects.is_zero_grad(block[index]) and not effects.is_remark(block[index])
+            if index not in needed and not is_zero_grad(block[index]) and not is_remark(block[index])
         ]
         starts = [index for index in others if self._runs_network(block[index])]
         return [index for index in others if starts and index >= starts[0]]
 
     def _dependences(self, block: list[ast.stmt], first: int, end: int) -> set[int]:
-        names, paths = names_read(block[end]), effects.paths_read(block[end]) - {self.backward}
+        names, paths = names_read(block[end]), paths_read(block[end]) - {self.backward}
         found: set[int] = set()
         for index in range(end - 1, first - 1, -1):
             statement = block[index]
-            changed = effects.changed_paths(statement) - {self._manager}
-            if names_bound(statement) & names or effects.overlap(changed, paths):
-                if effects.is_zero_grad(statement):
+            changed = changed_paths(statement) - {self._manager}
+            if names_bound(statement) & names or overlap(changed, paths):
+                if is_zero_grad(statement):
                     continue
                 found.add(index)
                 names = (names - definitely_bound([statement])) | names_read(statement)
-                paths |= effects.paths_read(statement)
+                paths |= paths_read(statement)
         return found
 
     def _may_move(self, block: list[ast.stmt], index: int, moved: Sequence[int], end: int) -> bool:
@@ -150,7 +152,7 @@ class _Turns:
         statement = block[index]
         staying = [block[other] for other in range(index + 1, end + 1) if other not in moved]
         # gradients are none of its business, but the names of a loop that resets them may be
-        resets = [one for one in staying if effects.is_zero_grad(one)]
+        resets = [one for one in staying if is_zero_grad(one)]
         if any(names_bound(one) & names_read(statement) or names_bound(statement) & names_read(one) for one in resets):
             return False
         passed = [one for one in staying if one not in resets]
@@ -158,11 +160,11 @@ class _Turns:
             return False
         if any(self._helpers.lasting_effect(one) is not None for one in (statement, *passed[:-1])):
             return False
-        if effects.leaves(statement) is not None or effects.switches_mode(statement) or self._helpers.fetch(statement):
+        if leaves(statement) is not None or switches_mode(statement) or self._helpers.fetch(statement):
             return False
-        if reads_gradients(statement) or effects.keeps_gradients(statement) or self._helpers.train(statement):
+        if reads_gradients(statement) or keeps_gradients(statement) or self._helpers.train(statement):
             return False
-        if effects.may_reset_gradients(statement) or self._helpers.reset_gradients(statement):
+        if may_reset_gradients(statement) or self._helpers.reset_gradients(statement):
             return False
         return stays_the_same_ahead_of(statement, passed)
 
@@ -173,6 +175,6 @@ class _Turns:
         """Whether a statement may draw random numbers, as dropout does, and what is given a network or named so may."""
         if self._runs_network(statement) or self._helpers.draw_random_numbers(statement):
             return True
-        calls = list(effects.calls_in(statement))
+        calls = list(calls_in(statement))
         given = (path_of(one) for call in calls for one in arguments_of(call))
         return not self._paths.isdisjoint(given) or any(_MAY_DRAW.search(last_name(call)) for call in calls)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 
 from oomfix.rewrite.autocast_end import ended_ahead_of
-from oomfix.rewrite.effects import called_name, changed_paths, overlap, paths_read
+from oomfix.rewrite.calls import called_name
+from oomfix.rewrite.changes import changed_paths, overlap, paths_read
 from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
 from oomfix.rewrite.reading import Reading
 from oomfix.script import TrainingLoop

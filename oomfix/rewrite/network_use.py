@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.calls_run import CallsRun
-from oomfix.rewrite.effects import overlap, paths_read
+from oomfix.rewrite.changes import overlap, paths_read
 from oomfix.script.trace import Backward, Forward
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import changed_paths, overlap, paths_read
+from oomfix.rewrite.changes import changed_paths, overlap, paths_read
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_bound_by_target, nodes_of_scope_body
 from oomfix.script.names import last_name
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.effects import only_calls, overlap
+from oomfix.rewrite.calls import only_calls
+from oomfix.rewrite.changes import overlap
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of

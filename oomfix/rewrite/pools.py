@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Sequence
 
 from oomfix.rewrite.between import stays_the_same_ahead_of
-from oomfix.rewrite.effects import overlap, paths_read
+from oomfix.rewrite.changes import overlap, paths_read
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import names_bound

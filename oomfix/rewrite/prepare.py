@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import paths_read
+from oomfix.rewrite.changes import paths_read
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.liveness import (

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Sequence
 
 from oomfix.rewrite.asked_graphs import asks_for_graph
-from oomfix.rewrite.effects import changed_paths, overlap, paths_read
+from oomfix.rewrite.changes import changed_paths, overlap, paths_read
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.liveness import COMPREHENSIONS, names_bound, names_bound_by_target, names_read
 from oomfix.rewrite.read_between import only_reads

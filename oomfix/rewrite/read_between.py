@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from oomfix.rewrite.effects import calls_in
+from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.script.names import last_name, path_of

@@ -9,9 +9,9 @@ from functools import cached_property
 from oomfix.rewrite.amp import Amp
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.calls_run import CallsRun
-from oomfix.rewrite.effects import last_called, measures
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.layout import Layout
+from oomfix.rewrite.measuring import last_called, measures
 from oomfix.rewrite.step_functions import training_loops
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.names import path_of

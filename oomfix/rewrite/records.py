@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
-from oomfix.rewrite.effects import calls_in, object_changed
+from oomfix.rewrite.calls import calls_in
+from oomfix.rewrite.changes import object_changed
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, names_bound, names_bound_by_target, nodes_of_scope
 from oomfix.script.nodes import Nodes, arguments_of

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-from oomfix.rewrite.effects import called_name, calls_in
+from oomfix.rewrite.calls import called_name, calls_in
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.lift import Lift
 from oomfix.rewrite.liveness import FunctionNode

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
-from oomfix.rewrite import effects
 from oomfix.rewrite.amp import without_scaler
+from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.script.names import path_of
@@ -35,7 +35,7 @@ def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], lis
         value = ast.BinOp(ast.Name(loss, ast.Load()), statement.op, statement.value)
     else:
         return None
-    if any(not _reduces(call, loss) for call in effects.calls_in(last)) or loss not in names_read(value):
+    if any(not _reduces(call, loss) for call in calls_in(last)) or loss not in names_read(value):
         return None
     if test is not None:
         value = ast.IfExp(test, value, ast.Name(loss, ast.Load()))

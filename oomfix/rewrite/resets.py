@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import CLIPPING, leaves
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope, nodes_of_scope_body
+from oomfix.rewrite.on_gradients import CLIPPING
 from oomfix.rewrite.out_of_sight import OutOfSight
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients

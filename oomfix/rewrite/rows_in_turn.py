@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 
-from oomfix.rewrite import effects
+from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.lift import Lift
 from oomfix.rewrite.liveness import Liveness, names_bound, names_bound_by_target, names_read, nodes_of_scope
 from oomfix.script.names import last_name
@@ -73,7 +73,7 @@ def _carried(loop: ast.For, liveness: Liveness) -> set[str]:
 
 def _given_to_networks(loop: ast.For, runs_forward: Callable[[ast.AST], bool]) -> set[str]:
     """The names in the arguments of what runs a network in a loop."""
-    calls = (call for statement in loop.body for call in effects.calls_in(statement))
+    calls = (call for statement in loop.body for call in calls_in(statement))
     return {
         name for call in calls if runs_forward(call) for argument in arguments_of(call) for name in names_read(argument)
     }

@@ -10,7 +10,7 @@ import ast
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.effects import only_calls
+from oomfix.rewrite.calls import only_calls
 from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without

@@ -6,10 +6,11 @@ import ast
 from collections.abc import Iterator
 from functools import cached_property
 
-from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.handed_networks import HandedNetworks
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope_body
+from oomfix.rewrite.on_gradients import CLIPPING, is_zero_grad
 from oomfix.rewrite.optimizer_loops import loop_over_optimizers, may_run_ahead
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.verdict import Verdict
@@ -88,7 +89,7 @@ class ScaleWatch:
     def _clips(self, node: ast.AST) -> bool:
         """Whether a node stands in a function that clips, before whose calls gradients are unscaled."""
         scope = self._blocks.scope_of(node)
-        return isinstance(scope, FunctionNode) and bool(effects.CLIPPING.search(scope.name))
+        return isinstance(scope, FunctionNode) and bool(CLIPPING.search(scope.name))
 
     def _reads_one(self, node: ast.AST) -> bool:
         """Whether a node reads the numbers of a gradient, other than to set them to zero."""
@@ -225,15 +226,15 @@ def _base_of(node: ast.AST) -> str | None:
 
 
 def _clips_or_reads(statement: ast.stmt) -> bool:
-    unscales = any(last_name(call) == "unscale_" for call in effects.calls_in(statement))
-    return unscales or (reads_gradients(statement) and not effects.is_zero_grad(statement))
+    unscales = any(last_name(call) == "unscale_" for call in calls_in(statement))
+    return unscales or (reads_gradients(statement) and not is_zero_grad(statement))
 
 
 def reads_gradients(node: ast.AST) -> bool:
     """Whether a node clips, reads or adds to gradients; their shape tells nothing of them."""
     described: set[int] = set()
     for child in walk(node):
-        if isinstance(child, ast.Call) and effects.CLIPPING.search(last_name(child)):
+        if isinstance(child, ast.Call) and CLIPPING.search(last_name(child)):
             return True
         if isinstance(child, ast.AugAssign) and _added_to(child) is not None:
             return True

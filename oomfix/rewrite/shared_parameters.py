@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
-from oomfix.rewrite.effects import overlap
+from oomfix.rewrite.changes import overlap
 from oomfix.script import Script
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, children

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
-from oomfix.rewrite.effects import CHANGING, called_name, object_changed
+from oomfix.rewrite.calls import called_name
+from oomfix.rewrite.changes import CHANGING, object_changed
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of, unpacked

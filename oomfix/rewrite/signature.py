@@ -15,9 +15,10 @@ from oomfix.rewrite.batch_names import (
     size_of,
 )
 from oomfix.rewrite.blocks import Loop, next_in_chain
+from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.constant_tests import ConstantTests
-from oomfix.rewrite.effects import calls_in, leaves
 from oomfix.rewrite.hidden_states import makes_state
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
     FunctionNode,

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TypeGuard
 
-from oomfix.rewrite.effects import asks_if_not_finite, is_zero_grad, leaves
+from oomfix.rewrite.calls import called_name
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import nodes_of_scope
+from oomfix.rewrite.on_gradients import is_zero_grad
 from oomfix.rewrite.reading import Reading
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
@@ -26,6 +28,18 @@ def skips_if_not_finite(statement: ast.stmt) -> TypeGuard[ast.If]:
 def body_of_skip(skip: ast.If) -> list[ast.stmt]:
     """What a skip does before it leaves, but for resets of gradients."""
     return [other for other in skip.body[:-1] if not is_zero_grad(other)]
+
+
+def asks_if_not_finite(test: ast.expr) -> bool:
+    """`torch.isnan(loss) or torch.isinf(loss)`, `not torch.isfinite(losses).all()`: true where one number is not."""
+    if isinstance(test, ast.BoolOp):
+        return isinstance(test.op, ast.Or) and all(map(asks_if_not_finite, test.values))
+    asked, over_all = {"isnan", "isinf"}, "any"
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, asked, over_all = test.operand, {"isfinite"}, "all"
+    while isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and last_name(test) in (over_all, "item"):
+        test = test.func.value
+    return called_name(test) in asked
 
 
 class SkippedBatches:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from oomfix.rewrite import effects
 from oomfix.rewrite.batch_names import BatchNames
 from oomfix.rewrite.between import Between, is_start
+from oomfix.rewrite.calls import called_name, calls_in
+from oomfix.rewrite.changes import changed_paths, function_that_may_change, overlap, paths_read
 from oomfix.rewrite.constant_tests import ConstantTests
-from oomfix.rewrite.effects import changed_paths, overlap, paths_read
+from oomfix.rewrite.effects import switches_mode
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.hidden_states import states_made_before
 from oomfix.rewrite.kept_by_number import filled_from_inside, taken_by_number
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.liveness import (
     Liveness,
@@ -25,6 +27,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.rewrite.network_use import NetworkUse
+from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients
 from oomfix.rewrite.pools import exchanged
 from oomfix.rewrite.read_between import with_readers
 from oomfix.rewrite.rescaling import without_scaling
@@ -33,8 +36,9 @@ from oomfix.rewrite.rows_in_turn import why_in_turn
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_tensors import taken_out
 from oomfix.rewrite.signature import Signature
+from oomfix.rewrite.skipped_batches import asks_if_not_finite
 from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import children, walk
+from oomfix.script.nodes import children, is_remark, walk
 
 PREPARATION = frozenset(
     "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze "
@@ -198,7 +202,7 @@ class Slicer:
         return sorted(chain)
 
     def _may_compute(self, statement: ast.stmt) -> bool:
-        calls_out = any(last_name(call) not in PREPARATION for call in effects.calls_in(statement))
+        calls_out = any(last_name(call) not in PREPARATION for call in calls_in(statement))
         return calls_out and not self._helpers.fetch(statement)
 
     def _started_before(self, site: Site, chosen: list[int], chain: list[int]) -> int | None:
@@ -219,21 +223,21 @@ class Slicer:
 
     def _check_lifted(self, statement: ast.stmt, lift: Lift) -> None:
         line = statement.lineno
-        if (keyword := effects.leaves(statement)) is not None:
+        if (keyword := leaves(statement)) is not None:
             raise CannotLift(f"`{keyword}` in line {line} leaves the part that the loss is computed in")
         if self._helpers.train(statement):
             raise CannotLift(f"line {line} runs a step or another backward on the way to the loss")
-        if self._helpers.reset_gradients(statement) and not any(map(effects.is_zero_grad, lift.site.block)):
+        if self._helpers.reset_gradients(statement) and not any(map(is_zero_grad, lift.site.block)):
             raise CannotLift(f"line {line} resets gradients on the way to the loss, and nothing else does")
         if self._helpers.meet_other_processes(statement):
             raise CannotLift(f"line {line} waits for other processes on the way to the loss")
-        if effects.switches_mode(statement):
+        if switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients on the way to the loss")
         if self._helpers.fetch(statement):
             raise CannotLift(f"line {line} fetches a batch on the way to the loss, and would do so for every part")
         if reads_gradients(statement):
             raise CannotLift(f"line {line} reads gradients on the way to the loss, which would be those of parts")
-        if effects.keeps_gradients(statement):
+        if keeps_gradients(statement):
             raise CannotLift(f"line {line} keeps a gradient on the way to the loss, which would be one of a part")
         for node in nodes_of_scope(statement):
             if isinstance(node, ast.Delete | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.ClassDef):
@@ -311,13 +315,13 @@ class Slicer:
 def records_nothing(statement: ast.stmt) -> bool:
     """`with torch.no_grad(): ...`."""
     contexts = statement.items if isinstance(statement, ast.With) else []
-    off = any(effects.called_name(item.context_expr) in ("no_grad", "inference_mode") for item in contexts)
-    return off and not any(last_name(call) in _RECORDING for call in effects.calls_in(statement))
+    off = any(called_name(item.context_expr) in ("no_grad", "inference_mode") for item in contexts)
+    return off and not any(last_name(call) in _RECORDING for call in calls_in(statement))
 
 
 def _detaches(statement: ast.stmt) -> bool:
     """`fake = generator(noise).detach()`."""
-    return isinstance(statement, ast.Assign) and effects.called_name(statement.value) == "detach"
+    return isinstance(statement, ast.Assign) and called_name(statement.value) == "detach"
 
 
 def _changed_of_another(statement: ast.Expr, taken: dict[str, str]) -> str | None:
@@ -325,13 +329,13 @@ def _changed_of_another(statement: ast.Expr, taken: dict[str, str]) -> str | Non
     call = statement.value
     if not isinstance(call, ast.Call) or last_name(call).endswith("_"):
         return None
-    changed = (path.split(".")[0] for path in effects.changed_paths(statement))
+    changed = (path.split(".")[0] for path in changed_paths(statement))
     return next((taken[name] for name in changed if name in taken), None)
 
 
 def _told_change(path: str, statement: ast.stmt) -> str:
     """What is done to something from outside of the slice; which of its arguments a function changes is not known."""
-    function = effects.function_that_may_change(path, statement)
+    function = function_that_may_change(path, statement)
     if function:
         return f"calls `{function}`, which may change what it is given"
     return f"changes {path}, which was made outside of the slice"
@@ -373,7 +377,7 @@ def _with_remarks(block: list[ast.stmt], chosen: list[int]) -> list[int]:
     """A slice with the strings in it that stand above its statements."""
     found = set(chosen)
     for index in reversed(range(chosen[0], chosen[-1]) if chosen else ()):
-        if index + 1 in found and effects.is_remark(block[index]):
+        if index + 1 in found and is_remark(block[index]):
             found.add(index)
     return sorted(found)
 
@@ -384,9 +388,9 @@ def _ends_if_not_finite(statement: ast.stmt) -> bool:
         return False
     last = statement.body[-1]
     ends = isinstance(last, ast.Raise) or (
-        isinstance(last, ast.Expr) and effects.called_name(last.value) in ("exit", "_exit", "quit")
+        isinstance(last, ast.Expr) and called_name(last.value) in ("exit", "_exit", "quit")
     )
-    return ends and effects.asks_if_not_finite(statement.test)
+    return ends and asks_if_not_finite(statement.test)
 
 
 def _only_switches(statement: ast.stmt) -> bool:
@@ -394,8 +398,8 @@ def _only_switches(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call):
         function = statement.value.func
         same = isinstance(function, ast.Attribute) and path_of(function.value) == path_of(statement.targets[0])
-        return same and path_of(statement.targets[0]) is not None and effects.switches_mode(statement)
-    return isinstance(statement, ast.Expr) and effects.switches_mode(statement)
+        return same and path_of(statement.targets[0]) is not None and switches_mode(statement)
+    return isinstance(statement, ast.Expr) and switches_mode(statement)
 
 
 def _declared_names(scope: Scope) -> set[str]:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from oomfix.rewrite import effects
 from oomfix.rewrite.blocks import Blocks
+from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.divisions import Divisions
 from oomfix.rewrite.free_names import FreeNames
+from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import names_bound, names_read
 from oomfix.rewrite.no_sync import exchange_edits
+from oomfix.rewrite.on_gradients import is_zero_grad
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.verdict import Verdict
@@ -161,7 +163,7 @@ class WindowFolder:
         self._check_resets(behind, loop)
         for statement in walk(loop):
             if isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign) and id(statement) not in behind:
-                if reads_gradients(statement) and not effects.is_zero_grad(statement):
+                if reads_gradients(statement) and not is_zero_grad(statement):
                     raise CannotFold(f"line {statement.lineno} clips or reads gradients within it")
 
     def _stepping(self, decision: ast.If, loop: ast.AST) -> list[ast.stmt]:
@@ -186,7 +188,7 @@ class WindowFolder:
             assert isinstance(current, ast.stmt)
             block = self._blocks.block_of(current)
             for statement in block[: block.index(current)]:
-                if statement is not decision and (keyword := effects.leaves(statement)) is not None:
+                if statement is not decision and (keyword := leaves(statement)) is not None:
                     raise CannotFold(f"`{keyword}` in line {statement.lineno} may leave it open")
             parent = next(self._blocks.ancestors(current))
             if isinstance(parent, ast.If) and names_read(parent.test) & bound and parent not in either_way:
@@ -202,7 +204,7 @@ class WindowFolder:
     def _check_left(self, decision: ast.If, loop: ast.For) -> None:
         """Whether the loop is left, if at all, where a window has closed."""
         for statement in loop.body:
-            if statement is not decision and effects.leaves(statement) in ("break", "return"):
+            if statement is not decision and leaves(statement) in ("break", "return"):
                 raise CannotFold(f"line {statement.lineno} may leave it open")
 
     def _check_resets(self, behind: set[int], loop: ast.AST) -> None:
@@ -224,9 +226,9 @@ class WindowFolder:
     def _schedules(self, verdict: Verdict, decision: ast.If) -> Iterator[ast.Call]:
         """The schedules that are stepped where a window closes, and not where the tail of an epoch is stepped."""
         optimizers = {id(step.node) for step in (*verdict.loop.steps, *verdict.steps)}
-        behind = {ast.unparse(call.func) for tail in self._tails(verdict) for call in effects.calls_in(tail)}
+        behind = {ast.unparse(call.func) for tail in self._tails(verdict) for call in calls_in(tail)}
         for statement in self._stepping(decision, verdict.loop.node):
-            for call in effects.calls_in(statement):
+            for call in calls_in(statement):
                 if last_name(call) == "step" and id(call) not in optimizers and ast.unparse(call.func) not in behind:
                     yield call
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from oomfix.rewrite.edits import apply_edits
-from oomfix.rewrite.effects import is_remark
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit, bounds
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import is_remark, walk
 
 _COMPARING: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_,

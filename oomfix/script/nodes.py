@@ -139,3 +139,8 @@ def by_function(nodes: Iterable[tuple[ast.AST, Scope]]) -> dict[ast.AST, list[as
         group = together[node] = groups.setdefault(scope, [])
         group.append(node)
     return together
+
+
+def is_remark(statement: ast.stmt) -> bool:
+    """Whether a statement is a string that nothing reads, as some write their comments."""
+    return isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str)
