@@ -247,7 +247,8 @@ class _Lifter:
         Raises:
             CannotLift: a backward goes through what the first slice computed.
         """
-        shared = self._names_behind(second, first.site.statement) & _bound(first.lifted)
+        needed = self._names_behind(second, first.site.statement)
+        shared = (needed & _bound(first.lifted)) | self._read_on_the_way(first, needed)
         if not shared or not self._reaches(first.site.scope, second.scope):
             return second
         graphs = shared & _bound([one for one in first.lifted if not self._gives_no_graph(one, second)])
@@ -378,6 +379,14 @@ class _Lifter:
             if isinstance(parent, ast.For | ast.AsyncFor) and names_bound_by_target(parent.target) & needed:
                 needed |= names_read(parent.iter)
             current = parent
+
+    def _read_on_the_way(self, first: Lift, needed: set[str]) -> set[str]:
+        """What the networks of a slice give and a line ahead of its backward makes something of that is needed behind.
+
+        `copies = fake.detach()`, ahead of the backward of the generator, for the loss of the discriminator.
+        """
+        read = _needed_by(needed, self._slicer.liveness_of(first.site.scope), first.after)
+        return read & _bound([statement for statement in first.lifted if self._runs_forward(statement)])
 
     def _with_ancestors(self, statement: ast.stmt) -> Iterator[ast.stmt]:
         yield statement

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rewrite.equivalence import parts_as_whole, rewritten
+from tests.rewrite.equivalence import assert_same_bits, parts_as_whole, rewritten, run
 
 GAN = """\
 import torch
@@ -142,3 +142,44 @@ def test_noise_that_may_have_a_graph_keeps_both_losses_in_place(noise):
     after = rewritten(NOISE.format(noise=noise))
     assert [loop.rewrite for loop in after.loops] == ["in-place"]
     assert "goes through noise, made for the one in line 17" in (after.loops[0].reason or "")
+
+
+COPIES = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+generator, critic = nn.Linear(4, 2), nn.Linear(2, 1)
+make = torch.optim.SGD(generator.parameters(), lr=0.1)
+judge = torch.optim.SGD(critic.parameters(), lr=0.1)
+for x in [torch.randn(6, 4) for _ in range(4)]:
+    ones = torch.ones(len(x), 1)
+    fake = generator(x)
+    copies = {copies}
+    made = (critic(fake) - ones).pow(2).mean()
+    make.zero_grad()
+    judge.zero_grad()
+    made.backward()
+    make.step()
+    judged = (critic(x[:, :2]) - ones).pow(2).mean() + critic(copies).pow(2).mean()
+    judge.zero_grad()
+    judged.backward()
+    judge.step()
+    print(made.item(), judged.item())
+print(copies.sum().item())
+"""
+
+
+def test_copies_taken_ahead_of_the_backward_of_a_generator_are_given_to_the_discriminator():
+    text = COPIES.format(copies="fake.detach()")
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert "    made, fake = memory.forward_backward(" in after.text
+    assert parts_as_whole(text, after.text, after.text) == 8
+
+
+def test_copies_whose_graph_is_kept_leave_both_losses_in_place():
+    text = COPIES.format(copies="fake * 2").replace("made.backward()", "made.backward(retain_graph=True)")
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
