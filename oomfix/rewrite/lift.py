@@ -95,9 +95,6 @@ class Lift:
         loss_is_read: whether the loss is read later.
         underscore_is_taken: `_` means something here, so that a loss which nobody reads needs another name.
         deletes: names to take out of a `del`, since they no longer exist where it stands.
-        bound_with_network: names that each round of the loop around the network binds.
-        bound_with_loss: names that are bound on every way on which the loss is.
-        own: names bound only on some ways through the slice, and read on the same ones, or where all others fail.
         all_names_are_read: something reads names of the scope that it does not write down.
         state: what the slice leaves behind in objects, which the runtime can put back.
         one_sample: why the rows of the batch cannot be told apart, where that is seen.
@@ -120,9 +117,6 @@ class Lift:
     loss_is_read: bool = False
     underscore_is_taken: bool = False
     deletes: dict[ast.Delete, set[str]] = field(default_factory=dict)
-    bound_with_network: set[str] = field(default_factory=set)
-    bound_with_loss: set[str] = field(default_factory=set)
-    own: set[str] = field(default_factory=set)
     rescaled: list[ast.stmt] = field(default_factory=list)
     all_names_are_read: bool = False
     state: str | None = None

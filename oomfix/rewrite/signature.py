@@ -37,7 +37,7 @@ from oomfix.script.nodes import blocks, children, walk
 
 
 class Signature:
-    """Finds what a slice takes and gives.
+    """Finds what one slice takes and gives.
 
     Args:
         liveness: of the scope it stands in.
@@ -57,6 +57,12 @@ class Signature:
         self._batch_names = batch_names
         self._runs_forward = runs_forward
         self._tests = tests
+        self._bound_with_network: set[str] = set()
+        """Names that each round of the loop around the network binds."""
+        self._bound_with_loss: set[str] = set()
+        """Names that are bound on every way on which the loss is."""
+        self._own: set[str] = set()
+        """Names bound only on some ways through the slice, and read on the same ones, or where all others fail."""
 
     def find_outputs(self, lift: Lift) -> None:
         """Set the outputs: what the slice binds and something reads later.
@@ -75,21 +81,21 @@ class Signature:
         if lift.all_names_are_read:
             live |= set(bound)
         live |= self._find_deletes(lift, set(bound) - live)
-        lift.bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
-        lift.bound_with_loss = _bound_with_the_loss(lift)
-        lift.own |= self._bound_by_the_networks_ways(lift) | self._bound_by_its_rounds(lift) | _missed_otherwise(lift)
+        self._bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
+        self._bound_with_loss = _bound_with_the_loss(lift)
+        self._own |= self._bound_by_the_networks_ways(lift) | self._bound_by_its_rounds(lift) | _missed_otherwise(lift)
         others = self._liveness.always | _read_outside(lift)
         outside = others | names_read(lift.site.root) | (set(bound) if lift.all_names_are_read else set())
         kept = self._tests.own_names(lift, outside)
-        lift.own |= kept | self._read_behind_in_any_case(lift)
-        certain = definitely_bound(lift.lifted) | lift.bound_with_network | lift.bound_with_loss | lift.own
+        self._own |= kept | self._read_behind_in_any_case(lift)
+        certain = definitely_bound(lift.lifted) | self._bound_with_network | self._bound_with_loss | self._own
         given = self._bound_ahead_of(lift)
         for name in bound:
             if name not in live or name in kept:
                 continue
             if name not in certain | given:
                 if name not in others and self._bound_where_read(name, lift.lifted):
-                    lift.own.add(name)
+                    self._own.add(name)
                     continue
                 if name in _bound_in_expressions(lift.lifted):
                     raise CannotLift(f"{name} is read later, and bound within an expression")
@@ -126,7 +132,7 @@ class Signature:
         if loop is None or lift.site.branch is not None:
             return set()
         read = self._liveness.before(lift.lifted[: lift.lifted.index(loop) + 1], set())
-        return lift.bound_with_network - read - _bound_besides(lift) - lift.site.bound_before
+        return self._bound_with_network - read - _bound_besides(lift) - lift.site.bound_before
 
     def _read_behind_in_any_case(self, lift: Lift) -> set[str]:
         """The names that a slice binds under tests of settings, and that are read behind its backward in any case.
@@ -200,16 +206,16 @@ class Signature:
         Raises:
             CannotLift: a parameter may have no value yet.
         """
-        returned = names_read(lift.site.root) | set(lift.outputs) - lift.bound_with_network
-        read = self._liveness.before(lift.lifted, returned - lift.bound_with_loss)
+        returned = names_read(lift.site.root) | set(lift.outputs) - self._bound_with_network
+        read = self._liveness.before(lift.lifted, returned - self._bound_with_loss)
         rebound = {name for statement in lift.lifted for name in names_bound(statement)}
         data = self._batch_names.of(lift, read) | {name for one in lift.kept for name in names_bound(one)} & read
         bound = self._bound_ahead_of(lift) | (data - bound_anywhere(lift.site.scope)) | _read_in_any_case(lift)
-        if unsure := (read & rebound) - lift.own - bound:
+        if unsure := (read & rebound) - self._own - bound:
             raise CannotLift(f"{sorted(unsure)[0]} may have no value yet where the slice reads it")
         # what is passed is read at once, even where the slice would not have come to it
-        lift.given_if = tests_of(data - bound - returned - lift.own, self._ahead_of(lift), lift.lifted)
-        wanted = ((data & bound) | (read & rebound) | lift.given_if.keys()) - lift.own
+        lift.given_if = tests_of(data - bound - returned - self._own, self._ahead_of(lift), lift.lifted)
+        wanted = ((data & bound) | (read & rebound) | lift.given_if.keys()) - self._own
         lift.inputs = [name for name in _reading_order(lift) if name in wanted]
 
     def _bound_ahead_of(self, lift: Lift) -> frozenset[str]:
