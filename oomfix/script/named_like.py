@@ -14,7 +14,7 @@ _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
     r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip|vgg|inception)\d*(_?[a-z0-9]{1,3})?$"
-    r"|^net[A-Z]\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$",
+    r"|^net(?-i:[A-Z])\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$",
     re.IGNORECASE,
 )
 _PART_NAME = re.compile(
@@ -62,15 +62,18 @@ _RECORD = re.compile(
 _LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
 _VERB = re.compile(
-    r"^(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
+    r"^(\w+_(?=(build|create|load|save|make|reset)_))?"
+    r"(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
     r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
     r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|"
     r"wrap|unwrap|configure|validation|training|on|clone|move|merge|fuse|prune|quantize|shard|consolidate|push|upload|"
-    r"download|fetch|import|find|remove|delete|replace|patch|check|is|has)(_|$)",
+    r"download|fetch|import|find|remove|delete|replace|patch|check|is|has|describe|adapt|construct|compare|inspect)"
+    r"(_|$|(?-i:[A-Z]))",
     re.IGNORECASE,
 )
 _NO_NETWORK_NAME = re.compile(
-    r"early_?stop|tokeni[sz]er|spacy|(batch|data|label|target)_?extractor$|(\w+_)?(batch|data)_?(generator|gen)$|(ewc|ema|ece|eer|emd|elbo|dcg)$",
+    r"early_?stop|tokeni[sz]er|spacy|(one_?hot|label|ordinal)_?encoder$|(batch|data|label|target)_?extractor$|(\w+_)?(batch|data)_?(generator|gen)$|"
+    r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu)$",
     re.IGNORECASE,
 )
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
