@@ -60,6 +60,8 @@ MODEL_PACKAGES = frozenset("dlib mediapipe spacy".split())
 _TRANSFORM = re.compile(
     r"^((torchvision|torchaudio|torchio|monai)\.transforms|kornia\.augmentation)\.(\w+\.)*[A-Z]|(^|\.)\w*(Spectrogram|MFCC)$"
 )
+_PIPELINE = re.compile(r"(^|\.)\w*Pipeline\.from_\w+$|^diffusers\.(\w+\.)*\w*Pipeline$|^transformers\.pipeline$")
+"""Pipelines from a network's hub, which turn gradients off by themselves."""
 _LOSS_CLASS = re.compile(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion|^LabelSmooth")
 _LOSSES_ELSEWHERE = "gpytorch.mlls."
 _OPTIMIZER_CLASS = re.compile(
@@ -67,7 +69,7 @@ _OPTIMIZER_CLASS = re.compile(
     r"\w*Optimizer|BertAdam|AdaBelief|SAM|NoamOpt|ScheduledOptim|MADGRAD|Ranger))$"
 )
 _MODULE_FACTORY = re.compile(
-    r"^torchvision\.models\.|^timm\.create_model$|^timm\.models\.|^torch\.hub\.load$|^segmentation_models_pytorch\.[A-Z]|"
+    r"^torchvision\.models\.(?!\S*Weights\b)|^timm\.create_model$|^timm\.models\.|^torch\.hub\.load$|^segmentation_models_pytorch\.[A-Z]|"
     r"^transformers\.(?!\w*(Tokenizer|Processor|Config|Extractor|Dataset|Collator))\w+\.(from_pretrained|from_config)$|"
     r"^(transformers|pytorch_transformers|pytorch_pretrained_bert|diffusers|peft)\.\w*(Model|For[A-Z]\w+|Net|UNet\w+|VAE|Autoencoder\w*)"
     r"(\.from_pretrained|\.from_config)?$|"
@@ -184,7 +186,7 @@ def kind_of_call(qualified: str) -> Kind | None:
 def has_no_weights(qualified: str) -> bool:
     """Whether a call makes what computes without weights of its own, and records a graph only of what goes in."""
     package = qualified.split(".")[0]
-    return package in MODEL_PACKAGES or qualified == "transformers.pipeline" or bool(_TRANSFORM.search(qualified))
+    return package in MODEL_PACKAGES or bool(_PIPELINE.search(qualified) or _TRANSFORM.search(qualified))
 
 
 @lru_cache(MANY_NAMES)
