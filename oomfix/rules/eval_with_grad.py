@@ -33,8 +33,8 @@ class EvalWithGrad(Rule):
     peak over the weights was 9.0 times that under `no_grad` for a network of 8 blocks (bench/results/rules.md).
 
     Quiet when: gradients are off by context, decorator or `set_grad_enabled(False)`, here or in every caller in the
-    file; a backward goes through the forward; a framework (Lightning, Trainer) runs the pass; the file holds unit
-    tests.
+    file; a backward goes through the forward, or an update reads what it gives; a framework (Lightning, Trainer) or a
+    pipeline (diffusers) runs the pass; the file holds unit tests.
 
     Fix: `@torch.no_grad()` on the function, or `with torch.no_grad():` around the pass. torch runs an
     `nn.TransformerEncoder` in `eval()` on a faster path there, whose results differ in the last digits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Forward, Trace
@@ -27,7 +27,7 @@ def acts_in_environment(forward: Forward, trace: Trace) -> bool:
     if any(origin in keep.origins for keep in trace.keeps.values()):
         return False
     asked = _asked(forward, trace)
-    return any(_reaches(asked, step, nodes) for nodes in _around(forward) for step in _steps_of_environments(nodes))
+    return any(_reaches(asked, step, nodes) for nodes in _around(forward) for step in steps_of_environments(nodes))
 
 
 def _asked(forward: Forward, trace: Trace) -> set[ast.AST]:
@@ -44,7 +44,8 @@ def _around(forward: Forward) -> Iterator[Sequence[ast.AST]]:
         yield function.nodes
 
 
-def _steps_of_environments(nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
+def steps_of_environments(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:
+    """The calls of `env.step(action)`, by what is assigned from them."""
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Call):
             step, parts = node.value, node.targets[0].elts

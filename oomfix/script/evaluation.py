@@ -96,7 +96,33 @@ def _is_evaluation(
             return True
         # A script that trains nothing may only be trying out the network.
         return (site.function is not None or bool(orders)) and _is_only_looked_at(forward, trace)
-    return not within_training or _says_evaluation(site.loop) or _is_only_looked_at(forward, trace)
+    if _says_evaluation(site.loop) or _is_only_looked_at(forward, trace):
+        return True
+    return not (within_training or _is_for_training(forward, trace))
+
+
+def _is_for_training(forward: Forward, trace: Trace) -> bool:
+    """Whether a forward may be part of an update that a round makes, with what no backward is seen to go through."""
+    if forward.discarded and _leads_to_an_unseen_backward(forward, trace):
+        return True
+    function = forward.site.function
+    if function is not None and looks_like_loss(function.name) and _is_trained_elsewhere(forward, trace):
+        return True  # the loss before the update
+    # few scripts come to this question, and every module is a third of a millisecond of each run
+    from oomfix.script.fed_to_training import feeds_training
+
+    return feeds_training(forward, _where_it_is_used(forward, trace), trace)
+
+
+def _leads_to_an_unseen_backward(forward: Forward, trace: Trace) -> bool:
+    """Whether the same run of a loop has a backward through nothing in sight: of losses that layers have kept."""
+    runs = forward.site.runs
+    return any(not backward.origins and backward.site.runs[: len(runs)] == runs for backward in trace.backwards)
+
+
+def _is_trained_elsewhere(forward: Forward, trace: Trace) -> bool:
+    """Whether training goes back through the same line on another way."""
+    return any(other.node is forward.node and other.origin in trace.backpropagated for other in trace.forwards.values())
 
 
 def _is_in_training_branch(forward: Forward) -> bool:
@@ -139,8 +165,7 @@ def _becomes_numbers(forward: Forward, trace: Trace) -> bool:
     """`return self.net(x).detach().numpy()`: whoever asks for it gets numbers, through which nothing goes back."""
     function = forward.site.function
     if function is None:
-        inference = forward.site.loop is None and not trace.backwards and not trace.steps
-        return inference and _becomes_array(forward, trace)
+        return forward.site.loop is None and _becomes_array(forward, trace)
     if looks_like_training(function.name):
         return False
     if any(_ends_in_numbers(node, forward) for node in function.nodes):
