@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from oomfix.script.named_like import looks_like_logging, looks_like_loss
-from oomfix.script.names import path_of, unpacked
+from oomfix.script.names import last_name, path_of, unpacked
 from oomfix.script.nodes import children, walk
-from oomfix.script.torch_facts import INTEGER_RESULTS, LEAVING_THE_GRAPH
+from oomfix.script.torch_facts import INDEX_REDUCTIONS, INTEGER_RESULTS, LEAVING_THE_GRAPH
 
 _METHODS = frozenset(("numpy", "tolist"))
 _ARRAYS = frozenset(("np", "numpy"))
-_TAKEN_OFF = LEAVING_THE_GRAPH | INTEGER_RESULTS
+_TAKEN_OFF = LEAVING_THE_GRAPH | INTEGER_RESULTS | {"sample"}
+"""What holds no graph; as an array is made of it, `sample` is that of a distribution."""
 _SHAPES = frozenset("shape size dim ndim numel device dtype".split())
 _WITHOUT_EFFECT = _ARRAYS | frozenset("torch F nn print len range zip enumerate list sum float int".split())
 _DEEPEST = 4
@@ -89,7 +90,7 @@ class _MadeFrom:
                 part.id
                 for target, value in bound
                 if self._is_in(value, names, without)
-                for part in unpacked(target)
+                for part in (_but_indices(target, value) if without >= _TAKEN_OFF else unpacked(target))
                 if isinstance(part, ast.Name)
             }
             - names
@@ -102,6 +103,8 @@ class _MadeFrom:
             return True
         if isinstance(node, ast.Attribute) and node.attr in without:
             return False
+        if without >= _TAKEN_OFF and isinstance(node, ast.Subscript) and _gives_indices(node.value):
+            return ast.unparse(node.slice) != "1" and self._is_in(node.value, names, without)
         return any(self._is_in(child, names, without) for child in children(node))
 
     def _has_graph(self, node: ast.AST) -> bool:
@@ -143,6 +146,17 @@ def _bound(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
         case ast.NamedExpr(target, value) | ast.For(target, value) | ast.comprehension(target, value):
             return [(target, value)]
     return []
+
+
+def _gives_indices(value: ast.expr) -> bool:
+    """`scores.topk(5)`, `torch.max(scores, 1)`: values, and indices without a graph."""
+    return isinstance(value, ast.Call) and last_name(value) in INDEX_REDUCTIONS
+
+
+def _but_indices(target: ast.expr, value: ast.expr) -> Iterator[ast.expr]:
+    """What a target binds, but for indices: `best` of `best, indices = scores.topk(5)`."""
+    parts = list(unpacked(target))
+    yield from parts[:1] if _gives_indices(value) and len(parts) == 2 else parts
 
 
 def _has_no_effect(call: ast.Call) -> bool:
