@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from oomfix.script.named_like import looks_like_loss
@@ -15,9 +16,11 @@ _READING = frozenset(("item", "tolist"))
 _TO_NUMBERS = frozenset("float int bool str repr format round print".split())
 _LOGGING = frozenset("add_scalar add_scalars log log_metric info debug warning".split())
 _PICTURES = frozenset("plt ax axes axs fig sns".split())
+_SHOWING = frozenset("save_image imshow imsave imwrite add_image add_images add_embedding add_histogram".split())
+_SHOWN_BY = re.compile(r"^_*(plot|show|print|display|draw|save|visuali[sz]e|log)(_|$)", re.IGNORECASE)
 _COMPUTING = frozenset("torch F nn np numpy math list tuple zip enumerate range".split()) | REDUCING_BUILTINS
-_OF_TENSORS = frozenset("eq ne equal view_as expand_as type_as".split())
-"""Methods of another tensor that this one is given to."""
+_OF_TENSORS = frozenset("eq ne equal view_as expand_as type_as make_grid".split())
+"""Methods of another tensor that this one is given to, and a function that puts pictures together."""
 _SHAPES = frozenset("shape size dim ndim numel device dtype".split())
 _PASSING = (
     ast.Attribute
@@ -72,6 +75,9 @@ class _Uses:
             match around:
                 case ast.Attribute(attr=name) if name in _SHAPES:
                     return True
+                case ast.Call(func) if node is not func and self._shows(around):
+                    self.looked_at = True
+                    return True
                 case ast.Call(func) if node is not func and not self._computes(around):
                     return False
                 case ast.Assign(targets):
@@ -93,9 +99,14 @@ class _Uses:
             case ast.Call(func) if node is not func:
                 path = path_of(func) or ""
                 method = isinstance(func, ast.Attribute) and root_of(path) not in _COMPUTING
-                logged = method and last_name(around) in _LOGGING
+                logged = (method and last_name(around) in _LOGGING) or last_name(around) in _SHOWING
                 return path in _TO_NUMBERS or root_of(path) in _PICTURES or logged
         return isinstance(around, ast.FormattedValue | ast.If | ast.While | ast.Assert)
+
+    def _shows(self, call: ast.Call) -> bool:
+        """`plot_images(x, guesses)`, a function of the file as a statement of its own."""
+        alone = isinstance(self._around.get(call), ast.Expr)
+        return alone and bool(_SHOWN_BY.match(last_name(call) or "")) and self._goes_on(call)
 
     def _computes(self, call: ast.Call) -> bool:
         path = path_of(call.func) or ""

@@ -31,6 +31,9 @@ TRAINING = """
         "plt.plot(z, model(z).detach().numpy())",
         "losses = [criterion(model(part), y).item() for part in z]",
         "rows = [row.tolist() for row in model(z)]",
+        "save_image(model(z), 'x.png')",
+        "images = model(z).detach(); vutils.save_image(vutils.make_grid(images), 'x.png')",
+        "writer.add_images('made', model(z), step)",
         "if criterion(model(z), y) < best: break",
     ],
 )
