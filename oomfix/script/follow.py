@@ -153,6 +153,8 @@ class Follower(Flow):
             return
         inside = inside and not apart
         receiver = None if owner is None or function.is_static else self._instance_for(owner)
+        if function.name == "__init__" and self._reached(function):
+            return  # a second run would put other networks in the place of those that it has switched to `eval()`
         outer, self.way = self.way, ("entry", id(function.node))
         if inside:
             self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0

@@ -33,6 +33,8 @@ _MODULE_METHODS = frozenset(
     "forward get_parameter_groups".split()
 )
 
+_OF_RECURRENT = frozenset({"init_hidden", "initHidden"})
+
 _TENSOR_METHODS = ("detach", "clamp", "clamp_", "copy_", "backward", "grad.zero_", "data.clamp_", "data.copy_")
 
 _DISTRIBUTED = frozenset({"DDP", "DistributedDataParallel"})
@@ -244,7 +246,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
-    elif receiver is not None and method in _MODULE_METHODS:
+    elif receiver is not None and (method in _MODULE_METHODS or (method in _OF_RECURRENT and receiver != "self")):
         hints.modules.add(receiver)
     elif receiver is not None and method == "load_state_dict":
         hints.filled.add(receiver)

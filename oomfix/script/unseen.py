@@ -153,11 +153,11 @@ class Unseen(Containers):
         return content.with_graph(Graph.NO, NO_ORIGINS)
 
     def _takes_the_name_of(self, node: ast.Call, path: str | None) -> bool:
-        """`model = model(config)`: a class under the name of what it makes."""
-        statement = self.statement
-        if not isinstance(statement, ast.Assign) or statement.value is not node:
-            return False
-        return path in self.hints.modules and any(path_of(target) == path for target in statement.targets)
+        """`model = model(config)`, `self.model = model(config)`: a class under the name of what it makes."""
+        target = self._assigned_to(node)
+        if target == f"self.{path}":
+            return target in self.hints.called
+        return target == path and path in self.hints.modules
 
     def _made(self, node: ast.Call, name: str, content: Value) -> Value:
         """A call of a class out of sight makes an object; what it does with a graph is its own."""

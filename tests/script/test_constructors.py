@@ -1,0 +1,76 @@
+"""What the constructors of objects make: networks in their mode, and networks of a class that is handed over."""
+
+from __future__ import annotations
+
+import pytest
+
+DETECTOR = """
+    import torch
+
+    class Detector:
+        def __init__(self, path):
+            self.model = Yolo(path)
+            {before}
+            self.model.{mode}()
+
+        def find(self, image):
+            features = self.model(image)
+            boxes = []
+            for feature in features:
+                boxes.extend(decode(feature))
+            return len(boxes)
+"""
+
+
+@pytest.mark.parametrize("before", ["pass", "self.model.cuda()", "self.size = 8"])
+def test_a_network_stays_in_the_mode_that_its_constructor_switched_it_to(report, before):
+    assert report(DETECTOR.format(before=before, mode="eval")) == [("OOM201", 10)]
+
+
+def test_one_in_training_mode_may_be_trained(report):
+    assert report(DETECTOR.format(before="pass", mode="train")) == []
+
+
+HANDED = """
+    import torch
+
+    class Learner(torch.nn.Module):
+        def __init__(self, model, shape, rate):
+            super().__init__()
+            self.model = model({given})
+            self.optimizer = torch.optim.Adam(self.parameters(), rate)
+
+        def learn(self, x, y):
+            loss = criterion(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+
+    def main(model):
+        model.train()
+        for seed in range(3):
+            learner = Learner(model, (3, 4), 1e-3)
+"""
+
+
+@pytest.mark.parametrize("given", ["shape", "shape, depth=2"])
+def test_a_class_under_the_name_of_what_an_object_holds_is_made_and_not_run(report, given):
+    assert ("OOM201", 6) not in report(HANDED.format(given=given))
+
+
+WRITING = """
+    import torch
+
+    def write(lm, token, length):
+        hidden = lm.{started}(1)
+        text = []
+        for _ in range(length):
+            out, hidden = lm(token, hidden)
+            token = torch.multinomial(torch.softmax(out[-1], -1), 1)
+            text.append(token.item())
+        return text
+"""
+
+
+@pytest.mark.parametrize(("started", "found"), [("init_hidden", True), ("initHidden", True), ("begin", False)])
+def test_what_is_asked_for_its_first_state_is_a_network(report, started, found):
+    assert (("OOM201", 7) in report(WRITING.format(started=started))) is found
