@@ -33,9 +33,12 @@ _EVALUATION_NAME = re.compile(
     r"^(eval|valid|test|infer|predict|(plot|show|display)_|save_(?!.*(model|checkpoint|ckpt|state|weight)))",
     re.IGNORECASE,
 )
-# what is predicted or sampled has a loss in training, where `val_loss` and `estimate_loss` say that they evaluate
-_LOSS_OF_A_PREDICTION = re.compile(
-    r"(^|_)(predict\w*|generate|sample|score|embed|actions?)_(\w+_)?loss(_|$|\d)", re.IGNORECASE
+# what is predicted or sampled has a loss in training, where `val_loss` and `estimate_loss` say that they evaluate;
+# a policy is asked for the probabilities of actions again by a loss, and a sample of experience is kept for one
+_FOR_TRAINING = re.compile(
+    r"(^|_)(predict\w*|generate|sample|score|embed|actions?)_(\w+_)?loss(_|$|\d)|(^|_)eval(uate)?_(log_?probs?_)?actions?$|"
+    r"(^|_)(append|add|store|push|insert|remember)_samples?$",
+    re.IGNORECASE,
 )
 _ACTING_NAME = re.compile(rf"(^|_)({_ACTING})(_|$|\d)", re.IGNORECASE)
 _MODULE_BASE = re.compile(
@@ -80,7 +83,7 @@ class Function:
     @cached_property
     def evaluates(self) -> bool:
         """Whether its name says that it evaluates, tests or predicts."""
-        trains = "train" in self.name.lower() or _LOSS_OF_A_PREDICTION.search(self.name)
+        trains = "train" in self.name.lower() or _FOR_TRAINING.search(self.name)
         return bool(_EVALUATION_NAME.search(self.name)) and not trains
 
     @cached_property
@@ -251,6 +254,11 @@ class Class:
         return any(base.ref.is_lightning for base in self.bases if base.kind is Kind.CLASS) or any(
             _LIGHTNING_BASE.search(name) for name in self.base_names
         )
+
+    @cached_property
+    def is_fabric(self) -> bool:
+        """Whether it is Fabric itself, or what was called so before, with a training loop of its own."""
+        return any(last_of(name) in ("Fabric", "LightningLite") for name in self.base_names)
 
     @property
     def step_of_a_framework(self) -> str | None:

@@ -86,6 +86,8 @@ class Training(Forwards):
         ):
             if word in last:
                 return framework
+        if isinstance(receiver.ref, Instance) and receiver.ref.cls.is_fabric:
+            return "fabric"
         return "deepspeed" if receiver.kind is Kind.MODULE else None
 
     def _record_backward(

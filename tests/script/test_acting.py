@@ -474,3 +474,39 @@ def test_a_script_that_only_acts_is_read(report):
     """
     assert any(holds(code.encode(), need) for need in EvalWithGrad.needs)
     assert report(code) == [("OOM201", 6)]
+
+
+REMEMBERED = """
+    import torch
+
+    class Agent:
+        def __init__(self):
+            self.critic = torch.nn.Linear(8, 4)
+
+        def {name}(self, state, action):
+            values = self.critic(state)
+            {end}
+
+        def learn(self, state, target):
+            loss = criterion(self.critic(state), target)
+            loss.backward()
+            self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("evaluate_actions", "self.values = values"),
+        ("evaluate_action", "self.values = values"),
+        ("append_sample", "self.memory.add(values.data[0][action], state)"),
+        ("store_sample", "self.memory.add(values.data[0][action], state)"),
+    ],
+)
+def test_what_keeps_experience_or_asks_for_it_again_is_part_of_training(evaluations, name, end):
+    assert evaluations(REMEMBERED.format(name=name, end=end)) == []
+
+
+@pytest.mark.parametrize("name", ["evaluate_policy", "sample_actions", "save_samples"])
+def test_what_is_named_alike_is_none(evaluations, name):
+    assert evaluations(REMEMBERED.format(name=name, end="print(values.argmax())")) == [8]

@@ -249,3 +249,28 @@ def test_what_a_class_of_the_file_loads_from_a_checkpoint_is_its_network(read):
     """
     )
     assert findings_of(read(code)) == [("OOM201", 29, "warning")]
+
+
+LITE = """
+    import torch
+    from {package} import {base}
+
+    class Training({base}):
+        def run(self, net, loader):
+            net, optimizer = self.setup(net, torch.optim.Adam(net.parameters()))
+            for x, y in loader:
+                loss = criterion(net(x.cuda()), y)
+                {backward}
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "base"), [("pytorch_lightning.lite", "LightningLite"), ("lightning.fabric", "Fabric")]
+)
+def test_a_loop_in_a_class_of_fabric_leaves_the_precision_to_it(report, package, base):
+    assert report(LITE.format(package=package, base=base, backward="self.backward(loss)")) == []
+
+
+def test_one_in_a_class_of_something_else_does_not(report):
+    assert report(LITE.format(package="project", base="Base", backward="loss.backward()")) == [("OOM202", 8)]
