@@ -71,7 +71,7 @@ def _decided_window(loop: TrainingLoop) -> Window | None:
     accumulating = [event for event in loop.backwards if not waits(event, loop.node, ids)]
     if not any(event.node not in elsewhere for event in accumulating):
         return None
-    if _window_size(first.test) == "1" or not isinstance(first.statement, ast.If):
+    if _is_one(_window_size(first.test), loop.node) or not isinstance(first.statement, ast.If):
         return None
     return Window(
         size=_window_size(first.test),
@@ -81,6 +81,12 @@ def _decided_window(loop: TrainingLoop) -> Window | None:
         elsewhere=elsewhere,
         fires_on_last_batch=_fires_on_last_batch(first),
     )
+
+
+def _is_one(size: str, loop: Loop) -> bool:
+    """Whether a window holds one iteration: `% 1`, or what the round itself sets to 1 and to nothing else."""
+    assigned = [node for node in walk(loop) if isinstance(node, ast.Assign) and size in map(path_of, node.targets)]
+    return size == "1" or (bool(assigned) and all(ast.unparse(node.value) == "1" for node in assigned))
 
 
 def _excludes_all(event: Event, others: Iterable[Event], loop: TrainingLoop) -> bool:

@@ -784,3 +784,17 @@ def test_a_loss_that_may_be_divided_where_it_cannot_be_followed_is_not_reported(
 def test_a_size_that_is_asked_and_logged_divides_nothing(report, written):
     code = DIVIDED_OUT_OF_SIGHT.format(**{"made": "", "divided": "loss = sum(losses)", "full": "pass", **written})
     assert "OOM301" in [found for found, _ in report(code)]
+
+
+@pytest.mark.parametrize(("size", "found"), [("1", []), ("4", [("OOM301", 4), ("OOM302", 5)])])
+def test_a_window_that_the_round_sets_to_one_iteration_is_none(report, size, found):
+    code = f"""
+        for i, (x, y) in enumerate(loader):
+            loss = criterion(model(x), y)
+            every = {size}
+            loss.backward()
+            if (i + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert [one for one in report(code) if one[0] != "OOM202"] == found
