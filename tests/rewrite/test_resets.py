@@ -108,6 +108,15 @@ def test_an_exception_around_all_of_the_training_does_not_keep_a_reset():
     assert "zero_grad" not in text
 
 
+def test_an_exception_in_another_function_of_the_same_name_does_not_keep_a_reset():
+    body = "optimizer.zero_grad()\nloss = F.cross_entropy(model(x), y)\nloss.backward()\noptimizer.step()\n"
+    text, _ = apply(
+        f"def step(x, y):\n{textwrap.indent(body, '    ')}"
+        "for x, y in loader:\n    step(x, y)\n    try:\n        display.step()\n    except OSError:\n        pass\n"
+    )
+    assert "zero_grad" not in text
+
+
 def test_a_batch_that_is_skipped_between_forward_and_backward_leaves_no_gradients():
     text = TOP + textwrap.dedent("""\
         x, y = loader[0]

@@ -40,6 +40,7 @@ def epochs(
         {"constants": CASES},
         {"constants": 'TRAIN: str = "train"; EVAL: str = "eval"'},
         {"constants": CASES, "validation": "run_epoch(others, model, None, mode=EVAL)"},
+        {"constants": CASES, "default": ", /"},
         {"constants": 'TRAIN = "train"; LOG = "log"; EVAL = "eval"', "test": "mode in (TRAIN, LOG)"},
         {"constants": 'TRAIN = "train"; LOG = "log"; EVAL = "eval"', "test": "mode == TRAIN or mode == LOG"},
         {"constants": CASES, "test": "mode != EVAL"},
