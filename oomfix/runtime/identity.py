@@ -30,14 +30,16 @@ def identity(
 
     Returns:
         The code, the models, functions, criteria and flags that it is bound to (closure, defaults, arguments of a
-        partial) and has among its arguments: a function that a loop defines anew from the same things stays the same.
-        And the numbers that it reads.
+        partial) and has among its arguments, and which arguments these are: a function that a loop defines anew from
+        the same things stays the same. And the numbers that it reads.
     """
     code = code_of(forward)
     look = _Look(code if isinstance(code, types.CodeType) else None)
     look.key.append(code)
     for name, value in references(forward):
         look.at(name, value, 2)
+    # what is given decides what a forward computes: without labels, it may have another loss
+    look.key.append((len(args), *kwargs))
     for place, argument in enumerate(args):
         if type(argument) is not torch.Tensor:
             look.at(place, argument, 1)
@@ -145,6 +147,7 @@ class _Look:
                 for inner, bound in references(value):
                     self.at((name, inner), bound, depth - 1)
         elif kind is _Kind.CONTAINER:
+            self.key.append((name, type(value)))
             if depth and len(value) <= MOST_ENTRIES:
                 self._entries(name, value, depth)
         elif name == "self" or depth:

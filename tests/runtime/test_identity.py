@@ -1,7 +1,9 @@
 """A verdict holds for one forward with its flags: where something else decides what the loss is, it is checked anew."""
 
 import argparse
+import copy
 import enum
+import functools
 
 import pytest
 import torch
@@ -285,3 +287,47 @@ def test_a_scaler_that_has_made_its_scale_is_the_same_scaler():
     scaler.scale(torch.ones(()))
     assert scaler.is_enabled()
     assert identity(forward, (X,), {}) == before
+
+
+def with_or_without_labels(model, x, y=None, weights=None):
+    """Three losses, of which only the last is a mean over what the program divides by."""
+    output = model(x)
+    if y is None:
+        return output.pow(2).mean()
+    each = (output - y).pow(2).mean(1)
+    return each.mean() if weights is None else (each * weights).sum() / weights.sum()
+
+
+def of_any_batch(model, batch):
+    if isinstance(batch, dict):
+        return with_or_without_labels(model, **batch)
+    return with_or_without_labels(model, *batch)
+
+
+WEIGHTS = torch.arange(32).double() % 5
+SIGNATURES = {
+    "arguments": (with_or_without_labels, [((X,), {}), ((X, Y), {}), ((X, Y, WEIGHTS), {})]),
+    "names": (with_or_without_labels, [((X,), {}), ((X,), {"y": Y}), ((X,), {"y": Y, "weights": WEIGHTS})]),
+    "containers": (of_any_batch, [(((X, Y),), {}), (({"x": X, "y": Y, "weights": WEIGHTS},), {})]),
+}
+
+
+@pytest.mark.parametrize("kind", SIGNATURES)
+def test_what_is_given_tells_one_forward_from_another(kind, caplog, relative_error):
+    function, calls = SIGNATURES[kind]
+    memory, model, reference = runtime.preset("16gb", micro_batches=3), *networks()
+    forward = functools.partial(function, model)
+    for _ in range(4):
+        for args, named in calls:
+            memory.forward_backward(forward, *args, **named)
+            function(reference, *args, **named).backward()
+            assert relative_error(model, reference) < 1e-12
+    assert len(memory.report().forwards) == len(calls)
+    assert all(report.micro_batches == 3 for report in memory.report().forwards)
+    assert not caplog.text
+
+
+def networks():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return model, copy.deepcopy(model)
