@@ -3,8 +3,7 @@
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +35,10 @@ class Batch:
             raise ValueError(f"batch_size: got {size!r}, expected a whole number of at least 1, or None")
         self.args = args
         self.kwargs = kwargs
-        self._size = size
+        self._size = self._given_size = size
+        self._length_of_views: int | None = None
         self.whole: frozenset[Place] = frozenset()
+        self._views: bool | None = None
         if size is not None and size > 1:
             self._check_that_something_has(size)
 
@@ -45,12 +46,32 @@ class Batch:
     def size(self) -> int:
         """Number of samples; 1 where nothing in the batch has samples to count."""
         if self._size is None:
-            votes = Counter(size for node in (*self.args, *self.kwargs.values()) for size in _votes(node))
+            sizes = [size for node in (*self.args, *self.kwargs.values()) for size in _votes(node)]
+            # of what there is one only all samples have the same, unless the input is a single sample
+            votes = Counter(size for size in sizes if size != 1 or sizes[0] == 1)
             # ties go to the first argument, which is the input nearly always
-            self._size = max(votes, key=votes.__getitem__) if votes else 1
-            if len(votes) > 1:
-                self._size = self._unless_views(self._unless_length(self._size, votes), votes)
+            size = max(votes, key=votes.__getitem__) if votes else 1
+            size = self._unless_length(size, votes) if len(votes) > 1 else size
+            in_views = self._length_of_views = self._length_in_lists(size, votes)
+            if self._views is None:
+                self._views = in_views is not None and in_views != size and votes[in_views] >= votes[size]
+            self._size = in_views if in_views is not None and self._views else size
         return self._size
+
+    @property
+    def views(self) -> bool:
+        """Whether lists of tensors of one length are taken for views of all samples (of agents, crops), not samples."""
+        return self.size > 0 and bool(self._views)
+
+    @property
+    def may_hold_views(self) -> bool:
+        """Whether there are lists that may be such views as well as samples: only a check can tell."""
+        return self.size > 1 and self._length_of_views is not None
+
+    def read(self, views: bool) -> None:
+        """Take lists that may be views of all samples for such, or for samples."""
+        if self._given_size is None:
+            self._size, self._views, self.whole = None, views, frozenset()
 
     def _unless_length(self, size: int, votes: Counter[int]) -> int:
         """`size`, or the samples of the first tensor [samples, size, ...] where a mask [size, size] shows a length."""
@@ -60,12 +81,12 @@ class Batch:
         squares = (tensor for tensor in self.tensors() if tensor.dim() > 1 and tensor.shape[:2] == (size, size))
         return int(first.shape[0]) if first.shape[1] == size and any(True for _ in squares) else size
 
-    def _unless_views(self, size: int, votes: Counter[int]) -> int:
-        """`size`, or the samples in each tensor of a list of views, where nothing else has `size` entries."""
+    def _length_in_lists(self, size: int, votes: Counter[int]) -> int | None:
+        """The one length of all tensors in lists of `size` entries, where nothing else has as many."""
         nodes = (*self.args, *self.kwargs.values())
         inside = [length for node in nodes for count, length in _lists_of_equals(node) if count == size]
-        telling = len(inside) == votes[size] and len(set(inside)) == 1 and votes[inside[0]] >= votes[size]
-        return inside[0] if telling else size
+        tells = len(inside) == votes[size] or inside[:1] == [size]
+        return inside[0] if tells and len(set(inside)) == 1 else None
 
     def _check_that_something_has(self, size: int) -> None:
         lengths = sorted({length for node in (*self.args, *self.kwargs.values()) for length in _votes(node)})
@@ -104,9 +125,25 @@ class Batch:
         return self._cut_by(lambda samples: None)
 
     def _cut_by(self, take: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cut = partial(_cut, size=self.size, take=take, whole=self.whole)
-        args = tuple(cut(node, (place,)) for place, node in enumerate(self.args))
-        return args, {name: cut(node, (name,)) for name, node in self.kwargs.items()}
+        args = tuple(self._cut(node, (place,), take) for place, node in enumerate(self.args))
+        return args, {name: self._cut(node, (name,), take) for name, node in self.kwargs.items()}
+
+    def _cut(self, node: Any, place: Place, take: Callable[[Any], Any]) -> Any:
+        if place in self.whole:
+            return node
+        if isinstance(node, torch.Tensor) or is_array(node):
+            return take(node) if node.ndim and _length(node) == self.size else node
+        if self._is_list_of_samples(node):
+            return take(node)
+        inner = trees.children(node)
+        if inner is None:
+            return node
+        return trees.rebuilt(node, [self._cut(child, (*place, key), take) for key, child in inner])
+
+    def _is_list_of_samples(self, node: Any) -> bool:
+        if not isinstance(node, list | tuple) or len(node) != self.size or not is_samples(node):
+            return False
+        return not self._views or _length_of_all(node) != self.size
 
     def layout(self) -> Iterator[tuple[Place, bool]]:
         """For each tensor, array and list of samples, its place and whether it is cut.
@@ -114,7 +151,20 @@ class Batch:
         A place is the position or name of an argument, followed by the keys that lead to the tensor inside of it.
         """
         for place, node in (*enumerate(self.args), *self.kwargs.items()):
-            yield from _layout(node, (place,), self.size, self.whole)
+            yield from self._layout(node, (place,))
+
+    def _layout(self, node: Any, place: Place) -> Iterator[tuple[Place, bool]]:
+        """The same walk as of `_cut`."""
+        if isinstance(node, torch.Tensor) or is_array(node):
+            if node.ndim:
+                yield place, place not in self.whole and _length(node) == self.size
+        elif place in self.whole:
+            yield place, False
+        elif self._is_list_of_samples(node):
+            yield place, True
+        else:
+            for key, child in trees.children(node) or ():
+                yield from self._layout(child, (*place, key))
 
     def placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Place, list[torch.Tensor]]:
         """The tensors that are cut into samples, in `args` and `kwargs`, which are rows of this batch.
@@ -138,14 +188,14 @@ class Batch:
     def mapped(self, function: Callable[[Any], Any]) -> "Batch":
         """The batch with `function` applied to every leaf."""
         args = tuple(trees.map_leaves(function, node) for node in self.args)
-        mapped = Batch(args, trees.map_leaves(function, self.kwargs), self._size)
-        mapped.whole = self.whole
+        mapped = Batch(args, trees.map_leaves(function, self.kwargs), self._given_size)
+        mapped.whole, mapped._views = self.whole, self._views
         return mapped
 
     def numbers_per_sample(self) -> Iterator[list[int]]:
         """For each list with one entry per sample, how many rows the tensors of each entry have: boxes, tokens."""
         for node in (*self.args, *self.kwargs.values()):
-            if isinstance(node, list | tuple) and len(node) == self.size and is_samples(node):
+            if self._is_list_of_samples(node):
                 yield [sum(len(tensor) for tensor in trees.tensors(entry) if tensor.dim()) for entry in node]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -195,8 +245,11 @@ def _differ_behind_the_first(node: list[Any]) -> bool:
     """Whether tensors are equally long and differ in other dimensions, which images of different sizes do too."""
     shapes = {child.shape for child in node if isinstance(child, torch.Tensor) and child.dim()}
     lengths = {shape[0] for shape in shapes}
-    are_images = all(len(shape) == 3 and shape[0] in (1, 3, 4) for shape in shapes)
-    return len(shapes) > 1 and len(lengths) == 1 and not are_images
+    return len(shapes) > 1 and len(lengths) == 1 and not _are_images(shapes)
+
+
+def _are_images(shapes: Iterable[Sequence[int]]) -> bool:
+    return all(len(shape) == 3 and shape[0] in (1, 3, 4) for shape in shapes)
 
 
 def _length(node: Any) -> int:
@@ -218,43 +271,23 @@ def _votes(node: Any) -> Iterator[int]:
 def _lists_of_equals(node: Any) -> Iterator[tuple[int, int]]:
     """For each list of tensors of one length among what counts as samples, how many there are, and that length."""
     if isinstance(node, list) and node and is_samples(node):
-        lengths = {len(child) if isinstance(child, torch.Tensor) and child.dim() else 0 for child in node}
-        if lengths != {0} and len(lengths) == 1:
-            yield len(node), lengths.pop()
+        length = _length_of_all(node)
+        if length is not None:
+            yield len(node), length
     else:
         for _, child in trees.children(node) or ():
             yield from _lists_of_equals(child)
 
 
-def _cut(node: Any, place: Place, size: int, take: Callable[[Any], Any], whole: frozenset[Place]) -> Any:
-    if place in whole:
-        return node
-    if isinstance(node, torch.Tensor) or is_array(node):
-        return take(node) if node.ndim and _length(node) == size else node
-    if _is_list_of(node, size):
-        return take(node)
-    inner = trees.children(node)
-    if inner is None:
-        return node
-    return trees.rebuilt(node, [_cut(child, (*place, key), size, take, whole) for key, child in inner])
-
-
-def _layout(node: Any, place: Place, size: int, whole: frozenset[Place]) -> Iterator[tuple[Place, bool]]:
-    """The same walk as of `_cut`."""
-    if isinstance(node, torch.Tensor) or is_array(node):
-        if node.ndim:
-            yield place, place not in whole and _length(node) == size
-    elif place in whole:
-        yield place, False
-    elif _is_list_of(node, size):
-        yield place, True
-    else:
-        for key, child in trees.children(node) or ():
-            yield from _layout(child, (*place, key), size, whole)
-
-
-def _is_list_of(node: Any, size: int) -> bool:
-    return isinstance(node, list | tuple) and len(node) == size and is_samples(node)
+def _length_of_all(entries: Any) -> int | None:
+    """The one length of all tensors in `entries`, where each is or holds some, and nothing else."""
+    inside = [list(trees.leaves(entry)) for entry in entries]
+    leaves = list(itertools.chain.from_iterable(inside))
+    if not all(inside) or not all(isinstance(leaf, torch.Tensor) and not leaf.is_nested for leaf in leaves):
+        return None
+    shapes = {leaf.shape for leaf in leaves}
+    lengths = {shape[0] if shape else None for shape in shapes}
+    return lengths.pop() if len(lengths) == 1 and not _are_images(shapes) else None
 
 
 def _uncuttable(node: Any) -> str | None:

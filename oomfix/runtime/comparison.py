@@ -11,6 +11,7 @@ from torch import nn
 from oomfix.runtime import compat, outputs, rule_choice, simulation, trees
 from oomfix.runtime.attributes import Attributes, Containers, namespace
 from oomfix.runtime.batch import Batch
+from oomfix.runtime.border import around_checked
 from oomfix.runtime.bounds import Bounds
 from oomfix.runtime.computed_masks import alike
 from oomfix.runtime.data_places import DataPlaces
@@ -331,7 +332,7 @@ class _Comparison:
     def _result(self, args: Any, kwargs: Any, watch: Watch, rows: int) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
         """What the forward returns, what the loss in it divides by, and its terms."""
         bounds = Bounds(watch.bent) if self._how.divides else None
-        with bounds or nullcontext(), self._dividing(args, kwargs, rows):
+        with bounds or nullcontext(), self._dividing(args, kwargs, rows), around_checked():
             result = self._forward(*args, **kwargs)
         loss = outputs.loss_in(result)
         if loss is None or loss.numel() != 1:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from oomfix.runtime import outputs, rule_choice
+from oomfix.runtime.border import leaves_in_checked
 from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradients import has_hook, next_node, reach
@@ -51,7 +52,7 @@ def _compared_in(few: FewRows) -> list[torch.Tensor]:
     What every part is given whole counts: of a noise that the program trains, `noise[: len(x)]` is other rows in parts.
     """
     of_modules = [p for module in few.modules for p in module._parameters.values() if p is not None]
-    parameters = [*of_modules, *leaves_in(few.forward, few.batch.uncut())]
+    parameters = [*of_modules, *leaves_in(few.forward, few.batch.uncut()), *leaves_in_checked()]
     trained: list[torch.Tensor] = [
         p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel() and not p.is_meta
     ]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from oomfix.runtime.batch import Batch
 from oomfix.runtime.kept_tensors import KeptTensors
 
 CHANGES_GRADIENTS = "it changes gradients itself, by a backward or a zero_grad inside of it"
@@ -218,28 +217,3 @@ def reach(loss: torch.Tensor) -> Reach:
 def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """Every tensor that the backward of `loss` accumulates a gradient into."""
     return reach(loss).leaves
-
-
-class Border:
-    """Inputs that have a graph of their own, behind which a forward shall not run backward piece by piece.
-
-    Args:
-        tensors: what is passed to the forward and has a graph.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._inputs = {id(tensor): (tensor, tensor.detach().requires_grad_()) for tensor in tensors}
-
-    def inside(self, batch: Batch) -> Batch:
-        """The batch with leaves in place of those inputs."""
-        return batch.mapped(lambda leaf: self._inputs[id(leaf)][1] if id(leaf) in self._inputs else leaf)
-
-    def leaves_behind(self) -> list[torch.Tensor]:
-        """What the graphs behind the inputs accumulate into."""
-        return [leaf for tensor, _ in self._inputs.values() for leaf in reached_leaves(tensor)]
-
-    def flow_on(self) -> None:
-        """Pass the gradients of the leaves on into the graph behind the inputs, once."""
-        pairs = [(tensor, leaf.grad) for tensor, leaf in self._inputs.values() if leaf.grad is not None]
-        if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

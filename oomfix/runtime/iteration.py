@@ -9,8 +9,8 @@ had never begun; after an error that goes on to the caller, `give_up` leaves gra
 end `finish` adds the gradients to those from before, and remembers what was learned.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,18 +18,17 @@ import torch
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
+from oomfix.runtime.border import Border
 from oomfix.runtime.bounds import Bounds
 from oomfix.runtime.divisors import Counted
 from oomfix.runtime.gradients import (
     CHANGES_GRADIENTS,
-    Border,
     GradientsAside,
     GradientsNoted,
     has_hook,
     next_node,
     reach,
 )
-from oomfix.runtime.judging import PLAIN
 from oomfix.runtime.kept_batch import KeptBatch
 from oomfix.runtime.known import Known
 from oomfix.runtime.left_attributes import LeftBehind
@@ -38,12 +37,12 @@ from oomfix.runtime.own_targets import OwnMeans
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
-from oomfix.runtime.referenced import graph_in, leaves_in, state_of
+from oomfix.runtime.referenced import leaves_in, state_of
 from oomfix.runtime.rows import in_two_parts
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
-from oomfix.runtime.weighing import CannotSplit, Shares, Weighing
+from oomfix.runtime.weighing import CannotSplit, Shares, Weighing, loss_of_part
 from oomfix.runtime.whole_draws import WholeDraws
 
 _BATCHES_OF_DRAWS = 2  # what is drawn for a whole batch may take as much memory as so many batches
@@ -71,12 +70,14 @@ class Iteration:
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
         self.known = known
         self.forward = forward
+        if known.views is not None:
+            batch.read(known.views)
         self._tensors = batch.tensors()
-        self._border: Border | None = None
         self._given = batch
         self.batch = batch
+        self._border: Border | None = None
         with_graph = [tensor for tensor in self._tensors if tensor.grad_fn is not None]
-        if trains and with_graph:
+        if trains and (with_graph or known.meets_graphs):
             self._border = Border(with_graph)
             self.batch = self._border.inside(batch)
             self._tensors = self.batch.tensors()
@@ -182,7 +183,7 @@ class Iteration:
         self._cover_unseen()
         if self.weighing is not None:
             self.weighing.correct(self._gradients)
-        if self._border is not None:
+        if self._border is not None and self._border.leaves():
             self.graph_is_spent = True
             self._gradients.cover(self._border.leaves_behind())
             self._border.flow_on()
@@ -340,12 +341,11 @@ class Iteration:
         if self.trains:
             noted = GradientsNoted(self.known.telling_leaves())
             bounds = None if verdict.bound is None else Bounds()
-            with bounds or nullcontext():
+            with bounds or nullcontext(), self._inside_border():
                 result = self._call(args, kwargs)
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
-            self._expect_a_loss(result)
-            loss = outputs.the_loss(result)
+            loss = loss_of_part(result)
             divided_by = shares.divided_by(loss, stop - start, bounds)
             if divided_by:
                 assert self.weighing is not None
@@ -358,13 +358,6 @@ class Iteration:
         with probe:
             result = self._call(args, kwargs)
         return result, [Counted(weight, weight) for weight in probe.nll_weights]
-
-    @staticmethod
-    def _expect_a_loss(result: Any) -> None:
-        """Refuse a part to whose loss nothing was added, as to `total = 0` where no sample has boxes."""
-        loss = outputs.loss_in(result)
-        if loss is None or loss.numel() != 1:
-            raise CannotSplit(PLAIN, Verdict(None, PLAIN, undecided=True))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._in_forward = True
@@ -391,13 +384,10 @@ class Iteration:
         # what the loss reaches may change at any call; a whole call outside a window is put back as it failed
         if self._parts > 1 or self.in_window or self._border is not None or explores:
             found = reach(loss)
-            if (self._parts > 1 or self._border is not None) and found.began_before(self._first_node):
-                self._open_border()
-                name = graph_in(self.forward)
-                what = "a tensor made before" if name is None else repr(name)
-                reason = f"it uses {what}, which has a graph of its own that only one backward can pass"
-                reason += " (give it as argument)"
-                raise CannotSplit(reason, Verdict(None, reason, shows_at_once=True))
+            # what a reentrant checkpoint runs again in backward meets them as they are
+            finds = self._border is not None and self._border.has_found_more
+            if found.began_before(self._first_node) or (found.hides_leaves and finds):
+                self._meet_graph_from_before()
             self._gradients.cover(found.leaves)
             self._expect_way(loss, found.shape)
             if self._parts > 1 and any(has_hook(leaf) for leaf in found.leaves):
@@ -427,7 +417,33 @@ class Iteration:
             self.known.doubt(in_two_parts(first, second))
             raise CannotSplit(reason, Verdict(None, reason, undecided=True))
 
-    def _open_border(self) -> None:
-        """Let backward pass the graphs behind the inputs: they are used from elsewhere too, so it must pass once."""
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Context around a check of the forward, which shows whether it meets graphs from before the call."""
+        if not self.trains or not self.known.may_close_border():
+            yield
+            return
+        self._border = self._border or Border(())
+        with self._border.checked(self.batch.size):
+            yield
+        self.known.meets_graphs = self.known.meets_graphs or self._border.has_found_more
+
+    def _inside_border(self) -> AbstractContextManager[Any]:
+        border = self._border if self.known.meets_graphs else None
+        return nullcontext() if border is None else border.closed(self.batch.size)
+
+    def _meet_graph_from_before(self) -> None:
+        """Refuse parts that use such a graph, until it ends at a border; or to end at the inputs of the whole."""
+        self._border = self._border or Border(())
+        if self._parts == 1 and not self._border.has_inputs:
+            return
+        reason = self._border.met_by(self.forward)
+        if self._parts > 1 and not self.known.meets_graphs and self.known.may_close_border():
+            self.known.meets_graphs = True
+            self.known.doubt([])
+            raise CannotSplit(reason, Verdict(None, reason, undecided=True))
+        # the graphs behind the inputs are used from elsewhere too, so backward must pass them once
         self._border = None
+        self._given.read(self.batch.views)
         self.batch = self._given
+        raise CannotSplit(reason, Verdict(None, reason, shows_at_once=True))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oomfix.runtime.batch import Batch, Place
+from oomfix.runtime.compat import is_compiled
 from oomfix.runtime.distributed import ranks_of
 from oomfix.runtime.gradients import has_hook
 from oomfix.runtime.identity import Numbers, flags_inside, identity
@@ -51,6 +52,8 @@ class Known:
         fp32: autocast made it fail, or it differentiates by itself under fp16.
         rows_in_doubt: of micro-batches that take a way no check has seen; to be checked themselves.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
+        meets_graphs: its micro-batches use graphs from before the call, which end at a border.
+        views: what its lists were seen to hold, see `Batch.views`; None: a check has not told yet.
     """
 
     def __init__(self, forward: Callable[..., Any], trains: bool, roots: list[nn.Module], first_parts: int) -> None:
@@ -77,15 +80,17 @@ class Known:
         self.fp32 = False
         self.split_calls = 0
         self.steps_seen = False
+        self.meets_graphs = False
+        self.views: bool | None = None
         self._checked_at = 0
         self._check_again_at = 0
         self._rows_seen = 0
         self._left_open = 0
         self._ways = Ways()
         self.rows_in_doubt: list[int] = []
-        self._cut_before: dict[Place, bool] = {}
+        self._cut_before: dict[tuple[bool, Place], bool] = {}
         self._ragged: list[bool] = []
-        self._whole_places: frozenset[Place] = frozenset()
+        self._whole_places: dict[bool, frozenset[Place]] = {}
         self._first_version: int | None = None
         self._numbers: Numbers = ()
         self._moving: frozenset[int] = frozenset()
@@ -127,9 +132,10 @@ class Known:
         What comes as cut for the first time, or in lists of entries that differ in length for the first time, shows
         something new, so the verdict is forgotten.
         """
-        batch.whole = self._whole_places
-        layout = dict(batch.layout())
-        self._whole_places |= {place for place, cut in layout.items() if not cut}
+        views = batch.views
+        batch.whole = self._whole_places.get(views, frozenset())
+        layout = {(views, place): cut for place, cut in batch.layout()}
+        self._whole_places[views] = batch.whole.union(place for (_, place), cut in layout.items() if not cut)
         if self.verdict is not None and any(self._cut_before.get(place) != cut for place, cut in layout.items()):
             self.verdict = None
         self._cut_before.update(layout)
@@ -139,6 +145,12 @@ class Known:
         elif any(now and not before for now, before in zip(ragged, self._ragged, strict=True)):
             self._ragged = [now or before for now, before in zip(ragged, self._ragged, strict=True)]
             self.verdict = None
+
+    def read(self, batch: Batch, verdict: Verdict) -> None:
+        """Remember what the lists of `batch` hold, which a check may have read otherwise than it was told."""
+        self.keep_whole(batch)
+        if batch.may_hold_views and verdict.rule is not None:
+            self.views = batch.views
 
     def check_is_due(self, size: int, parts: int = 1) -> bool:
         """Whether the next split needs a check first: never checked, or its turn has come again.
@@ -327,6 +339,11 @@ class Known:
                 if parameter is not None and has_hook(parameter):
                     return f"parameter {name!r} has a hook, which would see gradients of parts"
         return None
+
+    def may_close_border(self) -> bool:
+        """Whether what it uses of graphs from before a call may be replaced, see `border`."""
+        # a model that is compiled would be compiled together with what sees its functions
+        return not self.ranks.in_step and not any(map(is_compiled, self.modules()))
 
     def least_rows(self) -> int:
         """Samples that a micro-batch needs: two where one by itself fails, or is normalised by its own statistics."""

@@ -90,15 +90,6 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, others)
 
 
-def graph_in(forward: Callable[..., Any]) -> str | None:
-    """The name of a tensor made outside of `forward` that it refers to and that has a graph, if there is one."""
-    for name, value in references(forward):
-        if isinstance(value, torch.Tensor) or (isinstance(value, list | tuple | dict) and len(value) <= MOST_ENTRIES):
-            if any(tensor.grad_fn is not None for tensor in tensors(value)):
-                return name
-    return None
-
-
 def reachable_modules(forward: Callable[..., Any], arguments: Any = ()) -> list[nn.Module]:
     """Modules that `forward` can get at, or is given: helper functions, objects and containers looked into."""
     return [value for value in _reachable(forward, arguments) if isinstance(value, nn.Module)]

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.verdict import Verdict
-from oomfix.runtime.verify import check
+from oomfix.runtime.verify import check, check_besides
 from oomfix.runtime.weighing import CannotSplit
 
 _log = logging.getLogger("oomfix")
@@ -165,11 +166,15 @@ class Splitter:
         known, wanted = iteration.known, self.preset.micro_batches
         if iteration.in_window and iteration.batch.whole_because() is None:
             self._check(iteration, 1)  # what a window divides by depends on what the loss is a mean of
+        splits = known.sizing.splits
+        may_split = splits or (wanted not in ("auto", 1) and iteration.trains)
+        if may_split and (reason := self._unreadable(iteration)) is not None:
+            return self._whole(known, reason)
         if wanted != "auto" and iteration.trains:
             parts = sizing.fixed_parts(iteration.batch.size, wanted) if wanted > 1 else 1
         else:
             parts = 1
-        if known.sizing.splits:
+        if splits:
             parts = max(parts, known.sizing.parts(iteration.batch.size, known.least_rows()))
         if known.ranks.in_step:
             parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())
@@ -198,6 +203,8 @@ class Splitter:
         known.look_again()
         reason = self._reason(iteration)
         following = None
+        if reason is None:
+            reason = self._unreadable(iteration)
         if reason is None:
             following = known.sizing.failed(iteration.batch.size, parts, known.least_rows())
         if known.ranks.any_of(following is None) and following is not None:
@@ -248,6 +255,13 @@ class Splitter:
             )
         return parts
 
+    def _unreadable(self, iteration: Iteration) -> str | None:
+        """Why the batch has to stay whole where only a check can tell what its lists hold; that has to come first."""
+        if not iteration.known.ranks.any_of(iteration.batch.may_hold_views):
+            return None
+        self._check(iteration, 1)
+        return self._refused(iteration)
+
     def _check(self, iteration: Iteration, parts: int) -> bool:
         """Check the forward if it is due; whether it was."""
         known, batch = iteration.known, iteration.batch
@@ -263,24 +277,18 @@ class Splitter:
         if iteration.in_half:
             # the check computes in fp32, where activations are twice as large
             most_rows = math.ceil(most_rows / 2)
-        sharded = bool(known.ranks.shards())
+        with_gradients = iteration.trains and not known.ranks.shards()
         # so late that it costs nothing, all of it is checked again: gradients may be coupled where losses are not
         earlier = known.verdict if known.calls < _CONFIRMS_BEFORE else None
-        verdict = known.ranks.check_together(
-            iteration.forward,
-            lambda forward: check(
-                forward,
-                batch,
-                known.modules(),
-                most_rows,
-                trust,
-                earlier,
-                sharded,
-                iteration.trains,
-                known.rows_in_doubt,
-            ),
-            iteration.call_smallest,
-        )
+
+        def checked(forward: Callable[..., Any]) -> Verdict:
+            verdict = check(forward, batch, known.modules(), most_rows, trust, earlier, with_gradients)
+            doubted = () if trust else known.rows_in_doubt
+            return check_besides(verdict, forward, batch, known.modules(), doubted) if doubted else verdict
+
+        with iteration.checked():
+            verdict = known.ranks.check_together(iteration.forward, checked, iteration.call_smallest)
+        known.read(batch, verdict)
         known.checked(verdict, batch.size, parts)
         if trust and verdict.rule is not None and verdict.trusted:
             self._say(
@@ -360,10 +368,10 @@ class Splitter:
         if dtype is None or known.fp32:
             return
         if dtype == torch.float16 and iteration.trains:
-            batch, modules, sharded = iteration.batch, known.modules(), bool(known.ranks.shards())
+            batch, modules, gradients = iteration.batch, known.modules(), not known.ranks.shards()
             verdict = known.ranks.check_together(
                 iteration.forward,
-                lambda forward: check(forward, batch, modules, 2, sharded=sharded),
+                lambda forward: check(forward, batch, modules, 2, with_gradients=gradients),
                 iteration.call_smallest,
             )
             if known.ranks.any_of(verdict.differentiates):

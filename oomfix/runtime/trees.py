@@ -124,13 +124,19 @@ def map_leaves(function: Callable[[Any], Any], node: Any, into: _Into = children
     return rebuilt(node, values)
 
 
-def tensors(node: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in `node`, in order."""
-    if isinstance(node, torch.Tensor):
+def leaves(node: Any) -> Iterator[Any]:
+    """Everything in `node` that is no container, in order."""
+    inner = children(node)
+    if inner is None:
         yield node
         return
-    for _, child in children(node) or ():
-        yield from tensors(child)
+    for _, child in inner:
+        yield from leaves(child)
+
+
+def tensors(node: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `node`, in order."""
+    return (leaf for leaf in leaves(node) if isinstance(leaf, torch.Tensor))
 
 
 def with_places(node: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

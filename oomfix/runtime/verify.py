@@ -5,6 +5,7 @@ losses, batch-normalised dice, pairwise attention that runs in training only), b
 results of the parts must give the result of the whole, under one of the rules in `outputs`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ _FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itsel
 _FEWEST_ROWS = 3  # where memory has no room for more
 _ROWS_TO_REPEAT_IN = 6  # others are groups of their own, and show no more; two parts of which none is a single row
 _TRIES = 2
+_READINGS = {False: "with a sample in each entry of its lists", True: "with the tensors in its lists cut into samples"}
 
 _T = TypeVar("_T")
 
@@ -42,13 +44,12 @@ def check(
     most_rows: int,
     trust: bool = False,
     earlier: Verdict | None = None,
-    sharded: bool = False,
-    trains: bool = True,
-    besides: Sequence[int] = (),
+    with_gradients: bool = True,
 ) -> Verdict:
     """Compare `forward` on a few rows of `batch` with `forward` on two parts of them.
 
-    Nothing remains of it, see `comparison.compare`.
+    Nothing remains of it, see `comparison.compare`, but how the batch is read: where it may not be split with lists
+    that hold samples, these may hold views.
 
     Args:
         forward: returns the loss, or a container whose first value (or "loss") it is.
@@ -60,18 +61,38 @@ def check(
         earlier: the verdict of an earlier check, which compared gradients and masks too. One that allowed a split is
             confirmed on fewer rows, without watching every operation, where that can be done; gradients and masks are
             compared again where the forward has become another computation, by the number of its calls.
-        sharded: parameters are spread over processes, and have no gradients that could be compared.
-        trains: a backward follows, so that a loss has a graph.
-        besides: rows whose results are compared too where those of others allow a split.
+        with_gradients: a backward follows, and its gradients can be compared: parameters are not spread over processes.
 
     Returns:
         The verdict; an undecided one where not even two rows fit, or where there are none.
     """
-    verdict = _of_few_rows(forward, batch, modules, most_rows, trust, earlier, sharded, trains)
-    if verdict.rule is None or trust or simulation.assumption is not None or not besides:
+    if simulation.assumption is not None:
+        simulation.assumption.note()
+    if not batch.size:
+        return Verdict(None, "it is empty", undecided=True)
+    verdict = _as_read(FewRows(forward, batch, modules), most_rows, trust, earlier, with_gradients)
+    if verdict.rule is not None or not batch.may_hold_views:
         return verdict
-    run = partial(by_named_rows, FewRows(forward, batch, modules, besides), verdict)
-    found = _with_rows_that_fit([len(besides)], run)
+    size, views = batch.size, batch.views
+    batch.read(not views)
+    most_rows = math.ceil(most_rows * batch.size / size)
+    other = _as_read(FewRows(forward, batch, modules), most_rows, trust, None, with_gradients)
+    if other.rule is not None:
+        return other
+    batch.read(views)
+    reason, undecided = verdict.reason, verdict.undecided or other.undecided
+    if other.reason != reason:
+        reason = f"{_READINGS[views]}, {reason}; {_READINGS[not views]}, {other.reason}"
+    return replace(verdict, reason=reason, undecided=undecided)
+
+
+def check_besides(
+    verdict: Verdict, forward: Callable[..., Any], batch: Batch, modules: list[nn.Module], rows: Sequence[int]
+) -> Verdict:
+    """`verdict`, or where it allows a split, one that refuses it because `rows` do, which two micro-batches have."""
+    if verdict.rule is None or simulation.assumption is not None:
+        return verdict
+    found = _with_rows_that_fit([len(rows)], partial(by_named_rows, FewRows(forward, batch, modules, rows), verdict))
     if found is None:
         return replace(verdict, left_out=True)
     # what was seen to be a sum, with something in both parts, stays one where some rows add nothing to it
@@ -79,25 +100,12 @@ def check(
     return verdict if found.rule is not None or adds_nothing else found
 
 
-def _of_few_rows(
-    forward: Callable[..., Any],
-    batch: Batch,
-    modules: list[nn.Module],
-    most_rows: int,
-    trust: bool,
-    earlier: Verdict | None,
-    sharded: bool,
-    trains: bool,
-) -> Verdict:
-    if simulation.assumption is not None:
-        simulation.assumption.note()
-    if not batch.size:
-        return Verdict(None, "it is empty", undecided=True)
-    rows = FewRows(forward, batch, modules)
+def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None, with_gradients: bool) -> Verdict:
+    """The verdict where lists hold what they are taken for."""
     most = telling(min(most_rows, _MOST_ROWS))
     counts = [most, telling(most // 2), _FEWEST_ROWS, 2]
     few = [_FEW_ROWS, _FEWEST_ROWS, 2]
-    together = without_single_rows(batch.size)
+    together = without_single_rows(rows.batch.size)
     if earlier is not None and earlier.single_rows is False:
         counts, few = [most, *together], together
     may_split = earlier is not None and earlier.rule is not None
@@ -110,16 +118,16 @@ def _of_few_rows(
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
     verdict, closer = found.verdict, not trust and simulation.assumption is None
     if closer and verdict.rule is not None:
-        verdict = _confirmed_closer(rows, found, few, together, with_gradients=trains and not sharded)
+        verdict = _confirmed_closer(rows, found, few, together, with_gradients)
     depends = verdict.rule is None and verdict.reason in (DEPEND, SEVERAL_DEPEND, GRADIENTS_DEPEND, BENDS)
-    if closer and depends and trains and not sharded:
+    if closer and depends and with_gradients:
         weighed = _in_parts_that_run(few, together, partial(by_divisors, rows, found.how))
         if weighed is not None and weighed.rule is not None:
             verdict = weighed
         elif weighed is not None and verdict.reason == DEPEND:
             verdict = replace(verdict, reason=weighed.reason)
     if closer and depends and verdict.rule is None and found.cross_entropies:
-        return _by_own_targets(rows, counts, few, together, trains and not sharded) or verdict
+        return _by_own_targets(rows, counts, few, together, with_gradients) or verdict
     return replace(verdict, single_rows=False) if few is together else verdict
 
 

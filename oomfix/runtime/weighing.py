@@ -9,14 +9,17 @@ again.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from oomfix.runtime import outputs
 from oomfix.runtime.accumulation import Proportions, Slot, Window
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.bounds import Bounds
 from oomfix.runtime.divisors import Counted, Means, are_one, common_bound, divisors, means, numbers, weights
 from oomfix.runtime.gradients import GradientsAside
+from oomfix.runtime.judging import PLAIN
 from oomfix.runtime.normaliser import mean_nll_weights
 from oomfix.runtime.outputs import Weight, means_over_targets
 from oomfix.runtime.verdict import Verdict
@@ -32,6 +35,18 @@ class CannotSplit(Exception):
     def __init__(self, reason: str, verdict: Verdict | None = None) -> None:
         super().__init__(reason)
         self.verdict = Verdict(None, reason) if verdict is None else verdict
+
+
+def loss_of_part(result: Any) -> torch.Tensor:
+    """The loss in the result of a micro-batch.
+
+    Raises:
+        CannotSplit: nothing was added to it, as to `total = 0` where no sample has boxes.
+    """
+    loss = outputs.loss_in(result)
+    if loss is None or loss.numel() != 1:
+        raise CannotSplit(PLAIN, Verdict(None, PLAIN, undecided=True))
+    return outputs.the_loss(result)
 
 
 class Weighing:

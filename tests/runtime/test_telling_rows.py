@@ -25,7 +25,7 @@ def rows(count, seed=1):
 
 
 def verdict_of(forward, model, batch, most_rows, trains=True):
-    return check(forward, Batch(batch, {}), list(model.modules()), most_rows, trains=trains)
+    return check(forward, Batch(batch, {}), list(model.modules()), most_rows, with_gradients=trains)
 
 
 def detections(*counts):
