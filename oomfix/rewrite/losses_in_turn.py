@@ -21,6 +21,7 @@ from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients, may_reset
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_parameters import SharedParameters
+from oomfix.rewrite.steady_networks import SteadyNetworks
 from oomfix.script.edits import Edit
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, is_remark
@@ -32,8 +33,9 @@ _MAY_DRAW = re.compile(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|
 def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:
     """The edits that move what runs other networks, and what depends on it, behind the first of two backwards.
 
-    Networks run in the same order as before, and so does all that draws random numbers; a backward changes nothing but
-    gradients, which nothing that moves may look at, and the step behind it only what nothing that moves reads.
+    All that may draw random numbers runs in the same order as before, networks that are not seen to draw none included;
+    a backward changes nothing but gradients, which nothing that moves may look at, and the step behind it only what
+    nothing that moves reads.
     """
     turns = _Turns(reading, manager)
     backwards = [call for call in reading.calls_to(turns.backward) if len(call.args) == 1 and not call.keywords]
@@ -68,9 +70,13 @@ class _Turns:
         self.backward = f"{manager}.backward"
         self._manager = manager
         nodes = reading.script.imports.nodes
-        forwards = reading.script.trace.forwards.values()
+        forwards = list(reading.script.trace.forwards.values())
         self._networks = {forward.node for forward in forwards}
         self._paths = {forward.path for forward in forwards} - {None}
+        self._paths_of: dict[ast.expr, list[str | None]] = {}
+        for forward in forwards:
+            self._paths_of.setdefault(forward.node, []).append(forward.path)
+        self._steady = SteadyNetworks(reading.script)
         self._functions, self._calls_run = reading.functions, reading.calls_run
         attributes = (node for node in nodes.of(ast.Attribute) if isinstance(node.ctx, ast.Store))
         self._stored = {path_of(node) for node in attributes}
@@ -82,11 +88,12 @@ class _Turns:
         ends = [index for index, one in enumerate(block) if only_calls(one, self.backward)]
         for number, end in enumerate(ends[:-1]):
             first = ends[number - 1] + 1 if number else 0
-            moved = self._others(block, first, end)
-            if moved and all(self._may_move(block, index, moved, end) for index in moved):
-                steps = self._steps(block[end + 1 : ends[number + 1]])
-                if all(self._may_follow(step, block[index]) for step in steps for index in moved):
+            steps = self._steps(block[end + 1 : ends[number + 1]])
+            for moved in self._others(block, first, end):
+                passes = moved and all(self._may_move(block, index, moved, end) for index in moved)
+                if passes and all(self._may_follow(step, block[index]) for step in steps for index in moved):
                     yield max([end, *map(block.index, steps)]), moved
+                    break
 
     def _steps(self, behind: list[ast.stmt]) -> list[ast.stmt]:
         """Behind a backward, all that clips, steps and resets up to the last step; what else there is stays there."""
@@ -119,19 +126,24 @@ class _Turns:
                 found.add(owner)
         return found
 
-    def _others(self, block: list[ast.stmt], first: int, end: int) -> list[int]:
-        """What a backward does not depend on, from the first such statement on that runs a network."""
+    def _others(self, block: list[ast.stmt], first: int, end: int) -> Iterator[list[int]]:
+        """What a backward does not depend on, from the first such statement on that runs a network.
+
+        First with networks that run ahead of its own, then without.
+        """
         needed = self._dependences(block, first, end)
-        running = [index for index in needed if self._runs_network(block[index])]
-        if not running:
-            return []
+        running = min((index for index in needed if self._runs_network(block[index])), default=end)
         others = [
             index
-            for index in range(running[0], end)
+            for index in range(first, end)
             if index not in needed and not is_zero_grad(block[index]) and not is_remark(block[index])
         ]
         starts = [index for index in others if self._runs_network(block[index])]
-        return [index for index in others if starts and index >= starts[0]]
+        if running < end and starts:
+            yield from (
+                [index for index in others if index >= start]
+                for start in dict.fromkeys([starts[0], *[index for index in starts if index >= running][:1]])
+            )
 
     def _dependences(self, block: list[ast.stmt], first: int, end: int) -> set[int]:
         names, paths = names_read(block[end]), paths_read(block[end]) - {self.backward}
@@ -172,8 +184,14 @@ class _Turns:
         return not self._networks.isdisjoint(self._calls_run.by(statement))
 
     def _may_draw(self, statement: ast.stmt) -> bool:
-        """Whether a statement may draw random numbers, as dropout does, and what is given a network or named so may."""
-        if self._runs_network(statement) or self._helpers.draw_random_numbers(statement):
+        """Whether a statement may draw random numbers, as dropout does, and what is given a network or named so may.
+
+        Networks do unless all of their layers are seen to draw none.
+        """
+        if self._helpers.draw_random_numbers(statement):
+            return True
+        run = self._networks.intersection(self._calls_run.by(statement))
+        if not all(self._steady.draws_nothing(path) for call in run for path in self._paths_of[call]):
             return True
         calls = list(calls_in(statement))
         given = (path_of(one) for call in calls for one in arguments_of(call))

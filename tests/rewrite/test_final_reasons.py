@@ -21,7 +21,8 @@ for x, y in loader:
     optimizer.step()
 """
 TWO = """\
-critic = nn.Linear(4, 1)
+critic = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.1))
+model = nn.Sequential(model, nn.Dropout(0.1))
 second = torch.optim.SGD(critic.parameters(), lr=0.1)
 for x, y in loader:
     out = model(x)

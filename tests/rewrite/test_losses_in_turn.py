@@ -184,3 +184,102 @@ def test_what_may_read_a_network_that_is_stepped_stays_ahead_of_the_step(changes
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["in-place"]
     assert after.text.index("b_true = ") < after.text.index("memory.backward(a_loss)")
+
+
+AHEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Normal
+
+torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width), {layer}])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Actor(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.mean = {body}, nn.Linear(4, 1)
+        nn.init.normal_(self.mean.weight)
+
+    def forward(self, x):
+        return Normal(self.mean({seen}), 1.0)
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(Block(4), nn.Linear(4, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+actor = Actor(Block(4)).to("cpu")
+critic = Critic()
+mine = torch.optim.SGD(critic.parameters(), lr=0.1)
+other = torch.optim.SGD(actor.parameters(), lr=0.1)
+for x in torch.randn(4, 9, 4):
+    action, target = x.sum(1, keepdim=True), x.prod(1, keepdim=True)
+    policy = actor(x)
+    log_prob = policy.log_prob(action)
+    value_loss = F.mse_loss(critic({given}), target)
+    policy_loss = -(log_prob * target).mean()
+    mine.zero_grad()
+    value_loss.backward()
+    mine.step()
+    other.zero_grad()
+    policy_loss.backward()
+    other.step()
+    print(f"{{value_loss.item():.9f}} {{policy_loss.item():.9f}}")
+"""
+STEADY = {"layer": "nn.ReLU()", "body": "Block(4)", "seen": "self.body(x)", "given": "x"}
+DRAWN = {"given": "F.dropout(x, 0.5)"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"layer": "nn.Sequential(nn.LayerNorm(width), nn.GELU())"}, {"seen": "F.dropout(self.body(x), 0.0)"}],
+    ids=str,
+)
+def test_a_network_that_draws_nothing_may_run_behind_the_one_it_ran_ahead_of(changes):
+    text = AHEAD.format(**STEADY | changes)
+    after = rewritten(text)
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert parts_as_whole(text, after.text, rewritten(text, micro_batches=3).text) == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer": "nn.Dropout(0.5)"},
+        {"layer": "nn.RReLU()"},
+        {"layer": "nn.TransformerEncoderLayer(width, 1)"},
+        {"body": "body", **DRAWN},
+        {"seen": "F.dropout(self.body(x), 0.5)", **DRAWN},
+        {"seen": "self.body(x + 0.1 * torch.randn_like(x))", **DRAWN},
+        {"seen": "self.body(x + x.clone().normal_())", **DRAWN},
+        {"given": "x + 0 * policy.mean.detach()"},
+    ],
+    ids=str,
+)
+def test_a_network_that_may_draw_and_one_that_is_seen_first_stay_ahead(changes):
+    text = AHEAD.format(**STEADY | changes)
+    after = rewritten(text)
+    ahead = text[: text.index("policy = actor")].count("\n") + 1
+    told = f"line {ahead} runs the network of a later loss ahead of an earlier one"
+    [loop] = after.loops
+    assert loop.rewrite == "in-place" and (loop.reason.endswith(told) or "policy" in changes.get("given", "")), (
+        loop.reason
+    )
+    assert_same_bits(run(text), run(after.text, preset="off"))
