@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.calls import calls_in
@@ -98,11 +98,24 @@ class Between:
         """Whether a statement means the same behind the slice."""
         self._check_delay(statement)
         branch = lift.site.branch
-        _check_passing(statement, behind + ([] if branch is None else [branch]))
+        others = behind + ([] if branch is None else [branch])
+        _check_passing(statement, others, self._of_both(statement, behind, lift))
         self._check_values(statement, behind, ahead)
         if branch is not None and trains(branch) and self._networks.reads(statement):
             line = statement.lineno
             raise CannotLift(f"line {line} looks at the network, which line {branch.lineno} trains behind it")
+
+    def _of_both(self, statement: ast.stmt, behind: list[ast.stmt], lift: Lift) -> set[str]:
+        """The names that a statement and lines behind it bind anew, and that nobody else reads: `i` of two loops."""
+        site, liveness = lift.site, self._liveness_of(lift.site.scope)
+        bound = names_bound(statement) & {name for other in behind for name in names_bound(other)}
+        if not bound:
+            return bound
+        first = liveness.before([statement], set()) | liveness.before(behind, set())
+        block = site.block
+        between = (one for one in block[block.index(statement) + 1 : block.index(site.end)] if one not in behind)
+        later = liveness.after(site.end) | liveness.after(site.statement) | names_read(site.root)
+        return bound - first - later - {name for one in between for name in names_read(one)}
 
     def place_in_branch(self, lift: Lift) -> None:
         """Where the statements ahead of a backward in its `if train:` go; the test is asked before the loss is known.
@@ -189,9 +202,21 @@ def stays_the_same_ahead_of(statement: ast.stmt, others: list[ast.stmt]) -> bool
     return True
 
 
-def _check_passing(statement: ast.stmt, others: list[ast.stmt], reading_is_fine: bool = False) -> None:
-    """Whether a statement means the same on the other side of others; it may come behind what it reads."""
-    bound, read = names_bound(statement), names_read(statement)
+def _check_passing(
+    statement: ast.stmt, others: list[ast.stmt], own: Set[str] = frozenset(), reading_is_fine: bool = False
+) -> None:
+    """Whether a statement means the same on the other side of others; it may come behind what it reads.
+
+    Args:
+        statement: the statement.
+        others: those that it changes places with.
+        own: names that they bind anew, each for itself.
+        reading_is_fine: it comes behind them, and reads what they have bound.
+
+    Raises:
+        CannotLift: it may mean something else.
+    """
+    bound, read = names_bound(statement) - own, names_read(statement) - own
     changed, paths = changed_paths(statement), paths_read(statement)
     for other in others:
         if bound & (names_bound(other) | names_read(other)) or (read & names_bound(other) and not reading_is_fine):

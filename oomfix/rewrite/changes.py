@@ -17,6 +17,9 @@ CHANGING = frozenset(
 )
 """Methods that change their receiver, when nothing takes what they return (`tensor.add` gives another tensor)."""
 
+_GIVING_NUMBERS = frozenset("item tolist numel dim size".split())
+"""Methods of tensors that give numbers: whoever is given those cannot change the tensor."""
+
 _TAKING = frozenset({"pop", "popitem", "popleft", "setdefault"})
 """Methods that change their receiver and return something."""
 
@@ -99,7 +102,8 @@ def _changed_by(call: ast.Call) -> set[str]:
         return set() if OUTPUT_RECEIVERS.search(receiver) and last_name(call) != "zero_grad" else {receiver}
     if _READING.match(last_name(call)):
         return set()
-    return {object_changed(argument) for argument in arguments_of(call)} - {""}
+    objects = (argument for argument in arguments_of(call) if called_name(argument) not in _GIVING_NUMBERS)
+    return {object_changed(argument) for argument in objects} - {""}
 
 
 def object_changed(node: ast.expr) -> str:

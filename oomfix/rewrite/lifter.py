@@ -191,10 +191,12 @@ class _Lifter:
         if state is not None and len(lifts) > 1:
             raise CannotLift(f"{state}, which another loss may go through")
         state = state or next((lift.one_sample for lift in lifts if lift.one_sample is not None), None)
-        said = (why_perhaps_whole(lifts) if state is None else None, why_said_again(lifts, self._functions))
+        again = why_said_again(lifts, self._functions)
+        said = (why_perhaps_whole(lifts) if state is None else None, again)
         if not any(lift.inputs for lift in lifts):
             raise CannotLift("the loss is computed from nothing that could be split")
-        return edits, Lifted(state=state, said=tuple(one for one in said if one is not None))
+        told = tuple(one for one in said if one is not None)
+        return edits, Lifted(state=state, said=told, says_again=again is not None)
 
     @staticmethod
     def _behind(outside: set[ast.stmt], site: Site) -> Site:

@@ -10,27 +10,27 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oomfix.rewrite.calls import called_name
 from oomfix.rewrite.changes import changed_paths, overlap, paths_read
-from oomfix.rewrite.effects import draws_random_numbers, fetches
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import (
-    FunctionNode,
     definitely_bound,
     names_bound,
     names_bound_by_target,
     names_read,
+    nodes_of_scope,
 )
+from oomfix.rewrite.log_effects import LogEffects
+from oomfix.rewrite.needed import needed_for, ways_to
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.edits import Edit
 from oomfix.script.names import path_of, unpacked
 from oomfix.script.nodes import walk
-from oomfix.script.parameters import names_of_parameters
 
 _AGAIN = frozenset({"range", "zip", "enumerate", "list", "tuple", "sorted", "reversed", "items", "keys", "values"})
 """What gives the same when it is called again on the same."""
@@ -79,7 +79,7 @@ def log_behind(reading: Reading, manager: str) -> list[Edit]:
     names = FreeNames(reading.script)
     forwards = {forward.node for forward in reading.script.trace.forwards.values()}
     passing = _gone_behind_a_loop(reading)
-    effects = _Effects(reading)
+    effects = LogEffects(reading)
     edits: list[Edit] = []
     lists: Counter[object] = Counter()
     for loop in _loops(reading, manager, effects):
@@ -105,14 +105,12 @@ def _gone_behind_a_loop(reading: Reading) -> set[str]:
     return {path for one in once for target in one.targets if (path := path_of(target)) is not None}
 
 
-def _loops(reading: Reading, manager: str, effects: _Effects) -> Iterator[_Loop]:
-    blocks = reading.blocks
+def _loops(reading: Reading, manager: str, effects: LogEffects) -> Iterator[_Loop]:
     known: set[ast.stmt] = set()
     for call in reading.calls_to(f"{manager}.backward"):
-        statement = blocks.statement_of(call)
-        block = blocks.block_of(statement)
-        end = block.index(statement)
-        for index, outer in enumerate(block[:end]):
+        ways = ((block, index, end) for block, end in ways_to(call, reading) for index in range(end))
+        for block, index, end in ways:
+            outer = block[index]
             if outer in known:  # on the way to an earlier loss
                 continue
             known.add(outer)
@@ -121,21 +119,27 @@ def _loops(reading: Reading, manager: str, effects: _Effects) -> Iterator[_Loop]
                 entered |= {name for item in inner.items for name in names_bound(item)}
                 inner = inner.body[-1]
             if isinstance(inner, ast.For) and not inner.orelse and not any(leaves(one) for one in inner.body):
+                behind = [block[other] for other in sorted(needed_for(block, end, manager)) if other > index]
                 loop = _Loop(inner, outer, block[:index], block[index + 1 : end + 1], ())
-                logged = _logged(loop, effects)
+                logged = _logged(loop, [*behind, block[end]], effects)
                 if logged and entered.isdisjoint(name for statement in logged for name in names_read(statement)):
-                    yield _Loop(inner, outer, block[:index], block[index + 1 : end + 1], logged)
+                    yield replace(loop, logged=logged)
 
 
-def _logged(loop: _Loop, effects: _Effects) -> list[ast.stmt]:
+def _logged(loop: _Loop, behind: list[ast.stmt], effects: LogEffects) -> list[ast.stmt]:
     """The statements that change what was made outside, and that nothing on the way to the loss sees.
 
     Nor do they see anything else that a later round changes.
+
+    Args:
+        loop: the loop, whose `logged` is not known yet.
+        behind: what the loss needs of what runs behind it, and what runs the backward.
+        effects: of the file.
     """
     found = [statement for statement in loop.node.body if effects.are_all(statement)]
     while True:
         computes = [one for one in loop.node.body if one not in found]
-        others = [*computes, *loop.behind]
+        others = [*computes, *behind]
         read = {path for statement in others for path in effects.read(statement)}
         changed = {path for statement in others for path in (*effects.changed(statement), *names_bound(statement))}
         by_rounds = {path for statement in computes for path in effects.changed(statement)}
@@ -158,115 +162,36 @@ def _logged(loop: _Loop, effects: _Effects) -> list[ast.stmt]:
     return found if lasting or counted else []
 
 
-class _Effects:
-    """What statements change and see, in the functions of the file that they call too.
-
-    Args:
-        reading: the file.
-
-    Attributes:
-        functions: those of the file.
-    """
-
-    def __init__(self, reading: Reading) -> None:
-        self.functions = reading.functions
-        self._forwards = [one for one in reading.script.imports.nodes.functions if one.name in ("forward", "__call__")]
-
-    def are_all(self, statement: ast.stmt) -> bool:
-        """Whether a statement does nothing else than to change something, which no draw or fetch has a part in."""
-        if isinstance(statement, ast.If):
-            return all(map(self.are_all, (*statement.body, *statement.orelse)))
-        if any(draws_random_numbers(one) or fetches(one) for one in (statement, *self._run_inside(statement))):
-            return False
-        if not isinstance(statement, ast.Expr):
-            return isinstance(statement, ast.AugAssign)
-        call = statement.value
-        if not isinstance(call, ast.Call):
-            return False
-        return isinstance(call.func, ast.Attribute) or called_name(call) == "print" or bool(self.functions.by(call))
-
-    def changed(self, statement: ast.stmt) -> set[str]:
-        """The paths that a statement changes, and that functions change which it calls."""
-        found = changed_paths(statement)
-        for function in self._run_by(statement):
-            own = _bound_in(function)
-            for inner in function.body:
-                paths = changed_paths(inner) | {name for name in names_bound(inner) if name not in own}
-                found |= {path for path in paths if path.split(".")[0] not in own}
-        return found
-
-    def read(self, statement: ast.stmt) -> set[str]:
-        """The paths that a statement reads, and that functions read which it calls, or which networks run."""
-        return self.asked(statement).union(*map(_read_in, self._networks_of(statement)))
-
-    def asked(self, statement: ast.stmt) -> set[str]:
-        """The paths that a statement reads that runs no network, and that functions read which it calls."""
-        return paths_read(statement).union(*map(_read_in, self._run_by(statement)))
-
-    def left(self, statement: ast.stmt) -> set[str]:
-        """The attributes that functions write which a statement calls, or that networks and losses leave behind."""
-        functions = (*self._run_by(statement), *self._networks_of(statement))
-        inside = [one for function in functions for one in function.body]
-        stored = (node for one in inside for node in walk(one) if isinstance(node, ast.Attribute))
-        found = {node.attr for node in stored if isinstance(node.ctx, ast.Store)}
-        return found | {path.split(".")[1] for one in inside for path in changed_paths(one) if "." in path}
-
-    def _networks_of(self, statement: ast.stmt) -> list[FunctionNode]:
-        """What networks and losses of the file run where a statement may call them."""
-        return self._forwards if any(isinstance(node, ast.Call) for node in walk(statement)) else []
-
-    def _run_inside(self, statement: ast.stmt) -> Iterator[ast.stmt]:
-        """The statements of the functions that a statement calls."""
-        return (one for function in self._run_by(statement) for one in function.body)
-
-    def _run_by(self, statement: ast.stmt) -> list[FunctionNode]:
-        found: list[FunctionNode] = []
-        waiting: list[ast.AST] = [statement]
-        for node in waiting:
-            calls = (child for child in walk(node) if isinstance(child, ast.Call))
-            new = dict.fromkeys(one for call in calls for one in self.functions.by(call) if one not in found)
-            found += new
-            waiting += new
-        return found
-
-
-def _read_in(function: FunctionNode) -> set[str]:
-    """The paths that a function reads of what is not its own."""
-    own = _bound_in(function)
-    return {path for one in function.body for path in paths_read(one) if path.split(".")[0] not in own}
-
-
-def _bound_in(function: FunctionNode) -> set[str]:
-    """The names that are a function's own, but for that of its object."""
-    outer = (node for node in walk(function) if isinstance(node, ast.Global | ast.Nonlocal))
-    bound = {name for statement in function.body for name in names_bound(statement)}
-    return (bound | names_of_parameters(function.args)) - {name for node in outer for name in node.names} - {"self"}
-
-
-def _values(loop: _Loop, effects: _Effects) -> list[str] | None:
+def _values(loop: _Loop, effects: LogEffects) -> list[str] | None:
     """The names bound in a round that are logged; None where they may be other values behind the loop."""
     body = loop.node.body
-    first = body.index(loop.logged[0])
     bound = {name for statement in loop.computes for name in names_bound(statement)}
-    values = {name for statement in loop.logged for name in names_read(statement)} & bound
-    if not values or not values <= definitely_bound(body[:first]):
-        return None
-    again = {name for statement in body[first:] for name in names_bound(statement)}
+    values: set[str] = set()
+    for statement in loop.logged:
+        read, place = names_read(statement) & bound, body.index(statement)
+        again = {name for other in body[place:] for name in names_bound(other)}
+        if read & again or not read <= definitely_bound(body[:place]):
+            return None
+        values |= read
     changed = {path for statement in loop.node.body for path in changed_paths(statement)}
-    if values & again or overlap(changed, values) or not all(_is_made(name, loop, effects) for name in values):
+    if not values or overlap(changed, values) or not all(_is_made(name, loop, effects) for name in values):
         return None
     if are_changed_in_place(values, [*loop.computes, *loop.behind], effects.functions):
         return None
     return sorted(values, key=lambda name: _first_line(name, loop))
 
 
-def _is_made(name: str, loop: _Loop, effects: _Effects) -> bool:
+def _is_made(name: str, loop: _Loop, effects: LogEffects) -> bool:
     """Whether a round binds a name to something new that no others hold as well, or to what no round changes."""
-    bindings = [statement for statement in loop.computes if name in names_bound(statement)]
-    values = [one.value for one in bindings if isinstance(one, ast.Assign)]
+    nodes = [node for statement in loop.computes for node in nodes_of_scope(statement)]
+    stores = [
+        one for one in nodes if isinstance(one, ast.Name) and one.id == name and not isinstance(one.ctx, ast.Load)
+    ]
+    bindings = [one for one in nodes if isinstance(one, ast.Assign) and name in names_bound(one)]
+    values = [one.value for one in bindings]
     changed = {path for statement in loop.node.body for path in effects.changed(statement)}
-    return len(values) == len(bindings) and all(
-        isinstance(one, ast.Call | ast.BinOp | ast.UnaryOp | ast.Compare | ast.JoinedStr)
+    return len(values) == len(stores) and all(
+        isinstance(one, ast.Constant | ast.Call | ast.BinOp | ast.UnaryOp | ast.Compare | ast.JoinedStr)
         or (isinstance(one, ast.Subscript) and not overlap(changed, paths_read(one)))
         for one in values
     )
@@ -309,7 +234,7 @@ def _text(node: ast.expr, reading: Reading) -> str:
     return ast.unparse(node) if "\n" in text or (isinstance(node, ast.Tuple) and not text.startswith("(")) else text
 
 
-def _with_rounds(loop: _Loop, values: list[str], effects: _Effects, passing: set[str]) -> list[str] | None:
+def _with_rounds(loop: _Loop, values: list[str], effects: LogEffects, passing: set[str]) -> list[str] | None:
     """The values with what the loop runs over, to be kept as well; None where it may be something else each time."""
     needed = _needed(loop)
     bound = {name for statement in loop.node.body for name in names_bound(statement)}
@@ -349,8 +274,10 @@ def _edits(reading: Reading, loop: _Loop, values: Sequence[str], header: str, ke
         logs += layout.moved(chunk, inner, f"{margin}{layout.unit}")
     start = layout.span(Lines(loop.node.lineno, loop.node.lineno))[0]
     edits = [Edit(start, start, f"{layout.margin(loop.node)}{kept} = []{newline}")]
-    edits.append(Edit(*layout.span(chunks[0]), f"{inner}{kept}.append({value})"))
-    edits += [Edit(*layout.whole(chunk), "") for chunk in chunks[1:]]
+    ahead = definitely_bound(loop.node.body[: loop.node.body.index(loop.logged[0])])
+    here = chunks.pop(0 if set(values) <= ahead | names_bound_by_target(loop.node.target) else -1)
+    edits.append(Edit(*layout.span(here), f"{inner}{kept}.append({value})"))
+    edits += [Edit(*layout.whole(chunk), "") for chunk in chunks]
     behind = layout.whole(Lines(loop.outer.lineno, layout.last_line(loop.outer)))[1]
     return [*edits, Edit(behind, behind, newline.join(logs) + newline)]
 

@@ -22,10 +22,12 @@ from oomfix.rewrite.kept_losses import name_losses
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.lifter import lift_backwards
 from oomfix.rewrite.loader_arguments import Written, loader_arguments
+from oomfix.rewrite.logs_of_branches import log_behind_branches
 from oomfix.rewrite.logs_of_rounds import log_behind
 from oomfix.rewrite.loops import Judge, scaling_of
 from oomfix.rewrite.losses_in_turn import compute_in_turn
 from oomfix.rewrite.model_calls import model_call_edits
+from oomfix.rewrite.numbers_of_rounds import name_numbers
 from oomfix.rewrite.parted_autocast import part_autocast
 from oomfix.rewrite.prepare import prepare_edits
 from oomfix.rewrite.read_before import name_what_is_read
@@ -43,8 +45,17 @@ from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
 from oomfix.source import Source
 
-_MOST_PREPARATIONS = 6
-_PREPARATIONS = (name_losses, name_batches, log_behind, name_what_is_read, part_autocast, compute_in_turn)
+_MOST_PREPARATIONS = 8
+_PREPARATIONS = (
+    name_losses,
+    name_batches,
+    log_behind_branches,
+    name_numbers,
+    log_behind,
+    name_what_is_read,
+    part_autocast,
+    compute_in_turn,
+)
 """What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""
 
 _WORD, _LINE = re.compile(r"\w+"), re.compile(r"\bline (\d+)")
@@ -197,15 +208,15 @@ class LoopRewriter:
     def _lift(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
         """The edits that lift slices, and what becomes of their loops in the verdicts.
 
-        Where more is lifted once joined statements have lines of their own, losses names, logs loops, and so on,
-        `stages` takes that over. Where it is not, loops that stay are told what was in the way at last.
+        Where more is lifted, or less of it prints for every part of a batch, once joined statements have lines of their
+        own, losses names, logs loops, and so on, `stages` takes that over. Where it is not, loops that stay are told
+        what was in the way at last.
         """
         first = lift_backwards(reading, order, self._manager)
         apart = stages.copy()
-        last = self._lift_prepared(apart, reading, order, first)
-        if last.lifted > first.lifted:
-            stages.become(apart)
-            first = last
+        while (last := self._lift_prepared(apart, reading, order, first)).is_more_than(first):
+            stages.become(apart.copy())
+            first, reading = last, self._read_again(stages)
         repeats = last is not first and last.lifted == first.lifted
         told = {id(verdict): lifted.reason for verdict, lifted in last.loops if repeats}
         for verdict, lifted in first.loops:
@@ -221,7 +232,7 @@ class LoopRewriter:
         for _ in range(_MOST_PREPARATIONS):
             edits = separate(reading, last.joined_lines)
             way = None
-            if not edits and last.stays:
+            if not edits and (last.stays or last.say_again):
                 ways = ((way, way(reading, self._manager)) for way in _PREPARATIONS)
                 way, edits = next(((way, found) for way, found in ways if found), (None, []))
             if not edits:
@@ -230,7 +241,7 @@ class LoopRewriter:
             apart.edit(edits)
             reading = self._read_again(apart)
             last = lift_backwards(reading, order, self._manager)
-            if last.lifted > first.lifted and not last.joined_lines:
+            if last.is_more_than(first) and not last.joined_lines:
                 break
         # losses get names only where that lifts all
         return first if names_losses and last.stays and last.lifted != first.lifted else last
@@ -322,7 +333,8 @@ class _Stages:
         since._rounds = later._rounds[len(self._rounds) :]
         for number in map(int, _LINE.findall(reason)):
             before = self.source.lines[since._line_before(number) - 1]
-            if before.strip() != later.source.lines[number - 1].strip():
+            # of statements that shared a line, each has its own now
+            if later.source.lines[number - 1].strip() not in before:
                 return None
         return since.with_lines_before(reason)
 

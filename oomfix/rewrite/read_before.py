@@ -9,9 +9,9 @@ import ast
 from collections.abc import Sequence
 
 from oomfix.rewrite.asked_graphs import asks_for_graph
-from oomfix.rewrite.changes import changed_paths, overlap, paths_read
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.liveness import COMPREHENSIONS, names_bound, names_bound_by_target, names_read
+from oomfix.rewrite.needed import needed_for
 from oomfix.rewrite.read_between import only_reads
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.shared_tensors import are_changed_in_place
@@ -36,22 +36,11 @@ def name_what_is_read(reading: Reading, manager: str) -> list[Edit]:
     backwards = [reading.blocks.statement_of(call) for call in reading.calls_to(f"{manager}.backward")]
     for block in {id(block): block for block in map(reading.blocks.block_of, backwards)}.values():
         ends = [index for index, one in enumerate(block) if one in backwards]
-        needed = {index for end in ends for index in (end, *_needed(block, end, manager))}
+        needed = {index for end in ends for index in (end, *needed_for(block, end, manager))}
         for index in range(logs.first_behind_network(block), ends[-1]):
             if index not in needed:
                 edits += logs.edits(block, index, next(end for end in ends if end > index))
     return edits
-
-
-def _needed(block: list[ast.stmt], end: int, manager: str) -> set[int]:
-    """The indices of what a backward may depend on."""
-    paths = paths_read(block[end]) - {f"{manager}.backward"}
-    found: set[int] = set()
-    for index in reversed(range(end)):
-        if overlap(names_bound(block[index]) | changed_paths(block[index]) - {manager}, paths):
-            found.add(index)
-            paths |= paths_read(block[index])
-    return found
 
 
 class _Logs:

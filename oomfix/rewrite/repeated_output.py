@@ -18,6 +18,7 @@ _LOGGING = re.compile(
     r"(scalars?|histogram|images?|figure|text|metrics?)(_summary)?$|log(_\w+)?$|(info|debug|warning|error)$"
 )
 _LOGS = re.compile(r"(^|[._])(writer|summary_?writer|logger|logging|log|wandb|tb|tensorboard|mlflow|neptune)$", re.I)
+_BARS = re.compile(r"^set_(postfix|description)(_str)?$")
 _ENDING = ("exit", "_exit", "quit", "abort")
 
 
@@ -63,10 +64,12 @@ def _said_in(statements: list[ast.stmt]) -> Iterator[ast.Call]:
 
 
 def _logs(call: ast.Call) -> bool:
-    """`writer.add_scalar("loss", loss, step)`, `self.logger.info(text)`, `wandb.log(losses)`."""
-    if not isinstance(call.func, ast.Attribute) or not _LOGGING.search(call.func.attr):
+    """`writer.add_scalar("loss", loss, step)`, `self.logger.info(text)`, `wandb.log(losses)`, `bar.set_postfix()`."""
+    if not isinstance(call.func, ast.Attribute):
         return False
-    return bool(_LOGS.search(path_of(call.func.value) or ""))
+    if _BARS.search(call.func.attr):
+        return True
+    return bool(_LOGGING.search(call.func.attr)) and bool(_LOGS.search(path_of(call.func.value) or ""))
 
 
 def _names_a_function(call: ast.Call) -> bool:

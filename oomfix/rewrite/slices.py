@@ -11,6 +11,7 @@ from oomfix.rewrite.calls import called_name, calls_in
 from oomfix.rewrite.changes import changed_paths, function_that_may_change, overlap, paths_read
 from oomfix.rewrite.constant_tests import ConstantTests
 from oomfix.rewrite.effects import switches_mode
+from oomfix.rewrite.empty_starts import with_empty_starts
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.hidden_states import states_made_before
 from oomfix.rewrite.kept_by_number import filled_from_inside, taken_by_number
@@ -127,7 +128,8 @@ class Slicer:
             return self._lift(*shorter[:2], end, shorter[2])
 
     def _lift(self, site: Site, chosen: list[int], end: int, rescaled: Sequence[ast.stmt] = ()) -> Lift:
-        chosen = with_readers(site.block, _with_guards(site.block, chosen), site.root, self._helpers)
+        chosen = with_empty_starts(site.block, _with_guards(site.block, chosen))
+        chosen = with_readers(site.block, chosen, site.root, self._helpers)
         kept = taken_by_number(site, chosen, self._runs_forward, self._filled)
         kept += exchanged(site, [index for index in chosen if index not in kept], self._runs_forward, self._helpers)
         chosen = _with_remarks(site.block, [index for index in chosen if index not in kept])

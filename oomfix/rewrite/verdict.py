@@ -25,6 +25,7 @@ class Lifted(NamedTuple):
         state: what the slices leave behind in objects, or hand on from row to row.
         said: what else is to be said of them: of batches that may be objects, of lines that print or log.
         runs_ahead: networks run outside of them, for more than one.
+        says_again: they print or log, and would do so for every part of a batch.
     """
 
     reason: str | None = None
@@ -32,6 +33,7 @@ class Lifted(NamedTuple):
     state: str | None = None
     said: tuple[str, ...] = ()
     runs_ahead: bool = False
+    says_again: bool = False
 
     @property
     def form(self) -> Form:
@@ -102,6 +104,16 @@ class Attempt(NamedTuple):
     def lifted(self) -> set[int]:
         """The loops that are micro-batched, by the identity of their verdicts."""
         return {id(verdict) for verdict, lifted in self.loops if lifted.reason is None}
+
+    @property
+    def say_again(self) -> set[int]:
+        """The loops that print or log where their loss is computed."""
+        return {id(verdict) for verdict, lifted in self.loops if lifted.says_again}
+
+    def is_more_than(self, other: Attempt) -> bool:
+        """Whether it lifts more than another attempt, or as much with fewer loops that print for every part."""
+        fewer = self.say_again < other.say_again
+        return self.lifted > other.lifted or (self.lifted == other.lifted and fewer)
 
     @property
     def stays(self) -> bool:

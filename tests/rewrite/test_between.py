@@ -251,3 +251,10 @@ def test_a_sum_whose_gradient_is_asked_for_switches_nothing_that_was_there_befor
             print(loss.item())
         """)
     assert "        mixed = (0.5 * x + 0.5 * x.flip(1)).requires_grad_(True)\n" in text
+
+
+def test_a_function_that_is_given_the_number_of_a_loss_changes_nothing_of_it():
+    more = "log_value('first', loss.item())\n    loss = loss + model(-x).pow(2).mean()"
+    function = "log = {}\n\n\ndef log_value(name, value):\n    log.setdefault(name, []).append(value)\n\n\n"
+    text = assert_trains_the_same(function + LOOP.format(between=more))
+    assert text.index("return loss") < text.index("log_value('first', ")

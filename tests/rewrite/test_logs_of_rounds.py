@@ -320,3 +320,28 @@ def test_loops_on_the_way_to_two_losses_keep_lists_of_their_own():
     assert "for task, two in zip(tasks, kept_2):" in after.text
     assert_same_bits(run(text), run(after.text, preset="off"))
     assert_close(run(text), run(after.text))
+
+
+def test_what_is_logged_behind_a_loop_that_logs_is_no_part_of_the_loss():
+    text = script().replace("    loss.backward()", "    log['a'].append(loss.item())\n    loss.backward()")
+    assert [loop.rewrite for loop in rewritten(text).loops] == ["micro-batched"]
+    before = run(text)
+    assert_same_bits(before, run(rewritten(text).text, preset="off"))
+    assert_close(before, run(rewritten(text, micro_batches=3).text))
+
+
+def test_what_only_some_rounds_compute_is_logged_by_these():
+    logged = "if len(task) == 1:\n    extra = one.square()\n    one = one + extra\n    log[task].append(extra.item())"
+    text = script(logged)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"], after.loops
+    before = run(text)
+    assert_same_bits(before, run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize("preset", ["off", ""])
+def test_the_number_of_a_round_that_is_read_behind_another_loop_is_that_of_the_other(preset):
+    second = "    for i in range(3):\n        loss = loss + i * outputs['a'].square().mean()\n    loss.backward()"
+    text = script("log[tasks[i]].append(one.item())", OVER_RANGE).replace("    loss.backward()", second)
+    text = text.replace("    optimizer.step()", "    optimizer.step()\n    total += i")
+    assert_same_bits(run(text), run(rewritten(text).text, preset=preset))

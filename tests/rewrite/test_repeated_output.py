@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.rewrite import small_loops
 from tests.rewrite.equivalence import rewritten
 from tests.rewrite.small_loops import TOP
 
@@ -90,3 +91,50 @@ def test_a_slice_that_prints_and_logs_is_told_once():
     said = 'print(out)\n            writer.add_scalar("out", out.sum(), i)'
     (loop,) = rewritten(TOP + PRINTING.format(printing=said)).loops
     assert loop.notes[0].startswith("line 15, line 16 print or log where the loss is computed: ")
+
+
+def test_a_progress_bar_in_a_branch_is_told_of_the_whole_batch():
+    text, loops = small_loops.apply("""\
+        from tqdm import tqdm
+
+        bar = tqdm(loader)
+        for x, y in bar:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            if len(x) > 2:
+                extra = out.pow(2).mean()
+                loss = loss + extra
+                bar.set_postfix(extra=extra.item())
+            loss.backward()
+            optimizer.step()
+        """)
+    assert loops == [("micro-batched", None)]
+    assert text.index("return loss") < text.index("bar.set_postfix(")
+
+
+def test_of_two_loops_one_prints_behind_its_call_and_the_other_is_split():
+    text, loops = small_loops.apply("""\
+        log = []
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            if len(x) > 2:
+                loss = loss + out.pow(2).mean()
+                print("more")
+            loss.backward()
+            optimizer.step()
+        for x, y in loader:
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            if len(x) > 2:
+                loss = loss + out.pow(2).mean()
+                log.append(1)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert loops == [("micro-batched", None), ("micro-batched", None)]
+    calls = text.split("forward_backward(")
+    assert "print" in calls[1] and "log.append" in calls[2] and "print" not in calls[0]
