@@ -34,7 +34,7 @@ from oomfix.script.handed_over import trains_what_it_is_handed
 from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
-from oomfix.script.named_like import looks_like_forward, looks_like_loss
+from oomfix.script.named_like import looks_like_forward, looks_like_loss, looks_like_penalty
 from oomfix.script.names import last_name, last_of, path_of, receivers
 from oomfix.script.nodes import Nodes, Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
@@ -363,6 +363,7 @@ class Script:
         """
         method = last_of(forward.path)
         named = looks_like_forward(method) and bool(forward.given or not looks_like_loss(method))
+        named = named and not looks_like_penalty(method)
         return forward.direct or named or (bool(forward.given) and forward.method in self._methods_of_stepped)
 
     def is_in_batch_loop(self, event: Event) -> bool:

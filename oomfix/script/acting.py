@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
+from oomfix.script.names import unpacked
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Forward, Trace
 
@@ -60,7 +61,7 @@ def _reaches(asked: set[ast.AST], step: ast.Call, nodes: Sequence[ast.AST]) -> b
     for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                for name in _names(target, ast.Store):
+                for name in _bound(target):
                     made_from.setdefault(name, []).append(node.value)
     waiting: list[ast.expr] = list(step.args)
     seen: set[str] = set()
@@ -72,6 +73,16 @@ def _reaches(asked: set[ast.AST], step: ast.Call, nodes: Sequence[ast.AST]) -> b
             seen.add(name)
             waiting += made_from.get(name, [])
     return False
+
+
+def _bound(target: ast.expr) -> Iterator[str]:
+    """The names that an assignment binds, or of which it changes a part: `action[0][1] = steering`."""
+    yield from _names(target, ast.Store)
+    for part in unpacked(target):
+        while isinstance(part, ast.Subscript):
+            part = part.value
+            if isinstance(part, ast.Name):
+                yield part.id
 
 
 def _names(node: ast.expr, context: type[ast.expr_context]) -> Iterator[str]:

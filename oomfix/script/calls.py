@@ -10,7 +10,7 @@ from oomfix.script.containers import STORING
 from oomfix.script.contexts import NULL
 from oomfix.script.externals import Externals, divisors_of, has_integers
 from oomfix.script.methods import SAME_MODULE
-from oomfix.script.named_like import looks_like_loss, looks_like_module
+from oomfix.script.named_like import looks_like_autoencoder, looks_like_loss, looks_like_module, runs_network
 from oomfix.script.names import MOVES, last_of, path_of
 from oomfix.script.nodes import asks_for_gradients
 from oomfix.script.trace import Event, Handed
@@ -194,6 +194,8 @@ class Calls(Externals):
         if receiver.kind is Kind.UNKNOWN and base is not None and name not in SAME_MODULE:
             called = base in self.hints.called and looks_like_module(base)
             known = called or self.hints.is_module(base) or self.hints.is_autoencoder(base)
+            known = known or (runs_network(name) and looks_like_autoencoder(base))
+            known = known or (path in self.hints.graph_callees and looks_like_module(base))
             if known and not (looks_like_module(name) and self._is_method_of_an_object(node)):
                 return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, given)
         if name in SAME_MODULE and not values and base is not None and self.hints.is_module(base):

@@ -102,7 +102,8 @@ class Devices:
         A parameter is for the caller to give, whatever is taken where nothing is given.
         """
         return "torch_xla" in self._source.text or any(
-            any(_DEVICE_NAME.search(target) for target in _targets(node)) and _is_one_of(node.value, _OTHER_DEVICES)
+            any(_DEVICE_NAME.search(target.removeprefix("self.")) for target in _targets(node))
+            and _is_one_of(node.value, _OTHER_DEVICES)
             for node in self._nodes.of(ast.Assign)
             if node not in self._for_callers_without and node not in self._unless_asked
         )

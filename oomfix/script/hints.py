@@ -213,7 +213,9 @@ def _used_elsewhere(hints: Hints) -> set[str]:
     of_classes = {
         path for maker, paths in hints.made_by.items() if last_of(maker)[:1].isupper() for path in paths & hints.called
     }
-    return {path for path in of_classes if path.startswith("self.") and path.removeprefix("self.") in of_objects}
+    made_elsewhere = hints.called - hints.assigned  # what an object is asked for that no line of the file gives it
+    asked = {path for path in of_classes | made_elsewhere if path.startswith("self.")}
+    return {path for path in asked if path.removeprefix("self.") in of_objects}
 
 
 def scoped(path: str, scope: Scope) -> tuple[Scope, str]:

@@ -11,6 +11,7 @@ from oomfix.script.named_like import (
     gives_gradients,
     is_letter_of_part,
     looks_like_detaching,
+    looks_like_discriminator,
     looks_like_forward,
     looks_like_loss,
     looks_like_module,
@@ -56,7 +57,7 @@ class Methods(Unseen):
             return content.with_graph(Graph.MAYBE)  # `net.get_coefficients(out)` computes on what it is given
         if looks_like_detaching(name):
             return self._detached(node, content)
-        if content.graph and looks_like_loss(name):
+        if content.graph and looks_like_loss(name) and not self._judges_others(node, content):
             loss = self._through_loss(values)
             if self.is_for_effect(node) and isinstance(node.func, ast.Attribute):
                 self.assign(left_by_methods(node.func.value), loss, self.statement)
@@ -82,6 +83,14 @@ class Methods(Unseen):
         if part or looks_like_forward(name):
             return result
         return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
+
+    def _judges_others(self, node: ast.Call, content: Value) -> bool:
+        """`disc.generator_loss(fake)`: a discriminator that is asked about what only others gave runs itself."""
+        holder = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if holder is None or not looks_like_discriminator(holder):
+            return False
+        gave = [forward.path for forward in self.trace.forwards_of(content.origins)]
+        return bool(gave) and not any(f"{path}.".startswith(f"{holder}.") for path in gave)
 
     def _is_shown_to_run(self, name: str) -> bool:
         """`model.predict(x)`, where all methods of this name are networks' own in sight, and switch no gradients."""

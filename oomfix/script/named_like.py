@@ -14,7 +14,8 @@ _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
     r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip|vgg|inception)\d*(_?[a-z0-9]{1,3})?$"
-    r"|^net(?-i:[A-Z])\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$",
+    r"|^net(?-i:[A-Z])\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$|(^|_)module_[a-z0-9]$"
+    r"|^(gen|disc?)_(?-i:[a-z]|[A-Z]{1,2}(2[A-Z])?)$",
     re.IGNORECASE,
 )
 _PART_NAME = re.compile(
@@ -61,6 +62,9 @@ _RECORD = re.compile(
 )
 _LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
+_DISCRIMINATOR = re.compile(r"(^|_)(?i:discr?|discriminator)(_?[A-Za-z0-9]{1,3})?$|^(dis_|netD|D)_{0,2}[A-Z0-9]{0,3}$")
+_AUTOENCODER = re.compile(r"(^|_)(auto_?encoder|(vq_?)?vae|vqgan)\d*$", re.IGNORECASE)
+_PENALTY = re.compile(r"sparsity|orthogonal|regulari[sz]|weight_?decay|(^|_)(reg|l[12]|penalty)(_|$)", re.IGNORECASE)
 _VERB = re.compile(
     r"^(\w+_(?=(build|create|load|save|make|reset)_))?"
     r"(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
@@ -78,7 +82,7 @@ _NO_NETWORK_NAME = re.compile(
 )
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
 _NETWORK_WITH_LOSS = re.compile(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
-_LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc)$", re.IGNORECASE)
+_LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc|(ms_?)?ssim)$", re.IGNORECASE)
 _WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
 _OPTIMIZER_NAME = re.compile(
     r"(^|_)(opt[a-z]?|optim\w*|opt_\w+)\d*$|_opt$|\w[Oo]ptimi[sz]er$",
@@ -112,6 +116,21 @@ def _is_entry_of_network(path: str) -> bool:
     """`parts["model"]`: what a dict that is not one of losses or optimizers holds under the name of a network."""
     holder, _, key = path[:-2].rpartition("['")
     return not looks_like_loss(holder) and not looks_like_optimizer(holder) and looks_like_module(key)
+
+
+def looks_like_discriminator(path: str) -> bool:
+    """Whether a network is named like one that tells samples apart: `self.disc_A`, `netD`."""
+    return bool(_DISCRIMINATOR.search(_last(path)))
+
+
+def looks_like_autoencoder(path: str) -> bool:
+    """Whether a name says of a network that it encodes and decodes."""
+    return bool(_AUTOENCODER.search(_last(path)))
+
+
+def looks_like_penalty(method: str) -> bool:
+    """Whether a loss that a network is asked for is one of its weights, whatever it is given: `net.l2_loss(k)`."""
+    return looks_like_loss(method) and bool(_PENALTY.search(method))
 
 
 def looks_like_forward(method: str) -> bool:

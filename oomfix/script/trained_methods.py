@@ -65,17 +65,22 @@ def _stepped_networks(assignments: Iterable[ast.Assign]) -> dict[str, set[str]]:
     """By the path of what may be an optimizer, the networks whose parameters it was made with."""
     found: dict[str, set[str]] = {}
     for statement in assignments:
-        match statement.value:
-            case ast.Call(args=[ast.Call(ast.Attribute(network, "parameters")), *_]):
-                name = path_of(network) or ast.unparse(network)
-            case ast.Call():
-                name = ""  # made with something else, or with more than one network
-            case _:
-                continue
+        if not isinstance(statement.value, ast.Call):
+            continue
+        networks = set(_given_parameters_of(statement.value))
+        name = networks.pop() if len(networks) == 1 else ""  # made with something else, or with more than one network
         for target in statement.targets:
             if (path := path_of(target)) is not None:
                 found.setdefault(path, set()).add(name)
     return {path: names for path, names in found.items() if names != {""}}
+
+
+def _given_parameters_of(call: ast.Call) -> Iterator[str]:
+    """The networks whose parameters a call is given: `make_optimizer("adam", net.parameters())`."""
+    for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+        match argument:
+            case ast.Call(ast.Attribute(network, "parameters")):
+                yield path_of(network) or ast.unparse(network)
 
 
 def _made_around(network: str, assignments: Iterable[ast.Assign]) -> set[str | None]:

@@ -47,6 +47,7 @@ STEP = "\n            observation, reward, done, info = env.step(action)"
         "p = torch.softmax(actor(observation), 0)\n            action = choose(p.data.numpy())" + STEP,
         "q = actor(observation)\n            action = q.argmax().item() if epsilon < draw() else env.sample()" + STEP,
         "observation, reward, over = env.step(actor(observation).detach().numpy())",
+        "p = actor(observation).detach().numpy()\n            action[0][1] = p[0] + noise" + STEP,
     ],
 )
 def test_what_is_done_in_an_environment_needs_no_gradients(evaluations, acting):

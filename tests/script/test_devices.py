@@ -267,3 +267,17 @@ def test_a_gpu_that_is_switched_off_or_simulated_is_none(read, made, may):
             optimizer.step()
     """
     assert read(code).devices.may_be_cuda is may
+
+
+@pytest.mark.parametrize(
+    ("lines", "may"),
+    [
+        ("self.device = 'cpu'", False),
+        ("self.device = torch.device('cpu')", False),
+        ("self.cpu_device = 'cpu'\n        self.device = device", True),
+        ("self.device = 'cuda' if torch.cuda.is_available() else 'cpu'", True),
+    ],
+)
+def test_an_object_that_is_told_to_stay_on_the_processor_does(read, lines, may):
+    init = f"def __init__(self, device):\n        {lines}\n        self.model = Net().to(self.device)\n"
+    assert trains_on_cuda(read, f"class Agent:\n    {init}") is may

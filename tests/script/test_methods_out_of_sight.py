@@ -379,7 +379,7 @@ UPDATED = """
         def update(self, loader):
             for x, y in loader:
                 values, chances = self.{name}.evaluate_actions(x.cuda(), y)
-                loss = (values - y).square().mean() - chances.mean()
+                loss = surrogate_loss(values, chances, y)
                 loss.backward()
                 self.optimizer.step()
 """
@@ -395,3 +395,105 @@ UPDATED = """
 )
 def test_what_gives_an_optimizer_its_parameters_under_the_name_of_a_network_is_one(report, name, given, found):
     assert report(UPDATED.format(name=name, given=given)) == found
+
+
+TRANSLATION = """
+    import torch
+    from agents import Agent
+
+    agent = Agent(config)
+    for x, y in loader:
+        x, y = x.cuda(), y.cuda()
+        {encoded}
+        {judged}
+        loss = {loss}
+        loss.backward()
+        optimizer.step()
+"""
+ENCODED = "fake = agent.{gen}.decode(agent.{gen}.encode(x))"
+
+
+@pytest.mark.parametrize(
+    ("gen", "found"), [("gen_A", [7]), ("disc_a", [7]), ("gen_AB", [7]), ("gen_id", []), ("codec", []), ("gen", [])]
+)
+def test_a_network_of_an_agent_is_told_by_its_name_and_by_what_it_is_asked_for(report, gen, found):
+    code = TRANSLATION.format(encoded=ENCODED.format(gen=gen), judged="pass", loss="(fake - y).abs().mean()")
+    assert [line for code, line in report(code) if code == "OOM202"] == found
+
+
+@pytest.mark.parametrize(
+    ("judged", "found"),
+    [
+        ("wrong = agent.disc_A.generator_loss(fake)", [7, 8]),
+        ("wrong = agent.disc_A.discriminator_loss(fake.detach(), y)", [8]),
+        ("wrong = agent.gen_A.reconstruction_loss(fake, y)", [7]),  # of what it gave itself
+        ("wrong = agent.loss_A.generator_loss(fake)", [7]),
+        ("wrong = agent.disc_A.gradient_penalty_loss(fake)", [7]),
+    ],
+)
+def test_a_discriminator_that_is_asked_for_a_loss_of_what_others_gave_runs(report, judged, found):
+    code = TRANSLATION.format(encoded=ENCODED.format(gen="gen_A"), judged=judged, loss="2 * wrong")
+    assert [line for code, line in report(code) if code == "OOM202"] == found
+
+
+@pytest.mark.parametrize(("method", "found"), [("sparsity_loss", []), ("flow_loss", [("OOM202", 6)])])
+def test_a_loss_of_the_weights_is_no_forward_whatever_it_is_given(report, method, found):
+    assert report(STEP.format(forward=f"loss = model.{method}(target, weight=120)", loss="pass")) == found
+
+
+@pytest.mark.parametrize(("holder", "found"), [("autoencoder", [("OOM201", 6)]), ("vae", [("OOM201", 6)]), ("bpe", [])])
+def test_what_an_autoencoder_encodes_for_others_needs_no_graph(report, holder, found):
+    code = f"""
+        import torch
+        {holder} = load_checkpoint(config)
+
+        def encode(x):
+            code = {holder}.encode(torch.tensor(x))
+            return code.squeeze().detach().cpu().numpy()
+    """
+    assert report(code) == [(code, line - 1) for code, line in found]
+
+
+@pytest.mark.parametrize(
+    ("trained", "given", "found"),
+    [
+        ("self.model.tail", "", [14]),
+        ("self.model.other", "", []),
+        ("self.tail", "self.tail = build_tail()", [14]),
+        ("self.model.tail", "self.tail = weighted", []),
+    ],
+)
+def test_what_no_line_gives_an_object_is_the_network_of_that_name(report, trained, given, found):
+    code = f"""
+        import torch
+        from project import Base, weighted
+
+        class Trainer(Base):
+            def __init__(self, model):
+                self.model = model
+                {given or "pass"}
+                self.optimizer = torch.optim.Adam({trained}.parameters())
+
+            def validate(self, loader):
+                self.model.eval()
+                for x in loader:
+                    print(self.tail(x).mean())
+    """
+    assert [line + 1 for code, line in report(code) if code == "OOM201"] == found
+
+
+@pytest.mark.parametrize(("measure", "found"), [("SSIM", []), ("Blender", [("OOM202", 8)])])
+def test_a_similarity_of_images_is_no_network(report, measure, found):
+    name = measure.lower()
+    code = f"""
+        import torch
+        from measures import {measure}
+        {name} = {measure}().to(device)
+        model = torch.nn.Linear(8, 8).to(device)
+        for x, y in loader:
+            out = model(x)
+            loss = 1 - {name}(out, y).mean()
+            loss.backward()
+            optimizer.step()
+    """
+    assert [one for one in report(code) if one[1] != 6] == [(code, line - 1) for code, line in found]

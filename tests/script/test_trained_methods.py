@@ -33,7 +33,11 @@ OWN = {"acting": "sample", "between": "pass", "made": MADE, "step": "self.optimi
 HELD = {"made": "self.actor.train()", "step": "self.actor.optimizer.step()"}
 
 
-@pytest.mark.parametrize("changed", [{}, HELD])
+MADE_ELSEWHERE = {"made": "self.optimizer = make_optimizer('adam', self.actor.parameters(), lr=rate)"}
+NAMED = {"made": "self.optimizer = make_optimizer('adam', params=self.actor.parameters())"}
+
+
+@pytest.mark.parametrize("changed", [{}, HELD, MADE_ELSEWHERE, NAMED])
 def test_a_method_that_is_all_a_step_of_its_network_can_come_from_records_a_graph(report, changed):
     assert report(AGENT.format(**OWN | changed)) == [("OOM201", 11)]
 
@@ -45,6 +49,7 @@ def test_a_method_that_is_all_a_step_of_its_network_can_come_from_records_a_grap
         {"between": "other = self.actor(states)\n            chance = chance + other"},  # the step may come from that
         {"made": "self.optimizer = torch.optim.Adam([*self.actor.parameters(), *self.critic.parameters()])"},
         {"made": "self.optimizer = make_optimizer(self.actor, rate)"},
+        {"made": "self.optimizer = make_optimizer(self.actor.parameters(), self.critic.parameters())"},
         {"made": "self.optimizer = torch.optim.Adam(self.critic.parameters(), lr=rate)"},
         {"step": "pass"},
         {"step": "other_loss(self).backward()\n            self.optimizer.step()"},
