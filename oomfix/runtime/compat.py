@@ -10,8 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend
 
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _CHECKPOINT = torch.utils.checkpoint
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _MODULE_FILE = torch.nn.modules.module.__file__
@@ -45,7 +44,7 @@ def _uncompiled() -> Iterator[None]:
         frames.set_eval_frame = set_eval_frame
 
 
-def left_by_compiler(function: Callable[[_In], _Out]) -> Callable[[_In], _Out]:
+def left_by_compiler(function: _Function) -> _Function:
     """`function`, that torch's compiler neither takes for itself nor into what calls it."""
     # as in `force_eager`: without the import there is no compiler
     if "torch._dynamo" not in sys.modules:
@@ -127,6 +126,11 @@ def is_inside_checkpoint() -> bool:
     Where the innermost hook on saved tensors is another's, or torch does not say whose it is (2.6 and before), a
     checkpoint is known by the functions that are running.
     """
+    # a compiler that takes the walk over the frames for its own counts other frames (2.6)
+    return left_by_compiler(_is_inside_checkpoint)()
+
+
+def _is_inside_checkpoint() -> bool:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
     if hooks is not None and hooks[0].__module__ == _CHECKPOINT.__name__:
