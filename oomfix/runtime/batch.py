@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from oomfix.runtime import trees
+from oomfix.runtime import compat, trees
 
 Place = tuple[Any, ...]
 
@@ -116,7 +116,7 @@ class Batch:
         def take(samples: Any) -> Any:
             if isinstance(samples, list | tuple):
                 return type(samples)(samples[row] for row in rows)
-            return samples[rows]
+            return compat.named_rows(samples, rows) if isinstance(samples, torch.Tensor) else samples[rows]
 
         return self._cut_by(take)
 

@@ -18,6 +18,12 @@ _MODULE_FILE = torch.nn.modules.module.__file__
 # torch 2.5 moved the exception; older versions only know the second name
 OutOfMemoryError: type[RuntimeError] = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
+# numbers that torch 2.6 and before cannot index, and others of as many bits
+_UNINDEXED = {
+    torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.int8, torch.float8_e4m3fnuz: torch.int8,
+    torch.float8_e5m2: torch.int8, torch.float8_e5m2fnuz: torch.int8,
+}  # fmt: skip
 
 # what torch 2.6 compiles together with a checkpoint updates running statistics again in backward
 RECOMPUTES_UNSEEN_WHERE_COMPILED = torch.__version__ >= "2.13"
@@ -50,6 +56,28 @@ def left_by_compiler(function: _Function) -> _Function:
     if "torch._dynamo" not in sys.modules:
         return function
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def beneath_recording() -> AbstractContextManager[Any]:
+    """Context for a dispatch mode around a user's code, in which what is compiled runs as it was written, before 2.13.
+
+    What torch 2.6 first meets under such a mode it never compiles again, and torch 2.3 compiles it in every call.
+    """
+    return force_eager() if torch.__version__ < "2.13" else nullcontext()
+
+
+def is_cleared(tensor: torch.Tensor) -> bool:
+    """Whether nothing can be asked of `tensor`: a fake one that torch 2.3 emptied but did not free."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor) and "fake_mode" not in vars(tensor)
+
+
+def named_rows(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """`tensor[rows]`, a copy."""
+    bits = _UNINDEXED.get(tensor.dtype)
+    if bits is None or tensor.requires_grad:
+        return tensor[rows]
+    return tensor.view(bits)[rows].view(tensor.dtype)
 
 
 def parameter_groups(sharded: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomfix.runtime import simulation, trees
+from oomfix.runtime import compat, simulation, trees
 from oomfix.runtime.arguments import shown
 from oomfix.runtime.origins import is_users, live_origins
 
@@ -207,6 +207,8 @@ class _Census:
         return device.type != "meta" and self._device_type in (None, device.type)
 
     def _count(self, tensor: torch.Tensor, name: str, role: str) -> None:
+        if compat.is_cleared(tensor):
+            return
         # the layout of a nested one cannot be asked in torch 2.3 while origins are recorded; its compiler keeps one
         if tensor.is_nested or tensor.layout is not torch.strided or not self._is_on_device(tensor.device):
             return

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oomfix.runtime import compat
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -44,9 +46,10 @@ def record_origins() -> Iterator[None]:
 
     Only with it does a report see what autograd keeps for backward, which Python code has no names for. What was
     noted is known until the tensor dies, also after the context. It runs Python code in every operation, so it is
-    for the iterations that run out of memory, not for a whole training; compiled code is not seen.
+    for the iterations that run out of memory, not for a whole training; compiled code is not seen, or before torch
+    2.13 runs as it was written.
     """
-    with _Recorder():  # type: ignore[no-untyped-call]
+    with compat.beneath_recording(), _Recorder():  # type: ignore[no-untyped-call]
         yield
 
 
