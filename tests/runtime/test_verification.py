@@ -455,8 +455,13 @@ def test_spectral_norm_iterates_once_per_batch(spectral):
 def test_a_compiled_model_is_checked_as_it_was_written():
     from torch._dynamo.testing import CompileCounter
 
+    # code of its own: what torch 2.6 met under a simulated card, in another test, it never compiles again
+    class Inner(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x)
+
     counter = CompileCounter()
-    inner = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    inner = Inner(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     model = torch.compile(inner, backend=counter, dynamic=False)
     memory = runtime.preset("16gb", micro_batches=4)
     for _ in range(4):
