@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 
 from oomfix.rewrite.asked_graphs import check_graphs_not_asked
 from oomfix.rewrite.changes import changed_paths, overlap
@@ -140,16 +141,17 @@ class _Lifter:
         return edits, lifted._replace(said=(*lifted.said, *whole), runs_ahead=True)
 
     def _run_ahead(self, calls: list[ast.Call]) -> set[ast.stmt]:
-        """The statements ahead of a backward that run networks which a later one in the same block goes through."""
+        """The statements of an iteration ahead of a backward that run networks which a later one goes through."""
         found: set[ast.stmt] = set()
         for number, call in enumerate(calls):
-            statement = self._blocks.statement_of(call)
-            block = self._blocks.block_of(statement)
-            ends = [self._blocks.statement_of(other) for other in calls[:number]]
-            last = max((block.index(end) for end in ends if end in block), default=0)
-            through = self._origins_of(statement)
+            through = self._origins_of(self._blocks.statement_of(call))
             run = {f.node for origin, f in self._script.trace.forwards.items() if origin in through}
-            found |= {one for one in block[:last] if not run.isdisjoint(self._calls_run.by(one))}
+            ends = [self._blocks.statement_of(other) for other in calls[:number]]
+            around = self._with_ancestors(self._blocks.statement_of(call))
+            for one in takewhile(lambda one: not isinstance(one, ast.For | ast.AsyncFor | ast.While), around):
+                block = self._blocks.block_of(one)
+                last = max((block.index(end) for end in ends if end in block), default=0)
+                found |= {ahead for ahead in block[:last] if not run.isdisjoint(self._calls_run.by(ahead))}
         return found
 
     def _first_run_ahead(self, calls: list[ast.Call]) -> int | None:

@@ -183,3 +183,45 @@ def test_copies_whose_graph_is_kept_leave_both_losses_in_place():
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["in-place"]
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+LATE_GENERATOR = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+generator, critic = nn.Linear(4, 2), nn.Linear(2, 1)
+make = torch.optim.SGD(generator.parameters(), lr=0.1)
+judge = torch.optim.SGD(critic.parameters(), lr=0.1)
+for number, x in enumerate([torch.randn(6, 4) for _ in range(4)]):
+    fake = generator(x)
+    judge.zero_grad()
+    judged = critic(x[:, :2]).pow(2).mean() - critic(fake.detach()).mean()
+    judged.backward()
+    judge.step()
+    {decision}
+        make.zero_grad()
+        far = (fake - x[:, 2:]).abs().mean()
+        made = critic(fake).mean() + far
+        made.backward()
+        make.step()
+    print(judged.item(), far.item(), made.item())
+"""
+
+
+@pytest.mark.parametrize("decision", ["if number % 2 == 0:", "if number != 1:\n      if number != 2:"])
+def test_samples_made_ahead_are_given_to_a_generator_whose_backward_is_in_a_branch(decision):
+    text = LATE_GENERATOR.format(decision=decision)
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert "    fake = generator(x)\n    judge.zero_grad()" in after.text
+    assert parts_as_whole(text, after.text, after.text) == 6
+
+
+def test_samples_of_an_iteration_are_not_given_to_the_rounds_of_a_loop_within():
+    text = LATE_GENERATOR.format(decision="for _ in range(2):").replace(
+        "made.backward()", "made.backward(retain_graph=True)"
+    )
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"] * 2
+    assert_same_bits(run(text), run(after.text, preset="off"))
