@@ -19,6 +19,7 @@ from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.metrics_apart import metric_edits
 from oomfix.rewrite.options import Options
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.resets_apart import reset_edits
 from oomfix.rewrite.step_functions import StepFunction, step_functions
 from oomfix.rewrite.verdict import LoopOutcome, Verdict
 from oomfix.rules.base import Edit
@@ -117,14 +118,22 @@ def _rewritten_behind(edits: list[Edit], reading: Reading, options: Options) -> 
 def _rewritten(reading: Reading, options: Options) -> Rewritten:
     """The loops rewritten; backwards leave autocast blocks first. Lines keep their numbers."""
     if not options.wants("OOM305") or "autocast" not in reading.source.text:
-        return _with_metrics_apart(reading, options)
+        return _with_resets_apart(reading, options)
     edits = end_autocast_edits(reading)
     current = with_text(reading.source, apply_edits(reading.source.text, edits.values()))
     if current is not reading.source:
         reading = Reading(Script.read(current, options.target_torch))
-    found = _with_metrics_apart(reading, options)
+    found = _with_resets_apart(reading, options)
     ended = tuple(Fixed("OOM305", line, "backward inside of autocast") for line in edits)
     return found._replace(fixed=ended + found.fixed)
+
+
+def _with_resets_apart(reading: Reading, options: Options) -> Rewritten:
+    """The loops rewritten; resets of gradients leave the branch of the forward if that makes more of them."""
+    found = _with_metrics_apart(reading, options)
+    edits = [] if all(loop.rewrite == "micro-batched" for loop in found.loops) else reset_edits(reading)
+    other = _rewritten_behind(edits, reading, options) if edits else found
+    return other if _is_more(other.loops, found.loops) else found
 
 
 def _with_metrics_apart(reading: Reading, options: Options) -> Rewritten:
