@@ -65,6 +65,7 @@ _LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
 _DISCRIMINATOR = re.compile(r"(^|_)(?i:discr?|discriminator)(_?[A-Za-z0-9]{1,3})?$|^(dis_|netD|D)_{0,2}[A-Z0-9]{0,3}$")
 _AUTOENCODER = re.compile(r"(^|_)(auto_?encoder|(vq_?)?vae|vqgan)\d*$", re.IGNORECASE)
 _PENALTY = re.compile(r"sparsity|orthogonal|regulari[sz]|weight_?decay|(^|_)(reg|l[12]|penalty)(_|$)", re.IGNORECASE)
+_AVERAGE_NAME = re.compile(r"^[GgDd]_?(ema|EMA|avg)$")
 _VERB = re.compile(
     r"^(\w+_(?=(build|create|load|save|make|reset)_))?"
     r"(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
@@ -76,7 +77,8 @@ _VERB = re.compile(
     re.IGNORECASE,
 )
 _NO_NETWORK_NAME = re.compile(
-    r"early_?stop|tokeni[sz]er|spacy|(one_?hot|label|ordinal)_?encoder$|(batch|data|label|target)_?extractor$|(\w+_)?(batch|data)_?(generator|gen)$|"
+    r"early_?stop|tokeni[sz]er|spacy|(one_?hot|label|ordinal)_?encoder$|(batch|data|label|target)_?extractor$|"
+    r"(\w+_)?(batch|data|task|episode|train|test|valid|val)_?(generator|gen)$|"
     r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu)$",
     re.IGNORECASE,
 )
@@ -109,7 +111,14 @@ def looks_like_module(name: str) -> bool:
         return True
     if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _NO_NETWORK_NAME.match(last.lstrip("_")):
         return False
-    return bool(_LETTER_MODULE_NAME.match(last)) or (len(last) > 2 and bool(_MODULE_NAME.search(last)))
+    if _LETTER_MODULE_NAME.match(last) or is_average_of_network(last):
+        return True
+    return len(last) > 2 and bool(_MODULE_NAME.search(last))
+
+
+def is_average_of_network(name: str) -> bool:
+    """`G_ema`, `g_ema`: the running average of a network that is named by a letter."""
+    return bool(_AVERAGE_NAME.match(name))
 
 
 def _is_entry_of_network(path: str) -> bool:

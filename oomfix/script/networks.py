@@ -164,6 +164,8 @@ class Networks(Functions):
         if node.args:
             truth = self.evaluate(node.args[0]).constant
             evaluating = truth is False if function.attr == "train" else True
+        if receiver.kind is Kind.UNKNOWN and path is not None and evaluating:
+            receiver = Value(Kind.MODULE, ref=path)  # under whatever name it is kept: `self.net = net.eval()`
         self.state.evaluating[self._identity(receiver, path)] = evaluating
         return receiver
 

@@ -69,7 +69,7 @@ _OPTIMIZER_CLASS = re.compile(
     r"\w*Optimizer|BertAdam|AdaBelief|SAM|NoamOpt|ScheduledOptim|MADGRAD|Ranger))$"
 )
 _MODULE_FACTORY = re.compile(
-    r"^torchvision\.models\.(?!\S*Weights\b)|^timm\.create_model$|^timm\.models\.|^torch\.hub\.load$|^segmentation_models_pytorch\.[A-Z]|"
+    r"^torchvision\.models\.(?!\S*Weights\b)|^timm\.create_model$|^timm\.models\.|^torch\.(hub|jit)\.load$|^segmentation_models_pytorch\.[A-Z]|"
     r"^transformers\.(?!\w*(Tokenizer|Processor|Config|Extractor|Dataset|Collator))\w+\.(from_pretrained|from_config)$|"
     r"^(transformers|pytorch_transformers|pytorch_pretrained_bert|diffusers|peft)\.\w*(Model|For[A-Z]\w+|Net|UNet\w+|VAE|Autoencoder\w*)"
     r"(\.from_pretrained|\.from_config)?$|"
@@ -77,7 +77,7 @@ _MODULE_FACTORY = re.compile(
     r"^(open_)?clip\.load$|^efficientnet_pytorch\.\w+\.(from_pretrained|from_name)$|^peft\.get_peft_model$"
 )
 _WRAPPER = re.compile(
-    r"^(torch\.nn\.DataParallel|torch\.nn\.parallel\.(\w+\.)?(DataParallel|DistributedDataParallel)|torch\.compile|torch\.jit\.\w+|"
+    r"^(torch\.nn\.DataParallel|torch\.nn\.parallel\.(\w+\.)?(DataParallel|DistributedDataParallel)|torch\.compile|torch\.jit\.(?!load)\w+|"
     r"torch\.nn\.SyncBatchNorm\.convert_sync_batchnorm|apex\.parallel\.\w+|copy\.deepcopy|torch\.optim\.swa_utils\.AveragedModel|"
     r"torch\.distributed\.fsdp\.\w+|torch\.nn\.utils\.(parametrizations\.)?(spectral_norm|weight_norm)|.*\b(DDP|FSDP|DataParallel\w*|ModelEMA))$"
 )

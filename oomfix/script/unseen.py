@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from oomfix.script import torch_facts
 from oomfix.script.containers import Containers
 from oomfix.script.named_like import (
+    is_average_of_network,
     looks_like_detaching,
     looks_like_encoding,
     looks_like_logging,
@@ -62,7 +63,7 @@ class Unseen(Containers):
         is_class = last[:1].isupper() and not looks_like_loss(last)
         if is_class and self._is_made_around_network(node, values):
             return self._network_made(node)
-        called_module = path in self.hints.modules and not imported
+        called_module = (path in self.hints.modules or is_average_of_network(last)) and not imported
         if is_class and not last.isupper() and not called_module:
             made = self._made(node, last, content)
             return made._replace(ref=Handed(called_back)) if called_back and made.kind is Kind.UNKNOWN else made

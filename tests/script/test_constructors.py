@@ -74,3 +74,50 @@ WRITING = """
 @pytest.mark.parametrize(("started", "found"), [("init_hidden", True), ("initHidden", True), ("begin", False)])
 def test_what_is_asked_for_its_first_state_is_a_network(report, started, found):
     assert (("OOM201", 7) in report(WRITING.format(started=started))) is found
+
+
+LOADED = """
+    import torch
+
+    class Features(torch.utils.data.Dataset):
+        def __init__(self, net, files):
+            self.net, self.files = net.{mode}(), files
+
+        def __getitem__(self, index):
+            return self.net(read(self.files[index])).squeeze(0).detach()
+"""
+
+
+@pytest.mark.parametrize(("mode", "found"), [("eval", [("OOM201", 8)]), ("train", [])])
+def test_a_network_that_is_kept_under_another_name_stays_in_its_mode(report, mode, found):
+    assert report(LOADED.format(mode=mode)) == found
+
+
+SAMPLED = """
+    import torch
+
+    def train(G, {average}, D, loader):
+        for step, x in enumerate(loader):
+            loss = D(G(x)).mean()
+            loss.backward()
+            optimizer.step()
+            if step % 500 == 0:
+                save({average}(fixed), step)
+"""
+
+
+@pytest.mark.parametrize(("average", "found"), [("G_ema", True), ("g_ema", True), ("Grid", False)])
+def test_the_average_of_a_network_is_run_and_not_made(report, average, found):
+    assert (("OOM201", 9) in report(SAMPLED.format(average=average))) is found
+
+
+@pytest.mark.parametrize(("load", "found"), [("torch.jit.load", [("OOM201", 5)]), ("json.load", [])])
+def test_a_script_of_a_network_that_is_loaded_is_a_network(report, load, found):
+    code = f"""
+        import json, torch
+
+        def predict(path, x):
+            scores = {load}(path)
+            return scores(x).argmax(1)
+    """
+    assert report(code) == found

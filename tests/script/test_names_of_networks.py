@@ -9,7 +9,21 @@ from oomfix.script.named_like import looks_like_module
 
 @pytest.mark.parametrize(
     "name",
-    ["netG", "netD_A", "net_b", "network", "self.q_network", "my_model", "resNet", "GE", "D_A", "self.encoder", "unet"],
+    [
+        "netG",
+        "netD_A",
+        "net_b",
+        "network",
+        "self.q_network",
+        "my_model",
+        "resNet",
+        "GE",
+        "D_A",
+        "self.encoder",
+        "unet",
+        "G_ema",
+        "g_ema",
+    ],
 )
 def test_networks_are_known_by_their_names(name):
     assert looks_like_module(name)
@@ -25,6 +39,7 @@ def test_networks_are_known_by_their_names(name):
         # capitals that stand for something else
         *("GAE", "DCT", "ELU", "DTW"),
         *("onehot_encoder", "label_encoder"),
+        *("meta_test_generator", "task_gen"),
     ],
 )
 def test_what_is_done_with_a_network_or_named_otherwise_is_none(name):
