@@ -389,13 +389,13 @@ class Script:
 
     @cached_property
     def nodes_trained_through(self) -> set[ast.AST]:
-        """The functions in which, or in what they call, a forward is backpropagated."""
-        return {
-            function.node
-            for forward in self.trace.forwards.values()
-            if forward.origin in self.trace.backpropagated
-            for function in forward.site.functions
-        }
+        """The loops and functions in which, or in what they call, a forward is backpropagated."""
+        nodes: set[ast.AST] = set()
+        for forward in self.trace.forwards.values():
+            if forward.origin in self.trace.backpropagated:
+                nodes.update(forward.site.loops)
+                nodes.update(function.node for function in forward.site.functions)
+        return nodes
 
     @cached_property
     def blocks_with_gradients(self) -> list[ast.With]:

@@ -156,6 +156,7 @@ def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
             or not encloses
             or not _within(loop, forward.site.function)
             or script.trains_in(loop)
+            or loop in script.nodes_trained_through
             or _leaves_a_graph(script, loop)
             or _may_make_a_loss(script, forward, loop)
         ):

@@ -114,6 +114,30 @@ def test_a_method_of_the_file_that_trains_nothing_may_run_without_gradients():
     assert "@torch.no_grad()\n    def run" in text
 
 
+RECURRENT = """\
+import torch
+
+def evaluate(songs):
+    hidden = torch.zeros(4, 3)
+    for song in songs:
+        hidden = network(song + hidden)
+    return hidden
+
+def validate():
+    return [criterion(evaluate(songs), genres).item() for songs, genres in validation]
+
+for genres, songs in batches:
+    optimizer.zero_grad()
+    loss = criterion(evaluate(songs), genres)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_loop_that_training_runs_as_well_keeps_its_gradients_whatever_its_function_is_called():
+    assert fixed(RECURRENT) == (RECURRENT, [])
+
+
 EMPTYING = """\
 import torch
 for x, y in loader:
