@@ -210,7 +210,10 @@ def quote_of(source: Source) -> str:
 
 
 def indentation_unit(source: Source) -> str:
-    """One level of indentation as the file writes it."""
+    """One level of indentation as the file writes it: in its blocks, else in the first of its lines that has some."""
+    units = Counter(unit for statement in source.tree.body if (unit := _unit_of(source, statement, "")))
+    if units:
+        return units.most_common(1)[0][0]
     for line in source.lines:
         stripped = line.lstrip(" \t")
         if line[:1] == "\t" and stripped:

@@ -343,3 +343,22 @@ def test_a_string_above_the_backward_stays_above_the_call():
             'step'
             memory.step(optimizer)
         """).replace("loader:\n\n", "loader:\n")
+
+
+def test_a_level_of_indentation_is_that_of_the_blocks_not_of_lines_inside_brackets():
+    text = TOP + textwrap.dedent("""\
+        def train(
+                loader,
+                epochs=1):
+            for x, y in loader:
+                predicted_scores, others = model(x), model(-x)
+                optimizer.zero_grad()
+                total_of_all_losses = F.cross_entropy(predicted_scores, y)
+                total_of_all_losses.backward()
+                optimizer.step()
+                print(total_of_all_losses, predicted_scores.argmax(1), others.argmax(1))
+
+
+        train(loader)
+        """)
+    assert "memory.forward_backward(\n            forward, x, y\n        )\n" in rewritten(text).text
