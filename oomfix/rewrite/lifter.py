@@ -183,7 +183,8 @@ class _Lifter:
             self._hooks.check(lift)
             self._left.check(lift)
             check_graphs_not_asked(lift)
-            function = self._function if not before else f"{self._function}_{len(before) + 1}"
+            number = sum(other.site.scope is site.scope for other in before) + 1
+            function = self._function if number == 1 else f"{self._function}_{number}"
             edits += self._lifting.edits(lift, function)
             lifts.append(lift)
             lifted.append(call)

@@ -64,6 +64,11 @@ def test_a_name_of_one_method_is_another_in_the_next():
     assert forms_of_same_training(TRAINER.format(**OF_ITS_OWN)) == ["micro-batched"]
 
 
+def test_each_method_has_the_first_name_for_its_function():
+    text = rewritten(TRAINER.format(**OF_ITS_OWN)).text
+    assert text.count("        def forward(") == 2
+
+
 @pytest.mark.parametrize("name", ["fake", "made"])
 def test_what_one_method_hands_on_with_its_graph_stays_whole(name):
     text = TRAINER.format(**HANDED_ON).replace("fake = self.critic", f"{name} = self.critic")
