@@ -46,7 +46,7 @@ PREPARATION = frozenset(
     "squeeze contiguous flatten Variable autograd tensor from_numpy as_tensor FloatTensor LongTensor len range list "
     "tuple dict zip enumerate get pop items keys values next iter max min requires_grad_ is_available device clone "
     "detach numpy repeat expand stack cat ones zeros ones_like zeros_like full randn rand "
-    "randn_like arange normal_ t eq ne".split()
+    "randn_like arange normal_ t eq ne item tolist".split()
 )
 """What makes, moves and shapes data; no network is called like that."""
 

@@ -362,3 +362,20 @@ def test_a_network_is_handed_to_a_function_of_another_file_where_its_own_methods
             print(kl.item(), model(h).sum().item())
         """)
     assert forms == [("micro-batched", None)]
+
+
+def test_a_number_of_the_first_row_is_read_of_the_whole_batch_as_before():
+    text, forms = apply("""\
+        from diffusion import noise_loss
+        for batch in loader:
+            x = batch["x"].to("cpu")
+            target = batch["target"][0].item()
+            optimizer.zero_grad()
+            noise = torch.randn_like(x)
+            loss = noise_loss(model, x, noise, target)
+            loss.backward()
+            optimizer.step()
+            print(loss.item(), target)
+        """)
+    assert forms == [("micro-batched", None)]
+    assert text.index("target = batch") < text.index("def forward(")
