@@ -30,7 +30,8 @@ def read_at_once(statements: Sequence[ast.stmt]) -> set[str]:
 def tests_of(names: set[str], ahead: Sequence[ast.stmt], lifted: Sequence[ast.stmt]) -> dict[str, ast.expr]:
     """The test under which each of some names is bound ahead of a slice and read in it; others are left out.
 
-    `if mixes: x, y_a, y_b = mixed(x, y)` and, further down, `if mixes: loss = criterion(out, y_a)`.
+    `if mixes: x, y_a, y_b = mixed(x, y)` and, further down, `if mixes: loss = criterion(out, y_a)`, or
+    `loss = mixed_loss(out, y_a, y_b) if mixes else criterion(out, y)`.
     """
     found = {}
     for name in names:
@@ -89,8 +90,19 @@ def _read_only_under(test: ast.expr, name: str, statements: Sequence[ast.stmt]) 
             blocks = [statement.body]
         elif isinstance(statement, ast.If) and name not in names_read(statement.test):
             blocks = [statement.body, statement.orelse]
+        elif _read_in_conditions(asked, name, statement):
+            continue
         else:
             return False
         if not all(_read_only_under(test, name, block) for block in blocks):
             return False
     return True
+
+
+def _read_in_conditions(asked: str, name: str, node: ast.AST) -> bool:
+    """Whether a node reads a name nowhere but in the first value of `a if test else b`."""
+    if isinstance(node, ast.IfExp) and ast.unparse(node.test) == asked:
+        return _read_in_conditions(asked, name, node.orelse)
+    if isinstance(node, ast.Name):
+        return node.id != name
+    return all(_read_in_conditions(asked, name, child) for child in children(node))

@@ -178,6 +178,26 @@ def test_what_is_bound_and_read_under_one_test_is_given_under_it(mixes):
     assert "forward, x, y_a if mixes else None, y_b if mixes else None, y\n" in text
 
 
+CHOSEN = MIXED.replace(
+    MIXED[MIXED.index("        if mixes:\n            loss") : MIXED.index("        optimizer")],
+    """\
+        loss = F.cross_entropy(out, y_a) + F.cross_entropy(out, y_b) if mixes else F.cross_entropy(out, y)
+""",
+)
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_what_is_read_in_a_choice_by_the_test_it_is_bound_under_is_given_under_it(mixes):
+    text = assert_trains_the_same(CHOSEN.format(mixes=mixes))
+    assert "forward, x, y_a if mixes else None, y_b if mixes else None, y)\n" in text
+
+
+@pytest.mark.parametrize(("old", "new"), [("out, y)\n", "out, y_a)\n"), ("y_b) if mixes", "y_b) if len(x)")])
+def test_what_is_read_on_the_other_side_of_a_choice_or_by_another_is_no_input(old, new):
+    _, definition = apply(CHOSEN.format(mixes=True).replace(old, new))[0].split("def forward(")
+    assert "y_a" not in definition.split(")")[0]
+
+
 def test_a_test_under_which_something_is_given_is_written_as_the_file_writes_it():
     code = MIXED.format(mixes='"all"').replace("if mixes:", 'if mixes == "all":')
     assert 'y_a if mixes == "all" else None' in apply(code)[0]
