@@ -13,7 +13,7 @@ from oomfix.script.names import MANY_NAMES, last_of
 _MODULE_NAME = re.compile(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
-    r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip|vgg|inception)\d*(_?[a-z0-9]{1,3})?$"
+    r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip|vgg|inception|(?<=_)head)\d*(_?[a-z0-9]{1,3})?$"
     r"|^net(?-i:[A-Z])\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$|(^|_)module_[a-z0-9]$"
     r"|^(gen|disc?)_(?-i:[a-z]|[A-Z]{1,2}(2[A-Z])?)$",
     re.IGNORECASE,
@@ -25,7 +25,8 @@ _PART_NAME = re.compile(
 )
 _LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
-    r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|infer|elbo|llm|head|backbone)|"
+    r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|pred_|segment(ation)?$|infer|elbo|llm|"
+    r"head|backbone)|"
     r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob|^get_(action_and_)?values?)$",
     re.IGNORECASE,
 )
