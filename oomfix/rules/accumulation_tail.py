@@ -29,7 +29,7 @@ class AccumulationTail(Rule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         for loop in script.loops:
-            if loop.window is None or loop.accumulates_by_itself:
+            if loop.window is None or script.steps_tail_by_itself(loop):
                 continue
             for decision in script.lost_tails(loop):
                 yield self.finding(

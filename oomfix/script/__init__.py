@@ -187,6 +187,14 @@ class Script:
         """The decisions on which the last incomplete accumulation window of an epoch is never stepped."""
         return lost_tails(loop, self._by_function[loop.node])
 
+    def steps_tail_by_itself(self, loop: TrainingLoop) -> bool:
+        """Whether a framework steps the last window of a loop: Accelerate does where it is told what to accumulate."""
+        if loop.framework != "accelerate":
+            return loop.accumulates_by_itself
+        made = [call for call in self.imports.nodes.of(ast.Call) if last_name(call) == "Accelerator"]
+        told = any(word.arg is None or "accumulation" in word.arg for call in made for word in call.keywords)
+        return not made or told or any(self.calls_of_method("accumulate"))
+
     @cached_property
     def _by_function(self) -> dict[ast.AST, list[ast.AST]]:
         return by_function(self._nodes)

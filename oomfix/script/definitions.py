@@ -37,7 +37,7 @@ _EVALUATION_NAME = re.compile(
 # a policy is asked for the probabilities of actions again by a loss, and a sample of experience is kept for one
 _FOR_TRAINING = re.compile(
     r"(^|_)(predict\w*|generate|sample|score|embed|actions?)_(\w+_)?loss(_|$|\d)|(^|_)eval(uate)?_(log_?probs?_)?actions?$|"
-    r"(^|_)(append|add|store|push|insert|remember)_samples?$",
+    r"(^|_)(append|add|store|push|insert|remember)_samples?$|(^|_)(sample|generate)_(\w+_)?(traj\w*|paths?|rollouts?|episodes?)$",
     re.IGNORECASE,
 )
 _ACTING_NAME = re.compile(rf"(^|_)({_ACTING})(_|$|\d)", re.IGNORECASE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import takewhile
 
 from oomfix.script.acting import acts_in_environment
@@ -81,7 +81,7 @@ def _is_evaluation(
         # Whoever asks for a loss may backpropagate it, also through a network that is not trained itself.
         return not (forward.escaped and site.loop is None and _makes_a_loss(site.function))
     if site.within_evaluation and not forward.stored:
-        return not acted
+        return not (acted or (forward.escaped and _is_named_for_training_too(forward, trace)))
     if forward.escaped:
         return False
     if forward.made_for_evaluation:
@@ -123,6 +123,15 @@ def _leads_to_an_unseen_backward(forward: Forward, trace: Trace) -> bool:
 def _is_trained_elsewhere(forward: Forward, trace: Trace) -> bool:
     """Whether training goes back through the same line on another way."""
     return any(other.node is forward.node and other.origin in trace.backpropagated for other in trace.forwards.values())
+
+
+def _is_named_for_training_too(forward: Forward, trace: Trace) -> bool:
+    """Whether training goes back through the same line of `predict_poses`, which says no more than what it gives."""
+    named = {function for function in forward.site.functions if function.evaluates}
+    return any(
+        other.node is forward.node and other.origin in trace.backpropagated and named <= set(other.site.functions)
+        for other in trace.forwards.values()
+    )
 
 
 def _is_in_training_branch(forward: Forward) -> bool:
@@ -201,14 +210,30 @@ def _is_only_looked_at(forward: Forward, trace: Trace) -> bool:
     def goes_on(call: ast.Call) -> bool:
         return call in networks or call in trace.followed or (path_of(call.func) or "").rpartition(".")[0] in paths
 
-    return is_only_looked_at(forward.node, _where_it_is_used(forward, trace), goes_on)
+    asked = _asked_by(forward, trace)
+    around = [_used_in(forward.site.functions[depth:], forward, trace) for depth in range(len(asked) + 1)]
+    return is_only_looked_at([forward.node, *asked], around, goes_on)
+
+
+def _asked_by(forward: Forward, trace: Trace) -> list[ast.Call]:
+    """The calls that led to a forward, innermost first; none where training goes through it, or the way is unclear."""
+    if _is_trained_elsewhere(forward, trace):
+        return []  # in its functions gradients stay on
+    site, calls = forward.site, {id(call): call for call in trace.followed}
+    asked = [calls[step] for step in reversed(site.way) if step in calls]
+    return asked if len(asked) == len(site.functions) - (site.way[:1] == ("entry",)) else []
 
 
 def _where_it_is_used(forward: Forward, trace: Trace) -> Iterable[ast.AST]:
-    site = forward.site
-    if site.function is not None:
-        return site.function.nodes
-    return walk(site.loops[0]) if site.loops else trace.module_level
+    return _used_in(forward.site.functions, forward, trace)
+
+
+def _used_in(functions: Sequence[Function], forward: Forward, trace: Trace) -> Iterable[ast.AST]:
+    """Where what the innermost of some functions makes may be used, or what the loops around all of them make."""
+    if functions:
+        return functions[0].nodes
+    loops = forward.site.loops
+    return walk(loops[0]) if loops else trace.module_level
 
 
 def _ends_in_numbers(node: ast.AST, forward: Forward) -> bool:

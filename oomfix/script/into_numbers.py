@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from oomfix.script.named_like import looks_like_loss
 from oomfix.script.names import last_name, path_of, root_of, unpacked
@@ -43,40 +43,52 @@ _PASSING = (
 )
 
 
-def is_only_looked_at(made: ast.expr, nodes: Iterable[ast.AST], goes_on: Callable[[ast.Call], bool]) -> bool:
+def is_only_looked_at(
+    made: Sequence[ast.expr], around: Sequence[Iterable[ast.AST]], goes_on: Callable[[ast.Call], bool]
+) -> bool:
     """Whether all that is computed from a tensor becomes numbers, is printed, logged or drawn, and something is.
 
     Args:
-        made: what gives the tensor.
-        nodes: where it may be used: the nodes of its function, or of the loop around it.
+        made: what gives the tensor, and the calls of the functions that return it, innermost first.
+        around: where each of them may be used: the nodes of a function, or of the loop around it.
         goes_on: whether what a call is given goes nowhere but into what the call gives.
     """
-    uses = _Uses(nodes, goes_on)
-    return uses.end(made) and uses.looked_at
+    asked: _Uses | None = None
+    for node, nodes in zip(reversed(made), reversed(around), strict=True):
+        asked = _Uses(node, nodes, goes_on, asked)
+    return asked is not None and asked.end(asked.made) and asked.is_looked_at
 
 
 class _Uses:
     """What is done with a tensor, and with what is computed from it, among some nodes."""
 
-    def __init__(self, nodes: Iterable[ast.AST], goes_on: Callable[[ast.Call], bool]) -> None:
-        self.looked_at = False
-        """Some value of it is read, and not its shape alone."""
+    def __init__(
+        self, made: ast.expr, nodes: Iterable[ast.AST], goes_on: Callable[[ast.Call], bool], asked: _Uses | None
+    ) -> None:
+        self.made = made
+        self._looked_at = False
+        self._asked = asked
         self._nodes = list(nodes)
         self._goes_on = goes_on
         self._around = {child: node for node in self._nodes for child in children(node)}
         self._seen: set[tuple[str, ast.AST]] = set()
 
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether some value of it is read, and not its shape alone, here or where a function is asked for it."""
+        return self._looked_at or (self._asked is not None and self._asked.is_looked_at)
+
     def end(self, node: ast.AST) -> bool:
         """Whether a value, given by an expression, ends in numbers wherever it goes."""
         while (around := self._around.get(node)) is not None:
             if self._is_read(node, around):
-                self.looked_at = True
+                self._looked_at = True
                 return True
             match around:
                 case ast.Attribute(attr=name) if name in _SHAPES:
                     return True
                 case ast.Call(func) if node is not func and self._shows(around):
-                    self.looked_at = True
+                    self._looked_at = True
                     return True
                 case ast.Call(func) if node is not func and not self._computes(around):
                     return False
@@ -84,6 +96,8 @@ class _Uses:
                     return all(self._bound_ends(target, around) for target in targets)
                 case ast.AugAssign(target) | ast.AnnAssign(target) | ast.NamedExpr(target):
                     return self._bound_ends(target, around)
+                case ast.Return() if self._asked is not None:
+                    return self._asked.end(self._asked.made)
                 case ast.For(target) | ast.comprehension(target):
                     return node is not around.iter or self._bound_ends(target, around)
                 case _ if not isinstance(around, _PASSING):

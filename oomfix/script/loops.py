@@ -7,11 +7,11 @@ import re
 from itertools import takewhile
 
 from oomfix.script.named_like import looks_like_module
-from oomfix.script.names import last_of, path_of, without_moves
+from oomfix.script.names import path_of
 from oomfix.script.nodes import names_in, walk
-from oomfix.script.parameters import bind_call
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop
+from oomfix.script.whole_trainings import is_over_trainings
 from oomfix.script.windows import find_window
 
 _BATCH = re.compile(r"^(mini_?)?batch(_?(data|i|id|idx|index|no|num))?$", re.IGNORECASE)
@@ -49,6 +49,7 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
     """Every training loop of a file, by line."""
     loops: dict[Loop, TrainingLoop] = {}
     parts = trace.pieces_of_batches.difference(*(step.site.loops for step in trace.steps))
+    parts |= {loop for backward in trace.backwards for loop in backward.site.loops if _tries_again(loop)}
     for backward in trace.backwards:
         if backward.is_grad_call or not backward.site.loops:
             continue
@@ -59,7 +60,9 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
         loop.backwards.append(backward)
         loop.runs.add(backward.site.runs[backward.site.loops.index(node)])
         loop.framework = loop.framework or backward.framework or ("apex" if backward.site.apex else None)
-    for node in [node for node, loop in loops.items() if _is_over_trainings(loop, loops, trace)]:
+    for node in [node for node, loop in loops.items() if _tries_again(node) and _is_inside_another(loop, loops)]:
+        del loops[node]
+    for node in [node for node, loop in loops.items() if is_over_trainings(loop, loops, trace)]:
         del loops[node]
     _collect_forwards(loops, trace)
     _collect_steps(loops, trace)
@@ -68,39 +71,20 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
     return sorted(loops.values(), key=lambda loop: loop.line)
 
 
-def _is_over_trainings(loop: TrainingLoop, loops: dict[Loop, TrainingLoop], trace: Trace) -> bool:
-    """Whether each round makes the network anew and trains it in a loop of its own, with a backward beside that."""
-    inside = (backward for other in loops.values() if other is not loop for backward in other.backwards)
-    if not any(loop.node in backward.site.loops for backward in inside):
+def _tries_again(loop: Loop) -> bool:
+    """`while True:` around a `try` that ends with `break`: one batch, until it goes through."""
+    if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant):
         return False
-    trained = [forward for backward in loop.backwards for forward in trace.forwards_of(backward.origins)]
-    return bool(trained) and all(_is_made_by_each_round(forward, loop.node) for forward in trained)
+    tried = loop.body[-1]
+    return isinstance(tried, ast.Try) and any(
+        isinstance(block[-1], ast.Break | ast.Return) for block in (tried.body, tried.orelse) if block
+    )
 
 
-def _is_made_by_each_round(forward: Forward, loop: Loop) -> bool:
-    """`net = Net(size).to(device)` in the loop, and what a call in it hands over is that."""
-    nodes = list(walk(loop))
-    made = {
-        target
-        for node in nodes
-        if isinstance(node, ast.Assign) and _is_object(without_moves(node.value))
-        for target in map(path_of, node.targets)
-    }
-    called = (forward.path or "").split(".")[0]
-    names = {called} | {
-        path_of(argument)
-        for function in forward.site.functions
-        for node in nodes
-        if isinstance(node, ast.Call) and path_of(node.func) == function.name
-        for parameter, argument in bind_call(node, function.node.args).given
-        if parameter.arg == called
-    }
-    return bool(names & made)
-
-
-def _is_object(value: ast.expr) -> bool:
-    """`Net(size)`, `networks.Net(size)`."""
-    return isinstance(value, ast.Call) and last_of(path_of(value.func))[:1].isupper()
+def _is_inside_another(loop: TrainingLoop, loops: dict[Loop, TrainingLoop]) -> bool:
+    """Whether the same backwards belong to another loop as well, where that calls for them."""
+    others = {backward.node for other in loops.values() if other is not loop for backward in other.backwards}
+    return all(backward.node in others for backward in loop.backwards)
 
 
 def find_batch_loops(trace: Trace, training: list[TrainingLoop]) -> set[Loop]:
@@ -116,7 +100,7 @@ def _batch_loop(backward: Backward, trace: Trace, parts: set[Loop]) -> Loop:
     """The innermost loop around both the backward and a forward it goes through.
 
     A loop over losses, scales or discriminators around the backward alone is part of an iteration, not a batch loop;
-    nor is one of `parts`, which go over the pieces of a batch and leave the step to the loop around them.
+    nor is one of `parts`, which go over the pieces of a batch and leave the step to the loop around them, or try again.
     """
     around = backward.site.loops
     depths = [_shared_depth(around, forward.site.loops) for forward in trace.forwards_of(backward.origins)]

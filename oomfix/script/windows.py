@@ -273,7 +273,7 @@ def _enumerates(node: ast.AST) -> TypeGuard[ast.For]:
 
 
 def _starts_with_the_epoch(counter: str, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
-    """A counter kept by hand that is set to a number right where the loop starts, and only within one run of it."""
+    """A counter kept by hand that is set to a number right before or behind the loop, and counts within one run."""
     counts = any(isinstance(node, ast.AugAssign) and path_of(node.target) == counter for node in walk(loop))
     shared = any(isinstance(node, ast.Global | ast.Nonlocal) and counter in node.names for node in own)
     leaves = any(isinstance(node, ast.If) and _breaks(node) and counter in _names(node.test) for node in walk(loop))
@@ -281,8 +281,12 @@ def _starts_with_the_epoch(counter: str, loop: ast.For | ast.AsyncFor, own: list
         return False
     around = [node for node in own if isinstance(node, Loop) and encloses(node, loop)]
     starts = [node for node in own if isinstance(node, ast.Assign) and _sets_to_number(node, counter)]
-    starts = [node for node in starts if node.lineno < loop.lineno]
+    starts = [node for node in starts if node.lineno < loop.lineno or (around and node.lineno > _end_of(loop))]
     return bool(starts) and any(all(encloses(outer, start) for outer in around) for start in starts)
+
+
+def _end_of(loop: Loop) -> int:
+    return loop.end_lineno or loop.lineno
 
 
 def _sets_to_number(statement: ast.Assign, name: str) -> bool:

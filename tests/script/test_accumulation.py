@@ -798,3 +798,49 @@ def test_a_window_that_the_round_sets_to_one_iteration_is_none(report, size, fou
                 optimizer.zero_grad()
     """
     assert [one for one in report(code) if one[0] != "OOM202"] == found
+
+
+ACCELERATED = """
+    from accelerate import Accelerator
+    accelerator = Accelerator({given})
+    for epoch in range(9):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(loader):
+            {before}
+            accelerator.backward(criterion(model(x), y) / 4)
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "found"),
+    [
+        ("cpu=True", "pass", [("OOM302", 8)]),
+        ("", "pass", [("OOM302", 8)]),
+        ("gradient_accumulation_steps=4", "pass", []),
+        ("gradient_accumulation_plugin=plugin", "pass", []),
+        ("**settings", "pass", []),
+        ("", "with accelerator.accumulate(model): y = model(x)", []),
+    ],
+)
+def test_accelerate_steps_the_tail_of_what_it_is_told_to_accumulate(report, given, before, found):
+    assert report(ACCELERATED.format(given=given, before=before)) == found
+
+
+@pytest.mark.parametrize(("behind", "found"), [("seen = 0", [("OOM302", 6)]), ("log(seen)", []), ("seen = left", [])])
+def test_a_counter_that_starts_again_behind_the_batches_loses_the_tail(report, behind, found):
+    code = f"""
+        seen = 0
+        for epoch in range(9):
+            for x, y in loader:
+                (criterion(model(x), y) / 4).backward()
+                seen += 1
+                if seen == 4:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen = 0
+            {behind}
+    """
+    assert report(code) == found

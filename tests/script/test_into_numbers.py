@@ -179,3 +179,43 @@ def test_what_numpy_takes_as_it_is_was_made_without_a_graph(report, chain, found
             codes = autoencoder(x).{chain}
     """
     assert report(code) == found
+
+
+DISTANCE = """
+    import torch
+
+    policy = Net().cuda()
+    optimizer = torch.optim.Adam(policy.parameters())
+
+    def distance(batch):
+        moved = policy(batch, noise=True)
+        {made}
+
+    for episode in range(100):
+        batch = memory.sample()
+        loss = criterion(policy(batch), batch)
+        loss.backward()
+        optimizer.step()
+        {asked}
+"""
+RETURNED = "return (moved - batch).pow(2).sum()"
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "found"),
+    [
+        (RETURNED, "far = distance(batch)\n        if far > 1: sigma /= 2", [7]),
+        (RETURNED, "print(distance(batch))", [7]),
+        (
+            "near = batch - moved\n        return near, moved",
+            "near, far = distance(batch)\n        print(near, far)",
+            [7],
+        ),
+        ("near = batch - moved\n        return near, moved", "near, kept = distance(batch)\n        keep(kept)", []),
+        (RETURNED, "keep(distance(batch))", []),
+        (RETURNED, "self.far = distance(batch)", []),
+        (RETURNED, "distance(batch)", []),
+    ],
+)
+def test_what_a_function_returns_is_looked_at_where_it_is_asked_for(report, made, asked, found):
+    assert [line for code, line in report(DISTANCE.format(made=made, asked=asked)) if code == "OOM201"] == found

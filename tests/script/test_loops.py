@@ -406,3 +406,71 @@ def test_a_step_behind_the_loop_of_each_optimizer_is_one_of_the_loop(read, stepp
     """)
     (loop,) = script.loops
     assert [step.node.lineno for step in {id(one.node): one for one in loop.later_steps}.values()] == lines
+
+
+RETRIED = """
+    def step(x, y):
+        while True:
+            try:
+                loss = criterion(model(x), y)
+                {backward}
+                {ended}
+            except RuntimeError:
+                x, y = x.cpu(), y.cpu()
+    {rest}
+"""
+BATCHES = "for x, y in loader:\n        step(x, y)"
+
+
+@pytest.mark.parametrize(
+    ("backward", "ended", "rest", "lines"),
+    [
+        ("loss.backward()", "break", BATCHES, [9]),
+        ("loss.backward()", "return loss", BATCHES, [9]),
+        ("loss.backward()", "break", "pass", [2]),  # whoever calls it goes over the batches
+        ("loss.backward()", "optimizer.step()", BATCHES, [2]),
+        ("optimizer.step()", "break", "for x, y in loader:\n        criterion(model(x), y).backward()", [9]),
+    ],
+)
+def test_a_loop_that_tries_one_batch_again_is_part_of_the_iteration(read, backward, ended, rest, lines):
+    code = RETRIED.format(backward=backward, ended=ended, rest=rest)
+    assert [loop.line for loop in read(code).loops] == lines
+
+
+STYLE = """
+    import torch
+
+    def transfer(source, steps):
+        image = source.clone().requires_grad_(True)
+        {kept}
+        adam = torch.optim.Adam([image])
+        for step in range(steps):
+            loss = distance(net(image))
+            loss.backward()
+            adam.step()
+        optimizer = torch.optim.LBFGS({optimized})
+
+        def closure():
+            loss = distance(net(image))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    for source in sources:
+        transfer(source, 9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kept", "optimized", "lines"),
+    [
+        ("pass", "[image]", [7]),
+        ("pass", "(image,)", [7]),
+        ("pass", "[shared]", [7, 20]),
+        ("pass", "net.parameters()", [7, 20]),
+        ("optimizer = torch.optim.LBFGS(net.parameters())", "[image]", [7, 20]),
+    ],
+)
+def test_a_loop_over_tensors_that_are_optimized_one_by_one_is_no_batch_loop(read, kept, optimized, lines):
+    assert [loop.line for loop in read(STYLE.format(kept=kept, optimized=optimized)).loops] == lines

@@ -557,3 +557,57 @@ def test_numbers_of_classes_are_asked_of_what_has_a_graph(report, asked, found):
         print((predicted == labels).mean())
     """)
     assert [one for one in reported if one[0] == "OOM201"] == found
+
+
+POSES = """
+    import torch
+
+    class Trainer:
+        def __init__(self, config):
+            self.pose_net, self.optimizer = build(config)
+            for net in config.nets:
+                net.train()
+
+        def {name}(self, images):
+            return self.pose_net(images)
+
+        def step(self, images):
+            {step}
+
+        def train(self, loader):
+            for images in loader:
+                self.step(images)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "found"),
+    [
+        ("predict_poses", "warp(self.predict_poses(images)).mean().backward()", []),
+        ("poses_of", "warp(self.poses_of(images)).mean().backward()", []),
+        ("predict_poses", "warp(self.pose_net(images)).mean().backward()", [10]),  # training does not ask for it
+    ],
+)
+def test_what_training_predicts_with_is_no_evaluation_for_its_name(report, name, step, found):
+    assert [line for code, line in report(POSES.format(name=name, step=step)) if code == "OOM201"] == found
+
+
+KEPT = [("OOM102", 8), ("OOM201", 7)]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("sample_trajectory", []), ("generate_paths", []), ("sample_images", KEPT)]
+)
+def test_experience_that_is_sampled_may_be_for_a_loss(report, name, found):
+    code = f"""
+        import torch
+
+        class Agent:
+            def {name}(self, env, state):
+                chances = []
+                for t in range(100):
+                    chance, value = self.policy(state)
+                    chances.append(chance)
+                return chances
+    """
+    assert report(code) == found
