@@ -135,6 +135,14 @@ class Layout:
         end = starts[lines.last] if lines.last < len(starts) else len(self.source.text)
         return starts[lines.first - 1], end
 
+    def with_gap(self, lines: Lines) -> Lines:
+        """Lines that are taken out, with the blank one below them where it would meet one above."""
+        meet = self._is_blank(lines.first - 1) and self._is_blank(lines.last + 1)
+        return lines._replace(last=lines.last + 1) if meet else lines
+
+    def _is_blank(self, number: int) -> bool:
+        return 1 <= number <= len(self.source.lines) and not self.source.lines[number - 1].strip()
+
     def _end_of_line(self, number: int) -> int:
         return self.source.line_starts[number - 1] + len(self.source.lines[number - 1])
 

@@ -98,7 +98,7 @@ class Lifting:
             if lines is None or any(block == [statement] for block in blocks(walk(lift.site.scope))):
                 yield Edit(start, end, "pass")
             else:
-                yield Edit(*self._layout.whole(lines), "")
+                yield Edit(*self._layout.whole(self._layout.with_gap(lines)), "")
 
     def _around_branch(self, lift: Lift, text: _Text, definition: list[str], after: list[str]) -> list[Edit]:
         """A loss that only `if train:` differentiates; on the other side it is evaluated, read or not.

@@ -94,7 +94,7 @@ def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit
             line, above = layout.source.lines[statement.lineno - 1], layout.source.lines[statement.lineno - 2]
             if line.strip() == f"{target.id} = {held}" and not above.lstrip().startswith("#"):
                 lines = Lines(statement.lineno, _last_blank_line(statement, scope, layout))
-                edits.append(Edit(*layout.whole(lines), ""))
+                edits.append(Edit(*layout.whole(layout.with_gap(lines)), ""))
     return edits
 
 

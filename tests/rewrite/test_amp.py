@@ -99,6 +99,14 @@ def test_a_local_scaler_that_nothing_reads_any_more_is_taken_out():
     assert "    scaler = memory.scaler\n" in in_a_function(end="return locals()")
 
 
+def test_of_the_blank_lines_around_an_unread_scaler_one_stays():
+    scaler = "    scaler = GradScaler(enabled=args.amp)\n"
+    loop = textwrap.indent(AMP[AMP.index("for ") : AMP.index("torch.save")], "    ")
+    head = "from torch.cuda.amp import GradScaler, autocast\ndef train(args):\n    print(args)\n\n"
+    text, _ = apply(f"{head}{scaler}\n    # training\n{loop}")
+    assert "    print(args)\n\n    # training\n    for x, y in loader:\n" in text
+
+
 def test_an_unread_scaler_goes_where_a_function_begins_with_it_too():
     text, _ = apply("""\
         def train():

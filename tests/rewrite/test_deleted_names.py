@@ -22,6 +22,20 @@ def test_names_that_are_only_deleted_leave_the_del():
     assert text.endswith("    print(loss.item())\n    del loss, x\n")
 
 
+@pytest.mark.parametrize("behind", ["optimizer.step()\n", "optimizer.step()\n\n    optimizer.zero_grad()\n"])
+def test_of_the_blank_lines_around_a_del_that_goes_one_stays(behind):
+    text = f"""\
+for x, y in loader * 2:
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    loss.backward()
+
+    del out
+
+    {behind}"""
+    assert "memory.forward_backward(forward, x, y)\n\n    memory.step(optimizer" in rewritten(TOP + text).text
+
+
 @pytest.mark.parametrize(
     ("deleting", "left"),
     [
