@@ -19,6 +19,9 @@ from oomfix.script.nodes import walk
 from oomfix.script.torch_facts import OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Step
 
+_SHARDING = {
+    f"torch.distributed.fsdp.{module}FullyShardedDataParallel" for module in ("", "fully_sharded_data_parallel.")
+}
 _ENGINE_METHODS = ("step", "zero_grad", "parameters", "state_dict", "train", "eval")
 _FRAMEWORKS = {
     "accelerate": "Accelerate runs the backward and does its own accumulation and precision",
@@ -70,6 +73,9 @@ class Judge:
             return _FRAMEWORKS.get(loop.framework, f"{loop.framework} runs the training")
         if (library := self._other_library(verdict)) is not None:
             return f"{library} trains it, not torch"
+        if self._sharded is not None:
+            refused = "which the runtime refuses: only `fully_shard` is supported"
+            return f"line {self._sharded} shards its network by FSDP1, {refused}"
         own = self._keep_optimizers_backwards(verdict)
         for event in verdict.backwards:
             if (reason := self._why_backward_stays(event)) is not None:
@@ -204,6 +210,13 @@ class Judge:
     def _is_engine(self, root: ast.expr) -> bool:
         """Whether what has the backward is called like a network somewhere: a training engine, no tensor."""
         return path_of(root) in self._called
+
+    @cached_property
+    def _sharded(self) -> int | None:
+        """The first line that makes a `FullyShardedDataParallel`."""
+        calls = self._script.imports.nodes.of(ast.Call)
+        made = (call.lineno for call in calls if self._script.imports.qualified(call.func) & _SHARDING)
+        return min(made, default=None)
 
     @cached_property
     def _forwards(self) -> set[int]:

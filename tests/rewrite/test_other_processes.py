@@ -86,3 +86,25 @@ def test_an_average_over_processes_that_the_loss_depends_on_keeps_it_in_place():
     body = METRIC.format(before="pass", reduced="dist.all_reduce(hits)").replace("hits /=", "size =")
     _, loops = apply(body.replace("        loss.backward()", "        loss = loss * hits\n        loss.backward()"))
     assert loops == [("in-place", "line 14 waits for other processes on the way to the loss")]
+
+
+@pytest.mark.parametrize(
+    ("imported", "made"),
+    [
+        ("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP", "FSDP(model)"),
+        ("import torch.distributed.fsdp as fsdp", "fsdp.FullyShardedDataParallel(model)"),
+        ("from torch.distributed.fsdp import fully_shard", "fully_shard(model)"),
+    ],
+)
+def test_what_the_runtime_refuses_to_split_is_left_alone(imported, made):
+    _, loops = apply(f"""\
+        {imported}
+        model = {made}
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """)
+    told = "line 9 shards its network by FSDP1, which the runtime refuses: only `fully_shard` is supported"
+    assert loops == [("micro-batched", None) if made.startswith("fully") else ("none", told)]
