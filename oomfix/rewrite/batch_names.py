@@ -146,8 +146,8 @@ def _is_of_samples(name: str, site: Site) -> bool:
     """Whether a name for counters or networks stands for a number for each sample, or for data.
 
     They are drawn, `t = torch.randint(steps, (len(x),))`, cut out, `idx = order[i:i + 10]`, have columns, `t[:, c]`, or
-    come with the batch, `for x, y, idx in loader`, `idx = batch["idx"]`. A `t` that comes with other things,
-    `noisy, t = add_noise(x)`, is taken for the times of a diffusion.
+    come with the batch, `for x, y, idx in loader`, `idx = batch["idx"]`, `x, y, idx = batch`. A `t` that comes with
+    other things, `noisy, t = add_noise(x)`, is taken for the times of a diffusion.
     """
     for node in nodes_of_scope_body(site.scope):
         columns = _of_all_rows(node)
@@ -160,6 +160,8 @@ def _is_of_samples(name: str, site: Site) -> bool:
             if value is not None and (draws_random_numbers(value) or _is_cut_out(value)):
                 return True
             if value is not None and _is_column(value, site.iteration):
+                return True
+            if isinstance(node.value, ast.Name) and _is_among_others(name, node.targets[0]):
                 return True
     return isinstance(site.iteration, ast.For) and _comes_with_the_batch(name, site.iteration)
 
@@ -226,7 +228,12 @@ def _comes_with_the_batch(name: str, loop: ast.For) -> bool:
     if isinstance(target, ast.Name):
         parts = isinstance(loop.iter, ast.Call) and last_name(loop.iter) in _CUTTING
         return parts and target.id == name
-    if not isinstance(target, ast.Tuple) or (isinstance(loop.iter, ast.Call) and last_name(loop.iter) == "zip"):
+    return not (isinstance(loop.iter, ast.Call) and last_name(loop.iter) == "zip") and _is_among_others(name, target)
+
+
+def _is_among_others(name: str, target: ast.expr) -> bool:
+    """Whether a name is bound with others, and is not the first of them."""
+    if not isinstance(target, ast.Tuple):
         return False
     inner = (one for element in target.elts if isinstance(element, ast.Tuple) for one in names_bound_by_target(element))
     others = {element.id for element in target.elts[1:] if isinstance(element, ast.Name)}

@@ -6,8 +6,9 @@ Next to the loss, every part of a batch would be logged.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.calls import calls_in
@@ -52,6 +53,22 @@ class _Way:
         return [one for one in self.body if one not in self.logged and not isinstance(one, ast.Pass)]
 
 
+class _Around(NamedTuple):
+    """What stands around a statement on the way to the loss.
+
+    Attributes:
+        before: what runs ahead of it.
+        behind: what the loss needs of what runs behind it.
+        place: what its logs go behind, where that is not the statement itself.
+        passed: what stands between it and the end of that.
+    """
+
+    before: Sequence[ast.stmt]
+    behind: Sequence[ast.stmt]
+    place: ast.stmt | None = None
+    passed: Sequence[ast.stmt] = ()
+
+
 def log_behind_branches(reading: Reading, manager: str) -> list[Edit]:
     """The edits that take what is logged out of branches on the way to a loss, the inner ones first.
 
@@ -67,7 +84,7 @@ def log_behind_branches(reading: Reading, manager: str) -> list[Edit]:
             known.update(block[: end + 1])
             for index in needed:
                 behind = [block[other] for other in needed if other > index] + [block[end]]
-                edits += finder.edits(block[index], block[:index], behind)
+                edits += finder.edits(block[index], _Around(block[:index], behind))
     return edits
 
 
@@ -85,64 +102,43 @@ class _Branches:
         self._forwards = {forward.node for forward in reading.script.trace.forwards.values()}
         self._liveness: dict[ast.AST, Liveness] = {}
 
-    def edits(
-        self,
-        outer: ast.stmt,
-        before: list[ast.stmt],
-        behind: list[ast.stmt],
-        place: ast.stmt | None = None,
-    ) -> list[Edit]:
-        """Those for a statement on the way to the loss and what stands in it.
-
-        Args:
-            outer: the statement.
-            before: what runs ahead of it in the blocks around.
-            behind: what the loss needs of what runs behind it there.
-            place: what its logs go behind, where that is not the statement itself.
-        """
+    def edits(self, outer: ast.stmt, around: _Around) -> list[Edit]:
+        """Those for a statement on the way to the loss and what stands in it."""
         inner: list[Edit] = []
+        ends = isinstance(outer, ast.With) and _is_call_of(outer, self._autocast)
         for block in _blocks_in(outer):
             for index, statement in enumerate(block):
-                last = isinstance(outer, ast.With) and index == len(block) - 1 and _is_call_of(outer, self._autocast)
-                where = (place or outer) if last else None
-                later = [*block[index + 1 :], *behind]
-                inner += self.edits(statement, [*before, *block[:index]], later, where)
+                rest = block[index + 1 :]
+                place, passed = (around.place or outer, [*rest, *around.passed]) if ends else (None, [])
+                before, behind = [*around.before, *block[:index]], [*rest, *around.behind]
+                inner += self.edits(statement, _Around(before, behind, place, passed))
         if inner or not isinstance(outer, ast.If):
             return inner
-        return self._edits_of(outer, before, behind, place or outer)
+        return self._edits_of(outer, around)
 
-    def _edits_of(
-        self, condition: ast.If, before: list[ast.stmt], behind: list[ast.stmt], place: ast.stmt
-    ) -> list[Edit]:
-        ways = [self._way(test, body, condition, before, behind) for test, body in _ways(condition)]
+    def _edits_of(self, condition: ast.If, around: _Around) -> list[Edit]:
+        ways = [self._way(test, body, condition, around) for test, body in _ways(condition)]
         computes = [one for way in ways for one in way.computes]
         tests = [way.test for way in ways if way.test is not None]
         if not computes or not any(way.logged for way in ways):
             return []
-        if not all(self._is_asked_again(test, computes, before) for test in tests):
+        if not all(self._is_asked_again(test, [*computes, *around.passed], around.before) for test in tests):
             return []
-        written = _Writing(self._reading, condition, ways, place).edits()
+        written = _Writing(self._reading, condition, ways, around.place or condition).edits()
         if not written:
             return []
         return [*self._empty_starts(condition, ways), *written]
 
-    def _way(
-        self,
-        test: ast.expr | None,
-        body: list[ast.stmt],
-        condition: ast.If,
-        before: list[ast.stmt],
-        behind: list[ast.stmt],
-    ) -> _Way:
-        inside = {name for one in (*before, condition) for name in _bound_plainly(one)}
-        read = {path for one in behind for path in paths_read(one)}
+    def _way(self, test: ast.expr | None, body: list[ast.stmt], condition: ast.If, around: _Around) -> _Way:
+        inside = {name for one in (*around.before, condition) for name in _bound_plainly(one)}
+        read = {path for one in around.behind for path in paths_read(one)}
         logged = [
             one
             for one in body
             if self._logs(one) and _is_seen_later(one, inside) and not overlap(self._left_behind(one), read)
         ]
         while True:
-            seen = [one for one in logged if self._meets(one, body, logged, before)]
+            seen = [one for one in logged if self._meets(one, body, logged, around)]
             if not seen:
                 return _Way(test, body, logged)
             logged = [one for one in logged if one not in seen]
@@ -160,21 +156,22 @@ class _Branches:
     def _left_behind(self, statement: ast.stmt) -> set[str]:
         return self._effects.changed(statement) | names_bound(statement)
 
-    def _meets(self, log: ast.stmt, body: list[ast.stmt], logged: list[ast.stmt], before: list[ast.stmt]) -> bool:
-        """Whether a log sees what the rest of its branch does, or the rest sees that it has logged."""
+    def _meets(self, log: ast.stmt, body: list[ast.stmt], logged: list[ast.stmt], around: _Around) -> bool:
+        """Whether a log sees what it passes does, the rest of its branch first, or that sees that it has logged."""
         index = body.index(log)
-        later = [one for one in body[index + 1 :] if one not in logged]
+        later = [*(one for one in body[index + 1 :] if one not in logged), *around.passed]
         read = {path for one in later for path in self._effects.read(one)}
         changed = {path for one in later for path in self._left_behind(one)}
         left = {name for one in later for name in self._effects.left(one)}
         return (
             overlap(self._left_behind(log), read | changed)
             or overlap(changed, self._effects.read(log))
+            or self._effects.may_leave_for(log, later)
             or any(left.intersection(path.split(".")[1:]) for path in self._effects.asked(log))
-            or are_changed_in_place(names_read(log), later, self._effects.functions, [*before, *body[:index]])
+            or are_changed_in_place(names_read(log), later, self._effects.functions, [*around.before, *body[:index]])
         )
 
-    def _is_asked_again(self, test: ast.expr, computes: list[ast.stmt], before: list[ast.stmt]) -> bool:
+    def _is_asked_again(self, test: ast.expr, computes: list[ast.stmt], before: Sequence[ast.stmt]) -> bool:
         """Whether a test comes out the same behind what its branches compute, and nothing sees that it is asked."""
         if any(isinstance(node, ast.NamedExpr | ast.Await | ast.Lambda) for node in walk(test)):
             return False

@@ -88,7 +88,9 @@ def log_behind(reading: Reading, manager: str) -> list[Edit]:
         scope = reading.blocks.scope_of(loop.node)
         others = lists[scope]
         kept = names.one_of(f"kept_{others + 1}") if others else names.one_of("kept", "kept_values")
-        header = None if runs_network or values is None else _header(loop, values, kept, reading, passing)
+        header = None
+        if values is not None and not runs_network and not any(map(leaves, loop.node.body)):
+            header = _header(loop, values, kept, reading, passing)
         if values is not None and header is None and not runs_network:
             values = _with_rounds(loop, values, effects, passing)
             header = None if values is None else f"for {', '.join(values)} in {kept}:"
@@ -118,12 +120,17 @@ def _loops(reading: Reading, manager: str, effects: LogEffects) -> Iterator[_Loo
             while isinstance(inner, ast.With) and isinstance(inner.body[-1], ast.With | ast.For):
                 entered |= {name for item in inner.items for name in names_bound(item)}
                 inner = inner.body[-1]
-            if isinstance(inner, ast.For) and not inner.orelse and not any(leaves(one) for one in inner.body):
+            if isinstance(inner, ast.For) and not inner.orelse and _ends_in_itself(inner):
                 behind = [block[other] for other in sorted(needed_for(block, end, manager)) if other > index]
                 loop = _Loop(inner, outer, block[:index], block[index + 1 : end + 1], ())
                 logged = _logged(loop, [*behind, block[end]], effects)
                 if logged and entered.isdisjoint(name for statement in logged for name in names_read(statement)):
                     yield replace(loop, logged=logged)
+
+
+def _ends_in_itself(loop: ast.For) -> bool:
+    """Whether nothing in a loop leaves more than a round of it: rounds that go on with the next keep nothing."""
+    return all(leaves(one) in (None, "continue", "break") for one in loop.body)
 
 
 def _logged(loop: _Loop, behind: list[ast.stmt], effects: LogEffects) -> list[ast.stmt]:
@@ -149,6 +156,7 @@ def _logged(loop: _Loop, behind: list[ast.stmt], effects: LogEffects) -> list[as
             for one in found
             if overlap(effects.changed(one) | names_bound(one), read | changed)
             or overlap(by_rounds, effects.read(one))
+            or effects.may_leave_for(one, others)
             or any(left.intersection(path.split(".")[1:]) for path in effects.asked(one))
         ]
         if not seen:
@@ -173,6 +181,9 @@ def _values(loop: _Loop, effects: LogEffects) -> list[str] | None:
         if read & again or not read <= definitely_bound(body[:place]):
             return None
         values |= read
+    first, last = (body.index(loop.logged[number]) for number in (0, -1))
+    if any(map(leaves, body[first:last])):  # a round may log some of it
+        return None
     changed = {path for statement in loop.node.body for path in changed_paths(statement)}
     if not values or overlap(changed, values) or not all(_is_made(name, loop, effects) for name in values):
         return None

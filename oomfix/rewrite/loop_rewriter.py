@@ -25,7 +25,7 @@ from oomfix.rewrite.loader_arguments import Written, loader_arguments
 from oomfix.rewrite.logs_of_branches import log_behind_branches
 from oomfix.rewrite.logs_of_rounds import log_behind
 from oomfix.rewrite.loops import Judge, scaling_of
-from oomfix.rewrite.losses_in_turn import compute_in_turn
+from oomfix.rewrite.losses_in_turn import compute_in_turn, part_backwards
 from oomfix.rewrite.model_calls import model_call_edits
 from oomfix.rewrite.numbers_of_rounds import name_numbers
 from oomfix.rewrite.parted_autocast import part_autocast
@@ -54,6 +54,7 @@ _PREPARATIONS = (
     log_behind,
     name_what_is_read,
     part_autocast,
+    part_backwards,
     compute_in_turn,
 )
 """What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""

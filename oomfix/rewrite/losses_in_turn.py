@@ -15,6 +15,7 @@ from oomfix.rewrite.calls import calls_in, only_calls
 from oomfix.rewrite.changes import changed_paths, overlap, paths_read
 from oomfix.rewrite.effects import switches_mode
 from oomfix.rewrite.helpers import Helpers
+from oomfix.rewrite.joined_lines import separate
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import definitely_bound, names_bound, names_read
 from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients, may_reset_gradients, only_clips
@@ -28,6 +29,12 @@ from oomfix.script.nodes import arguments_of, is_remark
 
 _MAY_DRAW = re.compile(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|perturb|mask|penalty", re.IGNORECASE)
 """How functions of other files are called that may draw random numbers."""
+
+
+def part_backwards(reading: Reading, manager: str) -> list[Edit]:
+    """The edits that give backwards lines of their own where there are several: what moves goes behind such a line."""
+    calls = reading.calls_to(f"{manager}.backward")
+    return separate(reading, [call.lineno for call in calls]) if len(calls) > 1 else []
 
 
 def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:

@@ -1,8 +1,10 @@
 """Which names are parts of the batch, and so given to the function of a loss: not counters, sizes and networks."""
 
+import textwrap
+
 import pytest
 
-from tests.rewrite.equivalence import rewritten
+from tests.rewrite.equivalence import parts_as_whole, rewritten
 from tests.rewrite.small_loops import TOP, apply, assert_trains_the_same
 
 
@@ -342,3 +344,23 @@ def test_labels_that_are_read_by_columns_are_an_input_though_they_are_called_as_
             print(train(x, torch.stack((y, 1 - y), 1).float()))
         """)
     assert "def forward(x, t):" in text
+
+
+@pytest.mark.parametrize("name", ["t", "idx"])
+def test_what_is_taken_out_of_a_batch_with_others_is_of_its_samples(name):
+    text = TOP + textwrap.dedent(f"""\
+        def step(batch):
+            x, y, {name} = batch
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if len(y):
+                loss = loss + F.mse_loss(model(x), {name})
+            loss.backward()
+            optimizer.step()
+
+        for x, y in loader * 3:
+            step((x, y, torch.randn(6, 2)))
+        """)
+    after = rewritten(text)
+    assert f"forward_backward(forward, x, y, {name})" in after.text
+    assert parts_as_whole(text, after.text, rewritten(text, micro_batches=3).text) == 3

@@ -149,3 +149,37 @@ def test_a_test_that_may_come_out_otherwise_behind_it_keeps_its_logs(branch, rea
 def test_logs_of_branches_are_rewritten_once():
     text = rewritten(script(f"if args.aux:\n{ADDS}\n    log['aux'].append(aux.item())")).text
     assert rewritten(text).text == text
+
+
+AUTOCAST = "with torch.autocast('cpu', enabled=False):"
+
+
+def test_lines_behind_a_branch_in_an_autocast_block_are_passed():
+    branch = f"if args.aux:\n{ADDS}\n    log['aux'].append(aux.item())\nloss = loss * 0.5"
+    text = assert_split(script(branch, around=AUTOCAST))
+    assert text.index("loss = loss * 0.5") < text.index("log['aux'].append")
+
+
+def test_lines_behind_a_branch_in_an_autocast_block_that_change_what_it_logs_are_not_passed():
+    branch = f"if args.aux:\n{ADDS}\n    log['aux'].append(aux.item())\naux = loss * 0.5\nloss += aux"
+    text = script(branch, around=AUTOCAST)
+    assert_same_bits(run(text), run(rewritten(text).text, preset="off"))
+
+
+METER = """\
+class Meter:
+    sum = 0.0
+
+    def update(self, value):
+        self.sum += value
+
+
+meter = Meter()
+
+
+"""
+
+
+def test_what_a_meter_counts_in_itself_is_nothing_that_the_network_reads():
+    text = script(f"if args.aux:\n{ADDS}\n    meter.update(aux.item())", end=f"{TRAINS}\nlog['sum'] = [meter.sum]")
+    assert_split(text.replace("def log_value", f"{METER}def log_value"))

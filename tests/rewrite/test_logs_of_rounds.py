@@ -345,3 +345,21 @@ def test_the_number_of_a_round_that_is_read_behind_another_loop_is_that_of_the_o
     text = script("log[tasks[i]].append(one.item())", OVER_RANGE).replace("    loss.backward()", second)
     text = text.replace("    optimizer.step()", "    optimizer.step()\n    total += i")
     assert_same_bits(run(text), run(rewritten(text).text, preset=preset))
+
+
+SKIPPED = """\
+one = one.square()
+{first}
+if task == "a" and len(log["a"]) < 2:
+    continue
+extra = one.sqrt()
+log[task].append(extra.item())"""
+
+
+@pytest.mark.parametrize(("first", "form"), [("pass", "micro-batched"), ("total += one.item()", "in-place")])
+def test_rounds_that_go_on_with_the_next_log_nothing(first, form):
+    text = script(SKIPPED.format(first=first)).replace('len(log["a"]) < 2', "len(y) > 99")
+    assert [loop.rewrite for loop in rewritten(text).loops] == [form]
+    before = run(text)
+    assert_same_bits(before, run(rewritten(text).text, preset="off"))
+    assert_close(before, run(rewritten(text, micro_batches=3).text))

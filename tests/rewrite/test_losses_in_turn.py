@@ -283,3 +283,13 @@ def test_a_network_that_may_draw_and_one_that_is_seen_first_stay_ahead(changes):
         loop.reason
     )
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"layer": "nn.Dropout(0.5)"}], ids=str)
+def test_backwards_that_share_their_lines_with_steps_get_lines_of_their_own(changes):
+    text = AHEAD.format(**STEADY | changes)
+    for joined in ("mine.zero_grad()\n    value_loss.backward()", "other.zero_grad()\n    policy_loss.backward()"):
+        text = text.replace(joined, joined.replace("\n    ", "; "))
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place" if changes else "micro-batched"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
