@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from oomfix.rewrite.calls import called_name
 from oomfix.rewrite.changes import CHANGING, object_changed
@@ -12,6 +12,11 @@ from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of, unpacked
 from oomfix.script.nodes import walk
 from oomfix.script.parameters import Bound
+
+_VIEWING = frozenset(
+    "view view_as reshape flatten squeeze unsqueeze expand expand_as permute transpose t narrow select detach".split()
+)
+"""Methods of tensors whose result is a view of them."""
 
 _SHARING_METHODS = frozenset(
     "view view_as reshape flatten squeeze unsqueeze expand expand_as permute transpose t narrow select unbind chunk "
@@ -46,6 +51,32 @@ def are_changed_in_place(
     calls = (node for statement in statements for node in walk(statement) if isinstance(node, ast.Call))
     runs = ((function, functions.bound(call, function)) for call in calls for function in functions.by(call))
     return any(_changes_given(function, bound, held) for function, bound in runs)
+
+
+def with_views(names: Set[str], statements: Iterable[ast.stmt]) -> set[str]:
+    """Names, and those that statements bind to the same tensors or to views of them: `w = y.view(-1)` for `y`."""
+    found, size = set(names), 0
+    nodes = [node for statement in statements for node in nodes_of_scope(statement) if isinstance(node, ast.Assign)]
+    pairs = [{node.targets[0].id, _viewed(node.value)} for node in nodes if isinstance(node.targets[0], ast.Name)]
+    while len(found) > size:
+        size = len(found)
+        found = found.union(*(pair for pair in pairs if "" not in pair and not found.isdisjoint(pair)))
+    return found
+
+
+def _viewed(value: ast.expr) -> str:
+    """The name of the tensor that an expression is, or is a view of; "" for anything else."""
+    while not isinstance(value, ast.Name):
+        key = getattr(value.slice, "value", None) if isinstance(value, ast.Subscript) else None
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _VIEWING:
+            value = value.func.value
+        elif isinstance(value, ast.Subscript) and not isinstance(key, str):
+            value = value.value  # a row, but no entry of a mapping
+        elif isinstance(value, ast.Attribute) and value.attr in _SHARING_ATTRIBUTES:
+            value = value.value
+        else:
+            return ""
+    return value.id
 
 
 def taken_out(statement: ast.stmt) -> dict[str, str]:

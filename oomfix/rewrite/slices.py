@@ -35,7 +35,7 @@ from oomfix.rewrite.rescaling import without_scaling
 from oomfix.rewrite.rows_by_number import why_by_number
 from oomfix.rewrite.rows_in_turn import why_in_turn
 from oomfix.rewrite.scale import reads_gradients
-from oomfix.rewrite.shared_tensors import taken_out
+from oomfix.rewrite.shared_tensors import taken_out, with_views
 from oomfix.rewrite.signature import Signature
 from oomfix.rewrite.skipped_batches import asks_if_not_finite
 from oomfix.script.names import last_name, path_of
@@ -196,12 +196,22 @@ class Slicer:
             # `memory.backward(other)` changes nothing that `with memory.autocast():` reads
             changed = changed_paths(statement) - {self._manager}
             if not (names_bound(statement) & names or overlap(changed, paths)):
-                continue
+                if not self._changes_under_another_name(statement, names, site.block[:index]):
+                    continue
             chain.append(index)
             bound = definitely_bound([statement]) - names_read(statement)
             names = liveness.before([statement], names)
             paths = {path for path in paths if path.split(".")[0] not in bound} | paths_read(statement)
         return sorted(chain)
+
+    def _changes_under_another_name(self, statement: ast.stmt, names: set[str], ahead: list[ast.stmt]) -> bool:
+        """Whether a statement behind a network writes to views of what the loss needs: `w = y.view(-1); w[0] = 1`."""
+        written = {path.split(".")[0] for path in changed_paths(statement)} - {self._manager}
+        targets = (node.target for node in nodes_of_scope(statement) if isinstance(node, ast.AugAssign))
+        written |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if not written or not any(map(self._runs_forward, ahead)):
+            return False
+        return not written.isdisjoint(with_views(names, ahead))
 
     def _may_compute(self, statement: ast.stmt) -> bool:
         calls_out = any(last_name(call) not in PREPARATION for call in calls_in(statement))
