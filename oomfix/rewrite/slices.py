@@ -206,9 +206,10 @@ class Slicer:
 
     def _changes_under_another_name(self, statement: ast.stmt, names: set[str], ahead: list[ast.stmt]) -> bool:
         """Whether a statement behind a network writes to views of what the loss needs: `w = y.view(-1); w[0] = 1`."""
-        written = {path.split(".")[0] for path in changed_paths(statement)} - {self._manager}
+        written = {path for path in changed_paths(statement) if "." not in path} - {self._manager}
         targets = (node.target for node in nodes_of_scope(statement) if isinstance(node, ast.AugAssign))
         written |= {target.id for target in targets if isinstance(target, ast.Name)}
+        written -= names
         if not written or not any(map(self._runs_forward, ahead)):
             return False
         return not written.isdisjoint(with_views(names, ahead))

@@ -42,6 +42,28 @@ def test_what_is_written_under_another_name_is_written_ahead_of_the_loss(changes
     parts_as_whole(text, after.text, rewritten(text, micro_batches=3).text)
 
 
+def test_what_an_object_counts_that_the_loss_reads_as_well_is_no_view_of_it():
+    text = TOP + textwrap.dedent("""\
+        class Trainer:
+            def __init__(self):
+                self.model, self.totals = model, {"loss": 0.0}
+
+            def step(self, x, y):
+                optimizer.zero_grad()
+                out = self.model(x)
+                loss = F.cross_entropy(out, y)
+                self.totals["loss"] += loss.item()
+                loss.backward()
+                optimizer.step()
+
+        trainer = Trainer()
+        for x, y in loader * 3:
+            trainer.step(x, y)
+        print(f"{trainer.totals['loss']:.9f}")
+        """)
+    assert parts_as_whole(text, rewritten(text).text, rewritten(text, micro_batches=3).text) == 3
+
+
 @pytest.mark.parametrize(
     "changes",
     [
