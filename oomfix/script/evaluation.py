@@ -216,12 +216,17 @@ def _is_only_looked_at(forward: Forward, trace: Trace) -> bool:
 
 
 def _asked_by(forward: Forward, trace: Trace) -> list[ast.Call]:
-    """The calls that led to a forward, innermost first; none where training goes through it, or the way is unclear."""
+    """The calls that led to a forward, innermost first; none where training goes through it, or the way is unclear.
+
+    What a function gives that is handed to another, `memory.forward_backward(forward, x)`, goes to that one.
+    """
     if _is_trained_elsewhere(forward, trace):
         return []  # in its functions gradients stay on
     site, calls = forward.site, {id(call): call for call in trace.followed}
     asked = [calls[step] for step in reversed(site.way) if step in calls]
-    return asked if len(asked) == len(site.functions) - (site.way[:1] == ("entry",)) else []
+    followed = site.functions[: len(asked)]
+    plain = all(last_name(call) == function.name for call, function in zip(asked, followed, strict=False))
+    return asked if plain and len(asked) == len(site.functions) - (site.way[:1] == ("entry",)) else []
 
 
 def _where_it_is_used(forward: Forward, trace: Trace) -> Iterable[ast.AST]:

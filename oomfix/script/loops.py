@@ -11,7 +11,6 @@ from oomfix.script.names import path_of
 from oomfix.script.nodes import names_in, walk
 from oomfix.script.trace import Backward, Forward, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop
-from oomfix.script.whole_trainings import is_over_trainings
 from oomfix.script.windows import find_window
 
 _BATCH = re.compile(r"^(mini_?)?batch(_?(data|i|id|idx|index|no|num))?$", re.IGNORECASE)
@@ -62,8 +61,12 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
         loop.framework = loop.framework or backward.framework or ("apex" if backward.site.apex else None)
     for node in [node for node, loop in loops.items() if _tries_again(node) and _is_inside_another(loop, loops)]:
         del loops[node]
-    for node in [node for node, loop in loops.items() if is_over_trainings(loop, loops, trace)]:
-        del loops[node]
+    if len(loops) > 1:
+        # few scripts come to this question, and every module is a third of a millisecond of each run
+        from oomfix.script.whole_trainings import is_over_trainings
+
+        for node in [node for node, loop in loops.items() if is_over_trainings(loop, loops, trace)]:
+            del loops[node]
     _collect_forwards(loops, trace)
     _collect_steps(loops, trace)
     for loop in loops.values():

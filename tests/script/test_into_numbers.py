@@ -219,3 +219,25 @@ RETURNED = "return (moved - batch).pow(2).sum()"
 )
 def test_what_a_function_returns_is_looked_at_where_it_is_asked_for(report, made, asked, found):
     assert [line for code, line in report(DISTANCE.format(made=made, asked=asked)) if code == "OOM201"] == found
+
+
+@pytest.mark.parametrize("asked", ["memory.forward_backward(forward, x)", "compute(forward, x)", "forward(x)"])
+def test_what_a_function_gives_that_is_handed_over_is_not_looked_at_by_its_callers(report, asked):
+    code = f"""
+        from oomfix import runtime
+
+        memory = runtime.preset("16gb")
+        generator, critic = Generator().cuda(), Critic().cuda()
+
+        def forward(x):
+            fake = generator(x)
+            loss = critic(fake.detach()).mean()
+            return loss, loss
+
+        for x in loader:
+            loss, log = {asked}
+            print(loss.item(), log.item())
+            memory.step(optimizer)
+    """
+    lines = [line for code, line in report(code) if code == "OOM201"]
+    assert lines == ([7, 8] if asked == "forward(x)" else [])
