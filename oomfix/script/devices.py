@@ -102,11 +102,19 @@ class Devices:
         A parameter is for the caller to give, whatever is taken where nothing is given.
         """
         return "torch_xla" in self._source.text or any(
-            any(_DEVICE_NAME.search(target.removeprefix("self.")) for target in _targets(node))
+            any(
+                _DEVICE_NAME.search(target.removeprefix("self.")) for target in set(_targets(node)) - self._given_others
+            )
             and _is_one_of(node.value, _OTHER_DEVICES)
             for node in self._nodes.of(ast.Assign)
             if node not in self._for_callers_without and node not in self._unless_asked
         )
+
+    @cached_property
+    def _given_others(self) -> set[str]:
+        """The attributes of objects that are also assigned what is no processor: `def to(self, device)`."""
+        others = (node for node in self._nodes.of(ast.Assign) if not _is_one_of(node.value, _OTHER_DEVICES))
+        return {target for node in others for target in _targets(node) if target.startswith("self.")}
 
     @cached_property
     def _unless_asked(self) -> set[ast.AST]:

@@ -154,10 +154,11 @@ class Unseen(Containers):
         return content.with_graph(Graph.NO, NO_ORIGINS)
 
     def _takes_the_name_of(self, node: ast.Call, path: str | None) -> bool:
-        """`model = model(config)`, `self.model = model(config)`: a class under the name of what it makes."""
-        target = self._assigned_to(node)
-        if target == f"self.{path}":
-            return target in self.hints.called
+        """`model = model(config)`, `self.body = backbone(config)` in a constructor: a class that it was given."""
+        target = self._assigned_to(node) or ""
+        function = self.frame.function
+        if target.startswith("self.") and function is not None and function.name == "__init__":
+            return target in self.hints.called and path in function.parameters
         return target == path and path in self.hints.modules
 
     def _made(self, node: ast.Call, name: str, content: Value) -> Value:

@@ -35,9 +35,9 @@ HANDED = """
     import torch
 
     class Learner(torch.nn.Module):
-        def __init__(self, model, shape, rate):
+        def __init__(self, {name}, shape, rate):
             super().__init__()
-            self.model = model({given})
+            self.model = {name}({given})
             self.optimizer = torch.optim.Adam(self.parameters(), rate)
 
         def learn(self, x, y):
@@ -53,8 +53,9 @@ HANDED = """
 
 
 @pytest.mark.parametrize("given", ["shape", "shape, depth=2"])
-def test_a_class_under_the_name_of_what_an_object_holds_is_made_and_not_run(report, given):
-    assert ("OOM201", 6) not in report(HANDED.format(given=given))
+@pytest.mark.parametrize("name", ["model", "backbone", "policy_head"])
+def test_a_class_that_a_constructor_is_given_is_made_and_not_run(report, name, given):
+    assert ("OOM201", 6) not in report(HANDED.format(name=name, given=given))
 
 
 WRITING = """

@@ -275,6 +275,7 @@ def test_a_gpu_that_is_switched_off_or_simulated_is_none(read, made, may):
         ("self.device = 'cpu'", False),
         ("self.device = torch.device('cpu')", False),
         ("self.cpu_device = 'cpu'\n        self.device = device", True),
+        ("self.device = 'cpu'\n    def to(self, device):\n        self.device = device\n    def make(self):", True),
         ("self.device = 'cuda' if torch.cuda.is_available() else 'cpu'", True),
     ],
 )
