@@ -11,7 +11,7 @@ from oomfix.runtime.divisors import NEXT_TO_NOTHING
 from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import by_gradients
-from oomfix.runtime.judging import DEPEND, SEVERAL_DEPEND, judge
+from oomfix.runtime.judging import DEPEND, OPEN, SEVERAL_DEPEND, judge
 from oomfix.runtime.rows import gaps_for_masks, leaving_nothing
 from oomfix.runtime.verdict import Verdict
 
@@ -28,6 +28,9 @@ def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
     # one weight is not right for several means
     refused = Verdict(None, SEVERAL_DEPEND if evidence.nll_losses + len(evidence.divisors) > 1 else DEPEND)
     verdict = judge(evidence, rows=count)
+    counts = [share.targets for share in evidence.shares if share.targets == share.divided_by]
+    if verdict.reason == OPEN and evidence.divisors and any(counts):
+        return verdict  # nothing counts in one of the parts: other rows may show more
     if verdict.units != "targets" or verdict.nll_losses or not verdict.divisors:
         return refused
     if verdict.bound is not None and any(map(compat.is_compiled, few.modules)):

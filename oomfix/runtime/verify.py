@@ -124,8 +124,8 @@ def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None
         weighed = _in_parts_that_run(few, together, partial(by_divisors, rows, found.how))
         if weighed is not None and weighed.rule is not None:
             verdict = weighed
-        elif weighed is not None and verdict.reason == DEPEND:
-            verdict = replace(verdict, reason=weighed.reason)
+        elif weighed is not None and (verdict.reason == DEPEND or weighed.undecided):
+            verdict = replace(verdict, reason=weighed.reason, undecided=weighed.undecided)
     if closer and depends and verdict.rule is None and found.cross_entropies:
         return _by_own_targets(rows, counts, few, together, with_gradients) or verdict
     return replace(verdict, single_rows=False) if few is together else verdict

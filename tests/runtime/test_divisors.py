@@ -550,3 +550,30 @@ def test_a_plain_number_that_a_loss_is_divided_by_is_read_under_a_dispatch_mode(
 def test_divisors_count_that_are_those_of_the_parts_together():
     assert counting([4.0, 3.0, 20.0, 0.7], [[4.0, 1.0, 15.0, 0.4], [4.0, 2.0, 5.0, 0.6]]) == (1, 2)
     assert counting([3.0], [[1.0, 2.0], [2.0]]) == ()
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_rows_of_which_a_part_has_nothing_that_counts_leave_an_earlier_verdict_as_it_was(window, caplog):
+    """Labels to ignore, though the loss does not use them, decide which rows are looked at."""
+    torch.manual_seed(0)
+    model, memory = nn.Linear(6, 4).double(), runtime.preset("16gb", precision="fp32", micro_batches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def forward(x, labels, mask):
+        return (model(x).pow(2).sum(1) * mask).sum() / mask.sum().clamp(min=1)
+
+    batches = []
+    for seed in range(9):
+        generator = torch.Generator().manual_seed(seed)
+        mask = (torch.rand(ROWS, generator=generator) < 0.6).double()
+        mask[0] = mask[6] = 1
+        labels = torch.where(torch.rand(ROWS, generator=generator) < 0.3, -100, 1)
+        batches.append((torch.randn(ROWS, 6, generator=generator).double(), labels, mask))
+    for place, batch in enumerate(memory.accumulate(batches, window)):
+        memory.forward_backward(forward, *batch)
+        if memory.window_closed:
+            together = batches[place + 1 - window : place + 1]
+            expected = torch.autograd.grad(forward(*map(torch.cat, zip(*together, strict=True))), [*model.parameters()])
+            torch.testing.assert_close([p.grad for p in model.parameters()], [*expected], rtol=1e-12, atol=1e-14)
+            memory.step(optimizer)
+    assert "earlier call" not in caplog.text
