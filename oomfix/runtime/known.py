@@ -86,6 +86,8 @@ class Known:
         self._check_again_at = 0
         self._rows_seen = 0
         self._left_open = 0
+        self._looked_again_at = 0
+        self._refused: Verdict | None = None
         self._ways = Ways()
         self.rows_in_doubt: list[int] = []
         self._cut_before: dict[tuple[bool, Place], bool] = {}
@@ -177,6 +179,9 @@ class Known:
     def found_out(self, verdict: Verdict) -> None:
         """Remember what the micro-batches of this call showed."""
         self.verdict = verdict
+        self._refused = verdict if verdict.may_have_own_targets else None
+        if self._refused is not None and self._looked_again_at != self.calls:
+            self._looked_again_at, self._checked_at = self.calls, 0
         # rows in doubt are checked at once
         if verdict.undecided and not self.rows_in_doubt:
             self._look_again_soon()
@@ -215,6 +220,10 @@ class Known:
         blind = blind or (by_rows and earlier is not None and bool(earlier.divisors))
         if earlier is None or not blind or not (earlier.held or (verdict.undecided and not earlier.undecided)):
             self.verdict = verdict
+
+    def earlier(self) -> Verdict | None:
+        """The verdict that the next check may go by; where there is none, the one that micro-batches showed last."""
+        return self._refused if self.verdict is None else self.verdict
 
     def begin_parts(self) -> None:
         """The micro-batches of a call are about to run."""

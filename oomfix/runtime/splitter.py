@@ -279,7 +279,7 @@ class Splitter:
             most_rows = math.ceil(most_rows / 2)
         with_gradients = iteration.trains and not known.ranks.shards()
         # so late that it costs nothing, all of it is checked again: gradients may be coupled where losses are not
-        earlier = known.verdict if known.calls < _CONFIRMS_BEFORE else None
+        earlier = known.earlier() if known.calls < _CONFIRMS_BEFORE else None
 
         def checked(forward: Callable[..., Any]) -> Verdict:
             verdict = check(forward, batch, known.modules(), most_rows, trust, earlier, with_gradients)

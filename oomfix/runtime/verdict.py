@@ -78,3 +78,8 @@ class Verdict:
     def divides(self) -> bool:
         """Whether micro-batches have to be asked what their losses divide by."""
         return self.nll_losses > 0 or bool(self.divisors)
+
+    @property
+    def may_have_own_targets(self) -> bool:
+        """Whether its cross entropies were seen to divide by other numbers of targets in micro-batches."""
+        return self.rule is None and self.undecided and self.nll_losses > 1

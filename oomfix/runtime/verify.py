@@ -113,10 +113,15 @@ def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None
         once_more = _with_rows_that_fit(few, partial(confirmed, rows, earlier))
         if once_more is not None:
             return once_more
+    closer = not trust and simulation.assumption is None
+    if closer and earlier is not None and earlier.may_have_own_targets:
+        own = _by_own_targets(FewRows(rows.forward, rows.batch, rows.modules), counts, few, together, with_gradients)
+        if own is not None and own.rule is not None:
+            return own
     found, few = _with_results(rows, trust, counts, few, together)
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
-    verdict, closer = found.verdict, not trust and simulation.assumption is None
+    verdict = found.verdict
     if closer and verdict.rule is not None:
         verdict = _confirmed_closer(rows, found, few, together, with_gradients)
     depends = verdict.rule is None and verdict.reason in (DEPEND, SEVERAL_DEPEND, GRADIENTS_DEPEND, BENDS)

@@ -312,3 +312,19 @@ def test_a_model_of_transformers_for_pretraining_that_does_not_fit_is_split():
     assert report.largest == 8
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_a_call_whose_parts_show_targets_of_their_own_is_checked_for_them_at_once(caplog):
+    """In the rows that are checked first, known labels and samples are in proportion."""
+    data, generator = batches(4), torch.Generator().manual_seed(9)
+    for batch in data:
+        batch["known"] = torch.rand(ROWS, generator=generator) < 0.6
+        batch["kinds"] = torch.randint(0, 2, (ROWS,), generator=generator)
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        known, sentences = batch["known"], model(batch["x"])[1]
+        of_known = F.cross_entropy(sentences[known], batch["follows"][known])
+        return of_known + F.cross_entropy(sentences, batch["kinds"])
+
+    assert parts_as_whole(loss, 2, data) == 2
+    assert not caplog.text
