@@ -34,7 +34,7 @@ class LogEffects:
 
     def are_all(self, statement: ast.stmt) -> bool:
         """Whether a statement does nothing else than to change something, which no draw or fetch has a part in."""
-        if any(draws_random_numbers(one) or fetches(one) for one in (statement, *self._run_inside(statement))):
+        if self.draws(statement):
             return False
         if isinstance(statement, ast.If):
             return all(map(self.are_all, (*statement.body, *statement.orelse)))
@@ -44,6 +44,10 @@ class LogEffects:
         if not isinstance(call, ast.Call):
             return False
         return isinstance(call.func, ast.Attribute) or called_name(call) == "print" or bool(self.functions.by(call))
+
+    def draws(self, statement: ast.stmt) -> bool:
+        """Whether a statement draws random numbers or fetches a batch."""
+        return any(draws_random_numbers(one) or fetches(one) for one in (statement, *self._run_inside(statement)))
 
     def changed(self, statement: ast.stmt) -> set[str]:
         """The paths that a statement changes, and that functions change which it calls."""

@@ -120,14 +120,28 @@ class _Branches:
         ways = [self._way(test, body, condition, around) for test, body in _ways(condition)]
         computes = [one for way in ways for one in way.computes]
         tests = [way.test for way in ways if way.test is not None]
-        if not computes or not any(way.logged for way in ways):
+        if not any(way.logged for way in ways) or not (computes or around.place):
             return []
         if not all(self._is_asked_again(test, [*computes, *around.passed], around.before) for test in tests):
             return []
+        if not computes and around.place is not None:
+            return self._moved(condition, around.place)
         written = _Writing(self._reading, condition, ways, around.place or condition).edits()
         if not written:
             return []
         return [*self._empty_starts(condition, ways), *written]
+
+    def _moved(self, condition: ast.If, place: ast.stmt) -> list[Edit]:
+        """The edits that move an `if` which only logs behind a statement around it; none where lines are shared."""
+        layout, blocks = self._reading.layout, self._reading.blocks
+        block, own = blocks.block_of(condition), layout.own_lines(place)
+        chunk = layout.chunk(condition, block, blocks.header_of(condition))
+        if own is None or chunk is None or len(block) == 1:
+            return []
+        lines = layout.moved(chunk, layout.margin(condition), layout.margin(place))
+        behind = layout.whole(Lines(own.first, layout.last_line(place)))[1]
+        text = "".join(line + layout.newline for line in lines)
+        return [Edit(*layout.whole(chunk), ""), Edit(behind, behind, text)]
 
     def _way(self, test: ast.expr | None, body: list[ast.stmt], condition: ast.If, around: _Around) -> _Way:
         inside = {name for one in (*around.before, condition) for name in _bound_plainly(one)}
@@ -140,18 +154,35 @@ class _Branches:
         while True:
             seen = [one for one in logged if self._meets(one, body, logged, around)]
             if not seen:
-                return _Way(test, body, logged)
+                return _Way(test, body, self._with_makings(logged, body, around))
             logged = [one for one in logged if one not in seen]
+
+    def _with_makings(self, logged: list[ast.stmt], body: list[ast.stmt], around: _Around) -> list[ast.stmt]:
+        """Logs with what is computed for them alone: `grid = make_grid(x)`, ahead of `writer.add_image("x", grid)`."""
+        found = list(logged)
+        for one in reversed(body):
+            others = [other for other in (*body, *around.behind) if other is not one and other not in found]
+            read = {path for other in others for path in self._effects.read(other) - _only_bound(other)}
+            wanted = names_bound(one) & {name for log in found for name in names_read(log)}
+            if wanted and one not in found and self._only_computes(one) and not overlap(self._left_behind(one), read):
+                found += [] if self._meets(one, body, found, around) else [one]
+        return [one for one in body if one in found]
+
+    def _only_computes(self, statement: ast.stmt) -> bool:
+        """Whether a statement gives a name to what it computes, and does nothing else."""
+        plain = isinstance(statement, ast.Assign) and all(isinstance(one, ast.Name) for one in statement.targets)
+        return plain and not self._effects.draws(statement) and self._leaves_training_alone(statement)
 
     def _logs(self, statement: ast.stmt) -> bool:
         """Whether a statement does nothing else than to log: it trains nothing, and switches and resets nothing."""
+        return self._leaves_training_alone(statement) and self._effects.are_all(statement)
+
+    def _leaves_training_alone(self, statement: ast.stmt) -> bool:
         if not self._forwards.isdisjoint(walk(statement)):
             return False
         if trains(statement) or switches_mode(statement) or may_reset_gradients(statement):
             return False
-        if reads_gradients(statement) or keeps_gradients(statement):
-            return False
-        return self._effects.are_all(statement)
+        return not reads_gradients(statement) and not keeps_gradients(statement)
 
     def _left_behind(self, statement: ast.stmt) -> set[str]:
         return self._effects.changed(statement) | names_bound(statement)
@@ -309,6 +340,11 @@ def _is_call_of(block: ast.With, path: str) -> bool:
     return len(contexts) == len(block.items) == 1 and all(
         isinstance(one, ast.Call) and path_of(one.func) == path for one in contexts
     )
+
+
+def _only_bound(statement: ast.stmt) -> set[str]:
+    """The names that a statement binds and does not read."""
+    return names_bound(statement) - names_read(statement)
 
 
 def _bound_plainly(statement: ast.stmt) -> set[str]:

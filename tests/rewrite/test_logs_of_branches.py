@@ -183,3 +183,23 @@ meter = Meter()
 def test_what_a_meter_counts_in_itself_is_nothing_that_the_network_reads():
     text = script(f"if args.aux:\n{ADDS}\n    meter.update(aux.item())", end=f"{TRAINS}\nlog['sum'] = [meter.sum]")
     assert_split(text.replace("def log_value", f"{METER}def log_value"))
+
+
+PICTURE = """\
+    picture = x.t().reshape(-1)
+    picture = picture / picture.norm()
+    log['first'].append(picture.sum().item())"""
+
+
+@pytest.mark.parametrize("branch", [f"if step < 2:\n{ADDS}\n{PICTURE}", f"if step < 2:\n{PICTURE}"])
+def test_what_is_computed_for_logs_alone_goes_with_them(branch):
+    text = script(f"{branch}\nloss = loss * 2", AUTOCAST)
+    after = assert_split(text)
+    assert "return loss\n" in after
+    assert after.index("picture = x.t()") > after.index("memory.forward_backward(")
+
+
+def test_what_the_loss_reads_as_well_stays_with_it():
+    computes = "    size = hidden.abs().mean()\n    log['first'].append(size.item())\n    loss = loss + size"
+    after = assert_split(script(f"if step < 9:\n{computes}", AUTOCAST))
+    assert after.index("size = hidden") < after.index("memory.forward_backward(")
