@@ -30,7 +30,6 @@ from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
 from oomfix.script.gradients import are_divided, dividing_functions, optimizes, zeroed_by_hand
 from oomfix.script.graph_reuse import GraphReuse
-from oomfix.script.handed_over import trains_what_it_is_handed
 from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
@@ -246,8 +245,12 @@ class Script:
     @cached_property
     def may_run_on_cuda(self) -> bool:
         """Whether it may train on a GPU: it says so, or says nothing, and trains networks that other files make."""
-        devices = self.devices
-        return devices.may_be_cuda or (devices.are_left_open and trains_what_it_is_handed(self.trace, self.imports))
+        if self.devices.may_be_cuda or not self.devices.are_left_open:
+            return self.devices.may_be_cuda
+        # few scripts say nothing of it, and every module is a third of a millisecond of each run
+        from oomfix.script.handed_over import trains_what_it_is_handed
+
+        return trains_what_it_is_handed(self.trace, self.imports)
 
     @cached_property
     def precision(self) -> Precision:
