@@ -24,6 +24,9 @@ _DRAWING = re.compile(
     r"rand|[dD]rop|sampl|noise|gumbel|bernoulli|multinomial|rrelu|RReLU|fractional|poisson|shuffle|choice|cauchy|"
     r"geometric|checkpoint|^load|apply$|(normal|uniform|exponential|permutation)_?$"
 )
+_HOOKING = re.compile("^register_.*forward")
+"""What gives a network, or all of them, a function that runs with it, and may draw."""
+
 _MOVING = frozenset("to cuda cpu train eval float double device is_available DataParallel super".split())
 _KNOWN = ("torch", "math", "numpy", "typing", "collections", "functools", "itertools")
 
@@ -47,11 +50,12 @@ class SteadyNetworks:
                 if (path := path_of(target)) is not None:
                     self._bound.setdefault(path, []).append(value)
         self._known: dict[ast.AST, bool] = {}
+        self._hooked = any(_HOOKING.search(last_name(call)) for call in nodes.of(ast.Call))
 
     def draws_nothing(self, path: str | None) -> bool:
         """Whether a network is made of nothing but layers of this file and of torch that draw no random numbers."""
         values = self._bound.get(path or "", ())
-        if not values or path in self._parameters:
+        if not values or path in self._parameters or self._hooked:
             return False
         return all(isinstance(one, ast.Call) and self._makes_steady(one, set()) for one in values)
 

@@ -293,3 +293,12 @@ def test_backwards_that_share_their_lines_with_steps_get_lines_of_their_own(chan
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["in-place" if changes else "micro-batched"]
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_a_network_whose_hook_draws_runs_where_it_did():
+    hook = "lambda net, given: (F.dropout(given[0], 0.5),)"
+    hooks = f"for net in (actor, critic):\n    net.register_forward_pre_hook({hook})\n"
+    text = AHEAD.format(**STEADY).replace("mine = ", f"{hooks}mine = ")
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
