@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterator
 from functools import cached_property
 
-from oomfix.rewrite.liveness import FunctionNode
+from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.imports import Imports
 from oomfix.script.names import last_name, path_of, root_of
+from oomfix.script.nodes import walk
 from oomfix.script.parameters import Bound, bind_call, decorated_as, name_of_object
 
 _SWITCHING = ("train", "eval")
@@ -31,8 +32,17 @@ class FunctionsCalled:
         self._owners = {
             statement: owner
             for owner in nodes.of(ast.ClassDef)
-            for statement in owner.body
+            for part in owner.body
+            for statement in nodes_of_scope(part)
             if isinstance(statement, FunctionNode)
+        }
+        self._class_names = {"cls", *self._classes}
+        self._class_names |= {
+            target.id
+            for node in nodes.of(ast.Assign)
+            if path_of(node.value) in self._classes
+            for target in node.targets
+            if isinstance(target, ast.Name)
         }
         self._bound_anew = {node.id for node in nodes.of(ast.Name) if isinstance(node.ctx, ast.Store)}
         self._bound_anew |= {node.attr for node in nodes.of(ast.Attribute) if isinstance(node.ctx, ast.Store)}
@@ -53,6 +63,17 @@ class FunctionsCalled:
         """As `by`, with methods called `train` and `eval`, and with what makes the objects of a class."""
         constructor = None if self._is_imported(call.func) else self._constructor_of(last_name(call))
         return self._named(call) + ([] if constructor is None else [constructor])
+
+    def run_by(self, node: ast.AST) -> list[FunctionNode]:
+        """Those that a node may run, the ones that these call too."""
+        found: dict[FunctionNode, None] = {}
+        waiting: list[ast.AST] = [node]
+        for one in waiting:
+            calls = (child for child in walk(one) if isinstance(child, ast.Call))
+            new = [function for call in calls for function in self.by(call) if function not in found]
+            found.update(dict.fromkeys(new))
+            waiting += dict.fromkeys(new)
+        return list(found)
 
     def of_path(self, path: str) -> list[FunctionNode]:
         """Those that `step` or `self.step` may stand for where it is handed on; what makes objects, for a class."""
@@ -125,7 +146,13 @@ class FunctionsCalled:
             return (True,)
         if owner is None:  # handed on, `journal.log` or `Journal.log`
             return (True, False)
-        return (False, True) if path_of(owner) in {"cls", *self._classes} else (True,)
+        return (False, True) if self._is_class(owner) else (True,)
+
+    def _is_class(self, owner: ast.expr) -> bool:
+        """`Trainer`, `type(self)`, `self.__class__`."""
+        if isinstance(owner, ast.Call):
+            return path_of(owner.func) == "type"
+        return path_of(owner) in self._class_names or (isinstance(owner, ast.Attribute) and owner.attr == "__class__")
 
     # -- classes -----------------------------------------------------------------------------------------------
 

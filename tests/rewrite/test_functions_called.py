@@ -161,3 +161,31 @@ class Trainer:
 def test_a_method_that_asks_a_part_for_what_has_its_own_name_does_not_call_itself(called, form):
     _, loops = apply(DELEGATING.format(called))
     assert [rewrite for rewrite, _ in loops] == [form]
+
+
+CLASSES = """
+class Trainer:
+    if fast:
+        def mean(self, out): ...
+    else:
+        def mean(self, out): ...
+
+    def total(self, out): ...
+
+Alias = Trainer
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ("type(self).total(self, x)", 1),
+        ("self.__class__.total(self, x)", 1),
+        ("Alias.total(trainer, x)", 1),
+        ("trainer.total(other, x)", 0),
+        ("trainer.mean(x)", 2),
+        ("mean(x)", 0),
+    ],
+)
+def test_a_method_is_found_by_any_name_of_its_class_and_in_a_branch_of_it(call, found):
+    assert len(called_in(CLASSES).by(parsed(call))) == found
