@@ -15,7 +15,7 @@ from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import Liveness, Scope, names_bound, names_read
 from oomfix.rewrite.network_use import NetworkUse
 from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients, may_reset_gradients, only_clips, trains
-from oomfix.rewrite.scale import reads_gradients
+from oomfix.rewrite.outside_of_functions import OutsideOfFunctions
 from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_not_finite
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import is_remark
@@ -28,10 +28,17 @@ class Between:
         networks: what statements do with networks.
         helpers: the functions of the file.
         liveness_of: of a function or the module.
+        outside: what functions of the file change and read outside of them.
     """
 
-    def __init__(self, networks: NetworkUse, helpers: Helpers, liveness_of: Callable[[Scope], Liveness]) -> None:
-        self._networks = networks
+    def __init__(
+        self,
+        networks: NetworkUse,
+        helpers: Helpers,
+        liveness_of: Callable[[Scope], Liveness],
+        outside: OutsideOfFunctions,
+    ) -> None:
+        self._networks, self._outside = networks, outside
         self._helpers = helpers
         self._liveness_of = liveness_of
 
@@ -67,7 +74,7 @@ class Between:
                 (lift.before if goes_up else lift.after).append(statement)
             elif index < first_forward and lift.state is not None:
                 raise CannotLift(f"{lift.state}, and line {statement.lineno} may read it")
-            elif self._goes_ahead(statement, ahead, index < first_forward, statement in lift.kept, behind):
+            elif self._goes_ahead(statement, ahead, index < first_forward, behind, lift):
                 lift.before.append(statement)
             elif statement in lift.rescaled:
                 lift.after.append(statement)
@@ -76,17 +83,19 @@ class Between:
                 lift.after.append(statement)
 
     def _goes_ahead(
-        self, statement: ast.stmt, ahead: list[ast.stmt], of_network: bool, is_kept: bool, behind: list[ast.stmt]
+        self, statement: ast.stmt, ahead: list[ast.stmt], of_network: bool, behind: list[ast.stmt], lift: Lift
     ) -> bool:
         """Whether a statement goes ahead of the slice: what stands ahead of its network may go behind it as well.
 
         Raises:
             CannotLift: it has to, and cannot.
         """
+        is_kept = statement in lift.kept
         if not (of_network or is_kept or _is_for_nobody(statement, behind)):
             return False
         try:
             _check_passing(statement, ahead)
+            self._check_functions(statement, ahead, lift)
             self._check_values(statement, ahead, [])
         except CannotLift:
             if is_kept or not of_network or self._networks.reads(statement):
@@ -100,6 +109,7 @@ class Between:
         branch = lift.site.branch
         others = behind + ([] if branch is None else [branch])
         _check_passing(statement, others, self._of_both(statement, behind, lift))
+        self._check_functions(statement, others, lift)
         self._check_values(statement, behind, ahead)
         if branch is not None and trains(branch) and self._networks.reads(statement):
             line = statement.lineno
@@ -142,9 +152,24 @@ class Between:
             else:
                 self._check_delay(statement)
                 _check_passing(statement, lift.lifted)
+                self._check_functions(statement, lift.lifted, lift)
         for statement in lift.reading:
             self._check_delay(statement)
             _check_passing(statement, lift.lifted, reading_is_fine=True)
+
+    def _check_functions(self, statement: ast.stmt, others: list[ast.stmt], lift: Lift) -> None:
+        """Whether functions that a statement calls change nothing that others read, and read nothing that they change.
+
+        `update_state(loss.item())`, which sets the global `active` that `if active: loss.backward()` asks for.
+        """
+        scope, line = lift.site.scope, statement.lineno
+        changed, read = self._outside.changed(statement, scope), self._outside.read(statement, scope)
+        for other in others:
+            if overlap(changed, paths_read(other) | self._outside.read(other, scope)):
+                raise CannotLift(f"line {line} calls what may change what the loss is computed from")
+            made = names_bound(other) | changed_paths(other) | self._outside.changed(other, scope)
+            if overlap(made, read):
+                raise CannotLift(f"line {line} calls what may read names that the loss is computed with")
 
     def _check_values(self, statement: ast.stmt, others: list[ast.stmt], ahead: list[ast.stmt]) -> None:
         """Whether a statement reads the same values on the other side of others: `loss = one` ahead, `loss += two`."""
@@ -174,7 +199,7 @@ class Between:
             raise CannotLift(f"line {line} draws random numbers between forward and backward")
         if may_reset_gradients(statement):
             raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
-        if reads_gradients(statement) or keeps_gradients(statement):
+        if self._helpers.read_gradients(statement) or keeps_gradients(statement):
             raise CannotLift(f"line {line} asks for gradients between forward and backward")
         if self._networks.runs(statement):
             raise CannotLift(f"line {line} runs a forward that this loss does not depend on")

@@ -15,6 +15,7 @@ from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.rewrite.on_gradients import is_zero_grad, trains
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.records import Records
+from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_tensors import are_changed_in_place
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import is_remark, walk
@@ -53,13 +54,16 @@ class Helpers:
         reading: the file.
         forwards: the calls that run a network. What they give is new each time: `net(x).cuda()` changes nothing else,
             whatever a method of that name does in a class of the file.
+
+    Attributes:
+        functions: the functions of the file.
     """
 
     def __init__(self, reading: Reading, forwards: Set[ast.AST]) -> None:
         nodes = reading.script.imports.nodes
         self._forwards = forwards
-        self._functions, self._calls = reading.functions, reading.calls_run
-        self._records = Records(self._functions, nodes)
+        self.functions, self._calls = reading.functions, reading.calls_run
+        self._records = Records(self.functions, nodes)
         self._attributes: dict[int, _Attributes] = {}
         for owner in nodes.of(ast.ClassDef):
             values = _attributes_of(owner)
@@ -94,7 +98,7 @@ class Helpers:
 
     def call_plain_objects(self, node: ast.AST) -> bool:
         """Whether all functions of the file that a node itself calls are methods of classes without a base class."""
-        called = (function for call in calls_in(node) for function in self._functions.by(call))
+        called = (function for call in calls_in(node) for function in self.functions.by(call))
         return all(id(function) in self._methods_of_plain_classes for function in called)
 
     def train(self, node: ast.AST) -> bool:
@@ -109,12 +113,16 @@ class Helpers:
         """Whether a node calls a function of the file that resets gradients."""
         return any(last_name(call) == "zero_grad" for call in self._calls.in_functions(list(calls_in(node))))
 
+    def read_gradients(self, node: ast.AST) -> bool:
+        """Whether a node clips, reads or adds to gradients, itself or in a function of the file."""
+        return reads_gradients(node) or any(map(reads_gradients, self.functions.run_by(node)))
+
     def only_reset_gradients(self, statement: ast.stmt) -> bool:
         """Whether a statement resets gradients, itself or by a function of the file, and does nothing else."""
         if is_zero_grad(statement):
             return True
         call = statement.value if isinstance(statement, ast.Expr) else None
-        function = self._functions.certain(call) if isinstance(call, ast.Call) else None
+        function = self.functions.certain(call) if isinstance(call, ast.Call) else None
         if function is None or isinstance(function, ast.Lambda):
             return False
         done = [one for one in function.body if not is_remark(one)]
@@ -126,7 +134,7 @@ class Helpers:
 
     def change_in_place(self, names: set[str], statements: list[ast.stmt], ahead: list[ast.stmt]) -> bool:
         """Whether statements may change tensors in place that names stand for, by names that those ahead gave them."""
-        return are_changed_in_place(names, statements, self._functions, ahead)
+        return are_changed_in_place(names, statements, self.functions, ahead)
 
     def lasting_effect(self, node: ast.AST) -> Effect | None:
         """What a call of the file's own functions leaves behind; None where nothing can be seen."""
@@ -134,7 +142,7 @@ class Helpers:
 
     def _effects(self, node: ast.AST, caller: str | None) -> Iterator[Effect]:
         for call in calls_in(node):
-            for function in self._functions.by(call):
+            for function in self.functions.by(call):
                 effect = self._effect_of(function)
                 receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
                 if effect is not None and not (effect.is_own and receiver in self._forwards):

@@ -29,6 +29,7 @@ from oomfix.rewrite.liveness import (
 )
 from oomfix.rewrite.network_use import NetworkUse
 from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients
+from oomfix.rewrite.outside_of_functions import OutsideOfFunctions
 from oomfix.rewrite.pools import exchanged
 from oomfix.rewrite.read_between import with_readers
 from oomfix.rewrite.rescaling import without_scaling
@@ -69,7 +70,7 @@ class Slicer:
         self._manager = manager
         self._helpers = helpers
         self._networks, self._runs_forward = networks, networks.runs
-        self._between = Between(networks, helpers, self.liveness_of)
+        self._between = Between(networks, helpers, self.liveness_of, OutsideOfFunctions(helpers.functions))
         self._batch_names = BatchNames(tree, networks.runs)
         self._tests = ConstantTests(tree)
         self._liveness: dict[int, Liveness] = {}

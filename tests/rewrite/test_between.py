@@ -258,3 +258,23 @@ def test_a_function_that_is_given_the_number_of_a_loss_changes_nothing_of_it():
     function = "log = {}\n\n\ndef log_value(name, value):\n    log.setdefault(name, []).append(value)\n\n\n"
     text = assert_trains_the_same(function + LOOP.format(between=more))
     assert text.index("return loss") < text.index("log_value('first', ")
+
+
+def test_a_function_that_reads_gradients_between_two_backwards_keeps_the_losses_in_place():
+    norm = "sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)"
+    text = f"""\
+def log_norm():
+    print({norm})
+
+for x, y in loader * 3:
+    first = F.cross_entropy(model(x), y)
+    second = model(x).square().mean()
+    optimizer.zero_grad()
+    first.backward()
+    log_norm()
+    second.backward()
+    log_norm()
+    optimizer.step()
+"""
+    _, loops = apply(text)
+    assert [form for form, _ in loops] == ["in-place"]
