@@ -164,8 +164,10 @@ class Between:
         """
         scope, line = lift.site.scope, statement.lineno
         changed, read = self._outside.changed(statement, scope), self._outside.read(statement, scope)
+        given = self._outside.given_to_parts(statement)
         for other in others:
-            if overlap(changed, paths_read(other) | self._outside.read(other, scope)):
+            asked = paths_read(other) | self._outside.read(other, scope)
+            if overlap(changed, asked) or any(not given.isdisjoint(path.split(".")[1:]) for path in asked):
                 raise CannotLift(f"line {line} calls what may change what the loss is computed from")
             made = names_bound(other) | changed_paths(other) | self._outside.changed(other, scope)
             if overlap(made, read):

@@ -34,6 +34,15 @@ class OutsideOfFunctions:
         """The paths that functions read which a statement calls, where those mean the same in a scope."""
         return self._all(statement, scope, self._read, _read_in)
 
+    def given_to_parts(self, statement: ast.stmt) -> set[str]:
+        """The attributes that functions set which a statement calls, on what their own object or another one holds.
+
+        `self.trainer.active = False` in a callback: who else calls the trainer by what name is not known.
+        """
+        inside = (node for function in self._functions.run_by(statement) for node in walk(function))
+        stored = (node for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+        return {node.attr for node in stored if isinstance(node.value, ast.Attribute)}
+
     def _all(
         self,
         statement: ast.stmt,

@@ -105,3 +105,55 @@ def test_a_name_of_a_function_is_not_the_global_of_that_name():
     after = rewritten(text, micro_batches=3, precision="fp32")
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
     assert parts_as_whole(text, after.text, after.text)
+
+
+CALLBACK = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Callback:
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def update(self, value):
+        self.trainer.{attribute} = value > 0.0
+
+
+class Trainer:
+    def __init__(self):
+        self.model = nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.callback, self.active, self.seen = Callback(self), False, False
+
+    def fit(self, batches):
+        for x in batches:
+            self.optimizer.zero_grad()
+            loss = self.model(x).pow(2).mean()
+            self.callback.update(loss.item())
+            if self.active:
+                loss.backward()
+                self.optimizer.step()
+            print(loss.item())
+
+
+Trainer().fit([torch.randn(6, 4) for _ in range(6)])
+"""
+
+
+def test_a_callback_that_decides_for_the_object_that_holds_it_is_called_ahead_of_the_decision():
+    text = CALLBACK.format(attribute="active")
+    after = rewritten(text)
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [
+        ("in-place", "line 25 calls what may change what the loss is computed from")
+    ]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+def test_a_callback_that_keeps_something_else_there_follows_the_call():
+    text = CALLBACK.format(attribute="seen").replace("False, False", "True, False")
+    after = rewritten(text, micro_batches=3)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert parts_as_whole(text, after.text, after.text)
