@@ -256,8 +256,11 @@ class Splitter:
         return parts
 
     def _unreadable(self, iteration: Iteration) -> str | None:
-        """Why the batch has to stay whole where only a check can tell what its lists hold; that has to come first."""
-        if not iteration.known.ranks.any_of(iteration.batch.may_hold_views):
+        """Why the batch has to stay whole where only a check can tell what its lists hold; that has to come first.
+
+        Processes that run in step ask each other the same questions in the same order, so none may ask one more.
+        """
+        if iteration.known.ranks.in_step or not iteration.batch.may_hold_views:
             return None
         self._check(iteration, 1)
         return self._refused(iteration)

@@ -196,7 +196,7 @@ def test_a_temperature_that_another_optimizer_learns_leaves_a_policy_split(parts
     assert memory.report().forwards[0].micro_batches == parts
 
 
-@pytest.mark.parametrize("refused", [8, 20, 30])
+@pytest.mark.parametrize("refused", [8, 20])
 def test_a_policy_whose_temperature_is_learned_recovers_in_parts(refused):
     expected, memory = trained_by(by_hand), runtime.preset("16gb", precision="fp32")
     with SimulatedCard() as card:

@@ -120,10 +120,6 @@ COUPLED = {
         m := nn.Linear(6, 4),
         lambda x, y: F.mse_loss(m(0.5 * x + 0.5 * x[torch.randperm(len(x))]), F.one_hot(y, 4).float()),
     ),
-    "mask of unknown size": lambda: (
-        m := nn.Linear(6, 4),
-        lambda x, y: (F.cross_entropy(m(x), y, reduction="none") * (y > 1)).sum() / (y > 1).sum().clamp(min=1),
-    ),
 }
 
 
@@ -133,6 +129,19 @@ def test_coupled_samples_are_noticed_in_training_mode(case):
     verdict = verdict_of(forward, model)
     assert verdict.rule is None
     assert "depend on each other" in verdict.reason or "fails" in verdict.reason
+
+
+@pytest.mark.parametrize(("above", "rule"), [(0, True), (1, False)])
+def test_a_mask_that_leaves_nothing_of_a_part_leaves_open_what_a_mean_divides_by(above, rule):
+    net = nn.Linear(6, 4)
+
+    def forward(x, y):
+        counts = y > above
+        return (F.cross_entropy(net(x), y, reduction="none") * counts).sum() / counts.sum().clamp(min=1)
+
+    verdict = verdict_of(forward, net)
+    assert (verdict.rule is not None, verdict.undecided) == (rule, not rule)
+    assert rule or "leaves open what it is a mean of" in verdict.reason
 
 
 @pytest.mark.parametrize("make", [PairwiseAttention, Experts])
