@@ -158,6 +158,16 @@ class Script:
 
         return methods_of_stepped(self.trace, self.imports.nodes.of(ast.Assign))
 
+    @cached_property
+    def _methods_that_train(self) -> set[Hashable]:
+        """The methods of networks of other files that run the network, as the training in sight shows."""
+        if not self._runs_methods:
+            return set()
+        from oomfix.script.trained_methods import methods_of_trained
+
+        calls, assignments = self.imports.nodes.of(ast.Call), self.imports.nodes.of(ast.Assign)
+        return self._methods_of_stepped | methods_of_trained(self.trace, calls, assignments)
+
     @property
     def _runs_methods(self) -> bool:
         return not all(forward.direct for forward in self.trace.forwards.values())
@@ -375,7 +385,7 @@ class Script:
         method = last_of(forward.path)
         named = looks_like_forward(method) and bool(forward.given or not looks_like_loss(method))
         named = named and not looks_like_penalty(method)
-        return forward.direct or named or (bool(forward.given) and forward.method in self._methods_of_stepped)
+        return forward.direct or named or (bool(forward.given) and forward.method in self._methods_that_train)
 
     def is_in_batch_loop(self, event: Event) -> bool:
         """Whether an event is in a loop over batches: one that trains, the innermost around a forward, or named so."""

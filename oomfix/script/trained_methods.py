@@ -6,7 +6,7 @@ import ast
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from oomfix.script.names import path_of
+from oomfix.script.names import MOVES, path_of
 from oomfix.script.trace import Backward, Forward, Step, Trace
 
 _OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
@@ -38,6 +38,44 @@ def methods_of_stepped(trace: Trace, assignments: Sequence[ast.Assign]) -> set[H
         if len(methods) == 1 and not any(forward.path in around for forward in ran):
             found |= methods
     return found
+
+
+def methods_of_trained(trace: Trace, calls: Sequence[ast.Call], assignments: Sequence[ast.Assign]) -> set[Hashable]:
+    """Methods that are all that runs a network of which the file trains the parameters.
+
+    `loss = model.training_step(batch)` is all that is backpropagated; or nothing of the file calls the network itself.
+
+    Args:
+        trace: what happens in the file.
+        calls: those of the file, some of which ask a network for its parameters or switch it to `train()`.
+        assignments: those of the file, some of which wrap a network.
+    """
+    called = {path_of(call.func) for call in calls}
+    found: set[Hashable] = set()
+    for backward in trace.backwards:
+        ran = list(trace.forwards_of(backward.origins))
+        for forward in ran:
+            network = (forward.path or "").rpartition(".")[0]
+            trained = f"{network}.parameters" in called or f"{network}.train" in called
+            if forward.direct or forward.evaluating or backward.unseen or not trained:
+                continue
+            if len(ran) == 1 or _is_run_by_one_method(network, ran, called, assignments):
+                found.add(forward.method)
+    return found
+
+
+def _is_run_by_one_method(
+    network: str, ran: Iterable[Forward], called: set[str | None], assignments: Iterable[ast.Assign]
+) -> bool:
+    """Whether nothing calls a network or what wraps it, and all of it that ran for a loss is one method.
+
+    What is on no device may be no network: `loader.train()` chooses between two sets of data.
+    """
+    around = _made_around(network, assignments)
+    if network in called or any(forward.path in around for forward in ran):
+        return False
+    placed = any(f"{network}.{asked}" in called for asked in ("parameters", *MOVES))
+    return placed and len({forward.method for forward in ran if _is_of(forward, network)}) == 1
 
 
 def _is_of(forward: Forward, network: str) -> bool:

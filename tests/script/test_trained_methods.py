@@ -134,3 +134,83 @@ def test_samples_for_a_criterion_that_hides_a_network_may_be_without_gradients(r
                     self.optimizer.step()
     """
     assert report(code) == []
+
+
+ALONE = """
+    import torch
+
+    def fit(model, optimizer, loader):
+        {asked}
+        for x, y in loader:
+            loss = model.{called}
+            {more}
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "called", "more", "found"),
+    [
+        ("model.cuda().train()", "step(x, y)", "pass", []),  # another object may have that name
+        ("model.cuda(); model.train()", "step(x, y)", "pass", [6]),
+        ("model.cuda(); clip(model.parameters())", "step(x, y)['loss']", "pass", [6]),
+        ("model.cuda(); model.train()", "step()", "pass", []),  # of the weights alone
+        ("model.cuda(); model.train(); model.eval()", "step(x, y)", "pass", []),
+        ("model.cuda()", "step(x, y)", "pass", []),
+        ("model.cuda(); model.train()", "step(x, y)", "loss = loss + model(x).mean()", [7]),
+    ],
+)
+def test_a_method_that_is_all_that_trains_a_network_is_its_forward(report, asked, called, more, found):
+    code = ALONE.format(asked=asked, called=called, more=more)
+    assert [line for code, line in report(code) if code == "OOM202"] == found
+
+
+TOGETHER = """
+    import torch
+
+    def fit(encoder, model, optimizers, loader):
+        {asked}
+        for x, y in loader:
+            feats = encoder(x.cuda())
+            loss, stats = model.step(y, feats)
+            {more}
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        {after}
+"""
+PLACED = "encoder.cuda(); model.cuda(); model.train()"
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "after", "found"),
+    [
+        (PLACED, "pass", "pass", [6, 7]),
+        ("encoder.cuda(); clip(model.parameters())", "pass", "pass", [6, 7]),
+        ("encoder.cuda(); model.train()", "pass", "pass", [6]),  # a loader may have that, too
+        ("encoder.cuda(); model.cuda()", "pass", "pass", [6]),
+        (PLACED, "loss = loss + model.prior(feats)", "pass", [6]),  # which of the two runs it?
+        (PLACED, "pass", "print(model(x))", [6]),
+        (f"{PLACED}; wrapped_net = wrap(model)", "loss = loss + wrapped_net(feats).mean()", "pass", [6, 8]),
+    ],
+)
+def test_what_is_all_that_runs_a_trained_network_is_its_forward_beside_others(report, asked, more, after, found):
+    code = TOGETHER.format(asked=asked, more=more, after=after)
+    assert [line for code, line in report(code) if code == "OOM202"] == found
+
+
+def test_what_a_loader_draws_is_no_forward(report):
+    """Nothing of it is on a device: `train()` chooses between two sets of data."""
+    code = """
+        import torch
+
+        def fit(model, loader):
+            loader.train()
+            for step in range(100):
+                x, y = loader.draw(8)
+                loss = criterion(model(x.cuda()), y)
+                loss.backward()
+                optimizer.step()
+    """
+    assert report(code) == [("OOM202", 7)]
