@@ -175,7 +175,9 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
 def _read_assignment(node: ast.Assign, hints: Hints) -> None:
     paths = {path for path in map(path_of, node.targets) if path is not None}
     hints.assigned |= paths
-    hints.thaws = hints.thaws or _thaws(node)
+    if _thaws(node):
+        hints.thaws = True
+        hints.leaves |= {path.removesuffix(".requires_grad") for path in paths if path.endswith(".requires_grad")}
     if isinstance(node.value, ast.Name) and node.value.id.islower():
         attributes = {path for path in paths if path.startswith("self.")}
         if looks_like_module(node.value.id):

@@ -114,7 +114,7 @@ class Networks(Functions):
         """`net.requires_grad_(False)`."""
         given = only_argument(node)
         value = True if given is None else self.evaluate(given).constant
-        if isinstance(value, bool) and not (value and self._is_made_leaf(function.value)):
+        if isinstance(value, bool) and not (value and self.is_made_leaf(function.value)):
             self.freeze(function.value, not value)
         if value is True and isinstance(function.value, ast.Call):
             asked = self.evaluate(function.value)
@@ -122,8 +122,8 @@ class Networks(Functions):
                 return asked.with_graph(Graph.MAYBE)  # a leaf that a loss may go back to
         return None
 
-    def _is_made_leaf(self, node: ast.expr) -> bool:
-        """`image.requires_grad_()`: a loss may go back to a tensor, from here on under its name."""
+    def is_made_leaf(self, node: ast.expr) -> bool:
+        """`image.requires_grad_()`, `image.requires_grad = True`: a loss may go back to a tensor, from here on under its name."""
         tensor, binding = self.evaluate(node), self.binding_of(node)
         used = tensor.kind in (Kind.UNKNOWN, Kind.NUMBER) and path_of(node) in self.hints.leaves
         known = used or tensor.kind is Kind.TENSOR

@@ -57,6 +57,8 @@ class Statements(Expressions):
             self.assign(target, value, statement, self._age_of_first_entry(target))
             if not isinstance(value_node, ast.Constant):
                 self.note_replaced(target)
+            elif isinstance(target, ast.Attribute) and target.attr == "requires_grad" and value_node.value is True:
+                self.is_made_leaf(target.value)
             if isinstance(target, ast.Tuple):
                 self._store_in_parts(target, value, statement, value_node)
 

@@ -251,6 +251,39 @@ def test_a_frozen_network_is_trained_through_where_what_goes_in_is_trained(repor
     assert report(STYLE.format(image=image)) == found
 
 
+ATTACK = """
+    import torch
+
+    def attack(model, image, target):
+        model.eval().cuda()
+        for parameter in model.parameters():
+            parameter.requires_grad = False
+        change = torch.zeros(1, 3, 8, 8)
+        {asked}
+        optimizer = torch.optim.Adam([{optimized}])
+        for step in range(100):
+            loss = criterion(model(torch.tanh({given})), target)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "found"),
+    [
+        ("change.requires_grad = True", "image + change", [("OOM202", 11)]),
+        ("change.requires_grad_()", "image + change", [("OOM202", 11)]),
+        ("image.requires_grad = True", "image", [("OOM202", 11)]),
+        ("change.requires_grad = True", "image", []),
+        ("change.requires_grad = False", "image + change", []),
+        ("change.requires_grad = image.requires_grad", "image + change", []),
+    ],
+)
+def test_a_frozen_network_is_trained_through_where_gradients_of_its_input_are_switched_on(report, asked, given, found):
+    optimized = "image" if asked.startswith("image") else "change"
+    assert report(ATTACK.format(asked=asked, given=given, optimized=optimized)) == found
+
+
 BY_A_HELPER = """
     import torch
     from models import Generator
