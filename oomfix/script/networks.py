@@ -123,7 +123,7 @@ class Networks(Functions):
         return None
 
     def is_made_leaf(self, node: ast.expr) -> bool:
-        """`image.requires_grad_()`, `image.requires_grad = True`: a loss may go back to a tensor, from here on under its name."""
+        """`image.requires_grad_()`, `image.requires_grad = True`: a loss may go back to what it names from here on."""
         tensor, binding = self.evaluate(node), self.binding_of(node)
         used = tensor.kind in (Kind.UNKNOWN, Kind.NUMBER) and path_of(node) in self.hints.leaves
         known = used or tensor.kind is Kind.TENSOR
