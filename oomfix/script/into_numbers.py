@@ -123,7 +123,8 @@ class _Uses:
         return alone and bool(_SHOWN_BY.match(last_name(call) or "")) and self._goes_on(call)
 
     def _computes(self, call: ast.Call) -> bool:
-        path = path_of(call.func) or ""
+        made = call.func.func if isinstance(call.func, ast.Call) else call.func  # `nn.CrossEntropyLoss()(out, y)`
+        path = path_of(made) or ""
         known = root_of(path) in _COMPUTING or last_name(call) in _OF_TENSORS or looks_like_loss(path)
         return known or self._goes_on(call)
 

@@ -24,6 +24,8 @@ TRAINING = """
         "hits += (model(z).argmax(1) == y).float().mean().item()",
         "out = model(z); correct = out.argmax(1).eq(y).sum(); accuracies.append(float(correct) / len(y))",
         "loss = criterion(model(z), y); print(step, loss)",
+        "loss = torch.nn.CrossEntropyLoss(reduction='sum')(model(z), y); print(loss.item())",
+        "print(FocalLoss(2.0)(model(z), y).item())",
         "loss = criterion(model(z), y)\n        if step % 9 == 0: print(f'{loss:.3f}')",
         "_, best = torch.max(model(z), 1); rate = (best == y).sum().item() / len(y)",
         "gap = torch.abs(y - model(z)).max(); wandb.log({'gap': gap})",
@@ -52,6 +54,7 @@ def test_what_becomes_numbers_in_a_training_iteration_needs_no_graph(report, loo
         "cache[step] = model(z).detach()",
         "self.last = model(z).detach()",
         "remember(model(z).detach())",
+        "print(make_learner(0.1)(model(z), y).item())",
         # read at the end of one round, trained on in the next
         "print(x.sum().item()); x = model(z).detach()",
         "best = target_net(z).max().item(); criterion(other(x), y + best).backward()",
