@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from oomfix.rewrite.blocks import Blocks
@@ -270,3 +271,29 @@ def _check_size(size: ast.expr, count: BatchCount) -> None:
         }
     if names & bound or path_of(size) in changed:
         raise CannotFold(f"`{ast.unparse(size)}` may be another number in the loop")
+    if any(_may_be_broken(made.value) for path in _paths_in(size) for made in _assignments_to(path, count)):
+        raise CannotFold(f"`{ast.unparse(size)}` is a quotient, and may be no whole number")
+
+
+def _paths_in(size: ast.expr) -> set[str]:
+    return {path for node in ast.walk(size) if (path := path_of(node)) is not None}
+
+
+def _assignments_to(path: str, count: BatchCount) -> Iterator[ast.Assign | ast.AnnAssign]:
+    """What may bind a path that the size of a window reads, anywhere in the file."""
+    *_, module = count.blocks.ancestors(count.loop)
+    for node in ast.walk(module):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and any(one and path_of(one) == path for one in targets):
+            yield node
+
+
+def _may_be_broken(value: ast.expr | None) -> bool:
+    """Whether a number is a quotient that nothing rounds: `target / batch_size`."""
+    if isinstance(value, ast.BinOp):
+        return isinstance(value.op, ast.Div) or _may_be_broken(value.left) or _may_be_broken(value.right)
+    if isinstance(value, ast.IfExp):
+        return _may_be_broken(value.body) or _may_be_broken(value.orelse)
+    if isinstance(value, ast.Call) and last_name(value) in ("max", "min", "abs", "float"):
+        return any(map(_may_be_broken, value.args))
+    return False

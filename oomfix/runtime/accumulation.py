@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -322,7 +323,7 @@ class Window:
         self.closed = True
 
 
-def windows(loader: Iterable[_T], length: int, window: Window) -> Iterator[_T]:
+def windows(loader: Iterable[_T], length: float, window: Window) -> Iterator[_T]:
     """The batches of `loader`, with `window` kept up to date before each.
 
     A loader that has no length is read one batch ahead, to know its last batch; one that has a length is not.
@@ -334,9 +335,11 @@ def windows(loader: Iterable[_T], length: int, window: Window) -> Iterator[_T]:
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader: got {shown(loader)}, expected an iterable of batches")
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    # scripts divide batch sizes: 64 / 16 is 4.0
+    is_number = isinstance(length, Real) and not isinstance(length, bool)
+    if not is_number or not float(length).is_integer() or length < 1:
         raise ValueError(f"k: got {length!r}, expected a whole number of batches, at least 1")
-    return _windows(loader, length, window)
+    return _windows(loader, int(length), window)
 
 
 def _windows(loader: Iterable[_T], length: int, window: Window) -> Iterator[_T]:

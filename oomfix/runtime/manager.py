@@ -285,7 +285,7 @@ class MemoryManager:
         self._complete(optimizer)
         self.scaler.unscale_(optimizer)
 
-    def accumulate(self, loader: Iterable[_T], k: int) -> Iterator[_T]:
+    def accumulate(self, loader: Iterable[_T], k: float) -> Iterator[_T]:
         """The batches of `loader`, of which every `k` share one step: step where `window_closed` is true.
 
         Losses are averaged over all samples of a window (over all targets, for cross entropies), so a shorter

@@ -212,6 +212,8 @@ SCHEDULED = window("{loss}.backward()").replace("zero_grad()", "zero_grad()\n   
             "no l",
         ),
         (window("k = 2", "(loss / k).backward()"), "`k` may be another number in the loop"),
+        ("k = 64 / 16\n" + window("(loss / k).backward()"), "`k` is a quotient, and may be no whole number"),
+        ("k = max(1, 40 / 16)\n" + window("(loss / k).backward()"), "`k` is a quotient, and may be no whole number"),
         (window("i += 1", "(loss / k).backward()"), "`i` is changed inside of the loop"),
         (window("(loss / 8).backward()"), "the division of the loss of line 11 by `k` is not in sight"),
         (window("if loss > 3:", "    continue", "(loss / k).backward()"), "`continue` in line 11 may leave it open"),

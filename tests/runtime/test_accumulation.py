@@ -6,6 +6,7 @@ All in float64, against the gradient of the mean over all samples of the window,
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,12 @@ CALLS = [by_forward_backward, by_backward, by_both]
 
 
 # -- weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [2.0, np.int64(2), np.float32(2)], ids=["float", "numpy's int", "numpy's float"])
+def test_a_whole_number_of_batches_may_be_a_quotient(k):
+    memory = runtime.preset("16gb")
+    assert [memory.window_closed for _ in memory.accumulate(batches(4, 4, 4), k)] == [False, True, True]
 
 
 @pytest.mark.parametrize("call", CALLS)

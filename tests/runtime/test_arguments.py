@@ -147,6 +147,7 @@ REFUSED = {
     ),
     "windows of 0": (lambda m: m.accumulate([X], 0), ValueError, f"k: got 0, {COUNT}"),
     "windows of 1.5": (lambda m: m.accumulate([X], 1.5), ValueError, f"k: got 1.5, {COUNT}"),
+    "windows without end": (lambda m: m.accumulate([X], float("inf")), ValueError, f"k: got inf, {COUNT}"),
     "windows of True": (lambda m: m.accumulate([X], True), ValueError, f"k: got True, {COUNT}"),
     "no model": (lambda m: m.prepare(None), TypeError, "model: got NoneType, expected a torch.nn.Module"),
     "no device": (
