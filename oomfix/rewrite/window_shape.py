@@ -276,7 +276,8 @@ def _check_size(size: ast.expr, count: BatchCount) -> None:
 
 
 def _paths_in(size: ast.expr) -> set[str]:
-    return {path for node in ast.walk(size) if (path := path_of(node)) is not None}
+    nodes = (node for node in ast.walk(size) if isinstance(node, ast.expr))
+    return {path for node in nodes if (path := path_of(node)) is not None}
 
 
 def _assignments_to(path: str, count: BatchCount) -> Iterator[ast.Assign | ast.AnnAssign]:
