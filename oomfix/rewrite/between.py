@@ -16,7 +16,7 @@ from oomfix.rewrite.liveness import Liveness, Scope, names_bound, names_read
 from oomfix.rewrite.network_use import NetworkUse
 from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients, may_reset_gradients, only_clips, trains
 from oomfix.rewrite.outside_of_functions import OutsideOfFunctions
-from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_not_finite
+from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_diverged
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import is_remark
 
@@ -188,7 +188,7 @@ class Between:
 
     def _check_delay(self, statement: ast.stmt) -> None:
         line = statement.lineno
-        if skips_if_not_finite(statement):
+        if skips_if_diverged(statement):
             # what the gradients of such a batch become is looked at when all is placed
             for other in body_of_skip(statement):
                 self._check_delay(other)

@@ -14,7 +14,7 @@ from oomfix.rewrite.out_of_sight import OutOfSight
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_parameters import SharedParameters
-from oomfix.rewrite.skipped_batches import skips_if_not_finite
+from oomfix.rewrite.skipped_batches import skips_if_diverged
 from oomfix.rewrite.step_functions import StepFunction
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
@@ -70,7 +70,7 @@ class Resets:
         if backward not in block or block.index(backward) > block.index(step):
             return None
         reset = next((other for other in block[: block.index(backward)] if _resets(other, optimizer)), None)
-        if reset is None or any(map(skips_if_not_finite, block[: block.index(reset)])):
+        if reset is None or any(map(skips_if_diverged, block[: block.index(reset)])):
             return None
         passed = block[block.index(reset) : block.index(step)]
         if any(leaves(other) or (reads_gradients(other) and not _clips(other)) for other in passed):

@@ -16,10 +16,13 @@ from oomfix.rewrite.reading import Reading
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 
+_READING = frozenset({"item", "detach", "cpu", "abs"})
+"""What is asked of a loss for its number."""
 
-def skips_if_not_finite(statement: ast.stmt) -> TypeGuard[ast.If]:
-    """`if torch.isnan(loss): print("skipped"); continue`."""
-    if not isinstance(statement, ast.If) or statement.orelse or not asks_if_not_finite(statement.test):
+
+def skips_if_diverged(statement: ast.stmt) -> TypeGuard[ast.If]:
+    """`if torch.isnan(loss) or loss > 1e4: print("skipped"); continue`."""
+    if not isinstance(statement, ast.If) or statement.orelse or not _asks_if_diverged(statement.test):
         return False
     *others, last = statement.body
     return isinstance(last, ast.Continue | ast.Break | ast.Return) and not any(map(leaves, others))
@@ -40,6 +43,28 @@ def asks_if_not_finite(test: ast.expr) -> bool:
     while isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and last_name(test) in (over_all, "item"):
         test = test.func.value
     return called_name(test) in asked
+
+
+def _asks_if_diverged(test: ast.expr) -> bool:
+    """Whether a test is true of numbers that are not finite, or too large; other losses may have no graph: `== 0`."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        return all(map(_asks_if_diverged, test.values))
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return asks_if_not_finite(test)
+    number, limit = _without_reading(test.left), test.comparators[0]
+    if isinstance(test.ops[0], ast.NotEq):  # of all numbers, only nan differs from itself
+        return number is not None and number == _without_reading(limit)
+    is_number = isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) and limit.value > 0
+    return isinstance(test.ops[0], ast.Gt | ast.GtE) and is_number and number is not None
+
+
+def _without_reading(node: ast.expr) -> str | None:
+    """The name of `loss`, `loss.item()`, `float(loss)`."""
+    if isinstance(node, ast.Call) and called_name(node) == "float" and len(node.args) == 1:
+        node = node.args[0]
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and last_name(node) in _READING:
+        node = node.func.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 class SkippedBatches:
@@ -63,7 +88,7 @@ class SkippedBatches:
         block = lift.site.block
         ahead = block[: block.index(lift.site.end)]
         for statement in lift.after:
-            if skips_if_not_finite(statement):
+            if skips_if_diverged(statement):
                 resets = self._resets([*ahead, *statement.body])
                 stays = self._is_used_elsewhere(block[block.index(lift.site.end) + 1 :])
                 if stays or self._backward_raises or not self._stepped <= resets:

@@ -32,6 +32,9 @@ NOT_FINITE = [
 ]
 
 
+TOO_LARGE = ["loss > 40", "loss.item() >= 40.0", "float(loss) > 40 or torch.isnan(loss)", "loss.detach().cpu() > 4e1"]
+
+
 def with_bad_batch(loop: str) -> str:
     return textwrap.dedent(BATCHES) + textwrap.dedent(loop)
 
@@ -41,6 +44,18 @@ def test_a_skipped_batch_leaves_no_gradients_where_they_are_reset_first(test):
     text = assert_trains_the_same("import math\n" + with_bad_batch(LOOP.replace("torch.isnan(loss)", test)))
     call, guard = text.index("loss = memory.forward_backward(forward, x, y)"), text.index(f"if {test}:")
     assert text.index("optimizer.zero_grad()") < call < guard < text.index("continue")
+
+
+@pytest.mark.parametrize("test", TOO_LARGE)
+def test_a_batch_whose_loss_is_too_large_may_be_skipped(test):
+    large = BATCHES.replace('float("nan")', "1e3")
+    loop = LOOP.replace("torch.isnan(loss)", test)
+    text = assert_trains_the_same(textwrap.dedent(large) + textwrap.dedent(loop))
+    assert text.index("loss = memory.forward_backward(") < text.index(f"if {test}:")
+
+
+def test_only_nan_differs_from_itself():
+    assert_trains_the_same(with_bad_batch(LOOP.replace("torch.isnan(loss)", "loss != loss")))
 
 
 def test_gradients_may_be_reset_behind_the_guard():
@@ -90,7 +105,10 @@ def test_gradients_that_nothing_resets_would_stay():
 FINITE = ["torch.isfinite(loss)", "not torch.isnan(loss)", "torch.isnan(loss).all()", "not loss.isfinite().any()"]
 
 
-@pytest.mark.parametrize("test", ["len(x) == 0", "loss == 0", "loss is None", "skip", *FINITE])
+SMALL = ["loss > 0", "loss < 5", "loss > limit", "5 > loss", "loss != 0", "loss > 5 and skip", "0 < loss > 5"]
+
+
+@pytest.mark.parametrize("test", ["len(x) == 0", "loss == 0", "loss is None", "skip", *SMALL, *FINITE])
 def test_other_tests_may_guard_losses_without_a_graph(test):
     assert apply(LOOP.replace("torch.isnan(loss)", test))[1] == [("in-place", STAYS)]
 
