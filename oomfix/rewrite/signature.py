@@ -14,14 +14,20 @@ from oomfix.rewrite.batch_names import (
     bound_by_iteration,
     size_of,
 )
-from oomfix.rewrite.blocks import Loop, next_in_chain
+from oomfix.rewrite.blocks import Loop
+from oomfix.rewrite.bound_on_some_ways import (
+    bound_by_its_rounds,
+    bound_by_the_networks_loop,
+    bound_by_the_networks_ways,
+    bound_with_the_loss,
+    loss_of_some_ways,
+    missed_otherwise,
+)
 from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.constant_tests import ConstantTests
-from oomfix.rewrite.hidden_states import makes_state
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.lift import CannotLift, Lift, Site
 from oomfix.rewrite.liveness import (
-    FunctionNode,
     Liveness,
     Scope,
     definitely_bound,
@@ -81,9 +87,11 @@ class Signature:
         if lift.all_names_are_read:
             live |= set(bound)
         live |= self._find_deletes(lift, set(bound) - live)
-        self._bound_with_network = _bound_by_the_networks_loop(lift, self._runs_forward)
-        self._bound_with_loss = _bound_with_the_loss(lift)
-        self._own |= self._bound_by_the_networks_ways(lift) | self._bound_by_its_rounds(lift) | _missed_otherwise(lift)
+        self._bound_with_network = bound_by_the_networks_loop(lift, self._runs_forward)
+        self._bound_with_loss = bound_with_the_loss(lift)
+        self._own |= bound_by_the_networks_ways(lift, self._runs_forward)
+        self._own |= bound_by_its_rounds(lift, self._runs_forward, self._liveness)
+        self._own |= missed_otherwise(lift) | loss_of_some_ways(lift)
         others = self._liveness.always | _read_outside(lift)
         outside = others | names_read(lift.site.root) | (set(bound) if lift.all_names_are_read else set())
         kept = self._tests.own_names(lift, outside)
@@ -106,33 +114,6 @@ class Signature:
                 lift.outputs.append(name)
         if lift.loss in self._liveness.always & set(bound):
             lift.loss_is_read = True
-
-    def _bound_by_the_networks_ways(self, lift: Lift) -> set[str]:
-        """The names that every way of an `if` binds by running the network, and that are read behind it in any case.
-
-        `if clean: out = model(x) elif adversarial: out = model(attacked(x))`, then `loss = criterion(out, y)`: on the
-        way past both, `out` has no value, or one whose graph is gone, and its backward fails; unless something else in
-        the iteration binds it, as `out = out.detach()` at its end.
-        """
-        found: set[str] = set()
-        for index, statement in enumerate(lift.lifted if lift.site.branch is None else ()):
-            if isinstance(statement, ast.If):
-                ways = [[one for one in way if self._runs_forward(one)] for way in _ways(statement)]
-                read = read_at_once([*lift.lifted[index + 1 :], ast.Expr(lift.site.root)])
-                read -= {name for one in lift.lifted[: index + 1] for name in names_read(one)}
-                found |= read.intersection(*(definitely_bound(way) for way in ways))
-        return found - _bound_besides(lift) - lift.site.bound_before
-
-    def _bound_by_its_rounds(self, lift: Lift) -> set[str]:
-        """Of what each round of the network's loop binds, what no round reads from the one before, nor the loss ahead.
-
-        `for t in range(length): out, hidden = rnn(x[:, t], hidden)`, then `loss = criterion(out, y)`.
-        """
-        loop = _networks_loop(lift, self._runs_forward)
-        if loop is None or lift.site.branch is not None:
-            return set()
-        read = self._liveness.before(lift.lifted[: lift.lifted.index(loop) + 1], set())
-        return self._bound_with_network - read - _bound_besides(lift) - lift.site.bound_before
 
     def _read_behind_in_any_case(self, lift: Lift) -> set[str]:
         """The names that a slice binds under tests of settings, and that are read behind its backward in any case.
@@ -268,24 +249,6 @@ class Signature:
         return names_bound(statement).isdisjoint(_read_outside(lift) | self._liveness.always)
 
 
-def _missed_otherwise(lift: Lift) -> set[str]:
-    """The names that an `if` binds on some ways and that the slice reads behind it in any case.
-
-    `if hinge: loss = ... elif wasserstein: loss = ...`, then `total = loss + other`: on the way past both, a function
-    whose loop is in its caller has no value from before, and fails.
-    """
-    site = lift.site
-    if site.iteration is not None or site.branch is not None or not isinstance(site.scope, FunctionNode):
-        return set()
-    found: set[str] = set()
-    for index, statement in enumerate(lift.lifted):
-        if isinstance(statement, ast.If):
-            read = read_at_once([*lift.lifted[index + 1 :], ast.Expr(site.root)])
-            read -= {name for one in lift.lifted[: index + 1] for name in names_read(one)}
-            found |= names_bound(statement) & read
-    return found - _bound_besides(lift) - site.bound_before
-
-
 def _always_deleted(loop: Loop) -> set[str]:
     """The names that no iteration leaves bound: a `del` in its own block takes them, and nothing leaves it before."""
     gone: set[str] = set()
@@ -309,45 +272,9 @@ def _bound_in_expressions(statements: list[ast.stmt]) -> set[str]:
     return {name for node in named for name in names_bound_by_target(node.target)}
 
 
-def _bound_besides(lift: Lift) -> set[str]:
-    """The names that the iteration binds outside of the slice."""
-    lifted = {id(node) for statement in lift.lifted for node in nodes_of_scope(statement)}
-    body = (lift.site.iteration or lift.site.scope).body
-    return {
-        node.id
-        for statement in body
-        for node in nodes_of_scope(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in lifted
-    }
-
-
 def _read_in_any_case(lift: Lift) -> set[str]:
     """What the slice reads whatever happens; where it is the loss alone, that is read at once."""
     return read_at_once(lift.lifted or [ast.Expr(lift.site.root)])
-
-
-def _bound_by_the_networks_loop(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> set[str]:
-    """What each round of the one `for` binds that runs the network: without a round there is nothing to backpropagate.
-
-    `for t in range(length): out, hidden = rnn(x[:, t], hidden)`, with `out` read behind the backward.
-    """
-    loop = _networks_loop(lift, runs_forward)
-    if loop is None:
-        return set()
-    first = itertools.takewhile(lambda statement: not _may_end_round(statement), loop.body)
-    return names_bound_by_target(loop.target) | definitely_bound(first)
-
-
-def _networks_loop(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> ast.For | None:
-    """The `for` that alone runs the network, but for what makes the state that it begins with."""
-    running = [statement for statement in lift.lifted if runs_forward(statement) and not makes_state(statement)]
-    if len(running) != 1 or runs_forward(lift.site.root):
-        return None
-    return running[0] if isinstance(running[0], ast.For) else None
-
-
-def _may_end_round(statement: ast.stmt) -> bool:
-    return any(isinstance(node, ast.Break | ast.Continue | ast.Return) for node in nodes_of_scope(statement))
 
 
 def _sizes_asked_outside(site: Site) -> list[ast.stmt]:
@@ -381,29 +308,6 @@ def _read_outside(lift: Lift) -> set[str]:
             found.add(node.id)
         stack += children(node)
     return found
-
-
-def _bound_with_the_loss(lift: Lift) -> set[str]:
-    """The names that are bound on every way on which the loss is, where one `if` binds it.
-
-    `if len(out) == 2: loss = ... elif len(out) == 3: loss = ...`: on the way past both, there is no loss, or one whose
-    graph is gone, and its backward fails.
-    """
-    binding = [statement for statement in lift.lifted if lift.loss in names_bound(statement)]
-    if lift.site.branch is not None or len(binding) != 1 or not isinstance(binding[0], ast.If):
-        return set()
-    ways = _ways(binding[0])
-    with_loss = [definitely_bound(way) for way in ways if any(lift.loss in names_bound(one) for one in way)]
-    return set.intersection(*with_loss) if all(lift.loss in bound for bound in with_loss) else set()
-
-
-def _ways(condition: ast.If) -> list[list[ast.stmt]]:
-    """What an `if`, each of its `elif` and its `else` hold."""
-    ways, current = [], condition
-    while (further := next_in_chain(current)) is not None:
-        ways.append(current.body)
-        current = further
-    return [*ways, current.body, *([current.orelse] if current.orelse else [])]
 
 
 def _in_order(statements: list[ast.stmt]) -> list[str]:

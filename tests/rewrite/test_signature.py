@@ -97,6 +97,37 @@ def test_an_output_that_a_round_of_the_loop_may_not_bind_keeps_the_loss_in_place
     assert loops == [("in-place", "out is read later, and only bound on some ways through the slice")]
 
 
+OF_SOME_ROUNDS = """\
+    {before}
+    for x, y in loader:
+        optimizer.zero_grad()
+        for number in range(2):
+            if number == 0:
+                loss = F.cross_entropy(model(x), y)
+            if number > 0:
+                loss += F.cross_entropy(model(x), 1 - y)
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+        {behind}
+    """
+
+
+def test_a_loss_that_some_rounds_make_and_others_add_to_is_lifted():
+    text = assert_trains_the_same(OF_SOME_ROUNDS.format(before="", behind=""))
+    assert "def forward(x, y):" in text
+
+
+def test_a_loss_of_before_its_rounds_is_given_to_them():
+    text = assert_trains_the_same(OF_SOME_ROUNDS.format(before="loss = None", behind=""))
+    assert "def forward(loss, x, y):" in text or "def forward(x, y, loss):" in text
+
+
+def test_a_loss_that_the_end_of_an_iteration_binds_too_stays_in_place():
+    _, loops = apply(OF_SOME_ROUNDS.format(before="", behind="loss = model.weight.sum()"))
+    assert [form for form, _ in loops] == ["in-place"]
+
+
 def test_long_lists_of_inputs_are_broken_as_lines_of_the_file_are():
     names = ", ".join(f"a_rather_long_name_{number}" for number in range(8))
     text, loops = apply(f"""\
