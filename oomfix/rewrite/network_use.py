@@ -48,7 +48,9 @@ class ReadsNetwork:
 
 
 class TrainsNetwork:
-    """Whether a node runs a network whose graph is still there behind it, as that of an attack on its inputs is not.
+    """Whether a node runs a network whose graph is still there behind it, and that a backward may go through.
+
+    That of an attack on its inputs is gone by then, and nothing goes through what is only printed.
 
     Args:
         calls_run: the calls that run in a node.
@@ -58,6 +60,7 @@ class TrainsNetwork:
 
     def __init__(self, calls_run: CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
         self._calls_run = calls_run
+        reached = {origin for event in backwards for origin in event.origins}
         ends: dict[int, set[ast.expr]] = {}
         for event in backwards:
             if not _keeps_graph(event):
@@ -65,6 +68,8 @@ class TrainsNetwork:
                     ends.setdefault(origin, set()).add(event.node)
         self._ends: dict[ast.expr, list[set[ast.expr]]] = {}
         for forward in forwards:
+            if reached and forward.origin not in reached:
+                continue
             self._ends.setdefault(forward.node, []).append(ends.get(forward.origin, set()))
 
     def __call__(self, node: ast.AST) -> bool:
