@@ -27,18 +27,18 @@ from oomfix.rewrite.liveness import (
     names_read,
     nodes_of_scope_body,
 )
-from oomfix.rewrite.network_use import NetworkUse, ReadsNetwork, TrainsNetwork
+from oomfix.rewrite.network_use import NetworkUse, ReadsNetwork, TrainsNetwork, forwards_of
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.read_without_graph import is_read_without_graph, makes_constant
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.repeated_output import why_said_again
 from oomfix.rewrite.skipped_batches import SkippedBatches
-from oomfix.rewrite.slices import PREPARATION, Slicer, records_nothing
+from oomfix.rewrite.slices import Slicer, records_nothing
 from oomfix.rewrite.verdict import Attempt, Lifted, Verdict
 from oomfix.rules.base import Edit
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, walk
-from oomfix.script.trace import Forward, Loop
+from oomfix.script.trace import Loop
 
 
 def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager: str) -> Attempt:
@@ -84,11 +84,7 @@ class _Lifter:
     def __init__(self, reading: Reading, manager: str) -> None:
         self._reading, self._script, self._blocks, self._manager = reading, reading.script, reading.blocks, manager
         tree, nodes = reading.source.tree, reading.script.imports.nodes
-        forwards = [
-            forward
-            for forward in self._script.trace.forwards.values()
-            if not self._only_resets(forward) and last_name(forward.node) not in PREPARATION
-        ]
+        forwards = forwards_of(reading)
         self._functions, self._calls_run = reading.functions, reading.calls_run
         calls_run = reading.calls_run
         of_networks = {forward.node for forward in forwards}
@@ -108,11 +104,6 @@ class _Lifter:
         self._left = LeftByNetworks(nodes)
         self._lifting = Lifting(reading.layout, manager, names.one_of("loss", "batch_loss"))
         self._reached = 0
-
-    def _only_resets(self, forward: Forward) -> bool:
-        """`model.init_hidden()`: a method that is given nothing and whose result nobody takes."""
-        alone = isinstance(next(self._blocks.ancestors(forward.node)), ast.Expr)
-        return alone and not forward.node.args and not forward.node.keywords
 
     def lift(self, calls: list[ast.Call]) -> tuple[list[Edit], Lifted]:
         """The edits that lift the slices of the backwards of one loop, in program order, and what is said of them.

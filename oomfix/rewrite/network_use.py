@@ -8,7 +8,19 @@ from typing import NamedTuple
 
 from oomfix.rewrite.calls_run import CallsRun
 from oomfix.rewrite.changes import overlap, paths_read
+from oomfix.rewrite.reading import Reading
+from oomfix.script.named_like import looks_like_metric
+from oomfix.script.names import last_name
 from oomfix.script.trace import Backward, Forward
+
+PREPARATION = frozenset(
+    "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze "
+    "squeeze contiguous flatten Variable autograd tensor from_numpy as_tensor FloatTensor LongTensor len range list "
+    "tuple dict zip enumerate get pop items keys values next iter max min requires_grad_ is_available device clone "
+    "detach numpy repeat expand stack cat ones zeros ones_like zeros_like full randn rand "
+    "randn_like arange normal_ t eq ne item tolist".split()
+)
+"""What makes, moves and shapes data; no network is called like that."""
 
 
 class NetworkUse(NamedTuple):
@@ -25,6 +37,22 @@ class NetworkUse(NamedTuple):
     trains: Callable[[ast.AST], bool]
     takes: Callable[[ast.AST], bool]
     reads: Callable[[ast.AST], bool]
+
+
+def forwards_of(reading: Reading) -> list[Forward]:
+    """The forwards of a script that may run a network."""
+    return [one for one in reading.script.trace.forwards.values() if _may_run_network(one, reading)]
+
+
+def _may_run_network(forward: Forward, reading: Reading) -> bool:
+    """Not `model.init_hidden()` or `metric.add_batch(out, y)`, whose results nobody takes, nor `x.view(-1)`."""
+    call = forward.node
+    if last_name(call) in PREPARATION:
+        return False
+    if not isinstance(next(reading.blocks.ancestors(call)), ast.Expr):
+        return True
+    is_given = bool(call.args or call.keywords)
+    return is_given and not any(map(looks_like_metric, (forward.path or "").split(".")))
 
 
 class ReadsNetwork:

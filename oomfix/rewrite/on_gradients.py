@@ -33,14 +33,22 @@ _STEPPING = frozenset("step backward".split())
 
 
 def is_zero_grad(statement: ast.stmt) -> bool:
-    """Whether a statement only drops or zeroes gradients."""
+    """Whether a statement only drops or zeroes gradients, all of them or those of some of its branches."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return last_name(statement.value) == "zero_grad"
+        return last_name(statement.value) == "zero_grad" or _zeroes_gradient(statement.value)
     if isinstance(statement, ast.For) and not statement.orelse:
         return all(_drops_gradient(child) or is_zero_grad(child) for child in statement.body)
-    if isinstance(statement, ast.If) and not statement.orelse:
-        return all(is_zero_grad(child) for child in statement.body) and not any(calls_in(statement.test))
+    if isinstance(statement, ast.If):
+        return all(map(is_zero_grad, (*statement.body, *statement.orelse))) and not any(calls_in(statement.test))
     return False
+
+
+def _zeroes_gradient(call: ast.Call) -> bool:
+    """`parameter.grad.zero_()`, `parameter.grad.data.zero_()`."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "zero_" else None
+    if isinstance(owner, ast.Attribute) and owner.attr == "data":
+        owner = owner.value
+    return isinstance(owner, ast.Attribute) and owner.attr == "grad"
 
 
 def only_clips(statement: ast.stmt) -> bool:

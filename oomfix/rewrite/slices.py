@@ -27,7 +27,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
     nodes_of_scope_body,
 )
-from oomfix.rewrite.network_use import NetworkUse
+from oomfix.rewrite.network_use import PREPARATION, NetworkUse
 from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients
 from oomfix.rewrite.outside_of_functions import OutsideOfFunctions
 from oomfix.rewrite.pools import exchanged
@@ -41,15 +41,6 @@ from oomfix.rewrite.signature import Signature
 from oomfix.rewrite.skipped_batches import asks_if_not_finite
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import children, is_remark, walk
-
-PREPARATION = frozenset(
-    "to cuda cpu float long half double int bool type type_as view reshape size dim permute transpose unsqueeze "
-    "squeeze contiguous flatten Variable autograd tensor from_numpy as_tensor FloatTensor LongTensor len range list "
-    "tuple dict zip enumerate get pop items keys values next iter max min requires_grad_ is_available device clone "
-    "detach numpy repeat expand stack cat ones zeros ones_like zeros_like full randn rand "
-    "randn_like arange normal_ t eq ne item tolist".split()
-)
-"""What makes, moves and shapes data; no network is called like that."""
 
 _RECORDING = ("enable_grad", "set_grad_enabled")
 _MOST_STARTS = 4

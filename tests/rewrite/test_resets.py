@@ -6,6 +6,7 @@ import pytest
 
 from tests.rewrite.equivalence import assert_close, assert_same_bits, rewritten, run
 from tests.rewrite.small_loops import TOP, apply, loop_of
+from tests.rewrite.test_slices import assert_trains_the_same
 
 
 def test_a_step_keeps_gradients_that_the_script_never_resets():
@@ -224,3 +225,29 @@ for x in torch.randn(4, 6, 3):
             )
         ).text
     )
+
+
+BY_HAND = """\
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        if {test}:
+            optimizer.zero_grad()
+        elif model.weight.grad is not None:
+            for parameter in model.parameters():
+                parameter.grad{data}.zero_()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+    """
+
+
+@pytest.mark.parametrize("test", ["optimizer is None", "optimizer is not None"])
+@pytest.mark.parametrize("data", ["", ".data"])
+def test_gradients_that_branches_reset_by_hand_are_reset_ahead_of_the_loss(test, data):
+    text = assert_trains_the_same(BY_HAND.format(test=test, data=data))
+    assert text.index("zero_()") < text.index("loss = memory.forward_backward(")
+
+
+def test_gradients_that_only_a_look_at_the_loss_resets_keep_it_in_place():
+    _, loops = apply(BY_HAND.format(test="loss < 1", data=""))
+    assert loops == [("in-place", "line 10 changes gradients, and shares names with lines ahead of it")]
