@@ -10,7 +10,7 @@ import ast
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
-from oomfix.rewrite.calls import only_calls
+from oomfix.rewrite.calls import called_name, only_calls
 from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
@@ -19,6 +19,8 @@ from oomfix.script.names import path_of
 from oomfix.script.nodes import walk
 
 _TRAINING = frozenset({"backward", "step"})
+_ASKING = frozenset({"is_enabled", "is_available", "isinstance", "hasattr", "len"})
+"""What may be called in a test, ahead of a backward as well as behind it, or not at all."""
 
 
 class MergedBranches(NamedTuple):
@@ -41,7 +43,7 @@ def merge_branches(reading: Reading, manager: str) -> MergedBranches:
     gone: set[int] = set()
     flags: set[str] = set()
     for branch in dict.fromkeys(branch for call in calls for branch in blocks.conditions_of(call)[:1]):
-        merged = _merged(branch, reading)
+        merged = _merged(branch, reading, manager)
         found = [merged] if merged is not None else _hoisted(branch, reading, manager)
         if found:
             edits += found
@@ -65,9 +67,13 @@ def _method(call: ast.Call, manager: str) -> str | None:
     return name if path == f"{manager}.{name}" and name in _TRAINING else None
 
 
-def _merged(branch: ast.If, reading: Reading) -> Edit | None:
-    if [ast.dump(one) for one in branch.body] != [ast.dump(other) for other in branch.orelse]:
-        return None
+def _merged(branch: ast.If, reading: Reading, manager: str) -> Edit | None:
+    """The first branch in the place of an `if`, if the second differs at most in that it unscales nothing."""
+    body, other = [ast.dump(one) for one in branch.body], [ast.dump(one) for one in branch.orelse]
+    if body != other:
+        unscaling = [only_calls(one, f"{manager}.unscale_") for one in branch.body]
+        if [one for one, unscales in zip(body, unscaling, strict=True) if not unscales] != other:
+            return None
     return _body_of(branch, reading)
 
 
@@ -87,7 +93,10 @@ def _body_of(branch: ast.If, reading: Reading) -> Edit | None:
 
 def _may_go(branch: ast.If, blocks: Blocks) -> bool:
     """Whether asking the test has no effect, and the `if` is no `elif`."""
-    if any(isinstance(node, ast.Call | ast.NamedExpr | ast.Await) for node in walk(branch.test)):
+    nodes = list(walk(branch.test))
+    if any(isinstance(node, ast.NamedExpr | ast.Await) for node in nodes):
+        return False
+    if not all(called_name(node) in _ASKING for node in nodes if isinstance(node, ast.Call)):
         return False
     outer = next(blocks.ancestors(branch))
     return not (isinstance(outer, ast.If) and branch in outer.orelse and len(outer.orelse) == 1)

@@ -281,23 +281,24 @@ for x, y in loader * 3:
 
 
 METRIC = """\
-metric = torch.nn.Identity().to("cpu")
-for x, y in loader * 3:
+from metrics import Confusion
+metric = Confusion(2).to("cuda")
+for x, y in loader:
     outputs = model(x)
     loss = F.cross_entropy(outputs, y)
-    metric(outputs.argmax(1) == y)
+    metric.addBatch(outputs, y)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    print(loss.item())
 """
 
 
 def test_a_metric_that_is_moved_to_a_device_is_told_of_the_whole_batch():
-    text = assert_trains_the_same(METRIC)
-    assert text.index("memory.forward_backward(") < text.index("metric(outputs")
+    text, loops = apply(METRIC)
+    assert loops == [("micro-batched", None)]
+    assert text.index("memory.forward_backward(") < text.index("metric.addBatch(")
 
 
 def test_another_network_that_runs_between_forward_and_backward_keeps_the_loss_in_place():
     _, loops = apply(METRIC.replace("metric", "critic"))
-    assert loops == [("in-place", "line 12 runs a forward that this loss does not depend on")]
+    assert loops == [("in-place", "line 13 runs a forward that this loss does not depend on")]

@@ -45,6 +45,51 @@ def test_branches_that_are_the_same_without_their_own_scaler_become_one_and_the_
     )
 
 
+ASKED_OF_THE_SCALER = """\
+def norm_of(parameters):
+    return sum(float(one.grad.norm()) for one in parameters if one.grad is not None)
+
+
+scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", enabled=args.amp):
+        loss = F.cross_entropy(model(x), y)
+    if scaler.is_enabled():
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = norm_of(model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        norm = norm_of(model.parameters())
+        optimizer.step()
+    print(loss.item(), norm)
+"""
+
+
+def test_branches_that_differ_only_in_what_unscales_become_the_one_that_does():
+    text, forms = apply(ASKED_OF_THE_SCALER)
+    assert forms == [("micro-batched", None)]
+    assert text.endswith(
+        """\
+    loss = memory.forward_backward(forward, x, y)
+    memory.unscale_(optimizer)
+    norm = norm_of(model.parameters())
+    memory.step(optimizer, zero_grad=False)
+    print(loss.item(), norm)
+"""
+    )
+
+
+def test_a_branch_that_only_unscales_besides_its_backward_becomes_both():
+    clipped = ASKED_OF_THE_SCALER.replace("        norm = norm_of(model.parameters())\n", "").replace(
+        "scaler.is_", "args.is_"
+    )
+    assert apply(clipped.replace("args.is_enabled()", "args.amp"))[1] == [("micro-batched", None)]
+
+
 def test_branches_that_differ_or_are_chosen_by_a_call_stay():
     _, forms = apply(
         BRANCHES.replace("model.parameters(), 1.0)\n    optim", "model.parameters(), 2.0)\n    optim", 1).replace(
