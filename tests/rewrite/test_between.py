@@ -301,4 +301,4 @@ def test_a_metric_that_is_moved_to_a_device_is_told_of_the_whole_batch():
 
 def test_another_network_that_runs_between_forward_and_backward_keeps_the_loss_in_place():
     _, loops = apply(METRIC.replace("metric.addBatch(outputs, y)", "net(outputs)").replace("metric", "net"))
-    assert loops == [("in-place", "line 13 runs a forward that this loss does not depend on")]
+    assert [form for form, _ in loops] == ["in-place"]
