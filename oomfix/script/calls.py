@@ -11,7 +11,7 @@ from oomfix.script.contexts import NULL
 from oomfix.script.externals import Externals, divisors_of, has_integers
 from oomfix.script.methods import SAME_MODULE
 from oomfix.script.named_like import looks_like_autoencoder, looks_like_loss, looks_like_module, runs_network
-from oomfix.script.names import MOVES, last_of, path_of
+from oomfix.script.names import MOVES, last_of, path_of, path_of_each
 from oomfix.script.nodes import asks_for_gradients
 from oomfix.script.trace import Event, Handed
 from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine, flatten
@@ -64,7 +64,7 @@ class Calls(Externals):
         given: Given,
     ) -> Value:
         """What a call gives; `result` is that of the call whose method is called: `a.f().g()` runs `a.f()` once."""
-        path = _path_of_each(node.func)
+        path = path_of_each(node.func)
         match function.kind:
             case Kind.EXTERNAL:
                 return self._external(node, function.ref, path, given)
@@ -188,7 +188,7 @@ class Calls(Externals):
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if moved and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
             return self._network_made(node)
-        each = _path_of_each(node.func.value) if isinstance(node.func, ast.Attribute) and base is None else None
+        each = path_of_each(node.func.value) if isinstance(node.func, ast.Attribute) and base is None else None
         if receiver.kind is Kind.UNKNOWN and each is not None and looks_like_module(each) and looks_like_module(name):
             return self._module_method(node, Value(Kind.MODULE, ref=each), name, f"{each}.{name}", given)
         if receiver.kind is Kind.UNKNOWN and base is not None and name not in SAME_MODULE:
@@ -273,11 +273,3 @@ _BY_METHOD: dict[str, Callable[[Calls, ast.Call, ast.Attribute], Value | None]] 
     "train": Calls._mode,
     "eval": Calls._mode,
 }
-
-
-def _path_of_each(node: ast.expr) -> str | None:
-    """`self.encoders[name]`: the name of what holds them speaks for each."""
-    path = path_of(node)
-    if path is None and isinstance(node, ast.Subscript) and (holder := path_of(node.value)) is not None:
-        return f"{holder}[*]"
-    return path

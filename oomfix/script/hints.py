@@ -22,7 +22,7 @@ from oomfix.script.named_like import (
     looks_like_part,
     looks_like_scaler,
 )
-from oomfix.script.names import MOVES, last_of, path_of, without_moves
+from oomfix.script.names import MOVES, last_of, path_of, path_of_each, without_moves
 from oomfix.script.nodes import Scope, only_argument
 from oomfix.script.parameters import bind_call
 from oomfix.script.torch_facts import kind_of_call
@@ -226,7 +226,7 @@ def scoped(path: str, scope: Scope) -> tuple[Scope, str]:
 
 
 def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
-    called = path_of(node.func)
+    called = path_of_each(node.func)
     if called is not None:
         hints.called.add(called)
         if node.args and all(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in node.args):
@@ -241,7 +241,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
             hints.backwarded.update(scoped(path, scope) for path in _additive_terms(node.args[0]))
     if not isinstance(node.func, ast.Attribute):
         return
-    receiver = path_of(node.func.value)
+    receiver = path_of_each(node.func.value)
     method = node.func.attr
     if method == "requires_grad_" and not _is_false(only_argument(node)):
         hints.thaws = True
@@ -254,8 +254,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.modules.add(receiver)
     elif receiver is not None and method == "load_state_dict":
         hints.filled.add(receiver)
-    elif receiver is not None and (method in MOVES or method == "zero_grad"):
-        hints.moved.add(receiver)
+    elif receiver is not None and (method == "zero_grad" or (method in MOVES and not receiver.endswith("[*]"))):
+        hints.moved.add(receiver)  # of several, each of which is moved, all may be mere functions of what they hold
 
 
 def _read_optimized(given: ast.expr, hints: Hints) -> None:

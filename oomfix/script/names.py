@@ -25,6 +25,14 @@ def path_of(node: ast.expr) -> str | None:
     return None
 
 
+def path_of_each(node: ast.expr) -> str | None:
+    """`self.encoders[*]` of `self.encoders[name]`, which speaks for each of them; any other path as it is."""
+    path = path_of(node)
+    if path is None and isinstance(node, ast.Subscript) and (holder := path_of_each(node.value)) is not None:
+        return f"{holder}[*]"
+    return path
+
+
 def root_of(path: str) -> str:
     """`self` of `self.loss`, `losses` of `losses['g']`: the name that a path starts with."""
     return path.split(".", 1)[0].split("[", 1)[0]
