@@ -19,6 +19,7 @@ from oomfix.script.values import (
     NONE,
     NUMBER,
     PLAIN_TENSOR,
+    SLOTS,
     UNKNOWN,
     Graph,
     Kind,
@@ -210,6 +211,9 @@ class Expressions(Calls):
             return Value(Kind.CONTAINER, content.graph, content.origins)
         if left.kind is Kind.NUMBER and left.graph is Graph.NO and isinstance(left.constant, str):
             return NUMBER
+        if isinstance(node.op, ast.Mult) and Kind.SEQUENCE in (left.kind, right.kind):
+            content = combine([left, right])
+            return Value(Kind.CONTAINER, content.graph, content.origins, ref=SLOTS)
         result = self.computed(combine([left, right]))
         if result.graph:
             result = result._replace(is_tensor=not result.may_be_number)

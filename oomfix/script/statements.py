@@ -12,7 +12,7 @@ from oomfix.script.names import USUAL_NAMES, imported, last_of, path_of
 from oomfix.script.parameters import placed_parameters
 from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Manner, Trace
-from oomfix.script.values import LITERAL, NONE, UNKNOWN, Graph, Kind, Value, combine, flatten
+from oomfix.script.values import LITERAL, NONE, SLOTS, UNKNOWN, Graph, Kind, Value, combine, flatten
 
 _CONCATENATIONS = frozenset({"torch.cat", "torch.concat", "torch.hstack", "torch.vstack"})
 
@@ -157,11 +157,12 @@ class Statements(Expressions):
         loops = binding.loops if binding is not None else self._loops_of_root(target.value)
         path = path_of(target.value)
         kept: frozenset[int] = frozenset()
-        if not _added(value_node, ast.unparse(target)):  # each entry of `outputs` to itself makes it no larger
+        # each entry of `outputs` to itself makes it no larger, and neither do its slots, one for each head or network
+        if base.ref != SLOTS and not _added(value_node, ast.unparse(target)):
             kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
         if path is not None:
             origins = base.origins | content.origins | kept
-            grown = Value(base.kind, content.graph, origins, divisors=base.divisors, is_tensor=fresh)
+            grown = Value(base.kind, content.graph, origins, ref=base.ref, divisors=base.divisors, is_tensor=fresh)
             self.assign(target.value, grown, binding.statement if binding else None, loops)
 
     def _augmented(self, node: ast.AugAssign) -> None:
