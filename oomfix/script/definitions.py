@@ -219,6 +219,16 @@ class Class:
         )
 
     @cached_property
+    def fields(self) -> list[str]:
+        """What the constructor of a dataclass takes, in order, and puts under these names; empty for other classes."""
+        decorators = (node.func if isinstance(node, ast.Call) else node for node in self.node.decorator_list)
+        if not any(last_of(path_of(decorator)) == "dataclass" for decorator in decorators):
+            return []
+        inherited = [name for base in self.bases if base.kind is Kind.CLASS for name in base.ref.fields]
+        own = [node.target for node in self.node.body if isinstance(node, ast.AnnAssign)]
+        return [*inherited, *(target.id for target in own if isinstance(target, ast.Name))]
+
+    @cached_property
     def has_own_parameters(self) -> bool:
         """Whether it makes parameters outside of layers (`nn.Parameter(torch.ones(8))`)."""
         calls = (node.func for method in self.methods.values() for node in method.nodes if isinstance(node, ast.Call))

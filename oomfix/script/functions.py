@@ -225,6 +225,10 @@ class Functions(Core):
                 self._function(node, Value(Kind.FUNCTION, ref=(constructor, value)), given)
             else:
                 self._construct_module(node, constructor, value, given)
+        elif kind is Kind.INSTANCE:
+            for name, held in [*zip(cls.fields, given.positional, strict=False), *given.keywords.items()]:
+                if name in cls.fields:
+                    self.state.attributes[instance.number, name] = Binding(held, self.loops, None)
         if any("Namespace" in name or "NamedTuple" in name for name in cls.base_names):
             return UNKNOWN
         return value

@@ -1,0 +1,60 @@
+"""What the constructor of a dataclass is given is what its objects hold."""
+
+from __future__ import annotations
+
+import pytest
+
+METRICS = """
+    from dataclasses import dataclass, field
+    from torch import Tensor
+
+    class Base:
+        start: float
+
+    {decorator}
+    class Metrics(Base):
+        count: int
+        loss: Tensor
+        {rest}
+
+    def measure(net, x, y):
+        loss = (net(x.cuda()) - y.cuda()).pow(2).mean()
+        return {made}
+
+    def train(net, loader, optimizer):
+        for x, y in loader:
+            metrics = measure(net, x, y)
+            {backward}
+            optimizer.step()
+"""
+USUAL = {
+    "decorator": "@dataclass",
+    "rest": "note: str = ''",
+    "made": "Metrics(count=len(x), loss=loss)",
+    "backward": "(metrics.loss * 2).backward()",
+}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"decorator": "@dataclass(frozen=True)", "made": "Metrics(len(x), loss, 'first')"},
+        {"rest": "note: str = field(default='')", "made": "Metrics(len(x), loss=loss)"},
+    ],
+)
+def test_a_loss_that_a_dataclass_holds_goes_back_through_the_network(report, changed):
+    assert report(METRICS.format(**USUAL | changed)) == [("OOM202", 14)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"backward": "(metrics.count * 2).backward()"},
+        {"made": "Metrics(count=loss, loss=len(x))"},
+        {"decorator": "@register"},
+        {"rest": "def __init__(self, count, loss):\n            self.loss = count"},
+    ],
+)
+def test_nothing_else_of_it_does(report, changed):
+    assert report(METRICS.format(**USUAL | changed)) == []
