@@ -9,7 +9,7 @@ from typing import Any
 from oomfix.script.core import Path
 from oomfix.script.elif_chains import ends_always_taken
 from oomfix.script.entering import Entering
-from oomfix.script.freezing import frozen_by
+from oomfix.script.freezing import frozen_by, thawed_by
 from oomfix.script.hints import Hints
 from oomfix.script.names import path_of
 from oomfix.script.narrowing import narrowed_by
@@ -196,6 +196,9 @@ class Flow(Entering):
             network, trains = frozen
             if isinstance(value := self.evaluate(trains).constant, bool):
                 self.freeze(network, not value)
+        for whole in thawed_by(node, self._as_assigned(node.iter)):
+            if path_of(whole) is not None and self.is_frozen(self.evaluate(whole), path_of(whole)):
+                self.freeze(whole, False)
         element = self.element(source)
         if phases:
             self._rounds_over(node, element, phases)

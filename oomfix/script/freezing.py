@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import only_argument
+from oomfix.script.nodes import only_argument, walk
 
 
 def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
-    """The network all of whose parameters a loop freezes or thaws, and what it makes `requires_grad` of each.
+    """The network whose parameters a loop freezes or thaws, and what it makes `requires_grad` of each.
 
     `for p in net.parameters(): p.requires_grad = False`, unconditionally (or `if p.requires_grad`), also by
-    `requires_grad_`, `detach_` and over `named_parameters`. None for any other loop.
+    `requires_grad_`, `detach_` and over `named_parameters`; or some of them are trained, `if "head" in name`.
+    None for any other loop.
     """
     iterable, target = loop.iter, loop.target
     if not (isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute)):
@@ -29,7 +31,27 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
         for part in always:
             if (trains := _sets_training(part, parameter)) is not None:
                 return iterable.func.value, trains
-    return None
+    chosen = (_sets_training(part, parameter) for part in walk(loop) if isinstance(part, ast.stmt))
+    trained = next((trains for trains in chosen if isinstance(trains, ast.Constant) and trains.value is True), None)
+    return None if trained is None else (iterable.func.value, trained)
+
+
+def thawed_by(loop: ast.For | ast.AsyncFor, listed: ast.expr) -> Iterator[ast.expr]:
+    """What a list of parameters was made of, each of which a loop trains: `for p in chosen: p.requires_grad = True`.
+
+    Args:
+        loop: what goes over the list.
+        listed: what the list was assigned from: `adapters_of(net)`, `[p for p in net.parameters() if p.ndim > 1]`.
+    """
+    parameter = path_of(loop.target)
+    trains = [_sets_training(statement, parameter) for statement in loop.body]
+    if not any(isinstance(value, ast.Constant) and value.value is True for value in trains):
+        return
+    for node in walk(listed):
+        if isinstance(node, ast.Call):
+            yield from node.args
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("parameters", "named_parameters"):
+                yield node.func.value
 
 
 def _sets_training(statement: ast.stmt, parameter: str | None) -> ast.expr | None:

@@ -556,3 +556,52 @@ def test_a_frozen_network_records_for_an_image_that_asks_for_gradients(report, a
 
 def test_it_records_nothing_for_one_that_does_not(report):
     assert report(IMAGE.format(asked="image.requires_grad_(False)")) == []
+
+
+@pytest.mark.parametrize(("image", "found"), [("image", [("OOM202", 12)]), ("other", [])])
+@pytest.mark.parametrize("value", [True, False])
+def test_so_it_does_for_one_that_is_set_to_ask_for_them(report, image, found, value):
+    code = IMAGE.format(asked=f"{image}.requires_grad = {value}")
+    assert report(code) == (found if value else [])
+
+
+THAWED = """
+    import torch
+    from project import Net, adapters_of
+
+    net, other = Net().cuda(), Net().cuda()
+    {frozen}
+    chosen = []
+    {trained}
+    optimizer = torch.optim.Adam(chosen)
+    for x, y in loader:
+        loss = criterion(net(x.cuda()), y.cuda())
+        loss.backward()
+        optimizer.step()
+"""
+ALL_FROZEN = ["for p in net.parameters():\n        p.requires_grad = False", "net.requires_grad_(False)"]
+BY_NAME = """for name, p in net.named_parameters():
+        if "adapter" in name:
+            {train}
+            chosen.append(p)"""
+LISTED = "chosen = {listed}\n    for p in chosen:\n        p.requires_grad_({value})"
+
+
+@pytest.mark.parametrize("frozen", ALL_FROZEN)
+@pytest.mark.parametrize(
+    ("trained", "records"),
+    [
+        (BY_NAME.format(train="p.requires_grad = True"), True),
+        (BY_NAME.format(train="p.requires_grad_()"), True),
+        (BY_NAME.format(train="p.requires_grad = False"), False),
+        (BY_NAME.format(train="other.requires_grad = True"), False),
+        (BY_NAME.replace("net", "other").format(train="p.requires_grad = True"), False),
+        (LISTED.format(listed="adapters_of(net)", value=True), True),
+        (LISTED.format(listed="[p for name, p in net.named_parameters() if 'adapter' in name]", value=True), True),
+        (LISTED.format(listed="adapters_of(net)", value=False), False),
+        (LISTED.format(listed="adapters_of(other)", value=True), False),
+    ],
+)
+def test_a_network_some_of_whose_weights_are_trained_again_records(report, frozen, trained, records):
+    found = [code for code, _ in report(THAWED.format(frozen=frozen, trained=trained))]
+    assert found == (["OOM202"] if records else [])
