@@ -237,7 +237,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
             _read_optimized(node.args[0], hints)
         if called == "isinstance" and len(node.args) == 2 and _are_optimizers(node.args[1]):
             hints.optimizers.add(path_of(node.args[0]) or "")
-        if looks_like_scaler(called) and len(node.args) > 1:
+        if looks_like_scaler(called) and not last_of(called)[:1].isupper() and len(node.args) > 1:
             hints.backwarded.update(scoped(path, scope) for path in _additive_terms(node.args[0]))
     if not isinstance(node.func, ast.Attribute):
         return

@@ -61,6 +61,8 @@ class Training(Forwards):
         """`loss_scaler(loss, optimizer, ...)`: a scaler that is handed a loss and an optimizer runs both."""
         if path is None or not looks_like_scaler(path) or len(given.positional) < 2:
             return False
+        if last_of(path)[:1].isupper():
+            return False  # `DataScaler(mean, deviation)` makes one
         return bool(flatten(given.positional[0]).graph) or "parameters" in given.keywords
 
     def _backward_out_of_sight(self, node: ast.Call, given: Given) -> Value:

@@ -810,3 +810,27 @@ def test_the_device_of_what_holds_a_network_may_be_a_gpu(report, asked, found):
                 optimizer.step()
     """
     assert codes(report(code)) == found
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("scaler = DataScaler(mean, deviation, columns)", [("OOM202", 9)]),
+        ("loss_scaler(mean, optimizer, parameters=model.parameters())", []),
+    ],
+)
+def test_an_object_that_scales_data_is_made_of_no_loss(report, made, found):
+    code = f"""
+        import torch
+        from project import DataScaler, loss_scaler
+
+        state = torch.load("state.pth", map_location="cpu")
+        mean, deviation = state["mean"], state["deviation"]
+        {made}
+        model.cuda()
+        for x, y in loader:
+            loss = criterion(model(x.cuda()), y.cuda())
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == found
