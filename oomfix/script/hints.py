@@ -356,6 +356,20 @@ def _additive_terms(node: ast.expr) -> list[str]:
     return []
 
 
+def _called_terms(node: ast.expr) -> Iterator[str]:
+    """What is called for a loss or a term of it: `bound` in `-bound(x)`, `net.loss` in `0.1 * net.loss(x) + other`."""
+    match node:
+        case ast.Call(func):
+            if (path := path_of(func)) is not None:
+                yield path
+        case ast.UnaryOp(_, operand):
+            yield from _called_terms(operand)
+        case ast.BinOp(left, ast.Add() | ast.Sub(), right):
+            yield from (*_called_terms(left), *_called_terms(right))
+        case ast.BinOp(ast.Constant() | ast.Name() | ast.Attribute(), ast.Mult(), ast.Call() as term):
+            yield from (path for path in _called_terms(term) if is_loss_not_weight(path))
+
+
 def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -> None:
     """Follow backpropagated names to the terms they are summed from and to the helpers that returned them."""
     for _ in range(3):
@@ -368,12 +382,9 @@ def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -
         if len(hints.backwarded) == before:
             break
     for scope, target, value in assignments:
-        if isinstance(value, ast.UnaryOp):
-            value = value.operand  # `loss = -bound(x)`
-        if not isinstance(value, ast.Call) or (callee := path_of(value.func)) is None:
-            continue
         several = isinstance(target, ast.Tuple | ast.List)
         for index, single in enumerate(target.elts if isinstance(target, ast.Tuple | ast.List) else [target]):
             path = path_of(single)
             if path is not None and scoped(path, scope) in hints.backwarded:
-                hints.graph_callees.setdefault(callee, set()).add(index if several else None)
+                for callee in _called_terms(value):
+                    hints.graph_callees.setdefault(callee, set()).add(index if several else None)

@@ -60,7 +60,7 @@ class Unseen(Containers):
             self.trace.backpropagated |= content.origins
         if (network := self._in_its_place(node, given.positional)) is not None:
             return network
-        is_class = last[:1].isupper() and not looks_like_loss(last)
+        is_class = last[:1].isupper() and not looks_like_loss(last) and not self._is_a_named_object(path)
         if is_class and self._is_made_around_network(node, values):
             return self._network_made(node)
         called_module = (path in self.hints.modules or is_average_of_network(last)) and not imported
@@ -140,6 +140,10 @@ class Unseen(Containers):
         if arguments[0].kind is Kind.UNKNOWN and self.hints.is_module(path):
             return Value(Kind.MODULE, ref=path)
         return arguments[0] if arguments[0].kind is Kind.MODULE else None
+
+    def _is_a_named_object(self, path: str | None) -> bool:
+        """`Enc1(x)` of a network that a function is handed: it is asked for its state, as no class is."""
+        return path is not None and self._is_parameter(path) and f"{path}.state_dict" in self.hints.called
 
     def _is_parameter(self, name: str) -> bool:
         """Whether the function around was handed it: what is handed over and called is most often a network."""

@@ -497,3 +497,55 @@ def test_a_similarity_of_images_is_no_network(report, measure, found):
             optimizer.step()
     """
     assert [one for one in report(code) if one[1] != 6] == [(code, line - 1) for code, line in found]
+
+
+HANDED_OVER = """
+    import torch
+
+    def train({given}, loader, optimizer):
+        for x, y in loader:
+            loss = criterion({given}({arguments}), y.cuda())
+            loss.backward()
+            optimizer.step()
+        torch.save({given}.{asked}, "saved.pth")
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "found"),
+    [
+        ("Enc1", "state_dict()", [("OOM202", 5)]),
+        ("Decoder", "state_dict()", [("OOM202", 5)]),
+        ("Enc1", "name", []),  # a class
+        ("Thing", "state_dict()", []),
+    ],
+)
+def test_a_network_with_a_capital_is_told_from_a_class_by_its_state(report, given, asked, found):
+    assert report(HANDED_OVER.format(given=given, asked=asked, arguments="x.cuda()")) == found
+
+
+SUMMED = """
+    import torch
+
+    def train(D1, loader, optimizer):
+        for x, y in loader:
+            terms = {terms}
+            {total}
+            total.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("terms", "total", "found"),
+    [
+        ("0", "total = D1.compute_loss(x.cuda(), 1) + D1.compute_loss(y.cuda(), 0)", [6, 6]),
+        ("0", "total = -D1.compute_loss(x.cuda(), 1) - penalty(y)", [6]),
+        ("args.weight * D1.compute_loss(x.cuda(), 1)", "total = terms + penalty(y)", [5]),
+        ("args.weight * D1.compute_weight(x.cuda(), 1)", "total = terms + penalty(y)", []),
+        ("D1.compute_loss(x.cuda(), 1)", "total = penalty(y)", []),
+    ],
+)
+def test_what_is_called_for_a_term_of_a_loss_gives_one(read, terms, total, found):
+    loops = read(SUMMED.format(terms=terms, total=total)).loops
+    assert [forward.node.lineno for loop in loops for forward in loop.forwards] == found
