@@ -237,5 +237,5 @@ def is_plain(qualified: str) -> bool:
 
 
 def runs_nothing(method: str) -> bool:
-    """Whether a method of a module only keeps books, by its name: `state_dict`, `save_weights`."""
-    return method in BOOKKEEPING or method.startswith(_BOOKKEEPING_BEGINS)
+    """Whether a method of a module only keeps books, by its name: `state_dict`, `save_weights`, `train_loader`."""
+    return method in BOOKKEEPING or method.startswith(_BOOKKEEPING_BEGINS) or method.endswith("loader")

@@ -886,3 +886,19 @@ def test_what_a_network_has_in_its_lists_is_not_run_by_asking_for_it(report, run
             loss.backward()
             optimizer.step()
     """) == [("OOM202", 7)]
+
+
+@pytest.mark.parametrize("name", ["loader", "train_dataloader"])
+def test_a_loader_that_a_network_makes_is_no_forward(report, name):
+    code = f"""
+        import torch
+        from project import Walks
+
+        model = Walks(edges).cuda()
+        batches = model.{name}(batch_size=8, shuffle=True)
+        for first, second in batches:
+            loss = model.loss(first.cuda(), second.cuda())
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 7)]
