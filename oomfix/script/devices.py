@@ -247,9 +247,21 @@ class Devices:
 
     @cached_property
     def _no_tensors(self) -> set[str]:
-        """The names that the file imports, and those of objects that hold a network: `bundle.model`."""
+        """The names that the file imports, and those of objects: what holds a network, or is made of settings alone."""
         asked = (node.value for node in self._nodes.of(ast.Attribute) if node.attr in _NETWORKS)
-        return self._imported | {holder.id for holder in asked if isinstance(holder, ast.Name)}
+        holders = {holder.id for holder in asked if isinstance(holder, ast.Name)}
+        return self._imported | holders | self._managers
+
+    @cached_property
+    def _managers(self) -> set[str]:
+        """`dist = DistributedManager()`: objects of imported classes that are given nothing, as tensors never are."""
+        return {
+            name
+            for node in self._nodes.of(ast.Assign)
+            for name, value in _pairs(node)
+            if isinstance(value, ast.Call) and not (value.args or value.keywords) and isinstance(value.func, ast.Name)
+            if value.func.id in self._imported and value.func.id[:1].isupper()
+        }
 
     @cached_property
     def _words(self) -> Counter[str]:

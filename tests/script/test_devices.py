@@ -282,3 +282,27 @@ def test_a_gpu_that_is_switched_off_or_simulated_is_none(read, made, may):
 def test_an_object_that_is_told_to_stay_on_the_processor_does(read, lines, may):
     init = f"def __init__(self, device):\n        {lines}\n        self.model = Net().to(self.device)\n"
     assert trains_on_cuda(read, f"class Agent:\n    {init}") is may
+
+
+@pytest.mark.parametrize(
+    ("made", "cuda"),
+    [
+        ("Manager()", True),
+        ("Manager(rows)", False),  # what holds tensors is where they are
+        ("Manager(x=rows)", False),
+        ("make()", False),
+        ("rows.clone()", False),
+    ],
+)
+def test_the_device_of_an_object_that_is_made_of_nothing_is_that_of_no_tensor(read, made, cuda):
+    code = f"""
+        import torch
+        from project import Manager, Net, make
+
+        held = {made}
+        net = Net().to(held.device)
+        for x, y in loader:
+            criterion(net(x), y).backward()
+            optimizer.step()
+    """
+    assert read(code).devices.may_be_cuda is cuda
