@@ -56,6 +56,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
         if (forward.direct or forward.method in trained_methods)
         and forward.origin not in needed
         and not _is_in_training_branch(forward)
+        and not _is_a_second_try(forward, trace)
         and (
             (_is_evaluation(forward, trace, training_runs, trained) and not _is_trained_out_of_sight(forward, trace))
             or (_is_between_steps(forward, in_training_mode) and not _feeds_a_network(forward, trace))
@@ -137,6 +138,16 @@ def _is_named_for_training_too(forward: Forward, trace: Trace) -> bool:
 def _is_in_training_branch(forward: Forward) -> bool:
     """`if self.training: out = self.model(x)` in an object that says itself which way it goes."""
     return any(guard.value and path_of(guard.test) in _TRAINING_FLAGS for guard in forward.site.guards)
+
+
+def _is_a_second_try(forward: Forward, trace: Trace) -> bool:
+    """`except RuntimeError: out = net(x)`, where training goes back through what the `try` has made for the same."""
+    site = forward.site
+    return site.handling_exception and any(
+        other.path == forward.path and other.site.function is site.function and other.origin in trace.backpropagated
+        for other in trace.forwards.values()
+        if not other.site.handling_exception
+    )
 
 
 def _is_asked_for_by_an_evaluation(forward: Forward, trace: Trace) -> bool:

@@ -222,7 +222,7 @@ class Expressions(Calls):
             divisors = left.divisors & right.divisors
         else:
             divisors = left.divisors | right.divisors
-        if isinstance(node.op, ast.Div | ast.FloorDiv) and not right.graph:
+        if isinstance(node.op, ast.Div | ast.FloorDiv) and not right.graph and not _is_mean(node):
             divisors |= {ast.unparse(node.right)}
         if divisors or left.scaled or right.scaled:
             result = result._replace(divisors=divisors, scaled=left.scaled or right.scaled)
@@ -313,6 +313,14 @@ class Expressions(Calls):
         if value.constant is MISSING:
             return None
         return bool(value.constant)
+
+
+def _is_mean(node: ast.BinOp) -> bool:
+    """`sum(terms) / len(terms)`, which divides by how many terms one loss has."""
+    match node:
+        case ast.BinOp(ast.Call(ast.Name("sum"), [terms]), ast.Div(), ast.Call(ast.Name("len"), [counted])):
+            return ast.unparse(terms) == ast.unparse(counted)
+    return False
 
 
 _EVALUATORS: dict[type, Callable[[Any, Any], Value]] = {

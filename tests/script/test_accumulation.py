@@ -844,3 +844,28 @@ def test_a_counter_that_starts_again_behind_the_batches_loses_the_tail(report, b
             {behind}
     """
     assert report(code) == found
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        ("sum(losses) / len(losses)", [("OOM301", 8)]),
+        ("sum(losses) / len(losses) / steps", []),
+        ("sum(losses) / len(windows)", []),  # may be as many as there are backwards
+        ("sum(losses) / steps", []),
+    ],
+)
+def test_the_mean_over_the_terms_of_one_loss_divides_by_no_window(report, loss, found):
+    code = f"""
+        import torch
+
+        def fit(model, loader, optimizer, steps, windows):
+            for _ in range(100):
+                for _ in range(steps):
+                    losses = model(next(loader))
+                    loss = {loss}
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert [one for one in report(code) if one[0] != "OOM202"] == found

@@ -1374,3 +1374,42 @@ def test_an_average_of_a_network_is_one(report, made, found):
             print(slow(x).argmax(1))
     """
     assert report(code) == found
+
+
+TWICE = """
+    import torch
+
+    class Player:
+        def __init__(self, model):
+            self.model, self.chances = model.cuda(), []
+            self.optimizer = torch.optim.Adam(model.parameters())
+
+        def evaluate(self, board):
+            try:
+                {tried}
+                chance = Categorical(out).log_prob(board)
+            except RuntimeError:
+                print("once more")
+                {again}
+                chance = Categorical(out).log_prob(board)
+            {kept}
+            return int(out.argmax())
+
+        def update(self, reward):
+            loss = -torch.cat(self.chances).sum() * reward
+            loss.backward()
+            self.optimizer.step()
+"""
+TRIED = {"tried": "out = self.model(board)", "again": "out = self.model(board)", "kept": "self.chances.append(chance)"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({}, []),
+        ({"again": "out = self.spare_model(board)"}, [14]),
+        ({"kept": "pass"}, [10, 14]),  # what was tried is not trained either
+    ],
+)
+def test_what_a_handler_makes_once_more_for_training_is_no_evaluation(report, changed, found):
+    assert [line for code, line in report(TWICE.format(**TRIED | changed)) if code == "OOM201"] == found
