@@ -144,8 +144,9 @@ class Signature:
         }
         kept: set[str] = set()
         gone = _always_deleted(loop) if loop is not None else set()
+        own = {id(node) for statement in lift.lifted for node in nodes_of_scope(statement)}
         for node in nodes_of_scope_body(scope):
-            if isinstance(node, ast.Delete):
+            if isinstance(node, ast.Delete) and id(node) not in own:
                 names = {target.id for target in node.targets if isinstance(target, ast.Name)} & unread
                 if node in lift.after and len(names - rebound) == len(node.targets):
                     lift.after.remove(node)
@@ -156,9 +157,10 @@ class Signature:
                     lift.deletes[node] = names - rebound
                 else:
                     kept |= names - _bound_ahead(node, scope) - gone
+        still_there = self._bound_ahead_of(lift)
         for statement, names in lift.deletes.items():
-            lift.deletes[statement] = names - kept
-        return kept
+            lift.deletes[statement] = names - kept - still_there
+        return kept - still_there
 
     def _bound_where_read(self, name: str, statements: list[ast.stmt]) -> bool:
         """Whether a name is read only under a test that also stood over its binding in an earlier statement.
@@ -198,6 +200,19 @@ class Signature:
         lift.given_if = tests_of(data - bound - returned - self._own, self._ahead_of(lift), lift.lifted)
         wanted = ((data & bound) | (read & rebound) | lift.given_if.keys()) - self._own
         lift.inputs = [name for name in _reading_order(lift) if name in wanted]
+
+    def check_deletes(self, lift: Lift) -> None:
+        """Whether what the slice deletes is its own by then: `with autocast(): out = model(x); del x; loss = ...`.
+
+        Raises:
+            CannotLift: it is not, or is to be gone outside as well.
+        """
+        nodes = [node for one in lift.lifted for node in nodes_of_scope(one)]
+        made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        own = {*lift.inputs, *made} - set(lift.outputs)
+        for node in (node for node in nodes if isinstance(node, ast.Delete)):
+            if lift.all_names_are_read or not names_read(node) <= own:
+                raise CannotLift(f"line {node.lineno} holds `delete` on the way to the loss")
 
     def _bound_ahead_of(self, lift: Lift) -> frozenset[str]:
         """The names that are bound whenever the slice is entered."""

@@ -138,6 +138,7 @@ class Slicer:
         self._between.place(lift, chosen, end)
         signature.find_outputs(lift)
         signature.find_inputs(lift)
+        signature.check_deletes(lift)
         signature.copy_sizes(lift, chosen[0] if chosen else end)
         lift.one_sample = why_in_turn(lift, liveness, self._runs_forward) or why_by_number(lift, self._runs_forward)
         return lift
@@ -245,7 +246,7 @@ class Slicer:
         if keeps_gradients(statement):
             raise CannotLift(f"line {line} keeps a gradient on the way to the loss, which would be one of a part")
         for node in nodes_of_scope(statement):
-            if isinstance(node, ast.Delete | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.ClassDef):
+            if isinstance(node, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.ClassDef):
                 raise CannotLift(f"line {node.lineno} holds `{type(node).__name__.lower()}` on the way to the loss")
             if isinstance(node, ast.Call) and path_of(node.func) == "super" and not node.args:
                 raise CannotLift(f"`super()` in line {node.lineno} means the method it stands in")

@@ -66,6 +66,41 @@ for x, y in loader * 2:
     assert_same_bits(run(TOP + text), run(after.text, preset="off"))
 
 
+INSIDE = """\
+for x, y in loader * 2:
+    optimizer.zero_grad()
+    if {test}:
+        with torch.autocast("cpu", enabled=False):
+            out = model(x)
+            del {deleted}
+            loss = F.cross_entropy(out, y)
+        loss.backward()
+    else:
+        out = model(x)
+        del x
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+    optimizer.step()
+    print(loss.item())
+    {behind}
+"""
+
+
+@pytest.mark.parametrize("test", ["len(x) > 1", "len(x) < 1"])
+def test_a_batch_may_be_deleted_on_the_way_to_the_loss(test):
+    text = TOP + INSIDE.format(test=test, deleted="x", behind="del y")
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert after.text.count("del x") == 2
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+@pytest.mark.parametrize(("deleted", "behind"), [("loader", ""), ("model.bias", ""), ("x", "print(locals())")])
+def test_what_is_to_be_gone_outside_of_the_function_too_keeps_the_loss_in_place(deleted, behind):
+    after = rewritten(TOP + INSIDE.format(test="len(x) > 1", deleted=deleted, behind=behind))
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+
+
 def test_a_name_deleted_behind_the_loop_is_still_there():
     text = loop_of("""\
         for x, y in loader:
