@@ -105,7 +105,7 @@ class Between:
 
     def _check_behind(self, statement: ast.stmt, behind: list[ast.stmt], ahead: list[ast.stmt], lift: Lift) -> None:
         """Whether a statement means the same behind the slice."""
-        self._check_delay(statement)
+        self._check_delay(statement, in_turn=not any(map(_may_draw, [*behind, lift.site.root])))
         branch = lift.site.branch
         others = behind + ([] if branch is None else [branch])
         _check_passing(statement, others, self._of_both(statement, behind, lift))
@@ -186,18 +186,27 @@ class Between:
         if liveness.before([reset], set()) & made or names_bound(reset) & liveness.before(ahead, set()):
             raise CannotLift(f"line {reset.lineno} changes gradients, and shares names with lines ahead of it")
 
-    def _check_delay(self, statement: ast.stmt) -> None:
+    def _check_delay(self, statement: ast.stmt, *, in_turn: bool = False) -> None:
+        """Whether a statement may run once the gradients are there.
+
+        Args:
+            statement: the statement.
+            in_turn: whether nothing that stood behind it draws random numbers: a backward draws none.
+
+        Raises:
+            CannotLift: it may not.
+        """
         line = statement.lineno
         if skips_if_diverged(statement):
             # what the gradients of such a batch become is looked at when all is placed
             for other in body_of_skip(statement):
-                self._check_delay(other)
+                self._check_delay(other, in_turn=in_turn)
             return
         if (keyword := leaves(statement)) is not None:
             raise CannotLift(f"`{keyword}` in line {line} stands between forward and backward")
         if switches_mode(statement):
             raise CannotLift(f"line {line} switches layers or gradients between forward and backward")
-        if self._helpers.draw_random_numbers(statement):
+        if not in_turn and self._helpers.draw_random_numbers(statement):
             raise CannotLift(f"line {line} draws random numbers between forward and backward")
         if may_reset_gradients(statement):
             raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
@@ -250,6 +259,11 @@ def _check_passing(
             raise CannotLift(f"line {statement.lineno} has to stay where it is, between lines that compute the loss")
         if overlap(changed, paths_read(other)) or overlap(changed_paths(other), paths):
             raise CannotLift(f"line {statement.lineno} may change what the loss is computed from")
+
+
+def _may_draw(node: ast.AST) -> bool:
+    """Whether random numbers may be drawn: by anything that is called."""
+    return any(calls_in(node))
 
 
 def _is_for_nobody(statement: ast.stmt, behind: list[ast.stmt]) -> bool:

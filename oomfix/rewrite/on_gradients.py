@@ -19,7 +19,7 @@ CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip
 _HARMLESS = re.compile(
     r"log|print|write|update|append|extend|^add|record|plot|show|save|dump|display|visuali[sz]|^draw|render|"
     r"set_desc|set_postfix|tick|tic|toc|stop|lr|learning_rate|warmup|sched|anneal|start|push|count|meter|"
-    r"measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put|flush|assert",
+    r"measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put|flush|assert|close|makedir|mkdir",
     re.IGNORECASE,
 )
 

@@ -170,8 +170,15 @@ def _optimizers_made(script: Script, blocks: Blocks, models: _Models) -> Iterato
         given = [path for path in given if _has_value(path, node, statement, scope, blocks)]
         if named:
             given += [path for argument in arguments if (path := path_of(argument)) is not None]
+            given += [path for path in [_asked_for_optimizer(node)] if path is not None]
         for path in dict.fromkeys(given):
             yield Made(statement, models.place(path, statement))
+
+
+def _asked_for_optimizer(call: ast.Call) -> str | None:
+    """The model in `model.configure_optimizers(learning_rate)`."""
+    is_asked = isinstance(call.func, ast.Attribute) and "optim" in call.func.attr.lower()
+    return path_of(call.func.value) if is_asked and isinstance(call.func, ast.Attribute) else None
 
 
 def _has_value(

@@ -204,6 +204,50 @@ def test_numbers_that_a_function_draws_between_are_drawn_in_their_order():
     assert loops == [("in-place", "line 13 draws random numbers between forward and backward")]
 
 
+def test_the_next_batch_may_be_drawn_ahead_of_the_backward_where_nothing_else_draws_behind_it():
+    text = assert_trains_the_same("""\
+        def draw():
+            rows = torch.randint(6, (6,))
+            return loader[0][0][rows], loader[0][1][rows]
+
+        x, y = draw()
+        for step in range(4):
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss = loss / 2
+            x, y = draw()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert text.index("memory.forward_backward(forward, x, y)") < text.rindex("x, y = draw()")
+
+
+@pytest.mark.parametrize("root", ["loss", "loss + F.dropout(model.bias).sum()"])
+def test_what_is_drawn_behind_the_next_batch_keeps_the_loss_in_place(root):
+    loss = "loss = F.cross_entropy(model(x), y)"
+    between = f"{loss}\n    label = torch.rand(1)" + ("\n    loss = noisy(loss)" if root == "loss" else "")
+    _, loops = apply(f"for x, y in loader:\n    {between}\n    ({root}).backward()\n    optimizer.step()\n")
+    assert loops == [("in-place", "line 10 draws random numbers between forward and backward")]
+
+
+def test_files_may_be_made_and_closed_between_forward_and_backward():
+    assert_trains_the_same("""\
+        import os
+        for x, y in loader:
+            out = model(x)
+            if len(x) > 5:
+                if not os.path.exists(os.sep):
+                    os.mkdir(os.sep)
+                file = open(os.devnull)
+                file.close()
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+
+
 RESETS = """\
 def reset_all({given}):
     "Of all optimizers."

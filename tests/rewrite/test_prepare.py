@@ -68,6 +68,11 @@ def test_a_function_that_makes_the_optimizer_is_enough():
     assert prepared(text) == [("memory.prepare(net)", "optimizer = make(args, net)")]
 
 
+def test_a_model_that_makes_its_own_optimizer_is_prepared_first():
+    text = LOOP + "net = Net().cuda()\nopt = net.configure_optimizers(0.1)\ntrain(net, loader, opt)\n"
+    assert prepared(text) == [("memory.prepare(net)", "opt = net.configure_optimizers(0.1)")]
+
+
 def test_a_model_is_prepared_ahead_of_an_if_whose_elifs_choose_the_optimizer():
     text = """
 net = Net().cuda()
