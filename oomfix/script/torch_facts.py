@@ -143,8 +143,13 @@ SCALERS = (
     "torch.amp.grad_scaler.GradScaler",
     "torch.cuda.amp.grad_scaler.GradScaler",
 )
-BACKWARD_HOOKS = ("register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
-"""Methods of modules that hand their gradients to a function."""
+BACKWARD_HOOKS = (
+    "register_backward_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_hook",
+)
+"""Methods of modules, and of tensors, that hand their gradients to a function."""
 OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine".split())
 """Libraries that are written like torch."""
 ADDING_UP = frozenset("stack cat concat concatenate hstack vstack sum mean".split())

@@ -312,6 +312,9 @@ def test_a_function_that_another_one_makes_and_hands_out_is_entered(read):
     [
         ("layer.register_full_backward_hook(look)", "pass", []),
         ("layer.register_forward_hook(look)", "pass", [4]),
+        ("features.register_hook(look)", "pass", []),
+        ("layer.register_forward_hook(lambda *made: made[-1].register_hook(look))", "pass", []),
+        ("weight.register_hook(clamp)", "optimizer.step()", [4]),
         ("layer.register_full_backward_hook(look)", "optimizer.step()", [4]),
         ("layer.register_full_backward_hook(look)", "optimize(model)", [4]),
         ("layer.register_full_backward_hook(look)", "w.data -= 0.1 * w.grad", [4]),
