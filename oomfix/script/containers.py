@@ -11,7 +11,23 @@ from oomfix.script.contexts_by_hand import ContextsByHand
 from oomfix.script.named_like import looks_like_logging, looks_like_metric
 from oomfix.script.names import last_of, left_by_methods, path_of
 from oomfix.script.trace import Loop
-from oomfix.script.values import MISSING, NONE, NUMBER, UNKNOWN, Graph, Kind, Value, combine, flatten, join, with_row
+from oomfix.script.values import (
+    MISSING,
+    NONE,
+    NUMBER,
+    UNKNOWN,
+    Graph,
+    Kind,
+    Value,
+    combine,
+    each_of,
+    flatten,
+    holds_networks_alone,
+    join,
+    may_take_network,
+    with_network,
+    with_row,
+)
 
 STORING = frozenset(
     ["append", "add", "push", "store", "put", "insert", "remember", "record", "extend", "appendleft", "update"]
@@ -30,6 +46,8 @@ class Containers(ContextsByHand):
 
     def element(self, value: Value) -> Value:
         """What iterating over a value gives."""
+        if value.items and value.kind is Kind.CONTAINER:
+            return NUMBER  # the keys of a dict of networks
         if value.items:
             return reduce(join, value.items)
         if value.rows:
@@ -45,10 +63,12 @@ class Containers(ContextsByHand):
         if name in STORING and node.args:
             self._put(node, node.func.value, receiver, given)
             return NONE
+        if name == "values" and receiver.items:
+            return Value(Kind.SEQUENCE, items=receiver.items)
         if name in ("copy", "values", "keys", "union"):
             return receiver
         if name == "items" and (receiver.graph or receiver.items):
-            held = self.element(receiver) if receiver.items else Value(Kind.TENSOR, receiver.graph, receiver.origins)
+            held = each_of(receiver) if receiver.items else Value(Kind.TENSOR, receiver.graph, receiver.origins)
             return Value(Kind.SEQUENCE, items=(Value(Kind.SEQUENCE, items=(NUMBER, held)),))
         if name == "clear":
             self._change(node.func.value, Value(Kind.CONTAINER), self.statement, self.loops)
@@ -61,7 +81,10 @@ class Containers(ContextsByHand):
         content = combine(given)
         binding = self.binding_of(target)
         if not content.graph:
-            if binding is not None and _lists_constants(receiver):
+            if binding is not None and len(given) == 1 and may_take_network(receiver, given[0]):
+                held = with_network(receiver, given[0], Kind.SEQUENCE)
+                self._change(target, held, binding.statement, binding.loops)
+            elif binding is not None and (_lists_constants(receiver) or holds_networks_alone(receiver)):
                 self.assign(target, Value(Kind.CONTAINER), binding.statement, binding.loops)
             return
         loops = binding.loops if binding is not None else self._loops_of_root(target)

@@ -26,6 +26,7 @@ from oomfix.script.values import (
     Value,
     combine,
     constant,
+    each_of,
     flatten,
     join,
 )
@@ -136,8 +137,8 @@ class Expressions(Calls):
             return UNKNOWN
         if base.kind is Kind.CLASS and (method := base.ref.find(node.attr)) is not None:
             return Value(Kind.FUNCTION, ref=(method, None))
-        if base.items is not None and len(base.items) == 2 and node.attr in ("values", "indices"):
-            return base.items[node.attr == "indices"]
+        if base.kind is Kind.SEQUENCE and len(base.items or ()) == 2 and node.attr in ("values", "indices"):
+            return (base.items or ())[node.attr == "indices"]
         if base.graph and node.attr in torch_facts.DETACHED_OUTPUTS:
             return PLAIN_TENSOR
         if base.graph:
@@ -158,6 +159,8 @@ class Expressions(Calls):
             return binding.value
         base = self.evaluate(node.value)
         index = self.evaluate(node.slice)
+        if base.items is not None and base.kind is Kind.CONTAINER:
+            return each_of(base)
         if base.items is not None and isinstance(index.constant, int):
             if -len(base.items) <= index.constant < len(base.items):
                 return base.items[index.constant]
@@ -195,6 +198,8 @@ class Expressions(Calls):
                 self.evaluate(key)
         if any(value.kind in (Kind.CONTEXT, Kind.OPTIMIZER) for value in values):
             return Value(Kind.SEQUENCE, items=tuple(values))  # `contexts[precision]`: one of them
+        if values and all(value.kind is Kind.MODULE for value in values):
+            return Value(Kind.CONTAINER, items=tuple(values))
         content = combine(values)
         pairs = [
             (key.value, value)
@@ -285,7 +290,8 @@ class Expressions(Calls):
         content = self.evaluate(node.value if isinstance(node, ast.DictComp) else node.elt)
         content_flat = flatten(content)
         if content.kind in (Kind.MODULE, Kind.OPTIMIZER):
-            return Value(Kind.SEQUENCE, items=(content,))
+            named = isinstance(node, ast.DictComp) and content.kind is Kind.MODULE
+            return Value(Kind.CONTAINER if named else Kind.SEQUENCE, items=(content,))
         return Value(Kind.CONTAINER, content_flat.graph, content_flat.origins, divisors=content_flat.divisors)
 
     def _lambda(self, node: ast.Lambda) -> Value:

@@ -7,7 +7,7 @@ import ast
 from oomfix.script.definitions import Instance
 from oomfix.script.functions import Functions
 from oomfix.script.named_like import looks_like_module, looks_like_part
-from oomfix.script.names import path_of
+from oomfix.script.names import path_of, path_of_each
 from oomfix.script.nodes import only_argument
 from oomfix.script.state import Layer
 from oomfix.script.values import LOADED, Graph, Kind, Value
@@ -155,7 +155,7 @@ class Networks(Functions):
 
     def _mode(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         receiver = self.evaluate(function.value)
-        path = path_of(function.value)
+        path = path_of_each(function.value)
         if isinstance(receiver.ref, Instance) and receiver.ref.cls.find(function.attr) is not None:
             return None
         if receiver.kind not in (Kind.MODULE, Kind.UNKNOWN, Kind.INSTANCE) or len(node.args) > 1:

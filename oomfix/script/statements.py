@@ -12,7 +12,20 @@ from oomfix.script.names import USUAL_NAMES, imported, last_of, path_of
 from oomfix.script.parameters import placed_parameters
 from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Manner, Trace
-from oomfix.script.values import LITERAL, NONE, SLOTS, UNKNOWN, Graph, Kind, Value, combine, flatten
+from oomfix.script.values import (
+    LITERAL,
+    NONE,
+    SLOTS,
+    UNKNOWN,
+    Graph,
+    Kind,
+    Value,
+    combine,
+    flatten,
+    holds_networks_alone,
+    may_take_network,
+    with_network,
+)
 
 _CONCATENATIONS = frozenset({"torch.cat", "torch.concat", "torch.hstack", "torch.vstack"})
 
@@ -59,6 +72,8 @@ class Statements(Expressions):
                 self.note_replaced(target)
             elif isinstance(target, ast.Attribute) and target.attr == "requires_grad" and value_node.value is True:
                 self.is_made_leaf(target.value)
+            if isinstance(target, ast.Subscript):
+                self._put_network(target, value)
             if isinstance(target, ast.Tuple):
                 self._store_in_parts(target, value, statement, value_node)
 
@@ -148,6 +163,8 @@ class Statements(Expressions):
             self._accumulate(target, ast.unparse(target), value, statement, value_node, added)
             return
         fresh = base.kind is Kind.TENSOR and base.is_tensor
+        if self._put_network(target, value):
+            return
         if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
             self.trace.let_escape(content.origins)
             if content.graph and base.kind is Kind.UNKNOWN and _is_of_tensor(target.slice):
@@ -164,6 +181,17 @@ class Statements(Expressions):
             origins = base.origins | content.origins | kept
             grown = Value(base.kind, content.graph, origins, ref=base.ref, divisors=base.divisors, is_tensor=fresh)
             self.assign(target.value, grown, binding.statement if binding else None, loops)
+
+    def _put_network(self, target: ast.Subscript, value: Value) -> bool:
+        """`nets[name] = Net()`: what is asked for by any name is one of the networks, where nothing else is held."""
+        held, binding = self.evaluate(target.value), self.binding_of(target.value)
+        takes = may_take_network(held, value)
+        if binding is None or not (takes or holds_networks_alone(held)):
+            return False
+        listed = held.ref == SLOTS or held.kind is Kind.SEQUENCE
+        grown = with_network(held, value, Kind.SEQUENCE if listed else Kind.CONTAINER)
+        self.assign(target.value, grown if takes else Value(Kind.CONTAINER), binding.statement, binding.loops)
+        return takes
 
     def _augmented(self, node: ast.AugAssign) -> None:
         value = self.evaluate(node.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from enum import Enum, IntEnum
+from functools import reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -138,6 +139,9 @@ class Given(NamedTuple):
 
 _NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)
 
+_MOST_NETWORKS = 16
+"""Of longer lists it is only known what each of them is."""
+
 UNKNOWN = Value()
 LOADED = Value(ref="loaded")
 """What `torch.load` gives: whatever was saved."""
@@ -197,7 +201,7 @@ def join(first: Value, second: Value) -> Value:
         return Value(Kind.CONTEXT, ref=first.ref | second.ref)
     if first.items is not None and second.items is not None and len(first.items) == len(second.items):
         items = tuple(join(one, other) for one, other in zip(first.items, second.items, strict=True))
-        return Value(Kind.SEQUENCE, items=items)
+        return Value(first.kind if first.kind is second.kind else Kind.SEQUENCE, items=items)
     # A name that is None, or not yet set, on one side is what it is on the other.
     if first.kind is Kind.NUMBER and second.kind not in (Kind.NUMBER, Kind.TENSOR, Kind.UNKNOWN):
         return second
@@ -231,6 +235,28 @@ def join(first: Value, second: Value) -> Value:
         carried_from=one.carried_from & other.carried_from,
         rows=_rows_of_either(one, other),
     )
+
+
+def each_of(held: Value) -> Value:
+    """What each item of a list is, or what stands behind each key of a dict, as far as that is alike."""
+    return reduce(join, held.items or (UNKNOWN,))
+
+
+def holds_networks_alone(held: Value) -> bool:
+    """Whether all that is in a list or dict are networks, and something is."""
+    return bool(held.items) and all(item.kind is Kind.MODULE for item in held.items or ())
+
+
+def may_take_network(held: Value, added: Value) -> bool:
+    """Whether what is put into a list or dict is a network, and nothing else is in there."""
+    empty = held in (Value(Kind.CONTAINER), Value(Kind.CONTAINER, ref=SLOTS))
+    return added.kind is Kind.MODULE and (empty or holds_networks_alone(held))
+
+
+def with_network(held: Value, network: Value, kind: Kind) -> Value:
+    """A list (SEQUENCE) or dict (CONTAINER) of networks into which one more was put."""
+    networks = (*(held.items or ()), network)
+    return Value(kind, items=networks if len(networks) <= _MOST_NETWORKS else (reduce(join, networks),))
 
 
 def _rows_of_either(first: Value, second: Value) -> tuple[Value, ...]:
