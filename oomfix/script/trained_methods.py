@@ -14,9 +14,9 @@ _OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
 
 
 def methods_backpropagated_alone(trace: Trace) -> set[Hashable]:
-    """Methods whose result alone, of all that networks of the file gave, is backpropagated somewhere."""
-    alone = [origin for backward in trace.backwards if len(backward.origins) == 1 for origin in backward.origins]
-    return {trace.forwards[origin].method for origin in alone if origin in trace.forwards}
+    """Methods whose results alone, of all that networks of the file gave, are backpropagated somewhere."""
+    each = [{forward.method for forward in trace.forwards_of(backward.origins)} for backward in trace.backwards]
+    return {method for methods in each if len(methods) == 1 for method in methods}
 
 
 def methods_of_stepped(trace: Trace, assignments: Sequence[ast.Assign]) -> set[Hashable]:

@@ -88,6 +88,38 @@ def test_so_it_does_where_the_loss_was_split(report):
     assert report(code) == [("OOM201", 12)]
 
 
+SEARCH = """
+    import torch
+
+    class Search:
+        def explain(self, image, net, near):
+            net.eval()
+            scores = net.{first}(image)
+            for step in range(100):
+                if near:
+                    wanted = net.compare(image + step)
+                else:
+                    wanted = net.{second}(image)
+                {rest}
+                wanted.square().mean().backward()
+                self.optimizer.step()
+            return scores.argmax().item()
+"""
+
+
+def test_all_that_a_backward_goes_through_may_be_one_method_on_several_branches(report):
+    code = SEARCH.format(first="compare", second="compare", rest="pass")
+    assert ("OOM201", 6) in report(code)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"first": "describe"}, {"second": "describe"}, {"rest": "wanted = wanted + net.describe(image)"}]
+)
+def test_of_two_methods_either_may_turn_gradients_off(report, changed):
+    code = SEARCH.format(**{"first": "compare", "second": "compare", "rest": "pass"} | changed)
+    assert ("OOM201", 6) not in report(code)
+
+
 TRAINING = """
     import torch
     from networks import Body, Head
