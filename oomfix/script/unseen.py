@@ -207,7 +207,8 @@ class Unseen(Containers):
     def _is_given_what_it_trains(self, node: ast.Call, values: list[Value]) -> bool:
         if self.enclosing_forward is not None:
             return False  # `decode(state, self.rnn)` is a part of the forward
-        if self.is_for_effect(node) and self._is_shown_evaluation(node, values):
+        asked_for_loss = looks_like_loss(path_of(node.func) or "")
+        if (self.is_for_effect(node) or asked_for_loss) and self._is_shown_evaluation(node, values):
             return False
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in values):
             return True
@@ -216,12 +217,16 @@ class Unseen(Containers):
 
     def _is_shown_evaluation(self, node: ast.Call, values: list[Value]) -> bool:
         """`callback.on_step(model, out)` in a function that evaluates, of a network that was switched to `eval()`."""
-        paths = [path_of(argument) for argument in node.args]
         evaluating = any(
-            self.state.evaluating.get(self._identity(value, path)) is True
-            for path, value in zip(paths, values, strict=False)
+            self._is_evaluating(argument, value) for argument, value in zip(node.args, values, strict=False)
         )
         return evaluating and self.site().within_evaluation and not looks_like_training(last_of(path_of(node.func)))
+
+    def _is_evaluating(self, node: ast.expr, value: Value) -> bool:
+        """Whether a network was switched to `eval()`, or the one that it is a part of: `model.generator`."""
+        if self.state.evaluating.get(self._identity(value, path_of(node))) is True:
+            return True
+        return isinstance(node, ast.Attribute) and self._is_evaluating(node.value, self.evaluate(node.value))
 
     def _made_to_be_module(self, node: ast.Call) -> bool:
         """The call is assigned to a path that is used as a network."""

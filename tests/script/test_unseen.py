@@ -602,6 +602,7 @@ SHOWN = """
                 {shown}
 
     model = Net().cuda()
+    torch.nn.init.zeros_(model.generator.parameters())
     for x, y in train_loader:
         criterion(model(x), y).backward()
         optimizer.step()
@@ -610,8 +611,9 @@ SHOWN = """
 STEP = "callback.on_step(model, out, loss)"
 
 
-def test_what_an_evaluation_shows_with_its_network_is_not_trained(report):
-    assert ("OOM201", 6) in report(SHOWN.format(name="validate", mode="model.eval()", shown=STEP))
+@pytest.mark.parametrize("shown", [STEP, "x = loss_fn(out, y, model.generator)", "x, n = compute_loss(model, out, y)"])
+def test_what_an_evaluation_shows_with_its_network_is_not_trained(report, shown):
+    assert ("OOM201", 6) in report(SHOWN.format(name="validate", mode="model.eval()", shown=shown))
 
 
 @pytest.mark.parametrize(
@@ -621,6 +623,9 @@ def test_what_an_evaluation_shows_with_its_network_is_not_trained(report):
         ("validate", "pass", STEP),
         ("validate", "model.eval()", "callback.adapt(model, out, loss)"),
         ("validate", "model.eval()", "x = callback.on_step(model, out, loss)"),
+        ("validate", "pass", "x = loss_fn(out, y, model.generator)"),
+        ("validate", "other.eval()", "x = loss_fn(out, y, model.generator)"),
+        ("run", "model.eval()", "x = loss_fn(out, y, model.generator)"),
     ],
 )
 def test_what_may_be_trained_in_one_is_left_alone(report, name, mode, shown):
