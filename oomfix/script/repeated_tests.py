@@ -1,4 +1,7 @@
-"""Decisions that are asked again: what one side of a test has bound is what a name holds on that side the next time."""
+"""Decisions that are asked again: what one side of a test has bound is what a name holds on that side the next time.
+
+So it is with the attributes of objects: `self.state`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding, Frame, Side, State
 
-Bound = tuple[dict[str, Any], dict[str, Any]]
+Path = str | tuple[int, str]
+Bound = tuple[dict[Path, Any], dict[Path, Any]]
 _WITH_BINDINGS = (ast.Name, ast.Attribute)
 
 
@@ -40,7 +44,15 @@ def bound_by(before: State, body: State | None, orelse: State | None) -> Bound |
     """What the two ends of a decision have bound since it was reached; None where one of them does not come through."""
     if body is None or orelse is None:
         return None
-    return body.names.changes_over(before.names), orelse.names.changes_over(before.names)
+    return _changes(before, body), _changes(before, orelse)
+
+
+def _changes(before: State, end: State) -> dict[Path, Any]:
+    """What the names, and the attributes of objects, hold that were bound on one side."""
+    changes: dict[Path, Any] = {}
+    changes.update(end.attributes.changes_over(before.attributes).items())
+    changes.update((name, own) for name, own in end.names.changes_over(before.names).items() if name.isidentifier())
+    return changes
 
 
 def remember(frame: Frame, asked: Asked | None, sides: Bound | None) -> None:
@@ -54,17 +66,13 @@ def remember(frame: Frame, asked: Asked | None, sides: Bound | None) -> None:
     if sides is None or asked is None or frame.state is None:
         return
     for value, bound in zip((True, False), sides, strict=True):
-        names = {
-            name: (frame.state.names.get(name), own)
-            for name, own in bound.items()
-            if name.isidentifier() and isinstance(own, Binding)
-        }
-        if names:
-            frame.sides[asked.text, value] = Side(asked.bindings, names)
+        held = {path: (_held(frame.state, path), own) for path, own in bound.items() if isinstance(own, Binding)}
+        if held:
+            frame.sides[asked.text, value] = Side(asked.bindings, held)
 
 
 def recall(frame: Frame, asked: Asked | None, value: bool) -> None:
-    """Bind the names that nothing has bound since to what they held on this side of the test.
+    """Bind the names and attributes that nothing has bound since to what they held on this side of the test.
 
     Nothing is bound where the test asks something that was bound since.
     """
@@ -73,9 +81,17 @@ def recall(frame: Frame, asked: Asked | None, value: bool) -> None:
     side = frame.sides.get((asked.text, value))
     if side is None or frame.state is None or not _same(side.asked, asked.bindings):
         return
-    for name, (joined, own) in side.names.items():
-        if joined is not None and frame.state.names.get(name) is joined:
-            frame.state.names.bind(name, own)
+    for path, (joined, own) in side.held.items():
+        if joined is None or _held(frame.state, path) is not joined:
+            continue
+        if isinstance(path, str):
+            frame.state.names.bind(path, own)
+        else:
+            frame.state.attributes[path] = own
+
+
+def _held(state: State, path: Path) -> Binding | None:
+    return state.names.get(path) if isinstance(path, str) else state.attributes.get(path)
 
 
 def _same(before: list[Binding | None], now: list[Binding | None]) -> bool:

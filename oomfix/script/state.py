@@ -200,11 +200,11 @@ def _both(first: bool, second: bool) -> bool:
 
 
 class Side(NamedTuple):
-    """What the names hold that one side of a decision has bound."""
+    """What the names and attributes hold that one side of a decision has bound."""
 
     asked: list[Binding | None]
     """The bindings that the test asks."""
-    names: dict[str, tuple[Binding | None, Binding]]
+    held: dict[str | tuple[int, str], tuple[Binding | None, Binding]]
     """Each with what it holds after both sides, and what it held at the end of this one."""
 
 

@@ -62,3 +62,58 @@ CHANGED = """
 )
 def test_what_was_bound_since_counts(report, between, kept):
     assert (("OOM101", 12) in report(CHANGED.format(between=between))) is kept
+
+
+RECURRENT = """
+    import torch
+
+    class Agent:
+        def __init__(self, kind):
+            self.kind = kind
+            self.model, self.optimizer = Model().cuda(), torch.optim.Adam(model.parameters())
+            self.state = None
+
+        def act(self, x):
+            out, self.state = self.model(x, self.state)
+            return out.argmax().item()
+
+        def learn(self, x, y):
+            if {first}:
+                self.state = {reset}
+            {between}
+            if {again}:
+                out, self.state = self.model(x, self.state)
+            else:
+                out = self.model(x)
+            self.optimizer.zero_grad()
+            criterion(out, y).backward()
+            self.optimizer.step()
+
+    agent = Agent(sys.argv[1])
+    for observation in environment:
+        agent.act(observation)
+        agent.learn(*replay.sample())
+"""
+RESET = {
+    "first": 'self.kind == "recurrent"',
+    "again": 'self.kind == "recurrent"',
+    "reset": "torch.zeros(1, 8)",
+    "between": "pass",
+}
+
+
+def test_an_attribute_is_what_that_side_has_made_it_where_it_is_asked_again(report):
+    assert ("OOM201", 10) in report(RECURRENT.format(**RESET))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"again": 'self.kind != "plain"'},
+        {"reset": "self.state"},
+        {"between": "self.act(x)"},
+        {"between": "self.kind = next(kinds)"},
+    ],
+)
+def test_what_an_attribute_may_hold_by_then_counts(report, changed):
+    assert ("OOM201", 10) not in report(RECURRENT.format(**RESET | changed))
