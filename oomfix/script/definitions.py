@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from oomfix.script.as_arrays import gives_arrays, mentions_arrays
 from oomfix.script.named_like import runs_network
@@ -170,6 +170,10 @@ class Class:
         """A method, looked up through the base classes that are in the file."""
         if method in self.methods:
             return self.methods[method]
+        return self.find_inherited(method)
+
+    def find_inherited(self, method: str) -> Function | None:
+        """A method, looked up in the base classes that are in the file."""
         for base in self.bases:
             if base.kind is Kind.CLASS and (found := base.ref.find(method)) is not None:
                 return found  # type: ignore[no-any-return]
@@ -296,6 +300,13 @@ class Instance:
 
     cls: Class
     number: int
+
+
+class Inherited(NamedTuple):
+    """What `super()` gives in a class: an object, with the methods that the class has from those it is built on."""
+
+    cls: Class
+    receiver: Value
 
 
 def _says_not_implemented(raised: ast.expr | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from oomfix.script import torch_facts
 from oomfix.script.calls import Calls
 from oomfix.script.contexts import NULL
-from oomfix.script.definitions import Function
+from oomfix.script.definitions import Function, Inherited
 from oomfix.script.named_like import looks_like_loss, looks_like_metric, looks_like_part
 from oomfix.script.names import left_by_methods, path_of
 from oomfix.script.nodes import children
@@ -104,6 +104,9 @@ class Expressions(Calls):
         own = None if instance is None else self.state.attributes.get((instance.number, node.attr))
         if own is not None:  # a list that a class calls `data` is no tensor without its graph
             return own.value
+        if isinstance(base.ref, Inherited):
+            method = base.ref.cls.find_inherited(node.attr)
+            return UNKNOWN if method is None else Value(Kind.FUNCTION, ref=(method, base.ref.receiver))
         if node.attr == "data" and base.ref == torch_facts.PACKED:
             return base._replace(ref=None, is_tensor=True)
         if node.attr in torch_facts.PLAIN_ATTRIBUTES and base.kind is not Kind.EXTERNAL:
@@ -111,9 +114,9 @@ class Expressions(Calls):
         if base.kind is Kind.EXTERNAL:
             return Value(Kind.EXTERNAL, ref=f"{base.ref}.{node.attr}")
         if instance is not None:
-            method = instance.cls.find(node.attr)
+            method, of = self._own_method(base, node.attr)
             if method is not None and not method.is_property:
-                return Value(Kind.FUNCTION, ref=(method, base))
+                return Value(Kind.FUNCTION, ref=(method, of))
             shown = method.shown_attribute if method is not None else None
             if shown is not None and instance.cls.find(shown.attr) is None:
                 return self.attribute_of(base, shown)
@@ -152,6 +155,15 @@ class Expressions(Calls):
                 carried_from=base.carried_from,
             )
         return base if base.kind is Kind.TENSOR else UNKNOWN
+
+    def _own_method(self, base: Value, name: str) -> tuple[Function | None, Value]:
+        """A method of an object, or of the first that it may be as well whose class has it."""
+        for one in (base, *base.alternatives):
+            instance = self.instance_of(one)
+            method = instance.cls.find(name) if instance is not None else None
+            if method is not None:
+                return method, one._replace(alternatives=())
+        return None, base
 
     def _subscript(self, node: ast.Subscript) -> Value:
         path = path_of(node)

@@ -6,6 +6,7 @@ import ast
 
 from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL, context_of_call
+from oomfix.script.definitions import Inherited
 from oomfix.script.methods import Methods
 from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import last_of, path_of
@@ -240,9 +241,18 @@ class Externals(Methods):
             external = values[0].kind is Kind.EXTERNAL and len(values) > 1 and isinstance(values[1].constant, str)
             return Value(Kind.EXTERNAL, ref=f"{values[0].ref}.{values[1].constant}") if external else UNKNOWN
         if name == "super":
-            owner = self.frame.function.owner if self.frame.function else None
-            return Value(Kind.INSTANCE, ref=None) if owner is None else UNKNOWN
+            return self._inherited()
         return None
+
+    def _inherited(self) -> Value:
+        """`super()`: the object at hand, as the class around sees those that it is built on."""
+        function, held = self.frame.function, self.lookup("self")
+        owner = function.owner if function is not None else None
+        if owner is None:
+            return Value(Kind.INSTANCE)
+        if held is None:
+            return UNKNOWN
+        return Value(ref=Inherited(owner, held.value))
 
     def _passed(self, name: str, values: list[Value]) -> Value:
         if not values:

@@ -88,7 +88,8 @@ class Value(NamedTuple):
     alternatives: tuple[Value, ...] = ()
     """The other functions that a name may stand for: `update = amp_update if amp else plain_update`.
 
-    Of an unknown value, all that it may be, where some is imported: `cast = torch.autocast if amp else nullcontext`.
+    Of a network, the other ones that it may be. Of an unknown value, all that it may be, where some is imported:
+    `cast = torch.autocast if amp else nullcontext`.
     """
     carried_from: frozenset[int] = NO_ORIGINS
     """Assignments of the previous iteration that this value was carried over from, graph and all."""
@@ -137,6 +138,7 @@ class Given(NamedTuple):
         return self.positional[0] if self.positional else self.keywords.get(name, UNKNOWN)
 
 
+_MOST_ALTERNATIVES = 3
 _NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)
 
 _MOST_NETWORKS = 16
@@ -213,7 +215,7 @@ def join(first: Value, second: Value) -> Value:
             return made
     if first.kind is Kind.FUNCTION and second.kind is Kind.FUNCTION:
         others = (*first.alternatives, second._replace(alternatives=()), *second.alternatives)
-        return Value(Kind.FUNCTION, ref=first.ref, alternatives=tuple(dict.fromkeys(others))[:3])
+        return Value(Kind.FUNCTION, ref=first.ref, alternatives=tuple(dict.fromkeys(others))[:_MOST_ALTERNATIVES])
     if candidates := _candidates(first, second):
         return Value(alternatives=candidates)
     if first.kind is second.kind and first.ref != second.ref and first.kind in _NAMED:
@@ -234,6 +236,7 @@ def join(first: Value, second: Value) -> Value:
         scaled=one.scaled or other.scaled,
         carried_from=one.carried_from & other.carried_from,
         rows=_rows_of_either(one, other),
+        alternatives=_networks_of_either(first, second),
     )
 
 
@@ -257,6 +260,14 @@ def with_network(held: Value, network: Value, kind: Kind) -> Value:
     """A list (SEQUENCE) or dict (CONTAINER) of networks into which one more was put."""
     networks = (*(held.items or ()), network)
     return Value(kind, items=networks if len(networks) <= _MOST_NETWORKS else (reduce(join, networks),))
+
+
+def _networks_of_either(first: Value, second: Value) -> tuple[Value, ...]:
+    """The other networks that a name may stand for: `net = Plain() if simple else Recurrent()`."""
+    if not (first.kind is second.kind is Kind.MODULE):
+        return ()
+    others = () if first.ref == second.ref else (second._replace(alternatives=()),)
+    return tuple(dict.fromkeys((*first.alternatives, *others, *second.alternatives)))[:_MOST_ALTERNATIVES]
 
 
 def _rows_of_either(first: Value, second: Value) -> tuple[Value, ...]:
