@@ -45,6 +45,7 @@ class Core(ABC):
         self.enclosing_depth = 1 << 30
         """The loops around that forward: what the module collects in loops of its own goes with the forward."""
         self.parts_record: set[Graph] = set()
+        self.unseen_parts_record: set[Graph] = set()
         """Whether gradients were recorded where the enclosing forward ran the parts of its network."""
         self.frozen_elements: set[str] = set()
         """Names of networks that were frozen one by one, in a loop over several of them."""

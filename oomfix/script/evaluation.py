@@ -10,6 +10,7 @@ from itertools import takewhile
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.as_arrays import becomes_array
 from oomfix.script.definitions import Function
+from oomfix.script.input_gradients import is_differentiated_out_of_sight
 from oomfix.script.into_numbers import is_only_looked_at
 from oomfix.script.named_like import looks_like_loss, looks_like_training
 from oomfix.script.names import last_name, path_of
@@ -53,7 +54,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
     return [
         forward
         for forward in trace.forwards.values()
-        if (forward.direct or forward.method in trained_methods)
+        if (forward.direct or (forward.given and forward.method in trained_methods))
         and forward.origin not in needed
         and not _is_in_training_branch(forward)
         and not _is_a_second_try(forward, trace)
@@ -64,6 +65,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
             or _is_a_sample(forward, training_runs, waited_for)
             or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
         )
+        and not is_differentiated_out_of_sight(forward, trace.followed)
     ]
 
 

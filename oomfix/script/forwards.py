@@ -59,7 +59,7 @@ class Forwards(Networks):
         if method is None:
             return whole
         returned = self._inside(node, method, module, given, origin)
-        if self.parts_record == {Graph.NO}:
+        if (self.parts_record or self.unseen_parts_record) == {Graph.NO}:
             self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR
         return _with_structure(returned, whole)
@@ -105,7 +105,8 @@ class Forwards(Networks):
     ) -> Value:
         """Follow a module's own code for what it returns and keeps; its calls are part of the one forward."""
         outer = self.enclosing_forward, self.enclosing_depth
-        self.enclosing_forward, self.enclosing_depth, self.parts_record = origin, len(self.loops), set()
+        self.enclosing_forward, self.enclosing_depth = origin, len(self.loops)
+        self.parts_record, self.unseen_parts_record = set(), set()
         returned = self._follow_function(node, method, module, given)
         self.enclosing_forward, self.enclosing_depth = outer
         return returned

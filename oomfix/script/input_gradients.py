@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from oomfix.script.names import path_of
+from oomfix.script.names import path_of, root_of
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Forward
+
+_READING = frozenset("torch F nn np numpy plt ax axes print zip len".split())
+"""What is called of these differentiates nothing."""
 
 
 def differentiates_its_inputs(forward: Forward, evaluated: Sequence[Forward]) -> bool:
@@ -21,6 +24,33 @@ def differentiates_its_inputs(forward: Forward, evaluated: Sequence[Forward]) ->
     """
     networks = _networks(forward)
     return any(not networks.isdisjoint(_networks(other)) and _is_given_a_leaf(other) for other in evaluated)
+
+
+def is_differentiated_out_of_sight(forward: Forward, followed: Collection[ast.Call]) -> bool:
+    """Whether what a forward gives leaves together with an input of it whose gradients are asked for.
+
+    `residual(x, net(x))`: what a physical law says of a network is its derivatives, in an evaluation as well.
+
+    Args:
+        followed: the calls of functions of the file.
+    """
+    block = _block(forward)
+    leaves = set(map(path_of, forward.given)) & set(_leaves(block)) - {None} if block is not None else set()
+    if block is None or not leaves:
+        return False
+    bound = {
+        path_of(target)
+        for node in walk(block)
+        if isinstance(node, ast.Assign) and node.value is forward.node
+        for target in node.targets
+    }
+    for call in walk(block):
+        if isinstance(call, ast.Call) and call not in followed and root_of(path_of(call.func) or "") not in _READING:
+            arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+            paths = set(map(path_of, arguments))
+            if paths & leaves and (forward.node in arguments or paths & bound - {None}):
+                return True
+    return False
 
 
 def _networks(forward: Forward) -> set[str]:

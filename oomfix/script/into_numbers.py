@@ -22,6 +22,7 @@ _COMPUTING = frozenset("torch F nn np numpy math list tuple zip enumerate range"
 _OF_TENSORS = frozenset("eq ne equal view_as expand_as type_as make_grid".split())
 """Methods of another tensor that this one is given to, and a function that puts pictures together."""
 _SHAPES = frozenset("shape size dim ndim numel device dtype".split())
+_OF_THE_GRAPH = frozenset("grad_fn grad requires_grad retain_grad register_hook".split())
 _PASSING = (
     ast.Attribute
     | ast.BinOp
@@ -87,6 +88,8 @@ class _Uses:
             match around:
                 case ast.Attribute(attr=name) if name in _SHAPES:
                     return True
+                case ast.Attribute(attr=name) if name in _OF_THE_GRAPH:
+                    return False
                 case ast.Call(func) if node is not func and self._shows(around):
                     self._looked_at = True
                     return True

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from oomfix.script.asked_for import where_graph_ends
 from oomfix.script.definitions import Function
 from oomfix.script.edits import Edit, line_start, newline_of, wrap
+from oomfix.script.input_gradients import differentiates_its_inputs
 from oomfix.script.named_like import looks_like_differentiating, looks_like_logging, looks_like_training
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
@@ -26,9 +27,6 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
     """
     if not _imports_torch(script) or forward.escaped:
         return ()
-    # only findings come to this question, and every module is a third of a millisecond of each run
-    from oomfix.script.input_gradients import differentiates_its_inputs
-
     if differentiates_its_inputs(forward, script.evaluation_forwards):
         return ()
     forward = where_graph_ends(forward, script.trace)

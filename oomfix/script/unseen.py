@@ -39,6 +39,8 @@ class Unseen(Containers):
     ) -> Value:
         """A call of something out of sight: its uses and its name say what it is."""
         last, values = last_of(path), given.all
+        if self.enclosing_forward is not None and (path or "").startswith("self.") and not self.is_for_effect(node):
+            self.unseen_parts_record.add(self.state.grad)  # `self.decoder.sample(8)`, of which nothing else is known
         called_back = self._call_back(node, values)
         if self._is_backward_out_of_sight(path, given):
             return self._backward_out_of_sight(node, given)

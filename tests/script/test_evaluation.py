@@ -1413,3 +1413,29 @@ TRIED = {"tried": "out = self.model(board)", "again": "out = self.model(board)",
 )
 def test_what_a_handler_makes_once_more_for_training_is_no_evaluation(report, changed, found):
     assert [line for code, line in report(TWICE.format(**TRIED | changed)) if code == "OOM201"] == found
+
+
+RESIDUAL = """
+    import torch
+
+    def evaluate(model, physics, grid):
+        model.eval()
+        x = grid.detach().{leaf}
+        u = model(x)
+        print({read})
+"""
+
+
+@pytest.mark.parametrize(
+    ("leaf", "read", "found"),
+    [
+        ("requires_grad_(True)", "physics.residual(x, u).mean().item()", []),
+        ("requires_grad_(True)", "physics.residual(u=u, x=x).mean().item()", []),
+        ("requires_grad_(False)", "physics.residual(x, u).mean().item()", [6]),
+        ("requires_grad_(True)", "physics.residual(grid, u).mean().item()", [6]),
+        ("requires_grad_(True)", "torch.cat([x, u]).mean().item()", [6]),
+        ("requires_grad_(True)", "torch.dist(x, u).item()", [6]),
+    ],
+)
+def test_what_leaves_with_an_input_that_asks_for_gradients_is_differentiated(report, leaf, read, found):
+    assert [line for _, line in report(RESIDUAL.format(leaf=leaf, read=read))] == found

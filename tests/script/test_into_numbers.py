@@ -60,6 +60,9 @@ def test_what_becomes_numbers_in_a_training_iteration_needs_no_graph(report, loo
         "best = target_net(z).max().item(); criterion(other(x), y + best).backward()",
         "chance = model(z).softmax(1); criterion(other(x), log(chance).detach()).backward()",
         "print(f'{model.count_weights():.2e}')",
+        # a look at its graph
+        "out = model(z); print(out.grad_fn.next_functions[0][0])",
+        "print(model(z).requires_grad)",
         # nothing of it is read: a look at shapes, or at what hooks do
         "print(model(z).shape)",
         "out = model(z); size = out.size(0)",

@@ -94,6 +94,12 @@ def test_a_method_through_which_a_loss_is_trained_records_in_a_validation_as_wel
     assert report(code) == [("OOM201", 17), ("OOM202", 10)]
 
 
+def test_a_method_that_is_given_nothing_reads_what_another_has_left(report):
+    evaluated = "self.model.update_state(x); print(self.model.score().mean().item())"
+    found = report(TRAINED.format(trained="self.model.update_state(x); loss = -self.model.score()", evaluated=evaluated))
+    assert [finding for finding in found if finding[0] == "OOM201"] == []
+
+
 @pytest.mark.parametrize(
     "trained",
     [

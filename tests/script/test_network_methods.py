@@ -902,3 +902,35 @@ def test_a_loader_that_a_network_makes_is_no_forward(report, name):
             optimizer.step()
     """
     assert report(code) == [("OOM202", 7)]
+
+
+UNSEEN_PARTS = """
+    import torch
+    from layers import Overtone
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.overtone = Overtone(3)
+
+        def generate(self, n):
+            {context}
+                out = self.overtone.generate(n)
+            return out{more}
+
+        def do_generate(self, n):
+            print(self.generate(n).argmax().tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "more", "found"),
+    [
+        ("with torch.no_grad():", "", []),
+        ("if True:", "", [("OOM201", 15)]),
+        ("with torch.no_grad():", " + self.head.correct(out)", [("OOM201", 15)]),
+    ],
+)
+def test_a_method_that_asks_its_parts_without_gradients_records_none(report, context, more, found):
+    """What the parts are asked for is in another file, and named like nothing in particular."""
+    assert report(UNSEEN_PARTS.format(context=context, more=more)) == found
