@@ -13,8 +13,8 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
     """The network whose parameters a loop freezes or thaws, and what it makes `requires_grad` of each.
 
     `for p in net.parameters(): p.requires_grad = False`, unconditionally (or `if p.requires_grad`), also by
-    `requires_grad_`, `detach_` and over `named_parameters`; or some of them are trained, `if "head" in name`.
-    None for any other loop.
+    `requires_grad_`, `detach_` and over `named_parameters`; or some of them are trained, `if "head" in name`, whatever
+    is made of the others. None for any other loop.
     """
     iterable, target = loop.iter, loop.target
     if not (isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Attribute)):
@@ -24,6 +24,10 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
     elif iterable.func.attr != "parameters":
         return None
     parameter = path_of(target)
+    said = (_sets_training(part, parameter) for part in walk(loop) if isinstance(part, ast.stmt))
+    trained = next((trains for trains in said if isinstance(trains, ast.Constant) and trains.value is True), None)
+    if trained is not None:
+        return iterable.func.value, trained
     for statement in loop.body:
         always = [statement]
         if isinstance(statement, ast.If) and path_of(statement.test) == f"{parameter}.requires_grad":
@@ -31,9 +35,7 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
         for part in always:
             if (trains := _sets_training(part, parameter)) is not None:
                 return iterable.func.value, trains
-    chosen = (_sets_training(part, parameter) for part in walk(loop) if isinstance(part, ast.stmt))
-    trained = next((trains for trains in chosen if isinstance(trains, ast.Constant) and trains.value is True), None)
-    return None if trained is None else (iterable.func.value, trained)
+    return None
 
 
 def thawed_by(loop: ast.For | ast.AsyncFor, listed: ast.expr) -> Iterator[ast.expr]:

@@ -605,3 +605,55 @@ LISTED = "chosen = {listed}\n    for p in chosen:\n        p.requires_grad_({val
 def test_a_network_some_of_whose_weights_are_trained_again_records(report, frozen, trained, records):
     found = [code for code, _ in report(THAWED.format(frozen=frozen, trained=trained))]
     assert found == (["OOM202"] if records else [])
+
+
+SORTED = """
+    import torch
+    from project import Net
+
+    net = Net().cuda()
+    {loop}
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
+    for x, y in loader:
+        loss = criterion(net(x.cuda()), y.cuda())
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sorted_by", "records"),
+    [
+        ("p.requires_grad = False\n        if 'head' in name:\n            p.requires_grad = True", True),
+        ("p.requires_grad_(False)\n        if 'head' in name:\n            p.requires_grad_()", True),
+        ("p.requires_grad = True\n        if 'norm' in name:\n            p.requires_grad = False", True),
+        ("p.requires_grad = False\n        if 'head' in name:\n            heads.append(p)", False),
+        ("p.requires_grad = False\n        if 'head' in name:\n            head.requires_grad = True", False),
+    ],
+)
+def test_a_network_whose_weights_one_loop_sorts_records_where_it_trains_some(report, sorted_by, records):
+    code = SORTED.format(loop=f"for name, p in net.named_parameters():\n        {sorted_by}")
+    assert ("OOM202" in {name for name, _ in report(code)}) is records
+
+
+def test_a_helper_that_freezes_all_or_trains_a_part_leaves_a_network_that_may_train(report):
+    code = """
+        import torch
+
+        def unfreeze(model, stage):
+            if stage < 5:
+                for name, p in model.named_parameters():
+                    p.requires_grad = False
+                    if name.startswith(f"layer{stage}"):
+                        p.requires_grad = True
+            else:
+                for p in model.parameters():
+                    p.requires_grad = False
+            return model
+
+        def validate(model, stage, loader):
+            model = unfreeze(model, stage)
+            for x, y in loader:
+                print(criterion(model(x), y).item())
+    """
+    assert ("OOM201", 17) in report(code)
