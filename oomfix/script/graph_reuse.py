@@ -6,6 +6,7 @@ import ast
 from collections.abc import Sequence
 from functools import cached_property
 
+from oomfix.script.carried_leaves import carried_from_leaves
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import Scope, asks_for_gradients, encloses, walk
 from oomfix.script.rounds import carries_over, feeds_itself, read_first
@@ -46,13 +47,20 @@ class GraphReuse:
         if any(order > backward.order and origins & backward.origins for order, origins in self._trace.handed_on):
             return True
         if loop is not None and (
-            carries_over(loop) or self._uses_older_tensors(loop) or self._adds_older_attribute(loop)
+            carries_over(loop)
+            or self._uses_older_tensors(loop)
+            or self._adds_older_attribute(loop)
+            or carried_from_leaves(loop, self._nodes_beside(loop))
         ):
             return True
         sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
         unseen = [other for other in self._trace.backwards if not (other.origins and backward.origins)]
         beside = [other for other in self._trace.backwards if other.unseen & backward.unseen]
         return any(self._goes_through_again(other, backward) for other in [*sharing, *unseen, *beside])
+
+    def _nodes_beside(self, loop: Loop) -> list[ast.AST]:
+        """The nodes of the function that a loop stands in."""
+        return [node for node, scope in self._nodes if scope is self._scope_of[loop]]
 
     @cached_property
     def _backwards_through(self) -> dict[int, list[Backward]]:
