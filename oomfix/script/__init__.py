@@ -12,7 +12,7 @@ sight), `methods` (of networks), `externals` (what is imported), `calls` (what i
 `entering` (contexts), `flow` (branches and loops) and `follow` (the whole file). `values` and `state` are what they
 pass on, `trace` is what comes out. What rules ask of it has a file each: `loops`, `windows`, `every_iteration`,
 `evaluation`, `trained_methods`, `no_grad`, `retention`, `recurrent_states`, `graph_reuse`, `precision`, `switches`,
-`devices`, `handed_over`, `gradients`, `removal`.
+`devices`, `handed_over`, `gradients`, `removal`, `unit_tests`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
 from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.training_loop import TrainingLoop
+from oomfix.script.unit_tests import holds_unit_tests
 from oomfix.script.windows import lost_tails
 
 if TYPE_CHECKING:
@@ -275,14 +276,8 @@ class Script:
     @cached_property
     def is_test_module(self) -> bool:
         """Whether the file holds unit tests, which pytest also finds where nobody imports it."""
-        imported = (name.split(".")[0] for names in self.imports.names.values() for name in names)
-        return any(name in ("pytest", "unittest") for name in imported) or any(
-            isinstance(statement, ast.FunctionDef)
-            and statement.name.startswith("test_")
-            and not statement.args.args
-            and any(isinstance(node, ast.Assert) for node in statement.body)
-            for statement in self.source.tree.body
-        )
+        imported = {name.split(".")[0] for names in self.imports.names.values() for name in names}
+        return bool(imported & {"pytest", "unittest"}) or holds_unit_tests(self.source.tree)
 
     @cached_property
     def is_of_another_library(self) -> bool:

@@ -95,8 +95,9 @@ def test_a_method_through_which_a_loss_is_trained_records_in_a_validation_as_wel
 
 
 def test_a_method_that_is_given_nothing_reads_what_another_has_left(report):
+    trained = "self.model.update_state(x); loss = -self.model.score()"
     evaluated = "self.model.update_state(x); print(self.model.score().mean().item())"
-    found = report(TRAINED.format(trained="self.model.update_state(x); loss = -self.model.score()", evaluated=evaluated))
+    found = report(TRAINED.format(trained=trained, evaluated=evaluated))
     assert [finding for finding in found if finding[0] == "OOM201"] == []
 
 

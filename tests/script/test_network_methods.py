@@ -934,3 +934,28 @@ UNSEEN_PARTS = """
 def test_a_method_that_asks_its_parts_without_gradients_records_none(report, context, more, found):
     """What the parts are asked for is in another file, and named like nothing in particular."""
     assert report(UNSEEN_PARTS.format(context=context, more=more)) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "statement", "quiet"),
+    [
+        ("TestLayer", "self", "assert out.shape == x.shape", True),
+        ("TestLayer", "self, loader", "assert out.shape == x.shape", False),
+        ("TestLayer", "self", "print(out)", False),
+        ("Tester", "self", "assert out.shape == x.shape", False),
+        ("Trainer", "self", "assert out.shape == x.shape", False),
+        ("TestLoop", "self", "assert out.any()\n\n            def __init__(self):\n                self.x = 3", False),
+    ],
+)
+def test_methods_that_pytest_finds_are_unit_tests(report, name, arguments, statement, quiet):
+    code = f"""
+        import torch
+        from layers import Layer
+
+        class {name}:
+            def test_shape({arguments}):
+                model = Layer().eval()
+                out = model(x)
+                {statement}
+    """
+    assert report(code) == ([] if quiet else [("OOM201", 7)])
