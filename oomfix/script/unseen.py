@@ -24,6 +24,8 @@ from oomfix.script.trace import Handed
 from oomfix.script.values import NO_ORIGINS, UNKNOWN, Given, Graph, Kind, Value, combine
 
 _COPYING = re.compile(r"(deep_?)?(copy|clone)(_?(module|model|net|network|learner))?$", re.IGNORECASE)
+_OF_OPTIMIZERS = frozenset({"param_groups", "state", "defaults"})
+"""What is read of an optimizer without a call."""
 _TRANSFORMS = re.compile(r"(^|[._])transforms?\b", re.IGNORECASE)
 
 
@@ -215,7 +217,18 @@ class Unseen(Containers):
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in values):
             return True
         paths = [path_of(argument) or "" for argument in (*node.args, *(keyword.value for keyword in node.keywords))]
-        return any(path in self.hints.modules or looks_like_optimizer(path) for path in paths)
+        return any(path in self.hints.modules or self._names_optimizer(path) for path in paths)
+
+    def _names_optimizer(self, path: str) -> bool:
+        """`opt`, where it is not what a script is told: `opt.batch_size` is read, and nothing asks for `opt.step()`."""
+        if not looks_like_optimizer(path):
+            return False
+        if f"{path}.step" in self.hints.called or f"{path}.zero_grad" in self.hints.called:
+            return True
+        function = self.frame.function
+        nodes = self.trace.module_level if function is None else function.nodes
+        read = (node for node in nodes if isinstance(node, ast.Attribute) and path_of(node.value) == path)
+        return all(node.attr in _OF_OPTIMIZERS or path_of(node) in self.hints.called for node in read)
 
     def _is_shown_evaluation(self, node: ast.Call, values: list[Value]) -> bool:
         """`callback.on_step(model, out)` in a function that evaluates, of a network that was switched to `eval()`."""

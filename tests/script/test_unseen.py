@@ -705,3 +705,35 @@ def test_what_is_given_a_state_is_a_network_that_is_made(report, filled):
     {filled}.load_state_dict(state)
     """
     assert report(code) == []
+
+
+OPTIONS = """
+    import torch
+    from project import save, Net
+
+    def run(opt, loader, held_out):
+        net = Net().cuda()
+        optimizer = torch.optim.Adam(net.parameters())
+        for epoch in range({epochs}):
+            for x, y in loader:
+                loss = criterion(net(x.cuda()), y.cuda())
+                loss.backward()
+                optimizer.step()
+            net.eval()
+            for x, y in held_out:
+                out = net(x.cuda())
+                save(x, out, opt, epoch)
+            net.train()
+"""
+
+
+@pytest.mark.parametrize("epochs", ["opt.epochs", "opt.training['epochs']", "int(opt.epochs)"])
+def test_options_that_are_handed_over_are_no_optimizer(report, epochs):
+    assert ("OOM201", 14) in report(OPTIONS.format(epochs=epochs))
+
+
+@pytest.mark.parametrize(
+    "epochs", ["9", "opt.count()", "len(opt.param_groups)", "opt.epochs if opt.step() else opt.zero_grad()"]
+)
+def test_what_may_be_an_optimizer_may_train_on_what_it_is_handed_over_with(report, epochs):
+    assert ("OOM201", 14) not in report(OPTIONS.format(epochs=epochs))
