@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 from oomfix.script.carried_leaves import carried_from_leaves
+from oomfix.script.definitions import Function
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import Scope, asks_for_gradients, encloses, walk
 from oomfix.script.rounds import carries_over, feeds_itself, read_first
@@ -42,6 +43,8 @@ class GraphReuse:
         over_graphs = self._trace.loops_over_parts | self._trace.loops_over_graphs
         if loop is not None and not forwards and (loop in over_graphs or feeds_itself(loop) or _cuts_older(loop)):
             return True
+        if self._is_called_back_on_older(backward):
+            return True
         if backward.node in self._in_comprehensions:  # `[loss.backward(retain_graph=True) for loss in losses]`
             return True
         if any(order > backward.order and origins & backward.origins for order, origins in self._trace.handed_on):
@@ -61,6 +64,23 @@ class GraphReuse:
     def _nodes_beside(self, loop: Loop) -> list[ast.AST]:
         """The nodes of the function that a loop stands in."""
         return [node for node, scope in self._nodes if scope is self._scope_of[loop]]
+
+    def _is_called_back_on_older(self, backward: Backward) -> bool:
+        """Whether it runs in what is handed to something out of sight, which may call that again on the same graph.
+
+        `optimizer.step(closure)`, `figure.canvas.mpl_connect("button_press_event", explain)`.
+        """
+        functions = backward.site.functions
+        asked = [self._followed[step] for step in reversed(backward.site.way) if step in self._followed]
+        for depth, (call, function) in enumerate(zip(asked, functions, strict=False)):
+            if _is_handed(function, call):
+                made = list(self._trace.forwards_of(backward.origins))
+                return not made or any(functions[depth] not in forward.site.functions for forward in made)
+        return False
+
+    @cached_property
+    def _followed(self) -> dict[Hashable, ast.Call]:
+        return {id(call): call for call in self._trace.followed}
 
     @cached_property
     def _backwards_through(self) -> dict[int, list[Backward]]:
@@ -178,6 +198,12 @@ class GraphReuse:
         unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
         shared = other.origins & backward.origins or other.unseen & backward.unseen
         return bool(shared) or (unseen and other.node is not backward.node)
+
+
+def _is_handed(function: Function, call: ast.Call) -> bool:
+    """Whether a call is given a function, by its name or as it stands there."""
+    given = (*call.args, *(keyword.value for keyword in call.keywords))
+    return any(argument is function.node or last_of(path_of(argument)) == function.name for argument in given)
 
 
 def _cuts_older(loop: Loop) -> bool:

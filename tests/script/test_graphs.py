@@ -981,3 +981,50 @@ RETAINED = """
 def test_what_is_computed_when_the_loop_has_ended_is_not_older_than_it(report, before, around, after, needless):
     code = RETAINED.format(before=before, around=around, after=after)
     assert (("OOM103", 6) in report(code)) is needless
+
+
+SHOWN = """
+    def explain(loader):
+        for x, y in loader:
+            out = model(x)
+            first = criterion(out, y)
+
+            def clicked(event):
+                {made}
+                {loss}.backward(retain_graph=True)
+                show(x.grad[event.row])
+
+            {handed}
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "loss"),
+    [
+        ("pass", "first"),
+        ("pass", "criterion(out[event.row], y)"),
+        ("loss = other_criterion(out[event.row])", "loss"),
+    ],
+)
+@pytest.mark.parametrize("handed", ["figure.connect('click', clicked)", "figure.connect(on_click=clicked)"])
+def test_what_is_called_back_may_go_through_an_older_graph_more_than_once(report, made, loss, handed):
+    assert not [one for one in report(SHOWN.format(made=made, loss=loss, handed=handed)) if one[0] == "OOM103"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "handed"),
+    [("criterion(model(x), y)", "figure.connect('click', clicked)"), ("criterion(out, y)", "clicked(event)")],
+)
+def test_it_goes_through_a_graph_of_its_own_once(report, loss, handed):
+    assert ("OOM103", 8) in report(SHOWN.format(made="pass", loss=loss, handed=handed))
+
+
+def test_an_optimizer_may_call_its_closure_again_on_the_same_graph(report):
+    code = """
+        for x, y in loader:
+            optimizer = torch.optim.LBFGS(model.parameters())
+            loss = criterion(model(x), y)
+            optimizer.zero_grad()
+            optimizer.step(lambda: loss.backward(retain_graph=True))
+    """
+    assert not [one for one in report(code) if one[0] == "OOM103"]
