@@ -28,7 +28,13 @@ from oomfix.script.devices import Devices
 from oomfix.script.edits import Edit
 from oomfix.script.evaluation import find_evaluation_forwards
 from oomfix.script.follow import Follower
-from oomfix.script.gradients import are_divided, dividing_functions, optimizes, zeroed_by_hand
+from oomfix.script.gradients import (
+    are_divided,
+    differentiates_by_hand,
+    dividing_functions,
+    optimizes,
+    zeroed_by_hand,
+)
 from oomfix.script.graph_reuse import GraphReuse
 from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
@@ -281,9 +287,10 @@ class Script:
 
     @cached_property
     def is_of_another_library(self) -> bool:
-        """Whether the file imports a library that is written like torch, and no torch."""
+        """Whether the file is written for a library that looks like torch, or for layers in numpy, not for torch."""
         roots = {name.split(".")[0] for names in self.imports.names.values() for name in names}
-        return bool(roots & OTHER_LIBRARIES) and "torch" not in roots
+        by_hand = "numpy" in roots and differentiates_by_hand(self.imports.nodes)
+        return (by_hand or bool(roots & OTHER_LIBRARIES)) and "torch" not in roots
 
     def distinct(self, events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:
         """The first event at each node: what happens on several ways is one occurrence."""

@@ -95,7 +95,8 @@ def _is_evaluation(
     if site.loop is None:
         # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
         orders = [order for order, entry in trained if entry == _entry(site)]
-        if any(order < forward.order for order in orders):
+        constructing = any(function.name == "__init__" for function in site.functions)  # how large is what it gives?
+        if any(order < forward.order for order in orders) and not constructing:
             return True
         # A script that trains nothing may only be trying out the network.
         return (site.function is not None or bool(orders)) and _is_only_looked_at(forward, trace)

@@ -73,7 +73,8 @@ _VERB = re.compile(
     r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
     r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|"
     r"wrap|unwrap|configure|validation|training|on|clone|move|merge|fuse|prune|quantize|shard|consolidate|push|upload|"
-    r"download|fetch|import|find|remove|delete|replace|patch|check|is|has|describe|adapt|construct|compare|inspect)"
+    r"download|fetch|import|find|remove|delete|replace|patch|check|is|has|describe|adapt|construct|compare|inspect|"
+    r"sample|generate)"
     r"(_|$|(?-i:[A-Z]))",
     re.IGNORECASE,
 )

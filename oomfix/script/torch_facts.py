@@ -150,7 +150,7 @@ BACKWARD_HOOKS = (
     "register_hook",
 )
 """Methods of modules, and of tensors, that hand their gradients to a function."""
-OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine".split())
+OTHER_LIBRARIES = frozenset("tinygrad jittor paddle mindspore oneflow megengine mxnet chainer".split())
 """Libraries that are written like torch."""
 ADDING_UP = frozenset("stack cat concat concatenate hstack vstack sum mean".split())
 """Functions whose result is divided by whatever all that they are given was divided by."""

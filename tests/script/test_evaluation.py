@@ -1439,3 +1439,26 @@ RESIDUAL = """
 )
 def test_what_leaves_with_an_input_that_asks_for_gradients_is_differentiated(report, leaf, read, found):
     assert [line for _, line in report(RESIDUAL.format(leaf=leaf, read=read))] == found
+
+
+@pytest.mark.parametrize(
+    ("imported", "backward", "found"),
+    [
+        ("import mxnet", "loss.backward()", []),
+        ("import numpy as np", "error = net.backward(loss)", []),
+        ("import numpy as np", "loss.backward()", [7]),
+        ("import torch, numpy as np", "error = net.backward(loss)", [7]),
+    ],
+)
+def test_what_other_libraries_and_layers_in_numpy_evaluate_keeps_no_graph_of_torch(imported, backward, found):
+    code = f"""
+{imported}
+
+def train(net, loader):
+    for x, y in loader:
+        loss = criterion(net(x), y)
+        {backward}
+    print(criterion(net(x), y).item())
+"""
+    findings = Auditor(all_rules()).audit("train.py", code.lstrip().encode()).findings
+    assert [finding.line for finding in findings if finding.code == "OOM201"] == found

@@ -959,3 +959,37 @@ def test_methods_that_pytest_finds_are_unit_tests(report, name, arguments, state
                 {statement}
     """
     assert report(code) == ([] if quiet else [("OOM201", 7)])
+
+
+PROBED = """
+    import torch
+
+    class Encoder(torch.nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.main = torch.nn.Conv2d(3, 8, size)
+            {probe}
+
+        def size_of(self, shape):
+            return self.main(torch.zeros(shape))[0].shape
+
+        def forward(self, x):
+            return self.main(x)
+
+    def train(size, loader, optimizer):
+        net = Encoder(size).cuda()
+        for x in loader:
+            net(x).mean().backward()
+            optimizer.step()
+        return net
+
+    train(3, small, optimizer)
+    net = train(5, large, optimizer)
+    print(net.main(x))
+"""
+
+
+@pytest.mark.parametrize("probe", ["self.size = self.size_of((1, 3, 8, 8))", "pass"])
+def test_a_constructor_that_asks_how_large_a_part_makes_things_evaluates_nothing(report, probe):
+    """Also where another network of its class has been trained before."""
+    assert [line for code, line in report(PROBED.format(probe=probe)) if code == "OOM201"] == [24]
