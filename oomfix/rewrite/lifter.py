@@ -90,9 +90,12 @@ class _Lifter:
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         self._runs_forward: Callable[[ast.AST], bool] = lambda node: not of_networks.isdisjoint(calls_run.by(node))
+        reached = {origin for event in self._script.backwards for origin in event.origins}
+        to_loss = {forward.node for forward in trained if forward.origin in reached}
         networks = NetworkUse(
             runs=self._runs_forward,
             trains=TrainsNetwork(calls_run, trained, self._script.backwards),
+            leads_to_loss=lambda node: not to_loss.isdisjoint(calls_run.by(node)),
             takes=self._takes_network,
             reads=ReadsNetwork(calls_run, forwards),
         )

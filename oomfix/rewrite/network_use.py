@@ -29,12 +29,14 @@ class NetworkUse(NamedTuple):
     Attributes:
         runs: whether it runs one.
         trains: whether it runs one itself with gradients on, as that of a teacher is not.
+        leads_to_loss: whether it runs one that a backward goes through, as that of a printed sample is not.
         takes: whether it hands one to a function, which may run it.
         reads: whether it looks at one, as to log the norm of its weights.
     """
 
     runs: Callable[[ast.AST], bool]
     trains: Callable[[ast.AST], bool]
+    leads_to_loss: Callable[[ast.AST], bool]
     takes: Callable[[ast.AST], bool]
     reads: Callable[[ast.AST], bool]
 
@@ -76,9 +78,7 @@ class ReadsNetwork:
 
 
 class TrainsNetwork:
-    """Whether a node runs a network whose graph is still there behind it, and that a backward may go through.
-
-    That of an attack on its inputs is gone by then, and nothing goes through what is only printed.
+    """Whether a node runs a network whose graph is still there behind it, as that of an attack on its inputs is not.
 
     Args:
         calls_run: the calls that run in a node.
@@ -88,7 +88,6 @@ class TrainsNetwork:
 
     def __init__(self, calls_run: CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
         self._calls_run = calls_run
-        reached = {origin for event in backwards for origin in event.origins}
         ends: dict[int, set[ast.expr]] = {}
         for event in backwards:
             if not _keeps_graph(event):
@@ -96,8 +95,6 @@ class TrainsNetwork:
                     ends.setdefault(origin, set()).add(event.node)
         self._ends: dict[ast.expr, list[set[ast.expr]]] = {}
         for forward in forwards:
-            if reached and forward.origin not in reached:
-                continue
             self._ends.setdefault(forward.node, []).append(ends.get(forward.origin, set()))
 
     def __call__(self, node: ast.AST) -> bool:

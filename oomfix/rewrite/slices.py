@@ -149,17 +149,14 @@ class Slicer:
         """The indices in the block that the slice may start at, the best first; none where no network runs there.
 
         A teacher that runs ahead of the network records nothing that the backward would need: it may stay outside. It
-        has to where it draws random numbers, as the noise of a target: parts would draw others than the whole.
+        has to where it draws random numbers, as the noise of a target: parts would draw others than the whole. What
+        runs the network for a look at it may stay outside as well.
         """
         running = [index for index in chain if self._runs_forward(site.block[index])]
         if running:
-            trained = [index for index in running if self._trains(site.block[index])]
-            if not trained or trained[0] == running[0]:
-                later = [index for index in trained if not _detaches(site.block[index])]
-                return [*running[:1], *later[:1]] if later and later[0] != running[0] else running[:1]
-            ahead = (site.block[index] for index in chain if index < trained[0])
-            drawn = any(self._helpers.draw_random_numbers(statement) for statement in ahead)
-            return [trained[0], running[0]] if drawn else [running[0], trained[0]]
+            starts = self._starts_of_running(running, site, chain)
+            later = [index for index in running if self._networks.leads_to_loss(site.block[index])]
+            return list(dict.fromkeys([*starts, *later[:1]]))
         calls = [index for index in chain if self._may_compute(site.block[index])]
         if network_is_known:
             calls = [index for index in calls if self._networks.takes(site.block[index])]
@@ -167,6 +164,15 @@ class Slicer:
             # it is what the loss is computed from first
             return calls[:_MOST_STARTS]
         return [end] if self._runs_forward(site.root) else []
+
+    def _starts_of_running(self, running: list[int], site: Site, chain: list[int]) -> list[int]:
+        trained = [index for index in running if self._trains(site.block[index])]
+        if not trained or trained[0] == running[0]:
+            later = [index for index in trained if not _detaches(site.block[index])]
+            return [running[0], *later[:1]]
+        ahead = (site.block[index] for index in chain if index < trained[0])
+        drawn = any(self._helpers.draw_random_numbers(statement) for statement in ahead)
+        return [trained[0], running[0]] if drawn else [running[0], trained[0]]
 
     def _trains(self, statement: ast.stmt) -> bool:
         return self._networks.trains(statement) and not records_nothing(statement)
