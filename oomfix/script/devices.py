@@ -24,6 +24,13 @@ _DEVICE = re.compile(
     r"""\.to\((?!\s*(dtype=)?(torch\.\w+|[\w.]+\.dtype)\s*\)|\s*["']cpu["'])|device""",
     re.IGNORECASE,
 )
+_DEVICE_OF_TORCH = re.compile(
+    r"""\.to\((?!\s*(dtype=)?(torch\.\w+|[\w.]+\.dtype)\s*\)|\s*["']cpu["'])|"""
+    r"""torch\.device|\.device\b|\bdevice\s*=|["'][-_]*device["']""",
+    re.IGNORECASE,
+)
+"""What names a device where the file has devices of another kind as well."""
+_OTHER_KIND = re.compile(r"[a-z]Device$")
 _DEVICE_OF_A_TENSOR = re.compile(
     r"(?:\bdevice\s*=|\.to\()\s*"
     r"(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
@@ -73,14 +80,14 @@ class Devices:
         names = [*names, *self._tensors]
         elsewhere = bool(self._overruled) or self._runs_elsewhere
         idle = [*self._overruled, *self._unused, *self._said, *self._not_of_torch, *followed]
-        idle += self._printed if elsewhere else ()
+        idle += [*(self._printed if elsewhere else ()), *self._of_another_kind]
         text = _DEVICE_OF_A_TENSOR.sub(lambda found: found[0] * (found[1] in self._no_tensors), self._without(idle))
         text = _SEED.sub("", text)
         if names:
             text = re.sub(rf"(?:\bdevice\s*=|\.to\()\s*(?:{'|'.join(names)})\b", "", text)
         if elsewhere:
             return bool(_CUDA.search(_IDLE_CALL.sub("", text)))
-        return bool(_CUDA.search(text) or _DEVICE.search(text))
+        return bool(_CUDA.search(text) or (_DEVICE_OF_TORCH if self._of_another_kind else _DEVICE).search(text))
 
     @cached_property
     def are_left_open(self) -> bool:
@@ -163,6 +170,15 @@ class Devices:
         given = (keyword for call in calls for keyword in call.keywords if _SWITCH.fullmatch(keyword.arg or ""))
         off = [one for one in given if isinstance(one.value, ast.Constant) and one.value.value is False]
         return [*off, *(call.func for call in calls if path_of(call.func) in ("qml.device", "pennylane.device"))]
+
+    @cached_property
+    def _of_another_kind(self) -> list[ast.stmt]:
+        """`device = EdgeDevice(battery=0.8)`: the devices that a script is about, where they are made."""
+        return [
+            node
+            for node in self._nodes.of(ast.Assign)
+            if isinstance(node.value, ast.Call) and _OTHER_KIND.search(last_of(path_of(node.value.func)))
+        ]
 
     @property
     def _printed(self) -> list[ast.expr]:

@@ -306,3 +306,35 @@ def test_the_device_of_an_object_that_is_made_of_nothing_is_that_of_no_tensor(re
             optimizer.step()
     """
     assert read(code).devices.may_be_cuda is cuda
+
+
+DEVICES = """
+    import torch
+    from simulation import {made}, Agent
+
+    devices = []
+    for device_id in range(8):
+        device = {made}(device_id=device_id)
+        devices.append(device)
+    agents = [Agent(num_devices=len(devices)) for _ in devices]
+    for agent in agents:
+        state, wanted = replay.sample(64)
+        loss = criterion(agent.critic({given}), wanted)
+        loss.backward()
+        agent.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "cuda"),
+    [
+        ("EdgeDevice", "state", False),
+        ("EdgeDevice", "state.to(args.device)", True),
+        ("EdgeDevice", "torch.zeros(8, device=where)", True),
+        ("EdgeDevice", "state.cuda()", True),
+        ("device", "state", True),
+        ("get_device", "state", True),
+    ],
+)
+def test_the_devices_that_a_script_is_about_are_none_of_torch(read, made, given, cuda):
+    assert read(DEVICES.format(made=made, given=given)).devices.may_be_cuda is cuda
