@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from oomfix.script.contexts import context, decorated_elsewhere
 from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
 from oomfix.script.hints import Hints
-from oomfix.script.names import USUAL_NAMES, imported, last_of, path_of
+from oomfix.script.names import USUAL_NAMES, imported, last_of, path_of, without_moves
 from oomfix.script.parameters import placed_parameters
 from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Manner, Trace
@@ -61,6 +62,8 @@ class Statements(Expressions):
             value = LITERAL
         elif isinstance(target, ast.Attribute) and isinstance(value_node, ast.Constant) and self._is_constructing():
             value = UNKNOWN  # `self.model = None`, which a subclass or a later call fills
+        elif isinstance(target, ast.Name) and value.kind is Kind.UNKNOWN and not value.graph:
+            value = self._as_named_before(value, value_node)
         path = path_of(target)
         if isinstance(target, ast.Subscript) and path is None:
             self._store_entry(target, value, statement, value_node)
@@ -76,6 +79,12 @@ class Statements(Expressions):
                 self._put_network(target, value)
             if isinstance(target, ast.Tuple):
                 self._store_in_parts(target, value, statement, value_node)
+
+    def _as_named_before(self, value: Value, written: ast.expr) -> Value:
+        """`core = model`, `core = model.module if wrapped else model`: a network out of sight under another name."""
+        paths = [path_of(named) for named in _named_by(written)]
+        networks = [path for path in paths if path is not None and self.hints.is_module(path)]
+        return Value(Kind.MODULE, ref=networks[0]) if networks and len(networks) == len(paths) else value
 
     def _is_setting(self, target: ast.expr, value: Value, value_node: ast.expr) -> bool:
         """`mode = "train"`, `mode = TRAIN`; not `TRAIN = "train"`, one of several texts that are told apart."""
@@ -331,6 +340,19 @@ class Statements(Expressions):
             elif isinstance(statement, ast.Assign):
                 self.evaluate(statement.value)
         self.bind(node.name, Value(Kind.CLASS, ref=cls), self.loops, node)
+
+
+def _named_by(node: ast.expr) -> Iterator[ast.expr]:
+    """What an expression only gives another name: `net` in `net.module if wrapped else net.to(device)`."""
+    match without_moves(node):
+        case ast.IfExp(body=body, orelse=orelse):
+            yield from (*_named_by(body), *_named_by(orelse))
+        case ast.Call(ast.Name("getattr"), [_, ast.Constant(), default]):
+            yield from _named_by(default)
+        case ast.Attribute(whole, "module"):
+            yield whole
+        case plain:
+            yield plain
 
 
 def _adds_to(node: ast.expr, path: str) -> bool:
