@@ -10,7 +10,7 @@ from itertools import takewhile
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.as_arrays import becomes_array
 from oomfix.script.definitions import Function
-from oomfix.script.input_gradients import is_differentiated_out_of_sight
+from oomfix.script.input_gradients import is_differentiated_out_of_sight, reads_gradients
 from oomfix.script.into_numbers import is_only_looked_at
 from oomfix.script.named_like import looks_like_loss, looks_like_training
 from oomfix.script.names import last_name, path_of
@@ -66,6 +66,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
             or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
         )
         and not is_differentiated_out_of_sight(forward, trace.followed)
+        and not reads_gradients(forward, trace.backwards)
     ]
 
 

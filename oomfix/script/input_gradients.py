@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from oomfix.script.names import path_of, root_of
 from oomfix.script.nodes import walk
-from oomfix.script.trace import Forward
+from oomfix.script.trace import Backward, Forward
 
 _READING = frozenset("torch F nn np numpy plt ax axes print zip len".split())
 """What is called of these differentiates nothing."""
@@ -51,6 +51,28 @@ def is_differentiated_out_of_sight(forward: Forward, followed: Collection[ast.Ca
             if paths & leaves and (forward.node in arguments or paths & bound - {None}):
                 return True
     return False
+
+
+def reads_gradients(forward: Forward, backwards: Collection[Backward]) -> bool:
+    """Whether gradients are read behind a forward that no backward of its function has left: what ran it ran one.
+
+    `attributor(x)` and `scores = features.grad`.
+
+    Args:
+        backwards: those of the file.
+    """
+    block, function = _block(forward), forward.site.function
+    if block is None or any(backward.site.function is function for backward in backwards):
+        return False
+    called = {node.func for node in walk(block) if isinstance(node, ast.Call)}
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "grad"
+        and isinstance(node.ctx, ast.Load)
+        and node.lineno > forward.node.lineno
+        and node not in called  # `torch.autograd.grad(out, x)` is what computes them
+        for node in walk(block)
+    )
 
 
 def _networks(forward: Forward) -> set[str]:

@@ -1462,3 +1462,31 @@ def train(net, loader):
 """
     findings = Auditor(all_rules()).audit("train.py", code.lstrip().encode()).findings
     assert [finding.line for finding in findings if finding.code == "OOM201"] == found
+
+
+ATTRIBUTED = """
+    import torch
+    from project import Explainer, intercept
+
+    def explain(net, loader):
+        features = intercept(net)
+        with Explainer(net) as explainer:
+            for x, y in loader:
+                _ = explainer.forward(x.cuda())
+                {read}
+
+    def train(net, loader):
+        for x, y in loader:
+            criterion(net(x), y).backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("read", ["kept.append(features.get().grad.cpu())", "assert x.grad is not None"])
+def test_a_forward_that_leaves_gradients_is_no_evaluation(report, read):
+    assert ("OOM201", 8) not in report(ATTRIBUTED.format(read=read))
+
+
+@pytest.mark.parametrize("read", ["kept.append(features.get().cpu())", "x.grad = None", "y.gradient.mean()"])
+def test_one_that_leaves_none_is(report, read):
+    assert ("OOM201", 8) in report(ATTRIBUTED.format(read=read))
