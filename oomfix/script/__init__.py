@@ -287,10 +287,11 @@ class Script:
 
     @cached_property
     def is_of_another_library(self) -> bool:
-        """Whether the file is written for a library that looks like torch, or for layers in numpy, not for torch."""
+        """Whether the file is written for a library that looks like torch, or for layers by hand, not for torch."""
         roots = {name.split(".")[0] for names in self.imports.names.values() for name in names}
-        by_hand = "numpy" in roots and differentiates_by_hand(self.imports.nodes)
-        return (by_hand or bool(roots & OTHER_LIBRARIES)) and "torch" not in roots
+        if "torch" in roots:
+            return False
+        return bool(roots & OTHER_LIBRARIES) or differentiates_by_hand(self.imports.nodes, "numpy" in roots)
 
     def distinct(self, events: Iterable[AnyEvent]) -> Iterator[AnyEvent]:
         """The first event at each node: what happens on several ways is one occurrence."""

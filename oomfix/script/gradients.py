@@ -77,10 +77,21 @@ def _divides_gradients(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and (path_of(node.func) or "").endswith(_DIVIDING)
 
 
-def differentiates_by_hand(nodes: Nodes) -> bool:
-    """Whether what a `backward(error)` gives is used: layers written in numpy hand the gradient on themselves."""
-    given = [node.value for node in nodes.of(ast.Assign)] + [node.value for node in nodes.of(ast.Return)]
-    return any(
-        isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "backward"
-        for value in given
-    )
+def differentiates_by_hand(nodes: Nodes, in_numpy: bool) -> bool:
+    """Whether layers hand the gradient on themselves: what a `backward(error)` gives is used, as nothing of torch is.
+
+    Args:
+        nodes: those of the file.
+        in_numpy: the file imports numpy. Where not, the gradient has to go into the backward of the layer before.
+    """
+    bound = [(target, node.value) for node in nodes.of(ast.Assign) for target in node.targets]
+    if in_numpy:
+        returned = (node.value for node in nodes.of(ast.Return))
+        return any(map(_is_backward, (*returned, *(value for _, value in bound))))
+    names = {path_of(target) for target, value in bound if _is_backward(value)} - {None}
+    handed_on = (path_of(argument) for node in nodes.of(ast.Call) if _is_backward(node) for argument in node.args)
+    return any(path in names for path in handed_on)
+
+
+def _is_backward(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"

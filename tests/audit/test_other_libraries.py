@@ -43,3 +43,45 @@ def test_nothing_is_found_where_another_library_trains(imports):
 )
 def test_torch_beside_it_or_nothing_known_is_judged(imports):
     assert found(imports) == ["OOM203", "OOM201"]
+
+
+BY_HAND = """
+{imports}
+
+class Network:
+    def train(self, batches):
+        for x, y in batches:
+            error = self.loss_layer.{backward}(y)
+            for layer in reversed(self.layers):
+                {handed}
+            self.optimizer.zero_grad()
+"""
+
+
+def found_by_hand(imports: str, handed: str, backward: str = "backward") -> list[str]:
+    data = BY_HAND.format(imports=imports, handed=handed, backward=backward).encode()
+    return [finding.code for finding in Auditor(all_rules()).audit("train.py", data).findings]
+
+
+@pytest.mark.parametrize(
+    ("imports", "handed"),
+    [
+        ("import copy", "error = layer.backward(error)"),
+        ("", "layer.backward(error)"),
+        ("import numpy as np", "layer.step()"),
+    ],
+)
+def test_nothing_is_found_where_layers_hand_the_gradient_on(imports, handed):
+    assert found_by_hand(imports, handed) == []
+
+
+@pytest.mark.parametrize(
+    ("imports", "handed", "backward"),
+    [
+        ("import torch", "error = layer.backward(error)", "backward"),
+        ("import copy", "layer.step()", "backward"),  # `loss = engine.backward(loss)` of a framework
+        ("import copy", "layer.backward(error)", "forward"),
+    ],
+)
+def test_a_loss_that_a_framework_gives_back_is_torch_s(imports, handed, backward):
+    assert found_by_hand(imports, handed, backward) == ["OOM203"]
