@@ -6,6 +6,7 @@ import ast
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from oomfix.script.named_like import is_loss_not_weight
 from oomfix.script.names import MOVES, path_of
 from oomfix.script.trace import Backward, Forward, Step, Trace
 
@@ -16,6 +17,20 @@ _OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
 def methods_backpropagated_alone(trace: Trace) -> set[Hashable]:
     """Methods whose results alone, of all that networks of the file gave, are backpropagated somewhere."""
     each = [{forward.method for forward in trace.forwards_of(backward.origins)} for backward in trace.backwards]
+    return {method for methods in each if len(methods) == 1 for method in methods} | methods_of_terms(trace)
+
+
+def methods_of_terms(trace: Trace) -> set[Hashable]:
+    """Methods whose results alone make a term of the losses that are collected for a backward.
+
+    A term without a graph would do nothing: `losses.append((returns - net.judge(x)).square().mean())`.
+    """
+    collected = (
+        keep
+        for number, keep in trace.keeps.items()
+        if number in trace.backpropagated and is_loss_not_weight(keep.target)
+    )
+    each = [{forward.method for forward in trace.forwards_of(keep.origins)} for keep in collected]
     return {method for methods in each if len(methods) == 1 for method in methods}
 
 
@@ -51,7 +66,7 @@ def methods_of_trained(trace: Trace, calls: Sequence[ast.Call], assignments: Seq
         assignments: those of the file, some of which wrap a network.
     """
     called = {path_of(call.func) for call in calls}
-    found: set[Hashable] = set()
+    found = methods_of_terms(trace)
     for backward in trace.backwards:
         ran = list(trace.forwards_of(backward.origins))
         for forward in ran:

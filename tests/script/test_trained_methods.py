@@ -246,3 +246,45 @@ def test_what_a_loader_draws_is_no_forward(report):
                 optimizer.step()
     """
     assert report(code) == [("OOM202", 7)]
+
+
+COLLECTED = """
+    import torch
+
+    class Learner:
+        def __init__(self, net, optimizer):
+            self.net, self.optimizer = net.cuda(), optimizer
+
+        def evaluate(self, states):
+            values = self.net.{asked}(states)
+            return [value.detach().cpu().numpy() for value in values]
+
+        def fit(self, loader):
+            for states, returns in loader:
+                chances = self.net(states)
+                values = self.net.judge(states)
+                {name} = []
+                for value in values:
+                    {name}.append({term})
+                loss = torch.stack({name}).mean() - chances.mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+"""
+TERM = {"asked": "judge", "name": "value_losses", "term": "(returns - value).square().mean()"}
+
+
+def test_what_alone_makes_a_term_of_the_collected_losses_is_a_forward(report):
+    assert report(COLLECTED.format(**TERM)) == [("OOM201", 8), ("OOM202", 13), ("OOM202", 14)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "missing"),
+    [
+        ({"asked": "guess"}, ("OOM201", 8)),
+        ({"name": "kept"}, ("OOM202", 14)),
+        ({"term": "(returns - value).square().mean() + chances.mean()"}, ("OOM202", 14)),
+    ],
+)
+def test_what_is_collected_otherwise_or_with_other_terms_may_hold_no_graph(report, changed, missing):
+    assert missing not in report(COLLECTED.format(**TERM | changed))
