@@ -87,9 +87,11 @@ class InPlace:
         for step in verdict.steps:
             optimizer = _optimizer_of(step)
             scope = self._blocks.scope_of(step.node)
-            own = [event.node for event in verdict.backwards]
-            before = self._ahead_in(scope, own, step.node) or self._ahead_in(scope, backwards, step.node)
-            places = sorted(map(_place, before))
+            # what is stepped behind a loop may be made there, by a backward of its own
+            own = [] if step in verdict.loop.later_steps else [event.node for event in verdict.backwards]
+            ahead = self._ahead_in(scope, own, step.node) or self._ahead_in(scope, backwards, step.node)
+            before = sorted(ahead, key=_place)
+            places = list(map(_place, before))
             # the last one, and those that run in its place in another branch
             last = [_place(n) for n in before if n is before[-1] or self._blocks.exclude_each_other(n, before[-1])]
             apart = self._blocks.exclude_each_other

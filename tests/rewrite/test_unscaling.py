@@ -348,3 +348,25 @@ def test_a_function_without_a_step_that_unscales_by_itself_keeps_doing_so():
     text, forms = apply(f"scaler = torch.amp.GradScaler('cuda')\n{script}")
     assert forms == [("micro-batched", None)]
     assert "memory.unscale_(optimizer)\n        nn.utils.clip" in text and "no-fp16" not in text
+
+
+def test_what_is_stepped_on_a_backward_behind_the_loop_is_not_unscaled_in_it():
+    result = rewritten(
+        TOP
+        + textwrap.dedent(f"""\
+        weight = torch.tensor([0.0], requires_grad=True)
+        of_weight = torch.optim.Adam([weight], lr=0.1)
+        def train():
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                {CLIP}
+                optimizer.step()
+            of_weight.zero_grad()
+            (weight.exp() * 0.1).sum().backward()
+            of_weight.step()
+        for epoch in range(2):
+            train()
+        """)
+    )
+    assert result.text.count("memory.unscale_(optimizer)") == result.text.count("unscale_") == 1
