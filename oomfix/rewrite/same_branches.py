@@ -7,6 +7,7 @@ unscales gradients under a flag that decided no more than that does so without i
 from __future__ import annotations
 
 import ast
+import re
 from typing import NamedTuple
 
 from oomfix.rewrite.blocks import Blocks
@@ -15,10 +16,11 @@ from oomfix.rewrite.layout import Lines
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.removal import without
 from oomfix.script.edits import Edit
-from oomfix.script.names import path_of
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 
 _TRAINING = frozenset({"backward", "step"})
+_SCALING = re.compile(r"(^|_)(amp|scaler|half|(b?f|float_?)16|mixed|precision)(_|$)", re.IGNORECASE)
 _ASKING = frozenset({"is_enabled", "is_available", "isinstance", "hasattr", "len"})
 """What may be called in a test, ahead of a backward as well as behind it, or not at all."""
 
@@ -68,13 +70,28 @@ def _method(call: ast.Call, manager: str) -> str | None:
 
 
 def _merged(branch: ast.If, reading: Reading, manager: str) -> Edit | None:
-    """The first branch in the place of an `if`, if the second differs at most in that it unscales nothing."""
+    """The first branch in the place of an `if`, if the second differs at most in that it unscales nothing.
+
+    Where a test may ask something else than whether losses are scaled, the second may leave that to a later batch of
+    its window.
+    """
     body, other = [ast.dump(one) for one in branch.body], [ast.dump(one) for one in branch.orelse]
     if body != other:
+        if not _asks_for_scaling(branch.test):
+            return None
         unscaling = [only_calls(one, f"{manager}.unscale_") for one in branch.body]
         if [one for one, unscales in zip(body, unscaling, strict=True) if not unscales] != other:
             return None
     return _body_of(branch, reading)
+
+
+def _asks_for_scaling(test: ast.expr) -> bool:
+    """`args.amp`, `scaler is not None`, `scaler.is_enabled()`, and nothing besides."""
+    if isinstance(test, ast.Compare):
+        test = test.left
+    elif isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and called_name(test) == "is_enabled":
+        test = test.func.value
+    return bool(_SCALING.search(last_of(path_of(test) or "")))
 
 
 def _body_of(branch: ast.If, reading: Reading) -> Edit | None:

@@ -1,5 +1,11 @@
 """Branches that are the same once precision is handed over become one."""
 
+import pytest
+
+from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.same_branches import merge_branches
+from oomfix.script import Script
+from oomfix.source import Source
 from tests.rewrite.small_loops import apply
 
 BRANCHES = """\
@@ -81,6 +87,24 @@ def test_branches_that_differ_only_in_what_unscales_become_the_one_that_does():
     print(loss.item(), norm)
 """
     )
+
+
+@pytest.mark.parametrize(
+    ("test", "merged"),
+    [("args.amp", True), ("scaler is not None", True), ("last", False), ("args.amp and last", False)],
+)
+def test_what_unscales_the_last_batch_of_a_window_alone_stays_under_its_test(test, merged):
+    text = f"""\
+for x, y in loader:
+    if {test}:
+        memory.backward(loss)
+        memory.unscale_(optimizer)
+    else:
+        memory.backward(loss)
+    memory.step(optimizer)
+"""
+    reading = Reading(Script.read(Source.from_bytes("train.py", text.encode()), None))
+    assert bool(merge_branches(reading, "memory").edits) is merged
 
 
 def test_a_branch_that_only_unscales_besides_its_backward_becomes_both():
