@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import only_argument, walk
+from oomfix.script.nodes import names_in, only_argument, walk
 
 
 def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
@@ -32,6 +32,8 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
         always = [statement]
         if isinstance(statement, ast.If) and path_of(statement.test) == f"{parameter}.requires_grad":
             always = statement.body  # the others are frozen as they are
+        elif any(isinstance(part, ast.Continue | ast.Break) for part in walk(statement)):
+            return None  # some are left as they are
         for part in always:
             if (trains := _sets_training(part, parameter)) is not None:
                 return iterable.func.value, trains
@@ -39,21 +41,30 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
 
 
 def thawed_by(loop: ast.For | ast.AsyncFor, listed: ast.expr) -> Iterator[ast.expr]:
-    """What a list of parameters was made of, each of which a loop trains: `for p in chosen: p.requires_grad = True`.
+    """What the parameters are of that a loop goes over, where it trains some of them, whatever it makes of the others.
+
+    `for p in chosen: p.requires_grad = True`, `if "head" in name: p.requires_grad = True`, or
+    `p.requires_grad = "head" in name`.
 
     Args:
-        loop: what goes over the list.
-        listed: what the list was assigned from: `adapters_of(net)`, `[p for p in net.parameters() if p.ndim > 1]`.
+        loop: what goes over the parameters.
+        listed: what they were listed by: `adapters_of(net)`, `[p for p in net.parameters() if p.ndim > 1]`.
     """
-    parameter = path_of(loop.target)
-    trains = [_sets_training(statement, parameter) for statement in loop.body]
-    if not any(isinstance(value, ast.Constant) and value.value is True for value in trains):
+    bound = names_in(loop.target)
+    statements = [part for part in walk(loop) if isinstance(part, ast.stmt)]
+    settings = [_sets_training(statement, name) for statement in statements for name in bound]
+    if not any(value is not None and _trains_some(value, bound) for value in settings):
         return
     for node in walk(listed):
         if isinstance(node, ast.Call):
             yield from node.args
             if isinstance(node.func, ast.Attribute) and node.func.attr in ("parameters", "named_parameters"):
                 yield node.func.value
+
+
+def _trains_some(value: ast.expr, bound: set[str]) -> bool:
+    """Whether what `requires_grad` is set to is true, or asks what the loop has bound: the name of the parameter."""
+    return not bound.isdisjoint(names_in(value)) or (isinstance(value, ast.Constant) and value.value is True)
 
 
 def _sets_training(statement: ast.stmt, parameter: str | None) -> ast.expr | None:

@@ -618,6 +618,22 @@ SORTED = """
         loss = criterion(net(x.cuda()), y.cuda())
         loss.backward()
         optimizer.step()
+
+
+TUNED = """
+    import torch
+
+    def tune(net, loader, val_loader, optimizer):
+        for parameter in net.parameters():
+            parameter.requires_grad = False
+        {thawed}
+        for x, y in loader:
+            loss = criterion(net(x.cuda()), y.cuda())
+            loss.backward()
+            optimizer.step()
+        net.eval()
+        for x, y in val_loader:
+            print(net(x.cuda()).argmax(1))
 """
 
 
@@ -657,3 +673,54 @@ def test_a_helper_that_freezes_all_or_trains_a_part_leaves_a_network_that_may_tr
                 print(criterion(model(x), y).item())
     """
     assert ("OOM201", 17) in report(code)
+
+
+    "thawed",
+    [
+        'for name, p in net.named_parameters():\n            if "head" in name: p.requires_grad = True',
+        'for name, p in net.named_parameters():\n            if name[0] == "h": p.requires_grad_()',
+        'for name, p in net.named_parameters():\n            p.requires_grad = "head" in name',
+        "for p in list(net.parameters())[-2:]: p.requires_grad = True",
+        "for p, kept in zip(net.parameters(), trained): p.requires_grad = kept",
+        "for i, p in enumerate(net.parameters()):\n            if i > 7: p.requires_grad = True",
+        "for i, p in enumerate(net.parameters()):\n            if i: pass\n            else: p.requires_grad = True",
+    ],
+)
+def test_a_network_some_of_whose_parameters_train_again_records(report, thawed):
+    assert [code for code, _ in report(TUNED.format(thawed=thawed))] == ["OOM201", "OOM202"]
+
+
+@pytest.mark.parametrize(
+    "thawed",
+    [
+        'for name, p in net.named_parameters():\n            if "head" in name: p.requires_grad = False',
+        'for name, p in net.named_parameters():\n            if "head" in name: print(name)',
+        "for p in list(net.parameters())[-2:]: p.requires_grad = False",
+        "for p in list(other.parameters())[-2:]: p.requires_grad = True",
+        'for name, p in net.named_parameters():\n            if late: p.requires_grad = "head" in other',
+    ],
+)
+def test_one_of_which_nothing_trains_again_records_nothing(report, thawed):
+    assert report(TUNED.format(thawed=thawed)) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ('p.requires_grad = False\n            if "head" in name: p.requires_grad = True', ["OOM201"]),
+        ('if "head" in name: continue\n            p.requires_grad = False', ["OOM201"]),
+        ("p.requires_grad = False\n            print(name)", []),
+        ("if p.requires_grad: p.requires_grad = False", []),
+    ],
+)
+def test_a_loop_that_leaves_some_parameters_trained_freezes_no_network(report, body, found):
+    code = f"""
+        import torch
+
+        def evaluate(net, loader):
+            for name, p in net.named_parameters():
+                {body.replace("            ", "                ")}
+            for x, y in loader:
+                print(net(x.cuda()).argmax(1))
+    """
+    assert [code for code, _ in report(code)] == found
