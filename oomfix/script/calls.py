@@ -8,6 +8,7 @@ from collections.abc import Callable
 from oomfix.script import torch_facts
 from oomfix.script.containers import STORING
 from oomfix.script.contexts import NULL
+from oomfix.script.definitions import Inherited
 from oomfix.script.externals import Externals, divisors_of, has_integers
 from oomfix.script.methods import SAME_MODULE
 from oomfix.script.named_like import looks_like_autoencoder, looks_like_loss, looks_like_module, runs_network
@@ -175,6 +176,8 @@ class Calls(Externals):
     ) -> Value:
         """What a method gives, by its name and that of its object."""
         values = given.all
+        if name == "__init__" and isinstance(receiver.ref, Inherited):
+            self._construct_out_of_sight(node, receiver.ref, given)
         if name in STORING:
             return self._store_unknown(node, receiver, name, values)
         moved = name in ("to", "cuda") or (name == "type" and bool(values))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from oomfix.script.as_arrays import gives_arrays, mentions_arrays
 from oomfix.script.named_like import runs_network
-from oomfix.script.names import last_of, path_of
+from oomfix.script.names import last_of, path_of, unpacked
 from oomfix.script.nodes import walk
 from oomfix.script.parameters import decorated_as, named_parameters
 from oomfix.script.values import Kind, Value
@@ -237,6 +237,20 @@ class Class:
         """Whether it makes parameters outside of layers (`nn.Parameter(torch.ones(8))`)."""
         calls = (node.func for method in self.methods.values() for node in method.nodes if isinstance(node, ast.Call))
         return any(last_of(path_of(called)) == "Parameter" for called in calls)
+
+    @cached_property
+    def set_attributes(self) -> frozenset[str]:
+        """What its methods assign to `self`, and those of the classes of the file that it is built on."""
+        targets = (
+            path_of(target)
+            for cls in (self, *self.ancestors)
+            for method in cls.methods.values()
+            for node in method.nodes
+            if isinstance(node, ast.Assign)
+            for listed in node.targets
+            for target in unpacked(listed)
+        )
+        return frozenset(path.removeprefix("self.") for path in targets if path is not None)
 
     @cached_property
     def training_methods(self) -> frozenset[str]:

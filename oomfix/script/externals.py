@@ -11,6 +11,7 @@ from oomfix.script.methods import Methods
 from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
+from oomfix.script.state import Binding
 from oomfix.script.trace import Clip
 from oomfix.script.values import (
     FRESH_TENSOR,
@@ -253,6 +254,17 @@ class Externals(Methods):
         if held is None:
             return UNKNOWN
         return Value(ref=Inherited(owner, held.value))
+
+    def _construct_out_of_sight(self, node: ast.Call, inherited: Inherited, given: Given) -> None:
+        """`super().__init__(model, loader)` of another file: it keeps `model` as `self.model`, if nobody else does."""
+        instance = self.instance_of(inherited.receiver)
+        if instance is None:
+            return
+        written = [(path_of(argument), value) for argument, value in zip(node.args, given.positional, strict=False)]
+        for name, value in [*written, *given.keywords.items()]:
+            known = value.kind in (Kind.MODULE, Kind.INSTANCE)
+            if known and name is not None and name not in instance.cls.set_attributes:
+                self.state.attributes[instance.number, name] = Binding(value, self.loops, self.statement)
 
     def _passed(self, name: str, values: list[Value]) -> Value:
         if not values:

@@ -21,6 +21,8 @@ from oomfix.script.values import NO_ORIGINS, NONE, UNKNOWN, Given, Graph, Kind, 
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
 _SHORTEST_NAME = 3
+_OBJECTS = (Kind.MODULE, Kind.INSTANCE, Kind.LOSS, Kind.OPTIMIZER)
+"""What an object is made with in sight, and may be made with elsewhere: settings may be others there."""
 
 
 def _without_state(returned: Value, function: Function) -> Value:
@@ -290,6 +292,9 @@ class Follower(Flow):
     def _instantiate_unknown(self, owner: Class) -> Value:
         call = ast.Call(func=ast.Name(id=owner.name, ctx=ast.Load()), args=[], keywords=[])
         self._invented_calls.append(call)
+        made = list(self.made_with.get(owner, {}).values())
+        if len(made) == 1:
+            return self._instantiate(call, owner, made[0].of_kinds(_OBJECTS))
         constructor = owner.find("__init__")
         arguments = [] if constructor is None else [UNKNOWN] * (len(placed_parameters(constructor.node.args)) - 1)
         return self._instantiate(call, owner, Given(arguments, {"**": UNKNOWN}))

@@ -30,6 +30,8 @@ class Functions(Core):
     def __init__(self, module_frame: Frame, trace: Trace, hints: Hints) -> None:
         super().__init__(module_frame, trace, hints)
         self._parts_of_forwards: dict[Function, bool] = {}
+        self.made_with: dict[Class, dict[ast.Call, Given]] = {}
+        """What each call that makes an object of a class of the file gives it."""
 
     @abstractmethod
     def forward(
@@ -214,6 +216,7 @@ class Functions(Core):
 
     def _instantiate(self, node: ast.Call, cls: Class, given: Given) -> Value:
         instance = Instance(cls, self.number_of_made(node))
+        self.made_with.setdefault(cls, {})[node] = given
         kind = Kind.INSTANCE
         if cls.is_module:
             named = looks_like_loss(cls.name) and not cls.name.startswith(("Model", "Net"))

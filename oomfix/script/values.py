@@ -127,6 +127,15 @@ class Given(NamedTuple):
         """What is left for the function that the first argument is."""
         return Given(self.positional[1:], self.keywords, self.starred and self.starred - 1)
 
+    def of_kinds(self, kinds: Sequence[Kind]) -> Given:
+        """The same, where nothing is known of what is none of these, and more may be given."""
+
+        def known(value: Value) -> Value:
+            return value if value.kind in kinds else UNKNOWN
+
+        keywords = {name: known(value) for name, value in self.keywords.items()} | {"**": UNKNOWN}
+        return Given([known(value) for value in self.positional], keywords, self.starred)
+
     def to(self, parameters: ast.arguments, receivers: Sequence[Value] = ()) -> Bound[Value]:
         """Which parameters of a function take what; first the object, where it is a method of one."""
         named = ((None if name == "**" else name, value) for name, value in self.keywords.items())
