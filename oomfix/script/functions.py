@@ -10,8 +10,8 @@ from functools import reduce
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import Hints
-from oomfix.script.named_like import looks_like_logging, looks_like_loss
-from oomfix.script.names import path_of
+from oomfix.script.named_like import looks_like_forward, looks_like_logging, looks_like_loss
+from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.parameters import bind_call, defaults_of, first_unpacked, named_parameters
 from oomfix.script.state import Binding, Frame, Names
@@ -62,7 +62,9 @@ class Functions(Core):
         """Whether a call of a method is a forward of its network, and not part of one."""
         if receiver.kind is not Kind.MODULE or self.enclosing_forward is not None:
             return False
-        if not self._is_part_of_forward(function) or is_bare(function) or _asks_one_network(function):
+        if not self._is_part_of_forward(function) or is_bare(function):
+            return False
+        if _asks_one_network(function) or _hands_on(function):
             return False
         own_loss = looks_like_loss(function.name) and (path_of(node.func) or "").startswith("self.")
         if own_loss or runs_nothing(function.name):
@@ -257,11 +259,22 @@ def _is_open_forward(function: Function, receiver: Value) -> bool:
 
 def _asks_one_network(function: Function) -> bool:
     """`def act(self, state): return self.policy(state).argmax()`: the forward is that of the one network it calls."""
-    called = [path_of(node.func) for node in function.nodes if isinstance(node, ast.Call)]
-    owner = function.owner
-    parts = [path for path in called if path is not None and path.count(".") == 1 and path.startswith("self.")]
-    parts = [path for path in parts if owner is None or owner.find(path.removeprefix("self.")) is None]
-    return function.evaluates and len(parts) == 1
+    asked = [path for path in _asked_of_self(function) if "." not in path]
+    own = [None if function.owner is None else function.owner.find(path) for path in asked]
+    return function.evaluates and own.count(None) == 1 and all(method is None or is_bare(method) for method in own)
+
+
+def _hands_on(function: Function) -> bool:
+    """`def act(self, state): return self.policy.act(state)`: that one says whether a network runs, and how."""
+    asked = _asked_of_self(function)
+    handed = len(asked) == 1 and "." in asked[0] and last_of(asked[0]) == function.name
+    return handed and not looks_like_forward(function.name)
+
+
+def _asked_of_self(function: Function) -> list[str]:
+    """What a method calls of its object: `policy` in `self.policy(state)`."""
+    called = (path_of(node.func) or "" for node in function.nodes if isinstance(node, ast.Call))
+    return [path.removeprefix("self.") for path in called if path.startswith("self.")]
 
 
 def _shown(function: Function) -> Iterator[tuple[str, str | None]]:

@@ -18,7 +18,7 @@ from oomfix.script.named_like import (
     looks_like_part,
     runs_network,
 )
-from oomfix.script.names import left_by_methods, path_of
+from oomfix.script.names import last_of, left_by_methods, path_of
 from oomfix.script.unseen import Unseen
 from oomfix.script.values import NUMBER, UNKNOWN, Given, Graph, Value, combine
 
@@ -112,7 +112,11 @@ def _evaluates_itself(network: Value) -> bool:
 
 
 def _runs_parts(method: Function) -> bool:
-    """Whether a method calls something of its object, and nothing in it may turn gradients off."""
+    """Whether a method calls something of its object, and nothing in it may turn gradients off.
+
+    `self.policy.act(x)` in `def act` says no more of what that does than the name that is asked about.
+    """
     paths = [path_of(node.func) or "" for node in method.nodes if isinstance(node, ast.Call)]
     switches = any("grad" in path or "inference" in path or "detach" in path for path in paths)
-    return not method.effects and not switches and any(path.startswith("self.") for path in paths)
+    runs = any(path.startswith("self.") and last_of(path) != method.name for path in paths)
+    return not method.effects and not switches and runs

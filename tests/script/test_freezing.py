@@ -618,22 +618,6 @@ SORTED = """
         loss = criterion(net(x.cuda()), y.cuda())
         loss.backward()
         optimizer.step()
-
-
-TUNED = """
-    import torch
-
-    def tune(net, loader, val_loader, optimizer):
-        for parameter in net.parameters():
-            parameter.requires_grad = False
-        {thawed}
-        for x, y in loader:
-            loss = criterion(net(x.cuda()), y.cuda())
-            loss.backward()
-            optimizer.step()
-        net.eval()
-        for x, y in val_loader:
-            print(net(x.cuda()).argmax(1))
 """
 
 
@@ -675,6 +659,24 @@ def test_a_helper_that_freezes_all_or_trains_a_part_leaves_a_network_that_may_tr
     assert ("OOM201", 17) in report(code)
 
 
+TUNED = """
+    import torch
+
+    def tune(net, loader, val_loader, optimizer):
+        for parameter in net.parameters():
+            parameter.requires_grad = False
+        {thawed}
+        for x, y in loader:
+            loss = criterion(net(x.cuda()), y.cuda())
+            loss.backward()
+            optimizer.step()
+        net.eval()
+        for x, y in val_loader:
+            print(net(x.cuda()).argmax(1))
+"""
+
+
+@pytest.mark.parametrize(
     "thawed",
     [
         'for name, p in net.named_parameters():\n            if "head" in name: p.requires_grad = True',

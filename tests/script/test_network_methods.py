@@ -915,7 +915,7 @@ UNSEEN_PARTS = """
 
         def generate(self, n):
             {context}
-                out = self.overtone.generate(n)
+                out = self.overtone.unroll(n)
             return out{more}
 
         def do_generate(self, n):
@@ -993,3 +993,62 @@ PROBED = """
 def test_a_constructor_that_asks_how_large_a_part_makes_things_evaluates_nothing(report, probe):
     """Also where another network of its class has been trained before."""
     assert [line for code, line in report(PROBED.format(probe=probe)) if code == "OOM201"] == [24]
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("self.encode(state)", [("OOM201", 20)]), ("self.scaled(state)", [("OOM201", 14)])],
+)
+def test_a_method_of_its_own_that_runs_a_part_is_another_network_that_it_asks(report, asked, found):
+    code = f"""
+        import torch
+
+        class Agent(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.encoder, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+                self.register_buffer("scale", torch.ones(3))
+
+            def encode(self, state):
+                return torch.relu(self.encoder(state))
+
+            def act(self, state):
+                state = {asked}
+                return self.head(state).argmax().item()
+
+            def scaled(self, state): return state / self.scale
+
+        agent = Agent()
+        for state in test_states:
+            print(agent.act(state))
+    """
+    assert report(code) == found
+
+
+HANDED_ON = """
+    import torch
+    from project import Policy
+
+    class Agent(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.policy = Policy(config)
+            self.value = torch.nn.Linear(3, 1)
+
+        def {name}(self, state):
+            return self.policy.{asked}(state)
+
+    agent = Agent(config).cuda()
+    for state in test_loader:
+        print(agent.{name}(state))
+"""
+
+
+@pytest.mark.parametrize("name", ["evaluate", "act", "initial_hidden", "mask_hidden"])
+def test_a_method_that_asks_another_network_for_the_same_says_nothing_of_gradients(report, name):
+    assert report(HANDED_ON.format(name=name, asked=name)) == []
+
+
+@pytest.mark.parametrize(("name", "asked"), [("forward", "forward"), ("encode", "encode"), ("evaluate", "forward")])
+def test_one_that_runs_it_does(report, name, asked):
+    assert [code for code, _ in report(HANDED_ON.format(name=name, asked=asked))] == ["OOM201"]
