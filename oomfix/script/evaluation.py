@@ -10,7 +10,11 @@ from itertools import takewhile
 from oomfix.script.acting import acts_in_environment
 from oomfix.script.as_arrays import becomes_array
 from oomfix.script.definitions import Function
-from oomfix.script.input_gradients import is_differentiated_out_of_sight, reads_gradients
+from oomfix.script.input_gradients import (
+    is_differentiated_out_of_sight,
+    may_be_asked_for_gradients,
+    reads_gradients,
+)
 from oomfix.script.into_numbers import is_only_looked_at
 from oomfix.script.named_like import looks_like_loss, looks_like_training
 from oomfix.script.names import last_name, path_of
@@ -85,7 +89,11 @@ def _is_evaluation(
         # Whoever asks for a loss may backpropagate it, also through a network that is not trained itself.
         return not (forward.escaped and site.loop is None and _makes_a_loss(site.function))
     if site.within_evaluation and not forward.stored:
-        return not (acted or (forward.escaped and _is_named_for_training_too(forward, trace)))
+        if forward.escaped and (
+            _is_named_for_training_too(forward, trace) or may_be_asked_for_gradients(forward, trace)
+        ):
+            return False
+        return not acted
     if forward.escaped:
         return False
     if forward.made_for_evaluation:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
+from oomfix.script.definitions import Class
 from oomfix.script.names import path_of, root_of
-from oomfix.script.nodes import walk
-from oomfix.script.trace import Backward, Forward
+from oomfix.script.nodes import arguments_of, walk
+from oomfix.script.trace import Backward, Forward, Trace
 
 _READING = frozenset("torch F nn np numpy plt ax axes print zip len".split())
 """What is called of these differentiates nothing."""
@@ -72,6 +73,30 @@ def reads_gradients(forward: Forward, backwards: Collection[Backward]) -> bool:
         and node.lineno > forward.node.lineno
         and node not in called  # `torch.autograd.grad(out, x)` is what computes them
         for node in walk(block)
+    )
+
+
+def may_be_asked_for_gradients(forward: Forward, trace: Trace) -> bool:
+    """Whether its class has a method for callers out of sight that asks for gradients of inputs: an attribution.
+
+    `def input_gradients(self, outputs, inputs)` is given what `def predict_logits(self, inputs)` gives.
+    """
+    owner = forward.site.function.owner if forward.site.function is not None else None
+    return owner is not None and any(
+        not backward.origins and _asks_for_inputs(backward, owner) for backward in trace.backwards
+    )
+
+
+def _asks_for_inputs(backward: Backward, owner: Class) -> bool:
+    """Whether a method of a class differentiates one of its parameters, and hands out the gradient of another."""
+    function = backward.site.function
+    if function is None or function.owner is not owner or backward.site.way[:1] != ("entry",):
+        return False
+    if backward.is_grad_call:
+        return all(path_of(one) in function.parameters for one in arguments_of(backward.node)[:2])
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == "grad" and path_of(node.value) in function.parameters
+        for node in function.nodes
     )
 
 

@@ -611,3 +611,40 @@ def test_experience_that_is_sampled_may_be_for_a_loss(report, name, found):
                 return chances
     """
     assert report(code) == found
+
+
+ATTRIBUTION = """
+    import torch
+
+    class Attribution:
+        def __init__(self, model):
+            self.model = model
+
+        def {name}(self, outputs, inputs):
+            {body}
+
+        def predict_logits(self, x):
+            logits = self.model(x)
+            return logits[:, 0], torch.softmax(logits, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "outputs.sum().backward(); return inputs.grad",
+        "total = outputs.sum(); total.backward(inputs=inputs); return inputs.grad",
+        "return torch.autograd.grad(outputs, inputs)[0]",
+        "return torch.autograd.grad(outputs=outputs, inputs=inputs, create_graph=True)[0]",
+    ],
+)
+def test_what_a_class_predicts_that_takes_gradients_of_inputs_may_be_differentiated(report, body):
+    assert report(ATTRIBUTION.format(name="input_gradients", body=body)) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["outputs.sum().backward(); self.optimizer.step()", "return inputs.grad", "torch.autograd.grad(self.loss, inputs)"],
+)
+def test_one_that_takes_none_only_predicts(report, body):
+    assert report(ATTRIBUTION.format(name="update", body=body)) == [("OOM201", 11)]
