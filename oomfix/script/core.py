@@ -11,6 +11,7 @@ from oomfix.script.definitions import Function, Instance
 from oomfix.script.hints import Hints, scoped
 from oomfix.script.named_like import looks_like_module, looks_like_record
 from oomfix.script.names import path_of, root_of
+from oomfix.script.nodes import Scope
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.torch_facts import holds_networks
 from oomfix.script.trace import Autocast, Event, Guard, Keep, Loop, Manner, ModuleAttribute, Site, Trace
@@ -233,8 +234,7 @@ class Core(ABC):
 
     def _is_backwarded(self, path: str) -> bool:
         """Whether a backward runs on a name of this function, or on what it is summed into."""
-        node = self.frame.function.node if self.frame.function is not None else None
-        return scoped(path, None if isinstance(node, ast.Lambda) else node) in self.hints.backwarded
+        return scoped(path, self._scope) in self.hints.backwarded
 
     def is_made_to_be_backpropagated(self) -> bool:
         """Whether this statement assigns to a name on which a backward runs."""
@@ -270,8 +270,17 @@ class Core(ABC):
             networks = [target for target in targets if self._is_network(target, content)] or targets[:1]
         perhaps = single.with_graph(min(single.graph, Graph.MAYBE))
         for target in targets:
-            one = perhaps if looks_like_record(path_of(target) or "") else single
+            one = perhaps if self._is_perhaps_a_number(path_of(target) or "") else single
             self.assign(target, content if target in networks else one, statement, loops)
+
+    def _is_perhaps_a_number(self, path: str) -> bool:
+        """Whether what comes beside a loss is named like a record, or declared as numbers."""
+        return looks_like_record(path) or (self._scope, path) in self.hints.numbers
+
+    @property
+    def _scope(self) -> Scope:
+        node = self.frame.function.node if self.frame.function is not None else None
+        return None if isinstance(node, ast.Lambda) else node
 
     def _is_network(self, target: ast.expr, source: Value) -> bool:
         """Whether what comes with a network is one as well, as the tokenizer of `net, tokenizer = load()` is not."""

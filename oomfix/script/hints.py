@@ -8,6 +8,7 @@ the name itself (`named_like`) is only asked when nothing else speaks.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -40,6 +41,12 @@ _TENSOR_METHODS = ("detach", "clamp", "clamp_", "copy_", "backward", "grad.zero_
 _DISTRIBUTED = frozenset({"DDP", "DistributedDataParallel"})
 _SAYING_NOTHING = (ast.Constant, ast.keyword, ast.arg)
 _OTHER_ASSIGNMENTS = (ast.AugAssign, ast.AnnAssign)
+
+_WORD = re.compile(r"\w+")
+_NUMBERS = frozenset({"float", "int"})
+_HOLDING_NUMBERS = frozenset(
+    "dict Dict Mapping defaultdict list List tuple Tuple Optional Union None str typing".split()
+)
 
 
 @dataclass
@@ -83,6 +90,8 @@ class Hints:
     """What is given a state, as no result of a network is: `net` in `net.load_state_dict(state)`."""
     distributed: set[str] = field(default_factory=set)
     """What `DistributedDataParallel` is put around, which refuses what has no parameters to train."""
+    numbers: set[tuple[Scope, str]] = field(default_factory=set)
+    """Names that a function declares as numbers, or what holds them: `parts: dict[str, float] = {}`."""
     named_modules: set[str] = field(default_factory=set)
     """Attributes that hold what a name says is a network: `self.gen = generator`."""
     named_losses: set[str] = field(default_factory=set)
@@ -156,8 +165,10 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 hints.elifs.add(node.orelse[0])
             elif isinstance(node, ast.For):
                 loops.append(node)
-            elif isinstance(node, _OTHER_ASSIGNMENTS) and node.value is not None:
-                assignments.append((scope, node.target, node.value))
+            elif isinstance(node, _OTHER_ASSIGNMENTS):
+                _read_declaration(node, scope, hints)
+                if node.value is not None:
+                    assignments.append((scope, node.target, node.value))
     if labelled:
         hints.labels.update(_given_for(labelled, nodes))
     _spread(assignments, hints)
@@ -186,6 +197,13 @@ def _read_assignment(node: ast.Assign, hints: Hints) -> None:
             hints.named_losses |= attributes
     for maker, path in assigned_calls(node):
         hints.made_by.setdefault(maker, set()).add(path)
+
+
+def _read_declaration(node: ast.AugAssign | ast.AnnAssign, scope: Scope, hints: Hints) -> None:
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        words = set(_WORD.findall(ast.unparse(node.annotation)))
+        if words & _NUMBERS and words <= _NUMBERS | _HOLDING_NUMBERS:
+            hints.numbers.add((scope, node.target.id))
 
 
 def _thaws(statement: ast.Assign) -> bool:

@@ -1025,3 +1025,35 @@ TUPLES = """
 )
 def test_what_is_put_into_a_list_by_tuples_comes_out_item_by_item(report, put, old, term, found):
     assert kept(report(TUPLES.format(put=put, old=old, term=term))) == [("OOM102", line) for line in found]
+
+
+DECLARED = """
+    import torch
+
+    def update(loss, optimizer):
+        loss.backward()
+        optimizer.step()
+
+    def train(model, loader, optimizer, criterion):
+        {declared}
+        sums = {{}}
+        for x, y in loader:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss, parts = criterion(model(x), y)
+            update(loss, optimizer)
+            for name, part in parts.items():
+                sums[name] = sums.get(name, 0.0) + part
+"""
+
+
+@pytest.mark.parametrize("declared", ["parts: dict[str, float] = {}", "parts: Dict[str, int | float]"])
+def test_what_is_declared_as_numbers_beside_a_loss_keeps_no_graph(report, declared):
+    assert report(DECLARED.format(declared=declared)) == []
+
+
+@pytest.mark.parametrize(
+    "declared",
+    ["parts: dict[str, torch.Tensor] = {}", "parts: dict[str, Tensor | float] = {}", "other: dict[str, float] = {}"],
+)
+def test_what_may_be_tensors_does(report, declared):
+    assert report(DECLARED.format(declared=declared)) == [("OOM101", 15)]
