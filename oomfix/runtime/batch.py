@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -233,12 +233,21 @@ def is_samples(node: list[Any] | tuple[Any, ...]) -> bool:
     Collate functions make lists of both: `[inputs, targets]`, and images of different sizes. What differs in kind
     (type, dimensions) is no list of samples.
     """
+    given = [child for child in node if child is not None]
+    if len(set(map(_kind, given))) > 1:
+        return False
     if isinstance(node, list):
-        kinds = {(child.dtype, child.dim()) if isinstance(child, torch.Tensor) else None for child in node}
-        return len(kinds) <= 1 and not _differ_behind_the_first(node)
-    lengths = {len(child) if isinstance(child, torch.Tensor) and child.dim() else -1 for child in node}
+        return not _differ_behind_the_first(node)
+    lengths = {len(child) if isinstance(child, torch.Tensor) and child.dim() else -1 for child in given}
     # a tuple of equally long tensors is (input, target, ...); collate functions also make tuples of samples
     return not hasattr(node, "_fields") and (len(lengths) > 1 or lengths == {-1})
+
+
+def _kind(entry: Any) -> Any:
+    """What all entries of a list of samples have in common; objects of other types are taken for one kind."""
+    if isinstance(entry, torch.Tensor):
+        return entry.dtype, entry.dim()
+    return next((kind for kind in (str, Mapping, list | tuple) if isinstance(entry, kind)), None)
 
 
 def _differ_behind_the_first(node: list[Any]) -> bool:

@@ -464,6 +464,15 @@ def test_a_window_of_lists_of_images_is_weighed_by_images_not_by_their_channels(
     assert close(model.weight.grad, expected)
 
 
+@pytest.mark.parametrize("others", [lambda x: {"names": ["a"] * len(x)}, lambda x: ["a"] * len(x), lambda x: None])
+def test_a_window_of_tuples_of_a_tensor_and_something_else_is_weighed_by_samples(model, others):
+    data, memory = [x for x, _ in batches(4, 4, 1)], runtime.preset("16gb")
+    for x, _ in memory.accumulate([(x, others(x)) for x in data], 3):
+        memory.backward(model(x).pow(2).mean())
+    expected = torch.autograd.grad(model(torch.cat(data)).pow(2).mean(), [model.weight])[0]
+    assert close(model.weight.grad, expected)
+
+
 @pytest.mark.parametrize("last", [4, 3])
 def test_two_losses_in_one_gradient_are_weighed_where_one_factor_is_right_for_both(model, last):
     """The first is over 4, 4 and `last` samples, the second over 2 of each batch."""

@@ -300,14 +300,21 @@ def pair_of(kind, x, y):
         "own attributes": OwnAttributes(image=x, label=y),
         "list of samples": [{"image": a, "label": b} for a, b in zip(x, y, strict=True)],
         "tuple of samples": tuple((a, b) for a, b in zip(x, y, strict=True)),
+        "tensor and dict": (x, {"label": y}),
+        "tensor and list": (x, y.tolist()),
+        "views and dict": ((x / 2, x / 2), {"label": y}),
+        "tensors and none": (x, y, None),
     }[kind]
 
 
 def unpacked(batch):
     if isinstance(batch, list):
         return torch.stack([s["image"] for s in batch]), torch.stack([s["label"] for s in batch])
-    if isinstance(batch, tuple):
+    if isinstance(batch, tuple) and isinstance(batch[0], tuple) and isinstance(batch[1], tuple):
         return torch.stack([s[0] for s in batch]), torch.stack([s[1] for s in batch])
+    if isinstance(batch, tuple):
+        x = sum(batch[0]) if isinstance(batch[0], tuple) else batch[0]
+        return x, torch.as_tensor(batch[1]["label"] if isinstance(batch[1], dict) else batch[1])
     if isinstance(batch, Pair | Namespace | OwnAttributes):
         assert not isinstance(batch, Pair) or batch.name == "pair"
         return batch.image, batch.label
@@ -320,6 +327,7 @@ def unpacked(batch):
     [
         *("encoding", "dataclass", "dict", "read-only mapping", "namespace", "own attributes"),
         *("list of samples", "tuple of samples"),
+        *("tensor and dict", "tensor and list", "views and dict", "tensors and none"),
     ],
 )
 def test_containers_are_split_and_keep_their_type(kind, relative_error):
