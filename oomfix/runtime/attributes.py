@@ -50,12 +50,12 @@ class Attributes:
             before, contents = dict(attributes), {}
             for name, value in before.items():
                 if isinstance(value, _CONTAINERS):
-                    if value:
+                    if value or isinstance(owner, Containers):
                         contents[name] = value.copy()
                         for inner in value.values() if isinstance(value, dict) else value:
                             if isinstance(inner, _CONTAINERS):
                                 self._inner.append(((index, name), inner, inner.copy()))
-                    elif not isinstance(owner, Containers):
+                    else:
                         self._empty.append(value)
                         self._places.append((index, name))
             is_same = _begins_with if isinstance(owner, Containers) else _same_content
@@ -103,8 +103,34 @@ class Attributes:
                     found.setdefault(place, _copied(container))
         return found
 
-    def restore(self) -> set[str]:
-        """Put everything back; the names of the attributes that had changed."""
+    def grown(self) -> dict[tuple[int, str], Any]:
+        """Copies of the containers that were only added to, and count as unchanged, as `changes` gives others."""
+        if self._is_untouched():
+            return {}
+        grown = [place for place, container, content in self._inner if not _same_content(container, content)]
+        for index, saved in enumerate(self._saved):
+            kept = saved.contents.items()
+            grown += [(index, name) for name, content in kept if not _same_content(saved.before[name], content)]
+        changed = self.changes()
+        return {place: _copied(self._saved[place[0]].before[place[1]]) for place in grown if place not in changed}
+
+    def put(self, changes: dict[tuple[int, str], Any]) -> None:
+        """Change attributes as they were seen to change; what was written into a container is written there again."""
+        for (index, name), value in changes.items():
+            attributes, held = self._saved[index].attributes, self._saved[index].before.get(name)
+            if isinstance(held, _CONTAINERS) and type(held) is type(value):
+                _refill(held, value)
+                value = held
+            attributes[name] = value
+
+    def restore(self, keeps_records: bool = True) -> set[str]:
+        """Put everything back; the names of the attributes that had changed.
+
+        Args:
+            keeps_records: what was added to lists that count as unchanged stays there.
+        """
+        if self._is_untouched():
+            return set()
         changes = self.changes()
         for index, name in changes:
             attributes, before = self._saved[index].attributes, self._saved[index].before
@@ -112,14 +138,14 @@ class Attributes:
                 del attributes[name]
             elif name not in attributes or attributes[name] is not before[name]:
                 attributes[name] = before[name]
-        for saved in self._saved if changes else ():
+        for saved in self._saved:
             for name, content in saved.contents.items():
-                if not saved.is_same(saved.before[name], content):
+                if not _is_as_before(saved, saved.before[name], content, keeps_records):
                     _refill(saved.before[name], content)
-        for (index, _), container, content in self._inner if changes else ():
-            if not self._saved[index].is_same(container, content):
+        for (index, _), container, content in self._inner:
+            if not _is_as_before(self._saved[index], container, content, keeps_records):
                 _refill(container, content)
-        for container in self._empty if changes else ():
+        for container in self._empty:
             container.clear()
         return {name for _, name in changes}
 
@@ -157,13 +183,18 @@ def _same_values(attributes: MutableMapping[str, Any], before: dict[str, Any]) -
 
 
 def _begins_with(container: Any, content: Any) -> bool:
-    if isinstance(container, deque) and container.maxlen is not None:
+    if isinstance(container, deque) and container.maxlen is not None and content:
         return _same_content(container, content)  # what is added drives something out in the end
     if isinstance(container, set):
         return bool(content <= container)
     if len(container) < len(content) or not all(map(operator.is_, container, content)):
         return False
     return not isinstance(container, dict) or all(map(operator.is_, container.values(), content.values()))
+
+
+def _is_as_before(saved: _Saved, container: Any, content: Any, keeps_records: bool) -> bool:
+    is_record = keeps_records and isinstance(container, list)
+    return saved.is_same(container, content) if is_record else _same_content(container, content)
 
 
 def _same_content(container: Any, content: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from oomfix.runtime import compat, outputs, rule_choice, simulation, trees
-from oomfix.runtime.attributes import Attributes, Containers, namespace
+from oomfix.runtime.attributes import Attributes, Containers
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.border import around_checked
 from oomfix.runtime.bounds import Bounds
@@ -43,11 +43,13 @@ class _Run:
 
     Attributes:
         drawn_shapes: see `whole_draws.DrawnShapes`; empty in a light run.
+        added: containers of the program that were only added to, a record of what went by unless they are read.
         functions_tell: the functions called show the same cross entropies and selections as the operations that ran.
     """
 
     result: Any
     left: Left
+    added: Left
     nll_weights: list[float]
     divisors: list[Divisor]
     selected_among: list[int]
@@ -106,7 +108,8 @@ def compare(
     """Run `forward` on `rows` of `batch`, and on two parts of them.
 
     Random number generators, modes, what the forward wrote into tensors that existed before, and attributes of
-    modules are put back; no gradient is accumulated. Only what it appended to lists of the program stays there.
+    modules are put back; no gradient is accumulated. Only what it appended to lists of the program, which it does not
+    read, stays there.
     Autocast is off, BatchNorm and Dropout are in eval mode.
 
     Args:
@@ -226,8 +229,10 @@ class _Comparison:
             found.counts_nothing = any(_count_nothing(of_whole, of_part) for of_part in of_parts)
         found.draws = sizes_by_rows(drawn_shapes, [count, cut, count - cut])
         depends = left_by(whole.left, [part.left for part in parts], found.shares)
-        if depends is None or (depends and not self._repeats(whole, generators)):
-            names = [self._name(*key) for key in whole.left]
+        # with a graph, beside the gradients of all rows, one run more would take more memory than a micro-batch
+        asks = bool(depends) or (bool(whole.added) and not self._how.graph)
+        if depends is None or (asks and not self._repeats(whole, generators)):
+            names = [self._name(*key) for key in whole.left or whole.added]
             found.wrote = f"it changes {', '.join(names[:2])}"
         found.left = tuple(attribute for attribute in depends or () if not attribute.has_rows)
 
@@ -280,9 +285,8 @@ class _Comparison:
         found.drew_besides_torch = found.drew_besides_torch or (found.drew and generators.moved_besides_torch())
 
     def _repeats(self, whole: _Run, generators: RandomState) -> bool:
-        """Whether the forward gives the same again, though it finds what it left in attributes."""
-        for (owner, name), value in whole.left.items():
-            namespace(self._owners[owner])[name] = value
+        """Whether the forward gives the same again, though it finds what it left in attributes and containers."""
+        self._attributes.put(whole.left | whole.added)
         generators.restore()
         if self._how.replays:
             self._draws.replay(0, len(self._rows))
@@ -312,7 +316,7 @@ class _Comparison:
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
             weights, among = watch.nll_weights, watch.selected_among
-            return _Run(result, self._changes(), weights, divided_by, among, watch, calls, False, terms, [], True)
+            return _Run(result, *self._changes(), weights, divided_by, among, watch, calls, False, terms, [], True)
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
@@ -324,9 +328,9 @@ class _Comparison:
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
-        left, weights, among = self._changes(), probe.nll_weights, probe.selected_among
+        weights, among, left = probe.nll_weights, probe.selected_among, self._changes()
         return _Run(
-            result, left, weights, divided_by, among, watch, calls, differentiates, terms, drawn.drawn_shapes, tell
+            result, *left, weights, divided_by, among, watch, calls, differentiates, terms, drawn.drawn_shapes, tell
         )
 
     def _result(self, args: Any, kwargs: Any, watch: Watch, rows: int) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
@@ -346,8 +350,11 @@ class _Comparison:
             return self._noted
         return nullcontext() if self._own_means is None else self._own_means.part(rows)
 
-    def _changes(self) -> Left:
-        return {key: outputs.detached(value) for key, value in self._attributes.changes().items()}
+    def _changes(self) -> tuple[Left, Left]:
+        """What has changed in attributes and containers, and which of these were only added to."""
+        both = self._attributes.changes(), self._attributes.grown()
+        changed, grown = ({key: outputs.detached(value) for key, value in found.items()} for found in both)
+        return changed, grown
 
     @contextmanager
     def _undisturbed(self, modules: list[nn.Module], found: Evidence) -> Iterator[None]:
@@ -364,4 +371,4 @@ class _Comparison:
                 if self._writes:
                     found.wrote = _WROTE
                     self._writes.undo()
-                self._attributes.restore()
+                self._attributes.restore(keeps_records=not found.wrote)

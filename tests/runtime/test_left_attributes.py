@@ -197,3 +197,57 @@ def test_state_in_containers_of_containers_keeps_the_batch_whole(models):
         memory.forward_backward(forward, X, Y)
         assert split.state == whole.state
         assert torch.equal(split.net.weight.grad, whole.net.weight.grad)
+
+
+def last_state(kind):
+    """Where a recurrent network keeps its last state: a container, and functions that read and write it."""
+    kept = {"dictionary": {"h": None}, "new key": {}, "list": [None], "record": [], "inner": {"state": {}}}[kind]
+    inner = kept["state"] if kind == "inner" else kept
+    if kind == "record":
+        return kept, lambda: kept[-1] if kept else None, kept.append
+    key = 0 if kind == "list" else "h"
+    if kind == "list":
+        return kept, lambda: inner[key], lambda value: inner.__setitem__(key, value)
+    return kept, lambda: inner.get(key), lambda value: inner.__setitem__(key, value)
+
+
+def trained_from_state_to_state(kind, run):
+    """Gradients and states after some calls; batches of another size begin anew, so parts of a check all do."""
+    torch.manual_seed(0)
+    net, (kept, read, write) = nn.GRU(4, 3, batch_first=True).double(), last_state(kind)
+
+    def forward(x):
+        before = read()
+        if before is None or before.shape[1] != len(x):
+            before = torch.zeros(1, len(x), 3).double()
+        out, after = net(x, before)
+        write(after.detach())
+        return out.pow(2).mean(), len(kept)
+
+    found = []
+    for rows in (12, 12, 9, 12, 12):
+        run(forward, X[:rows])
+        found += [*(parameter.grad.clone() for parameter in net.parameters()), read().clone()]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "new key", "list", "record", "inner"])
+def test_a_state_that_is_read_in_a_container_keeps_the_batch_whole(kind):
+    expected = trained_from_state_to_state(kind, lambda forward, x: forward(x)[0].backward())
+    memory = runtime.preset("16gb", micro_batches=3)
+    found = trained_from_state_to_state(kind, memory.forward_backward)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert "keeps state of its own" in memory.report().forwards[0].whole_because
+
+
+@pytest.mark.parametrize("kind", [dict, set])
+def test_a_container_that_is_only_written_to_leaves_the_batch_split_and_holds_nothing_of_checks(kind):
+    net, seen, memory = nn.Linear(4, 4).double(), kind(), runtime.preset("16gb", micro_batches=4)
+
+    def forward(x, y):
+        seen.update({len(x): True} if kind is dict else {len(x)})
+        return F.mse_loss(net(x), y)
+
+    memory.forward_backward(forward, X, Y)
+    assert list(seen) == [4]
+    assert memory.report().forwards[0].micro_batches == 4
