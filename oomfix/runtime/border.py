@@ -3,7 +3,8 @@
 The parts of a batch each run a backward. Leaves stand in for those tensors, so that each of these ends there, and what
 the leaves have got in the end is passed on into the graphs at once. An argument is known beforehand. What a forward
 finds by itself (the temperature of a policy, learned in another step) is seen as it is put into a function of torch.
-Only what has a row for each sample is left as it is: every part would compute all of it anew.
+Only what has a row for each sample is left as it is: every part would compute all of it anew. The backward of a whole
+batch passes such graphs itself, and may start again as long as it has not come to them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import trees
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.gradients import next_node, reached_leaves
+from oomfix.runtime.gradients import is_leaf_node, next_node, reached_leaves
 from oomfix.runtime.referenced import MOST_ENTRIES, references
 
 _checked: list[tuple["Border", int]] = []
@@ -102,6 +104,49 @@ class Border:
             leaf.requires_grad = True  # inside of a transform of torch.func the method is refused
             self._leaves[id(tensor)] = tensor, leaf
         return self._leaves[id(tensor)][1]
+
+
+class Passing:
+    """Watches whether a backward comes to a graph from before a call.
+
+    A backward takes what was computed last first, so one that fails has often left such a graph as it was, and can be
+    tried again.
+
+    Args:
+        loss: with its graph.
+        first_node: of the call, see `next_node`.
+
+    Attributes:
+        has_come: it has, and none may pass that graph again.
+    """
+
+    def __init__(self, loss: torch.Tensor, first_node: int) -> None:
+        self.has_come = False
+        self._watched = [node.register_prehook(self._comes) for node in _first_from_before(loss, first_node)]
+
+    def end(self) -> None:
+        """The backward is over; the graph may live on."""
+        for handle in self._watched:
+            handle.remove()
+
+    def _comes(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        self.has_come = True
+
+
+def _first_from_before(loss: torch.Tensor, first_node: int) -> list[Node]:
+    """The nodes of graphs from before the node numbered `first_node` that a backward of `loss` comes to first."""
+    waiting, seen, found = [loss.grad_fn], {loss.grad_fn, None}, []
+    while waiting:
+        node = waiting.pop()
+        if node is None or is_leaf_node(node):
+            continue
+        if node._sequence_nr() < first_node:
+            found.append(node)
+            continue
+        following = {following for following, _ in node.next_functions} - seen
+        seen |= following
+        waiting += following
+    return found
 
 
 class _Closed(TorchFunctionMode):

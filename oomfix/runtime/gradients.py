@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
 
 from oomfix.runtime.kept_tensors import KeptTensors
@@ -184,6 +185,11 @@ def next_node() -> int:
     """The sequence number that the next node of a graph will have. Each thread counts its own."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
+
+
+def is_leaf_node(node: Node) -> bool:
+    """Whether `node` accumulates into a leaf, rather than belonging to what some call computed."""
+    return node._sequence_nr() == _LEAF
 
 
 def reach(loss: torch.Tensor) -> Reach:

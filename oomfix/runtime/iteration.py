@@ -5,12 +5,12 @@ there are taken off, so that what a backward leaves when it fails half way belon
 backward run on the whole batch, or on one micro-batch after the other, whose losses are weighed (`weighing`), whose
 random numbers are those of the whole batch (`whole_draws`), and whose results are put together by the rule that the
 check found. A try that fails is undone by `put_back`, and the call starts again from its first micro-batch, as if it
-had never begun; after an error that goes on to the caller, `give_up` leaves gradients and window as they were. In the
-end `finish` adds the gradients to those from before, and remembers what was learned.
+had never begun; `give_up` undoes one whose error goes on to the caller. In the end `finish` adds the gradients to those
+from before, and remembers what was learned.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.batch import Batch, balanced
-from oomfix.runtime.border import Border
+from oomfix.runtime.border import Border, Passing
 from oomfix.runtime.bounds import Bounds
 from oomfix.runtime.divisors import Counted
 from oomfix.runtime.gradients import (
@@ -43,10 +43,7 @@ from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.weighing import CannotSplit, Shares, Weighing, loss_of_part
-from oomfix.runtime.whole_draws import WholeDraws
-
-_BATCHES_OF_DRAWS = 2  # what is drawn for a whole batch may take as much memory as so many batches
-_FEW_BYTES = 2**20  # or these, where that is less
+from oomfix.runtime.whole_draws import WholeDraws, most_bytes
 
 
 class Iteration:
@@ -62,7 +59,7 @@ class Iteration:
         room: holds the memory of the optimizer's state while this is set.
         weighing: what its losses are divided by; None for a whole batch outside of a window, whose loss stays as it is.
         in_window: the loss shares its step with other calls.
-        graph_is_spent: a backward that failed has passed a graph made before the call, which none can pass again.
+        graph_is_spent: a backward that failed has come to a graph made before the call, which none can pass again.
         refused: why this call has to run whole, though its forward may be split elsewhere; None: it need not.
         around_forward: makes the context that each forward runs in; None: there is nothing around it.
     """
@@ -81,8 +78,7 @@ class Iteration:
             self._border = Border(with_graph)
             self.batch = self._border.inside(batch)
             self._tensors = self.batch.tensors()
-        given = (*self.batch.args, *self.batch.kwargs.values())
-        self._others = [value for value in given if type(value) is not torch.Tensor]
+        self._others = [one for one in (*self.batch.args, *self.batch.kwargs.values()) if type(one) is not torch.Tensor]
         self.trains = trains
         self.room: OptimizerRoom | None = None
         self.weighing: Weighing | None = None
@@ -220,7 +216,10 @@ class Iteration:
         return lost
 
     def give_up(self) -> None:
-        """Leave gradients as they were before the call; an error is on its way to the caller."""
+        """Leave all as it was before the call; the error on its way is what to see, whatever a failed device says."""
+        with suppress(RuntimeError):
+            if self._kept_batch is not None:
+                self.put_back()
         self._cover_unseen()
         self._gradients.put_back()
         if self.weighing is not None:
@@ -244,12 +243,11 @@ class Iteration:
             known.sizing.fitted(self.batch.size, parts)
         if not self.trains:
             return
-        if self.weighing is None:
-            self._gradients.merge()
-            return
-        self.weighing.meet(self._gradients)
+        if self.weighing is not None:
+            self.weighing.meet(self._gradients)
         self._gradients.merge()
-        self.weighing.end()
+        if self.weighing is not None:
+            self.weighing.end()
 
     def _run_whole(self, scaler: torch.amp.GradScaler) -> Any:
         verdict = self.known.verdict
@@ -263,7 +261,7 @@ class Iteration:
             if not loss.requires_grad:
                 raise ValueError(
                     "forward: returned a loss without a graph (requires_grad is False); was it detached, made of "
-                    "numbers, or computed under no_grad?"
+                    "numbers, computed under no_grad, or returned by a forward_backward inside of the forward?"
                 )
             share = 1.0 if self.weighing is None else self.weighing.share_of_whole(loss, verdict, bounds)
             if share:
@@ -333,8 +331,7 @@ class Iteration:
         draws = verdict.draws or verdict.once_outside
         compiled = draws and any(map(compat.is_compiled, self.known.modules()))
         outside = RandomState(own=self._own_generators(), of_cpu=False) if verdict.once_outside else None
-        most_bytes = max(_BATCHES_OF_DRAWS * sum(tensor.nbytes for tensor in self._tensors), _FEW_BYTES)
-        return WholeDraws(None if compiled else verdict.draws, self.batch.size, most_bytes, outside)
+        return WholeDraws(None if compiled else verdict.draws, self.batch.size, most_bytes(self._tensors), outside)
 
     def _forward_rows(self, start: int, stop: int, verdict: Verdict, shares: Shares) -> tuple[Any, list[Counted]]:
         args, kwargs = self.batch.rows(start, stop)
@@ -354,8 +351,7 @@ class Iteration:
         if not verdict.nll_losses:
             return self._call(args, kwargs), []
         # without a graph the divisors are read as they are computed
-        probe = Probe(Writes(), None)
-        with probe:
+        with Probe(Writes(), None) as probe:
             result = self._call(args, kwargs)
         return result, [Counted(weight, weight) for weight in probe.nll_weights]
 
@@ -399,6 +395,7 @@ class Iteration:
         if self.room is not None:
             self.room.hold([leaf for leaf in self._gradients.leaves if isinstance(leaf, torch.nn.Parameter)])
         scaled = loss if share == 1.0 else loss * share
+        passing = Passing(loss, self._first_node) if known.passes_graphs and self._parts == 1 else None
         try:
             scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
         except BaseException:
@@ -406,8 +403,11 @@ class Iteration:
             # the first time hold nothing but gradients of this call
             found = reach(loss)
             self._gradients.cover(found.leaves, touched=True)
-            self.graph_is_spent = found.began_before(self._first_node)
+            self.graph_is_spent = passing.has_come if passing is not None else found.began_before(self._first_node)
             raise
+        finally:
+            if passing is not None:
+                passing.end()
 
     def _expect_way(self, loss: torch.Tensor, shape: int) -> None:
         """Refuse a micro-batch that may compute what no check has seen, until it has been checked with another one."""
@@ -434,6 +434,7 @@ class Iteration:
 
     def _meet_graph_from_before(self) -> None:
         """Refuse parts that use such a graph, until it ends at a border; or to end at the inputs of the whole."""
+        self.known.passes_graphs = True
         self._border = self._border or Border(())
         if self._parts == 1 and not self._border.has_inputs:
             return

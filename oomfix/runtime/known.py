@@ -53,6 +53,7 @@ class Known:
         rows_in_doubt: of micro-batches that take a way no check has seen; to be checked themselves.
         steps_seen: an optimizer has stepped since the first call, so its state exists.
         meets_graphs: its micro-batches use graphs from before the call, which end at a border.
+        passes_graphs: its loss has been seen to reach such a graph.
         views: what its lists were seen to hold, see `Batch.views`; None: a check has not told yet.
     """
 
@@ -81,6 +82,7 @@ class Known:
         self.split_calls = 0
         self.steps_seen = False
         self.meets_graphs = False
+        self.passes_graphs = False
         self.views: bool | None = None
         self._checked_at = 0
         self._check_again_at = 0

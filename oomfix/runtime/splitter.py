@@ -78,7 +78,7 @@ class Splitter:
                 elif outcome is Outcome.IN_FP32:
                     known.fp32, blamed = True, said
         except BaseException:
-            # whatever ended it, Ctrl-C in a notebook too: gradients and windows are left as they were before the call
+            # whatever ended it, Ctrl-C in a notebook too: all is left as it was before the call
             known.fp32 = known.fp32 and blamed is None
             iteration.give_up()
             raise
@@ -196,8 +196,10 @@ class Splitter:
         known = iteration.known
         if iteration.graph_is_spent:
             raise DoesNotFitError(
-                f"{known.name}: out of memory in the backward of a graph made before the call, which cannot be "
-                f"tried twice; make that graph inside of the forward. torch said: {said}"
+                f"{known.name}: out of memory in the backward of a graph made before the call. Only one backward can "
+                "pass it, so the call cannot start again; gradients are as they were before it. Choices: make that "
+                "graph inside of the forward, which runs it in pieces with the rest; checkpointing of the model that "
+                f"makes it; detach() what needs no gradient; a smaller batch. torch said: {said}"
             )
         self.retries += 1
         known.look_again()

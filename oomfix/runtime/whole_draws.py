@@ -19,6 +19,9 @@ import torch
 from oomfix.runtime.drawing_calls import Drawing, DrawingCalls, Shape
 from oomfix.runtime.random_state import RandomState
 
+_BATCHES = 2  # what is drawn for a whole batch may take as much memory as so many batches
+_FEW_BYTES = 2**20  # or these, where that is less
+
 
 @dataclass(frozen=True)
 class DrawnSize:
@@ -99,6 +102,11 @@ def _size_by_rows(name: str, shapes: list[Shape], rows: Sequence[int]) -> DrawnS
     size = DrawnSize(name, first, dim, first[dim] // rows[0])
     fits = all(size.at(first, rows[0], of) == shape for shape, of in zip(shapes, rows, strict=True))
     return size if fits else None
+
+
+def most_bytes(batch: Sequence[torch.Tensor]) -> int:
+    """What may be drawn for a whole batch of these tensors."""
+    return max(_BATCHES * sum(tensor.nbytes for tensor in batch), _FEW_BYTES)
 
 
 class WholeDraws(DrawingCalls):

@@ -1,6 +1,7 @@
 """Graphs that a forward did not make itself: only one backward can pass them, and nothing is lost if it fails."""
 
 import copy
+import gc
 import types
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
+from oomfix.runtime.border import Passing
 from oomfix.runtime.compat import OutOfMemoryError
 from tests.runtime.through import through
 
@@ -250,6 +252,51 @@ def test_out_of_memory_in_a_graph_outside_leaves_gradients_as_they_were(place, w
             else:
                 memory.forward_backward(lambda x, y, h=hidden: F.mse_loss(net(x) + h.mean(), y), X, Y)
         assert all(bool((parameter.grad == 1).all()) for parameter in parameters)
+
+
+def after_what_is_computed_in_the_forward(encoder, net, refuse):
+    context = encoder(X[:1]).mean()
+    return lambda x, y: F.mse_loss(refuse(net(x)) * context, y)
+
+
+def ahead_of_what_is_computed_in_the_forward(encoder, net, refuse):
+    state = types.SimpleNamespace(context=encoder(X[:1]).mean())
+    return lambda x, y: F.mse_loss(refuse(net(x) * state.context), y)
+
+
+@pytest.mark.parametrize("failing", range(5))
+@pytest.mark.parametrize("place", [after_what_is_computed_in_the_forward, ahead_of_what_is_computed_in_the_forward])
+def test_a_backward_that_fails_before_it_comes_to_a_graph_outside_starts_again_in_parts(place, failing):
+    """Of what it has not come to nothing is freed; the calls between those that explore know that too."""
+    encoder, net = layers()
+    parameters, largest = [*encoder.parameters(), *net.parameters()], 16
+
+    def refuse(out):
+        return through(lambda gradient: gradient if len(gradient) <= largest else fail(gradient))(out)
+
+    memory = runtime.preset("16gb", precision="fp32", checkpointing="off")
+    for call in range(5):
+        largest = 16
+        expected = torch.autograd.grad(place(encoder, net, refuse)(X, Y), parameters)
+        if call == failing:
+            largest = 10
+        memory.forward_backward(place(encoder, net, refuse), X, Y)
+        assert memory.report().retries == (call >= failing)
+        torch.testing.assert_close([parameter.grad for parameter in parameters], [*expected], rtol=1e-12, atol=1e-15)
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def test_a_graph_outside_that_lives_on_is_watched_no_more():
+    """What is added frees nothing, so the same graph may be used in every call."""
+    shift, net = nn.Parameter(torch.zeros(3).double()), layers()[1]
+    context, memory = shift + 1, runtime.preset("16gb")
+    for _ in range(3):
+        memory.forward_backward(lambda x, y: F.mse_loss(net(x) * context, y), X, Y)
+    assert not any(isinstance(one, Passing) for one in gc.get_objects())
+    with torch.no_grad():
+        expected = 3 * torch.autograd.functional.jacobian(lambda s: F.mse_loss(net(X) * (s + 1), Y), shift.detach())
+    assert torch.allclose(shift.grad, expected, rtol=1e-12)
 
 
 def test_a_loss_without_a_graph_is_named():

@@ -4,6 +4,7 @@ import copy
 import gc
 import random
 import sys
+import types
 import weakref
 
 import numpy as np
@@ -580,3 +581,29 @@ def test_an_error_of_the_program_goes_on_to_the_caller_from_a_split_call_too():
     with pytest.raises(ValueError, match="no such label"):
         memory.forward_backward(forward, torch.randn(6, 4), True)
     assert torch.equal(model.weight.grad, before)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("parts", ["auto", 3])
+def test_an_error_in_the_middle_of_a_batch_leaves_everything_as_it_was_before_the_call(parts, error, call):
+    """Statistics that some micro-batches have updated and numbers that they drew would be counted twice."""
+    memory, model = runtime.preset("16gb", micro_batches=parts), Net().double()
+    x, y, hidden = torch.randn(12, 6).double(), torch.arange(12) % 4, types.SimpleNamespace(last=None)
+
+    def forward(x, y):
+        out = model(x)
+        hidden.last = out.detach().mean()
+        if failing and (x[0] == rows[4 if parts == 3 else 0]).all():
+            raise error("in the middle")
+        return F.cross_entropy(out, y)
+
+    failing, rows = False, x
+    for _ in range(call - 1):
+        memory.forward_backward(forward, x, y)
+    failing, last = True, hidden.last
+    before = [*map(torch.clone, model.state_dict().values()), torch.get_rng_state()]
+    with pytest.raises(error, match="in the middle"):
+        memory.forward_backward(forward, x, y)
+    assert_bitwise([*model.state_dict().values(), torch.get_rng_state()], before)
+    assert hidden.last is last
