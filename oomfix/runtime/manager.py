@@ -128,9 +128,9 @@ class MemoryManager:
 
         Gradients are those of the whole batch, added to what `.grad` holds. After an out-of-memory error the
         call starts again in smaller pieces, as if it had never begun. Pieces draw the random numbers of the whole
-        batch, but for masks of dropout (`oomfix.runtime.whole_draws`). Under DistributedDataParallel gradients are
-        averaged over the processes when the call, or its accumulation window, is over; all processes make the same
-        calls.
+        batch, but for masks of dropout and what `multinomial` and `bernoulli` draw by the values of a tensor
+        (`oomfix.runtime.whole_draws`). Under DistributedDataParallel gradients are averaged over the processes when
+        the call, or its accumulation window, is over; all processes make the same calls.
 
         Args:
             forward: returns the loss (one number, a mean or a sum over samples), or a tuple or mapping with the
