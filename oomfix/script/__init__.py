@@ -35,15 +35,13 @@ from oomfix.script.gradients import (
     optimizes,
     zeroed_by_hand,
 )
-from oomfix.script.graph_reuse import GraphReuse
 from oomfix.script.hints import assigned_calls
 from oomfix.script.imports import Imports
 from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.named_like import looks_like_forward, looks_like_loss, looks_like_penalty
-from oomfix.script.names import last_name, last_of, path_of, receivers
+from oomfix.script.names import last_name, last_of, path_of, receivers, with_holders
 from oomfix.script.nodes import Nodes, Scope, by_function, collect, walk
 from oomfix.script.precision import Precision
-from oomfix.script.recurrent_states import CarriedState, carried_states
 from oomfix.script.removal import Removal
 from oomfix.script.retention import attention_maps, kept_graphs
 from oomfix.script.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
@@ -53,6 +51,8 @@ from oomfix.script.unit_tests import holds_unit_tests
 from oomfix.script.windows import lost_tails
 
 if TYPE_CHECKING:
+    from oomfix.script.graph_reuse import GraphReuse
+    from oomfix.script.recurrent_states import CarriedState
     from oomfix.source import Source
 
 __all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
@@ -225,7 +225,6 @@ class Script:
 
     def reads_window_size(self, loop: TrainingLoop) -> bool:
         """Whether an iteration reads the size of its accumulation window for more than to ask whether it is full."""
-        # few scripts come to this question, and every module is a third of a millisecond of each run
         from oomfix.script.window_sizes import reads_its_size
 
         return reads_its_size(loop, self._nodes)
@@ -244,6 +243,8 @@ class Script:
 
     def carried_states(self) -> Iterator[CarriedState]:
         """Recurrent states that are carried into the next iteration with their graph."""
+        from oomfix.script.recurrent_states import carried_states
+
         return carried_states(self.trace, self.evaluation_forwards)
 
     def is_needed_later(self, backward: Backward) -> bool:
@@ -252,6 +253,8 @@ class Script:
 
     @cached_property
     def _reuse(self) -> GraphReuse:
+        from oomfix.script.graph_reuse import GraphReuse
+
         return GraphReuse(self.trace, self._nodes)
 
     @cached_property
@@ -371,7 +374,7 @@ class Script:
             value: path_of(node.targets[0])
             for node in self.imports.nodes.of(ast.Assign)
             if len(node.targets) == 1
-            for value in _with_holders(node.value)
+            for value in with_holders(node.value)
         }
 
     def makers_of(self, path: str) -> set[str]:
@@ -439,12 +442,3 @@ class Script:
     @cached_property
     def _removal(self) -> Removal:
         return Removal(self.source, self.imports.nodes)
-
-
-def _with_holders(value: ast.expr) -> Iterator[ast.expr]:
-    """A value, and what it is an entry of: `state["model"]`, `state.get("model")`."""
-    yield value
-    if isinstance(value, ast.Subscript):
-        yield from _with_holders(value.value)
-    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "get":
-        yield from _with_holders(value.func.value)

@@ -118,3 +118,12 @@ def unpacked(target: ast.expr) -> Iterator[ast.expr]:
         yield target.value
     else:
         yield target
+
+
+def with_holders(value: ast.expr) -> Iterator[ast.expr]:
+    """A value, and what it is an entry of: `state["model"]`, `state.get("model")`."""
+    yield value
+    if isinstance(value, ast.Subscript):
+        yield from with_holders(value.value)
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "get":
+        yield from with_holders(value.func.value)
