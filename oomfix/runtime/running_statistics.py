@@ -59,8 +59,8 @@ class RunningStatistics:
     """Context for a batch in `parts` micro-batches: running statistics move as far as they would for one.
 
     After k updates with momentum 1 - (1 - m)^(1/k) a running mean has forgotten as much as after one with m. Without
-    momentum statistics are averages over all batches so far, of which each counts as k. Batches are counted, and power
-    iterations run, in the first micro-batch only (`after_first`).
+    momentum statistics are averages over all batches so far, of which each counts as k. Batches are counted in the
+    first micro-batch only, and power iterations start in each where they did in the first (`after_first`).
 
     Args:
         modules: every module the forward may run.
@@ -71,8 +71,9 @@ class RunningStatistics:
         self._parts = parts
         self._norms: list[tuple[Any, float]] = []
         self._counts: list[tuple[dict[str, Any], Any]] = []
-        self._powers: list[tuple[Any, int]] = []
+        self._vectors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._averages: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._left: list[torch.Tensor] = []
         if parts == 1:
             return
         for module in modules:
@@ -81,7 +82,8 @@ class RunningStatistics:
                     self._norms.append((module, module.momentum))
                 elif module.num_batches_tracked is not None:
                     self._averages.append((module.num_batches_tracked, module.num_batches_tracked.clone()))
-            self._powers += [(holder, holder.n_power_iterations) for holder in _power_iterations(module)]
+            self._vectors += [(vector, vector.clone()) for vector in _vectors_of_power(module)]
+        self._left = [before for _, before in self._vectors]
 
     def __enter__(self) -> "RunningStatistics":
         for norm, momentum in self._norms:
@@ -92,23 +94,25 @@ class RunningStatistics:
 
     def after_first(self) -> None:
         """To be called when the first micro-batch has run; has no effect after the others."""
+        # they depend on weights alone: each part goes through those that the whole batch would
+        self._left = [vector.clone() for vector, _ in self._vectors]
+        for vector, before in self._vectors:
+            vector.copy_(before)
         if self._counts:
             return
         self._counts = [(norm._buffers, norm.num_batches_tracked) for norm, _ in self._norms]
         for buffers, _ in self._counts:
             buffers["num_batches_tracked"] = None
-        for holder, _ in self._powers:
-            holder.n_power_iterations = 0
 
     def __exit__(self, *_: object) -> None:
         for buffers, count in self._counts:
             buffers["num_batches_tracked"] = count
         for norm, momentum in self._norms:
             norm.momentum = momentum
-        for count, before in self._averages:
-            count.copy_(before + 1)
-        for holder, iterations in self._powers:
-            holder.n_power_iterations = iterations
+        for count, batches in self._averages:
+            count.copy_(batches + 1)
+        for (vector, _before), reached in zip(self._vectors, self._left, strict=True):
+            vector.copy_(reached)
 
 
 def _power_iterations(module: nn.Module) -> Iterator[Any]:
@@ -116,3 +120,12 @@ def _power_iterations(module: nn.Module) -> Iterator[Any]:
     if isinstance(module, _SpectralNorm):
         yield module
     yield from (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm))
+
+
+def _vectors_of_power(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What power iterations of `module` go on from."""
+    if isinstance(module, _SpectralNorm):
+        yield from (vector for name, vector in module.named_buffers(recurse=False) if name in ("_u", "_v"))
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm):
+            yield from (getattr(module, f"{hook.name}_{end}") for end in "uv")

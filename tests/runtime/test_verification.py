@@ -461,6 +461,24 @@ def test_spectral_norm_iterates_once_per_batch(spectral):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("spectral", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_each_part_iterates_as_often_as_the_batch_calls_the_layer(spectral):
+    """A discriminator is called for real and fake samples: the first call is normalised by less than the second."""
+    model = spectral(nn.Linear(6, 4)).double()
+    reference = copy.deepcopy(model)
+    x = X.double()
+
+    def hinges(net, x):
+        return torch.relu(1 - net(x)).mean() + torch.relu(1 + net(-x)).mean()
+
+    hinges(reference, x).backward()
+    runtime.preset("16gb", micro_batches=4).forward_backward(lambda x: hinges(model, x), x)
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-10), name
+    for a, b in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_compiled_model_is_checked_as_it_was_written():
     from torch._dynamo.testing import CompileCounter
 
