@@ -37,8 +37,8 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
     training goes back through. Where an optimizer steps and no backward is in
     sight, it runs out of sight, in the loops that step.
     """
-    if not trace.backwards:
-        training_runs = training_runs | {step.site.runs[-1] for step in trace.steps if step.site.runs}
+    with_backward = {run for backward in trace.backwards for run in backward.site.runs}
+    training_runs = training_runs | {step.site.runs[-1] for step in trace.steps if step.site.runs} - with_backward
     ended = [*(backward for backward in trace.backwards if backward.site.loops), *trace.fits]
     trained = [(event.order, _entry(event.site)) for event in ended]
     in_training_mode = {

@@ -1490,3 +1490,25 @@ def test_a_forward_that_leaves_gradients_is_no_evaluation(report, read):
 @pytest.mark.parametrize("read", ["kept.append(features.get().cpu())", "x.grad = None", "y.gradient.mean()"])
 def test_one_that_leaves_none_is(report, read):
     assert ("OOM201", 8) in report(ATTRIBUTED.format(read=read))
+
+
+STEPS_TWICE = """
+    import torch
+    model = torch.nn.Linear(4, 2).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in first:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+    for x, y in second:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        {between}
+        print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(("between", "evaluates"), [("optimizer.step()", False), ("pass", True)])
+def test_a_loop_that_steps_runs_its_backward_out_of_sight(report, between, evaluates):
+    assert (("OOM201", 11) in report(STEPS_TWICE.format(between=between))) is evaluates
