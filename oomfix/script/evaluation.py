@@ -38,7 +38,8 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
     sight, it runs out of sight, in the loops that step.
     """
     with_backward = {run for backward in trace.backwards for run in backward.site.runs}
-    training_runs = training_runs | {step.site.runs[-1] for step in trace.steps if step.site.runs} - with_backward
+    stepping_alone = {step.site.runs[-1] for step in trace.steps if step.site.runs} - with_backward
+    training_runs = training_runs | stepping_alone
     ended = [*(backward for backward in trace.backwards if backward.site.loops), *trace.fits]
     trained = [(event.order, _entry(event.site)) for event in ended]
     in_training_mode = {
@@ -61,6 +62,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
         if (forward.direct or (forward.given and forward.method in trained_methods))
         and forward.origin not in needed
         and not _is_in_training_branch(forward)
+        and (forward.evaluating or stepping_alone.isdisjoint(forward.site.runs[-1:]))
         and not _is_a_second_try(forward, trace)
         and (
             (_is_evaluation(forward, trace, training_runs, trained) and not _is_trained_out_of_sight(forward, trace))
