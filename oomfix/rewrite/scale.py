@@ -67,7 +67,7 @@ class ScaleWatch:
         return None
 
     def _why_another_function_sees(self, verdict: Verdict) -> str | None:
-        if any(event.scaled for event in verdict.backwards):
+        if all(event.scaled for event in verdict.backwards):
             return None
         if not self._gradients_read:
             return None

@@ -52,10 +52,6 @@ def test_branches_that_are_the_same_without_their_own_scaler_become_one_and_the_
 
 
 ASKED_OF_THE_SCALER = """\
-def norm_of(parameters):
-    return sum(float(one.grad.norm()) for one in parameters if one.grad is not None)
-
-
 scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
 for x, y in loader:
     optimizer.zero_grad()
@@ -64,12 +60,12 @@ for x, y in loader:
     if scaler.is_enabled():
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        norm = norm_of(model.parameters())
+        norm = size_of(loss)
         scaler.step(optimizer)
         scaler.update()
     else:
         loss.backward()
-        norm = norm_of(model.parameters())
+        norm = size_of(loss)
         optimizer.step()
     print(loss.item(), norm)
 """
@@ -82,8 +78,8 @@ def test_branches_that_differ_only_in_what_unscales_become_the_one_that_does():
         """\
     loss = memory.forward_backward(forward, x, y)
     memory.unscale_(optimizer)
-    norm = norm_of(model.parameters())
-    memory.step(optimizer, zero_grad=False)
+    norm = size_of(loss)
+    memory.step(optimizer)
     print(loss.item(), norm)
 """
     )
@@ -107,10 +103,16 @@ for x, y in loader:
     assert bool(merge_branches(reading, "memory").edits) is merged
 
 
+def test_a_function_that_reads_gradients_in_the_branch_without_scaling_sees_no_scale():
+    reader = "def size_of(loss):\n    return sum(float(one.grad.norm()) for one in model.parameters())\n\n\n"
+    text, forms = apply(reader + ASKED_OF_THE_SCALER)
+    assert forms == [("micro-batched", None)]
+    assert 'runtime.preset("16gb", precision="fp32")' in text
+    assert "return (scaler.scale(loss) if scaler.is_enabled() else loss), loss" in text
+
+
 def test_a_branch_that_only_unscales_besides_its_backward_becomes_both():
-    clipped = ASKED_OF_THE_SCALER.replace("        norm = norm_of(model.parameters())\n", "").replace(
-        "scaler.is_", "args.is_"
-    )
+    clipped = ASKED_OF_THE_SCALER.replace("        norm = size_of(loss)\n", "").replace("scaler.is_", "args.is_")
     assert apply(clipped.replace("args.is_enabled()", "args.amp"))[1] == [("micro-batched", None)]
 
 
