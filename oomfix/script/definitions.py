@@ -306,6 +306,8 @@ def called_on_self(nodes: list[ast.AST]) -> Iterator[str]:
             own = isinstance(child.func.value, ast.Name) and child.func.value.id == "self"
             if own or child.func.attr == "backward":
                 yield child.func.attr
+            elif child.func.attr == "forward_backward":
+                yield "backward"
 
 
 @dataclass(eq=False)

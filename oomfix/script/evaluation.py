@@ -55,6 +55,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
     }
     differentiated = {origin for backward in trace.backwards if backward.is_grad_call for origin in backward.origins}
     needed = trace.backpropagated | differentiated
+    differentiating = {backward.site.function for backward in trace.backwards}
     trained_by = _trained_by_their_function(trace)
     return [
         forward
@@ -72,7 +73,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
             or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
         )
         and not is_differentiated_out_of_sight(forward, trace.followed)
-        and not reads_gradients(forward, trace.backwards)
+        and not reads_gradients(forward, differentiating)
     ]
 
 

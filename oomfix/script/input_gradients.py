@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 
-from oomfix.script.definitions import Class
+from oomfix.script.definitions import Class, Function
 from oomfix.script.names import path_of, root_of
 from oomfix.script.nodes import arguments_of, walk
 from oomfix.script.trace import Backward, Forward, Trace
@@ -54,16 +54,17 @@ def is_differentiated_out_of_sight(forward: Forward, followed: Collection[ast.Ca
     return False
 
 
-def reads_gradients(forward: Forward, backwards: Collection[Backward]) -> bool:
+def reads_gradients(forward: Forward, differentiating: Set[Function | None]) -> bool:
     """Whether gradients are read behind a forward that no backward of its function has left: what ran it ran one.
 
     `attributor(x)` and `scores = features.grad`.
 
     Args:
-        backwards: those of the file.
+        forward: through which no backward goes.
+        differentiating: the functions in which backwards run; None: those outside of all.
     """
-    block, function = _block(forward), forward.site.function
-    if block is None or any(backward.site.function is function for backward in backwards):
+    block = _block(forward)
+    if block is None or forward.site.function in differentiating:
         return False
     called = {node.func for node in walk(block) if isinstance(node, ast.Call)}
     return any(

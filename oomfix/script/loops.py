@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from itertools import takewhile
 
 from oomfix.script.named_like import looks_like_module
@@ -61,11 +62,11 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
         loop.framework = loop.framework or backward.framework or ("apex" if backward.site.apex else None)
     for node in [node for node, loop in loops.items() if _tries_again(node) and _is_inside_another(loop, loops)]:
         del loops[node]
-    if len(loops) > 1:
+    if outer := _around_others(loops):
         # few scripts come to this question, and every module is a third of a millisecond of each run
         from oomfix.script.whole_trainings import is_over_trainings
 
-        for node in [node for node, loop in loops.items() if is_over_trainings(loop, loops, trace)]:
+        for node in [node for node in loops if node in outer and is_over_trainings(loops[node], trace)]:
             del loops[node]
     _collect_forwards(loops, trace)
     _collect_steps(loops, trace)
@@ -123,6 +124,12 @@ def _shared_depth(first: tuple[Loop, ...], second: tuple[Loop, ...]) -> int:
             break
         depth += 1
     return depth
+
+
+def _around_others(loops: Mapping[Loop, TrainingLoop]) -> set[Loop]:
+    """The loops in which the backwards of others run."""
+    inside = ((node, backward) for node, loop in loops.items() for backward in loop.backwards)
+    return {outer for node, backward in inside for outer in backward.site.loops if outer is not node}
 
 
 def _collect_forwards(loops: dict[Loop, TrainingLoop], trace: Trace) -> None:

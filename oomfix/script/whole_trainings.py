@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from itertools import takewhile
 
 from oomfix.script.definitions import Function
@@ -14,17 +13,13 @@ from oomfix.script.trace import Forward, Loop, Step, Trace
 from oomfix.script.training_loop import TrainingLoop
 
 
-def is_over_trainings(loop: TrainingLoop, loops: Mapping[Loop, TrainingLoop], trace: Trace) -> bool:
+def is_over_trainings(loop: TrainingLoop, trace: Trace) -> bool:
     """Whether each round trains what it has made, in a loop of its own or by a backward beside that.
 
     Args:
-        loop: one in which a backward runs.
-        loops: all of them, by their node.
+        loop: one around others in which backwards run.
         trace: what happens in the file.
     """
-    inside = (backward for other in loops.values() if other is not loop for backward in other.backwards)
-    if not any(loop.node in backward.site.loops for backward in inside):
-        return False
     steps = [step for step in trace.steps if step.site.loop is loop.node]
     if steps and all(_optimizes_what_the_round_makes(step, loop.node) for step in steps):
         return True

@@ -243,7 +243,7 @@ def test_what_a_function_gives_that_is_handed_over_is_not_looked_at_by_its_calle
         for x in loader:
             loss, log = {asked}
             print(loss.item(), log.item())
-            memory.step(optimizer)
+            {"pass" if asked == "forward(x)" else "memory.step(optimizer)"}
     """
     lines = [line for code, line in report(code) if code == "OOM201"]
     assert lines == ([7, 8] if asked == "forward(x)" else [])

@@ -66,3 +66,22 @@ def test_the_manager_scales_for_its_own_autocast_and_not_for_torchs(report):
     assert report(code.format(context='memory.autocast("cuda")')) == []
     assert report(code.format(context='torch.autocast("cuda", dtype=torch.bfloat16)')) == []
     assert report(code.format(context='torch.autocast("cuda")')) == [("OOM304", 10)]
+
+
+def test_a_class_whose_method_hands_its_forward_to_the_manager_trains(report):
+    code = TOP + (
+        "class Agent:\n"
+        "    def __init__(self):\n"
+        "        self.net, self.target = nn.Linear(4, 2).cuda(), nn.Linear(4, 2).cuda()\n"
+        "        self.target.eval()\n"
+        "\n"
+        "    def learn(self, x, r):\n"
+        "        def forward(x, r):\n"
+        "            wanted = r + self.target(x).detach().max(1)[0]\n"
+        "            return criterion(self.net(x).max(1)[0], wanted)\n"
+        "\n"
+        "        loss = memory.forward_backward(forward, x, r)\n"
+        "        memory.step(optimizer)\n"
+        "        return loss.item()\n"
+    )
+    assert [finding for finding, _ in report(code) if finding == "OOM201"] == []
