@@ -1,6 +1,10 @@
-"""What no test leaves to the next."""
+"""What no test leaves to the next, and no property depends on: how fast the machine is."""
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
