@@ -112,8 +112,26 @@ def test_a_function_that_reads_gradients_in_the_branch_without_scaling_sees_no_s
 
 
 def test_a_branch_that_only_unscales_besides_its_backward_becomes_both():
-    clipped = ASKED_OF_THE_SCALER.replace("        norm = size_of(loss)\n", "").replace("scaler.is_", "args.is_")
-    assert apply(clipped.replace("args.is_enabled()", "args.amp"))[1] == [("micro-batched", None)]
+    text, forms = apply("""\
+        scaler = torch.amp.GradScaler("cuda")
+        for x, y in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", enabled=args.amp):
+                loss = F.cross_entropy(model(x), y)
+            if args.amp:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+            else:
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if args.amp:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        """)
+    assert forms == [("micro-batched", None)]
+    assert "if args.amp" not in text
 
 
 def test_branches_that_differ_or_are_chosen_by_a_call_stay():
