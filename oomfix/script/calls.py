@@ -10,10 +10,10 @@ from oomfix.script.containers import STORING
 from oomfix.script.contexts import NULL
 from oomfix.script.definitions import Inherited
 from oomfix.script.externals import Externals, divisors_of, has_integers
+from oomfix.script.leaves import asks_for_gradients
 from oomfix.script.methods import SAME_MODULE
 from oomfix.script.named_like import looks_like_autoencoder, looks_like_loss, looks_like_module, runs_network
 from oomfix.script.names import MOVES, last_of, path_of, path_of_each
-from oomfix.script.nodes import asks_for_gradients
 from oomfix.script.trace import Event, Handed
 from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine, flatten
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
+from oomfix.script.leaves import leaves_of
 from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import arguments_of, asks_for_gradients, children
+from oomfix.script.nodes import arguments_of, children
 from oomfix.script.rounds import read_first
 from oomfix.script.torch_facts import kind_of_call
 from oomfix.script.trace import Loop
@@ -25,7 +26,7 @@ def carried_from_leaves(loop: Loop, nodes: Iterable[ast.AST]) -> set[str]:
         loop: whose rounds are asked for.
         nodes: of the function that it stands in, which say what its leaves are.
     """
-    leaves = {leaf for node in nodes for leaf in _leaves(node)}
+    leaves = {leaf for node in nodes for leaf in (*leaves_of(node), *_optimized(node))}
     if not leaves:
         return set()
     following = _Following(leaves)
@@ -35,26 +36,11 @@ def carried_from_leaves(loop: Loop, nodes: Iterable[ast.AST]) -> set[str]:
     return found & read_first(loop) if found else set()
 
 
-def _leaves(node: ast.AST) -> Iterator[str]:
-    """The tensors that a node asks gradients for, or gives to an optimizer one by one."""
-    found: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        if isinstance(node.value, ast.Call) and (_is_parameter(node.value) or asks_for_gradients(node.value)):
-            found = node.targets
-        elif isinstance(node.value, ast.Constant) and node.value.value is True:
-            owners = (target for target in node.targets if isinstance(target, ast.Attribute))
-            found = [owner.value for owner in owners if owner.attr == "requires_grad"]
-    elif isinstance(node, ast.Call) and last_name(node) == "requires_grad_" and isinstance(node.func, ast.Attribute):
-        if not any(isinstance(one, ast.Constant) and not one.value for one in arguments_of(node)):
-            found = [node.func.value]
-    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.List):
+def _optimized(node: ast.AST) -> Iterator[str]:
+    """What a call gives to an optimizer one by one: `delta` in `Adam([delta])`."""
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.List):
         if kind_of_call(path_of(node.func) or "") is Kind.OPTIMIZER:
-            found = node.args[0].elts
-    yield from (path for path in map(path_of, found) if path is not None)
-
-
-def _is_parameter(call: ast.Call) -> bool:
-    return last_name(call) == "Parameter"
+            yield from (path for path in map(path_of, node.args[0].elts) if path is not None)
 
 
 class _Following:

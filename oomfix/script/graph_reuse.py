@@ -8,8 +8,9 @@ from functools import cached_property
 
 from oomfix.script.carried_leaves import carried_from_leaves
 from oomfix.script.definitions import Function
+from oomfix.script.leaves import leaves_of
 from oomfix.script.names import last_of, path_of
-from oomfix.script.nodes import Scope, asks_for_gradients, encloses, walk
+from oomfix.script.nodes import Scope, encloses, walk
 from oomfix.script.rounds import carries_over, feeds_itself, read_first
 from oomfix.script.trace import Backward, Loop, Trace, exclude_each_other
 
@@ -178,14 +179,7 @@ class GraphReuse:
 
     @cached_property
     def _leaves(self) -> set[str]:
-        """The names that hold `nn.Parameter(...)` or `torch.randn(..., requires_grad=True)`."""
-        return {
-            target.id
-            for node, _ in self._nodes
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _is_leaf(node.value)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+        return {leaf for node, _ in self._nodes for leaf in leaves_of(node)}
 
     def _goes_through_again(self, other: Backward, backward: Backward) -> bool:
         """Whether a backward of the same round comes later and may go through the same graph."""
@@ -224,8 +218,3 @@ def _computes(node: ast.expr) -> bool:
     # `(table * 2).tanh()` has no path
     name = node.func.attr if isinstance(node.func, ast.Attribute) else path
     return path.startswith(("F.", "nn.functional.")) or name in _COMPUTING
-
-
-def _is_leaf(call: ast.Call) -> bool:
-    """Whether a call makes a tensor that requires gradients."""
-    return last_of(path_of(call.func)) == "Parameter" or asks_for_gradients(call)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 
 from oomfix.script.definitions import Class, Function
+from oomfix.script.leaves import leaves_of
 from oomfix.script.names import path_of, root_of
 from oomfix.script.nodes import arguments_of, walk
 from oomfix.script.trace import Backward, Forward, Trace
@@ -36,7 +37,7 @@ def is_differentiated_out_of_sight(forward: Forward, followed: Collection[ast.Ca
         followed: the calls of functions of the file.
     """
     block = _block(forward)
-    leaves = set(map(path_of, forward.given)) & set(_leaves(block)) - {None} if block is not None else set()
+    leaves = set(map(path_of, forward.given)) & _leaves(block) if block is not None else set()
     if block is None or not leaves:
         return False
     bound = {
@@ -113,7 +114,7 @@ def _is_given_a_leaf(forward: Forward) -> bool:
     if block is None:
         return False
     given = {path_of(node) for value in forward.given for node in walk(value) if isinstance(node, ast.expr)}
-    return any(path in given for path in _leaves(block))
+    return not given.isdisjoint(_leaves(block))
 
 
 def _block(forward: Forward) -> ast.AST | None:
@@ -124,27 +125,5 @@ def _block(forward: Forward) -> ast.AST | None:
     return site.function.node if site.function is not None else None
 
 
-def _leaves(block: ast.AST) -> Iterator[str | None]:
-    """The tensors of a block that gradients are asked for: `x` in `x.requires_grad_()`, `x = x.requires_grad_().to(d)`.
-
-    Or in `x.requires_grad = True` and `x = torch.randn(3, requires_grad=True)`.
-    """
-    for node in walk(block):
-        if isinstance(node, ast.Assign):
-            if any(_asks(part) for part in walk(node.value)):
-                yield from map(path_of, node.targets)
-            elif isinstance(node.value, ast.Constant) and node.value.value is True:
-                owners = (target for target in node.targets if isinstance(target, ast.Attribute))
-                yield from (path_of(owner.value) for owner in owners if owner.attr == "requires_grad")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _asks(node):
-            yield path_of(node.func.value)
-
-
-def _asks(node: ast.AST) -> bool:
-    """`x.requires_grad_()`, `torch.randn(3, requires_grad=True)`."""
-    if not isinstance(node, ast.Call):
-        return False
-    switches = [keyword.value for keyword in node.keywords if keyword.arg == "requires_grad"]
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
-        switches = [*node.args, *switches] or [ast.Constant(True)]
-    return any(not isinstance(value, ast.Constant) or bool(value.value) for value in switches)
+def _leaves(block: ast.AST) -> set[str]:
+    return {leaf for node in walk(block) for leaf in leaves_of(node)}

@@ -94,14 +94,6 @@ def _add_children(node: ast.AST, found: list[ast.AST]) -> None:
             found += value if None not in value else [child for child in value if child is not None]
 
 
-def asks_for_gradients(call: ast.Call) -> bool:
-    """`torch.randn(3, requires_grad=True)`: a call that makes a tensor to be trained."""
-    return any(
-        keyword.arg == "requires_grad" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
-        for keyword in call.keywords
-    )
-
-
 def arguments_of(call: ast.Call) -> list[ast.expr]:
     """What a call is given, by place and then by name."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
