@@ -16,8 +16,10 @@ def where_asked_for(forwards: list[Forward], trace: Trace) -> list[Forward]:
     `print(model.loss(x, y).item())`: there gradients can be turned off, where `def loss` calls the network they cannot.
     """
     calls = {id(call): call for call in trace.followed}
-    trained = {forward for forward in trace.forwards.values() if forward.origin in trace.backpropagated}
-    shared = {id(forward.node) for forward in trained} | {step for forward in trained for step in forward.site.way}
+    trained = [forward for forward in trace.forwards.values() if forward.origin in trace.backpropagated]
+    shared: set[Hashable] = {id(forward.node) for forward in trained}
+    for forward in trained:
+        shared |= {*forward.site.way, *map(id, forward.code.nodes if forward.code is not None else ())}
     return [_at_caller(forward, calls, shared) for forward in forwards]
 
 

@@ -31,7 +31,7 @@ class Forwards(Networks):
         content = combine(given.all)
         if method is not None:
             self.ran.add(method)
-        if self.enclosing_forward is not None and path not in ("self", "self.module"):
+        if self.enclosing_forward is not None:
             return self._part_of_forward(node, content, module, path)
         origin = self.trace.number("forward", id(node), self.way)
         evaluating = self.state.evaluating.get(self._identity(module, path))
@@ -49,6 +49,7 @@ class Forwards(Networks):
             carried=content.carried_from,
             direct=direct,
             discarded=grad is Graph.YES and self._is_discarded(node),
+            code=method,
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))

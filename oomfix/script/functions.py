@@ -21,6 +21,8 @@ from oomfix.script.values import UNKNOWN, Given, Graph, Kind, Value, combine, jo
 from oomfix.script.weights import has_no_weights, is_bare
 
 _MAX_DEPTH = 24
+_WHOLE = frozenset({"self", "self.module", "self.forward"})
+"""What a method of a network calls to run all of it."""
 _MAX_CALLS_OF_ONE_FUNCTION = 24
 
 
@@ -62,9 +64,9 @@ class Functions(Core):
         """Whether a call of a method is a forward of its network, and not part of one."""
         if receiver.kind is not Kind.MODULE or self.enclosing_forward is not None:
             return False
-        if not self._is_part_of_forward(function) or is_bare(function):
-            return False
-        if _asks_one_network(function) or _hands_on(function):
+        if _runs_itself(function) or _asks_one_network(function):
+            return self._is_for_training(node)
+        if is_bare(function) or _hands_on(function) or not self._is_part_of_forward(function):
             return False
         own_loss = looks_like_loss(function.name) and (path_of(node.func) or "").startswith("self.")
         if own_loss or runs_nothing(function.name):
@@ -73,6 +75,18 @@ class Functions(Core):
         if function.name in ("train", "eval") and not node.args:
             return False  # it switches its parts, as `nn.Module` would
         return not for_a_log and not self._is_in_constructor_of(receiver)
+
+    def _is_for_training(self, node: ast.Call) -> bool:
+        """Whether a backward follows in the function that calls a method of an object other than its own."""
+        holder = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if holder is None or holder == "self":
+            return False
+        function = self.frame.function
+        around = function.nodes if function is not None else walk(self.loops[0]) if self.loops else ()
+        return any(
+            isinstance(call, ast.Call) and last_of(path_of(call.func)) == "backward" and call.lineno > node.lineno
+            for call in around
+        )
 
     def _each_alternative(self, node: ast.Call, value: Value, given: Given) -> Iterator[Value]:
         """One of them runs, so that what happens in one excludes what happens in the first."""
@@ -149,7 +163,7 @@ class Functions(Core):
         owner = function.owner
         if owner is not None and function.name in owner.training_methods | owner.running_methods:
             return False
-        whole = {"self", "self.module"} if function.name == "forward" else {"self", "self.module", "self.forward"}
+        whole = _WHOLE - {"self.forward"} if function.name == "forward" else _WHOLE
         parameters = {argument.arg for argument in named_parameters(function.node.args)[1:]}
         parameters |= {name for name, source in _shown(function) if source in parameters}
         for child in function.nodes:
@@ -262,6 +276,13 @@ def _asks_one_network(function: Function) -> bool:
     asked = [path for path in _asked_of_self(function) if "." not in path]
     own = [None if function.owner is None else function.owner.find(path) for path in asked]
     return function.evaluates and own.count(None) == 1 and all(method is None or is_bare(method) for method in own)
+
+
+def _runs_itself(function: Function) -> bool:
+    """`def sample(self, state): mean, std = self(state)`: it runs the network that it belongs to, once."""
+    calls = [path_of(node.func) or "" for node in function.nodes if isinstance(node, ast.Call)]
+    others = (last_of(path) in ("backward", "zero_grad", "grad") for path in calls)
+    return sum(path in _WHOLE for path in calls) == 1 and not any(others)
 
 
 def _hands_on(function: Function) -> bool:

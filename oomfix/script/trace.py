@@ -126,6 +126,8 @@ class Forward(Event):
     """Its graph is stored on an object, from where another method may backpropagate it."""
     escaped: bool = False
     """Its result went where it cannot be followed."""
+    code: Function | None = None
+    """The network's own code that runs, where that is in the file."""
 
     @property
     def method(self) -> Hashable:

@@ -318,6 +318,59 @@ def test_a_method_that_asks_one_network_has_the_forward_where_it_calls_it(report
     assert report(ASKED.format(name=name, body=body)) == [("OOM201", 11)]
 
 
+SAMPLED = """
+    import torch
+    from torch import nn
+
+    class Actor(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(3, 3)
+
+        def forward(self, state):
+            return self.body(state), self.body(state)
+
+        def sample(self, state):
+            {body}
+            return mean + torch.randn_like(mean) * std
+
+    class Agent:
+        def __init__(self):
+            self.actor = Actor().to(device="cuda")
+            self.optimizer = torch.optim.Adam(self.actor.parameters())
+
+        def update(self, states):
+            for state in states:
+                with torch.no_grad():
+                    target = self.actor.sample(state)
+                loss = (self.actor.sample(state) - target).mean()
+                loss.backward()
+                self.optimizer.step()
+
+        def {name}(self, state):
+            return self.actor.sample(state).cpu().numpy()
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "mean, std = self(state)",
+        "mean, std = self.forward(state)",
+        "mean = std = self.body(state)",
+        "mean, std = self.body(state), self.body(state)",
+    ],
+)
+def test_a_method_that_is_trained_through_is_the_forward_of_its_network(report, body):
+    assert ("OOM202", 25) in report(SAMPLED.format(body=body, name="act"))
+
+
+@pytest.mark.parametrize("body", ["mean, std = self(state)", "mean = std = self.body(state)"])
+def test_a_method_that_only_acts_has_the_forward_where_it_calls_the_network(report, body):
+    acting = SAMPLED.replace("loss = (self.actor.sample(state)", "loss = (self.actor(state)[0]")
+    assert ("OOM201", 13) in report(acting.format(body=body, name="act"))
+
+
 @pytest.mark.parametrize(
     ("name", "body"),
     [
