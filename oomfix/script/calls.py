@@ -12,7 +12,13 @@ from oomfix.script.definitions import Inherited
 from oomfix.script.externals import Externals, divisors_of, has_integers
 from oomfix.script.leaves import asks_for_gradients
 from oomfix.script.methods import SAME_MODULE
-from oomfix.script.named_like import looks_like_autoencoder, looks_like_loss, looks_like_module, runs_network
+from oomfix.script.named_like import (
+    looks_like_autoencoder,
+    looks_like_loss,
+    looks_like_metric,
+    looks_like_module,
+    runs_network,
+)
 from oomfix.script.names import MOVES, last_of, path_of, path_of_each
 from oomfix.script.trace import Event, Handed
 from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine, flatten
@@ -223,7 +229,8 @@ class Calls(Externals):
         value = self.evaluate(node.func)
         last = last_of(path)
         imported = value.kind is Kind.EXTERNAL and not str(value.ref).startswith(("torch.", "torchmetrics.", "numpy."))
-        return imported and last[:1].isupper() and len(last) > 2 and not looks_like_loss(last)
+        judges = looks_like_loss(last) or looks_like_metric(last)
+        return imported and last[:1].isupper() and len(last) > 2 and not judges
 
     def _tensor_method(self, name: str, receiver: Value, values: list[Value]) -> Value:
         converts = name == "type" and bool(values)

@@ -79,8 +79,9 @@ class Devices:
         followed, names = self._devices_of_tensors
         names = [*names, *self._tensors]
         elsewhere = bool(self._overruled) or self._runs_elsewhere
-        idle = [*self._overruled, *self._unused, *self._said, *self._not_of_torch, *followed]
-        idle += [*(self._printed if elsewhere else ()), *self._of_another_kind]
+        idle = [*self._overruled, *self._set_elsewhere, *self._unused, *self._said, *self._not_of_torch, *followed]
+        idle += [text for text in self._printed if elsewhere or isinstance(text, ast.Constant)]
+        idle += self._of_another_kind
         text = _DEVICE_OF_A_TENSOR.sub(lambda found: found[0] * (found[1] in self._no_tensors), self._without(idle))
         text = _SEED.sub("", text)
         if names:
@@ -104,18 +105,33 @@ class Devices:
 
     @cached_property
     def _runs_elsewhere(self) -> bool:
-        """Whether the device is set to one that is no GPU of CUDA, as no `cpu_device` beside it does.
+        """Whether the device is set to one that is no GPU of CUDA, as no `cpu_device` beside it does."""
+        return "torch_xla" in self._source.text or bool(self._set_elsewhere)
+
+    @cached_property
+    def _set_elsewhere(self) -> list[ast.stmt]:
+        """`device = torch.device("mps" if USE_GPU else "cpu")`, with `USE_GPU = True` that nothing else asks for.
 
         A parameter is for the caller to give, whatever is taken where nothing is given.
         """
-        return "torch_xla" in self._source.text or any(
-            any(
+        decided = [
+            node
+            for node in self._nodes.of(ast.Assign)
+            if _is_one_of(node.value, _OTHER_DEVICES)
+            and any(
                 _DEVICE_NAME.search(target.removeprefix("self.")) for target in set(_targets(node)) - self._given_others
             )
-            and _is_one_of(node.value, _OTHER_DEVICES)
+            and node not in self._for_callers_without
+            and node not in self._unless_asked
+        ]
+        asked = Counter(part.id for node in decided for part in walk(node.value) if isinstance(part, ast.Name))
+        switches = (
+            node
             for node in self._nodes.of(ast.Assign)
-            if node not in self._for_callers_without and node not in self._unless_asked
+            if isinstance(node.value, ast.Constant)
+            and all(0 < asked[target] == self._words[target] - 1 for target in _targets(node))
         )
+        return [*decided, *switches]
 
     @cached_property
     def _given_others(self) -> set[str]:
@@ -182,7 +198,7 @@ class Devices:
 
     @property
     def _printed(self) -> list[ast.expr]:
-        """`print(f"{device}, GPU: {torch.cuda.is_available()}")`, of a script that runs elsewhere."""
+        """`print("Training on GPU")`; the device is also asked for in `print(f"{device}: {torch.cuda.is_available()}")`."""
         printed = (node for node in self._nodes.of(ast.Call) if path_of(node.func) == "print")
         return [text for node in printed for text in node.args if isinstance(text, ast.JoinedStr | ast.Constant)]
 

@@ -97,7 +97,9 @@ class Externals(Methods):
     def _imported_network(self, node: ast.expr) -> Value | None:
         """`vae` of `from project.models import vae`, which is asked for its parameters."""
         path = path_of(node)
-        return Value(Kind.MODULE, ref=path) if f"{path}.parameters" in self.hints.called else None
+        if f"{path}.parameters" not in self.hints.called or self.evaluate(node).kind is not Kind.EXTERNAL:
+            return None
+        return Value(Kind.MODULE, ref=path)
 
     def _is_network_or_function(self, node: ast.Call, given: Given) -> bool:
         """Whether the first argument is a network, or a function of the file."""

@@ -53,7 +53,7 @@ _LOGGING = re.compile(
     re.IGNORECASE,
 )
 _METRIC = re.compile(
-    r"metric|meter|evaluator|logger|accuracy|confusion|(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
+    r"metric|meter|evaluator|logger|accuracy|confusion|perplexity|(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
     re.IGNORECASE,
 )
 _RECORD = re.compile(

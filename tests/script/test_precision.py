@@ -103,6 +103,49 @@ def test_a_function_is_no_network_because_another_class_has_one_of_that_name(rep
     assert report(code) == []
 
 
+def test_an_imported_function_that_a_network_keeps_is_no_method_of_it(report):
+    code = """
+        import torch
+        from learners import Learner
+        from losses import divergence
+
+        class Bayesian(Learner):
+            def __init__(self, backbone):
+                super().__init__(backbone)
+                self.loss_kl = divergence
+
+            def train_loop(self, loader):
+                optimizer = torch.optim.Adam(self.parameters())
+                for x, y in loader:
+                    with torch.autocast("cuda", torch.bfloat16):
+                        loss = criterion(self(x.cuda()), y)
+                    for weight in self.head.weights:
+                        loss = loss + self.loss_kl(weight.mu, weight.variance)
+                    loss.backward()
+                    optimizer.step()
+    """
+    assert report(code) == []
+
+
+@pytest.mark.parametrize(("kind", "found"), [("Perplexity", []), ("Sampler", [("OOM201", 10)])])
+def test_a_metric_that_is_moved_to_the_gpu_is_no_network(report, kind, found):
+    code = f"""
+        import torch
+        from models import Autoencoder, {kind}
+
+        judge = {kind}().to("cuda")
+        model = Autoencoder().to("cuda")
+        for x in loader:
+            with torch.autocast("cuda", torch.bfloat16):
+                out = model(x.cuda())
+                loss = criterion(out, x)
+            print(judge(out.detach()).item())
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == found
+
+
 def test_early_stopping_of_an_encoder_is_no_network(report):
     code = """
         import torch
