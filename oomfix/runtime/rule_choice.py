@@ -168,6 +168,8 @@ def close(a: Any, b: Any, rounding: float = 0.0) -> bool:
     if not isinstance(a, torch.Tensor):
         a, b = torch.tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
         return bool(torch.isclose(a, b, rtol=_RELATIVE[torch.float32], atol=1e-12, equal_nan=True))
+    if a.is_complex():
+        return close(torch.view_as_real(a), torch.view_as_real(torch.as_tensor(b, dtype=a.dtype)))
     if not a.is_floating_point():
         return bool(torch.equal(a, b)) if isinstance(b, torch.Tensor) else bool((a == b).all())
     a, b = a.detach(), b.detach()
