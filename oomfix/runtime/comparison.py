@@ -13,7 +13,7 @@ from oomfix.runtime.attributes import Attributes, Containers
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.border import around_checked
 from oomfix.runtime.bounds import Bounds
-from oomfix.runtime.computed_masks import alike
+from oomfix.runtime.computed_masks import alike, empty
 from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.divisors import Divisor, common_bound, counting, divisors, read
 from oomfix.runtime.drawing_calls import Shape
@@ -190,7 +190,7 @@ class _Comparison:
         # operations that the functions called show all of, and that draw nothing, need not be watched in the parts
         light = whole.functions_tell and not found.drew
         found.whole, found.calls, found.differentiates = whole.result, whole.calls, whole.differentiates
-        found.terms = whole.terms
+        found.terms, found.picks = whole.terms, whole.watch.picks
         places = () if self._noted is None else self._noted.places()
         if self._noted is not None and self._how.mask_gaps:
             # what masks leave out then does not stand in the batch
@@ -216,7 +216,8 @@ class _Comparison:
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
             if begin == 0:
-                found.alike_masks = alike(whole.watch.masks.seen, part.watch.masks.seen)
+                masks = whole.watch.masks.seen, part.watch.masks.seen
+                found.alike_masks, found.empty_masks = alike(*masks), empty(*masks)
                 found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
                 found.selects |= _go_across(whole, count, part, cut)
         # those that keep to their mean are hidden from what divides the others (checkpoints, compiled code)

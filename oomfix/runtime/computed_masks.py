@@ -2,10 +2,12 @@
 
 A loss may be a mean over what such a mask leaves. As long as it leaves as much of each sample, which it does of the
 triplets of an untrained network, that looks like a mean over samples. So a check runs once more with a gap in the masks
-of its first row, as it does for masks among the arguments (`rows.gaps_for_masks`).
+of its first row, as it does for masks among the arguments (`rows.gaps_for_masks`). A mask that leaves nothing of any
+row hides what becomes of the rows that it leaves elsewhere, a figure of a log for example; it leaves some of the first
+row when the check runs once more.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -21,10 +23,12 @@ class MaskOfRows:
     Attributes:
         per_row: entries for each sample.
         alike: it leaves something of each sample, and of all as much.
+        empty: it leaves nothing.
     """
 
     per_row: int
     alike: bool
+    empty: bool
 
 
 class ComputedMasks:
@@ -35,7 +39,7 @@ class ComputedMasks:
 
     Args:
         rows: samples in the run.
-        gaps: numbers of the comparisons whose masks get a gap in the first row.
+        gaps: numbers of the comparisons whose masks get a gap in the first row, or where they are empty, its opposite.
     """
 
     def __init__(self, rows: int, gaps: Collection[int]) -> None:
@@ -44,19 +48,23 @@ class ComputedMasks:
         self._gaps = gaps
 
     def computed(self, mask: object) -> object:
-        """Note what a comparison gave; returns it, or a copy with a gap: half of what it leaves of the first row."""
+        """Note what a comparison gave; returns it, or a copy with a gap: half of what it leaves of the first row.
+
+        Where that is nothing, half of the first row is left.
+        """
         self.seen.append(None)
         if not self._may_be_of_rows(mask):
             return mask
         by_row = mask.reshape(self._rows, -1)
         counts = by_row.sum(1)
         alike = bool((counts[0] > 0) & (counts == counts[0]).all())
-        self.seen[-1] = MaskOfRows(by_row.shape[1], alike)
+        self.seen[-1] = MaskOfRows(by_row.shape[1], alike, empty=not bool(counts.any()))
         if len(self.seen) - 1 not in self._gaps:
             return mask
         with_gap = by_row.clone()
-        left = by_row[0].nonzero().view(-1)
-        with_gap[0, left[: max(len(left) // 2, 1)]] = False
+        leaves = bool(counts[0])
+        places = (by_row[0] == leaves).nonzero().view(-1)
+        with_gap[0, places[: max(len(places) // 2, 1)]] = not leaves
         return with_gap.view(mask.shape)
 
     def _may_be_of_rows(self, mask: object) -> TypeGuard[torch.Tensor]:
@@ -70,11 +78,21 @@ class ComputedMasks:
 
 
 def alike(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> frozenset[int]:
-    """The comparisons that gave a mask of samples in both runs, in the first one that leaves as much of each.
+    """The comparisons that gave a mask of samples in both runs, in the first one that leaves as much of each."""
+    return frozenset(n for n, mask in _of_both(whole, part) if mask.alike)
+
+
+def empty(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> frozenset[int]:
+    """The comparisons that gave a mask of samples in both runs, in the first one that leaves nothing."""
+    return frozenset(n for n, mask in _of_both(whole, part) if mask.empty)
+
+
+def _of_both(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> Iterator[tuple[int, MaskOfRows]]:
+    """The masks of a run on all rows that a run on a part of them computes too.
 
     None where the runs made other numbers of comparisons: in a loop over samples each is by itself.
     """
-    if len(whole) != len(part):
-        return frozenset()
-    pairs = enumerate(zip(whole, part, strict=True))
-    return frozenset(n for n, (a, b) in pairs if a is not None and b is not None and a.alike and a.per_row == b.per_row)
+    if len(whole) == len(part):
+        for number, (mask, other) in enumerate(zip(whole, part, strict=True)):
+            if mask is not None and other is not None and mask.per_row == other.per_row:
+                yield number, mask

@@ -76,7 +76,9 @@ class Evidence:
         selects: a selection (topk, argmax, a random permutation) was made among as many entries as there are rows, or
             each pair of rows met a threshold.
         alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
+        empty_masks: of those that gave masks which leave nothing.
         closed_hinges: numbers of the hinges that gave nothing but 0 on all rows.
+        picks: samples, or what belongs to them, were picked by a mask or put into an order.
         terms: numbers [] that were added up to the loss of all rows.
     """
 
@@ -103,5 +105,7 @@ class Evidence:
     counts_nothing: bool = False
     selects: bool = False
     alike_masks: frozenset[int] = frozenset()
+    empty_masks: frozenset[int] = frozenset()
     closed_hinges: frozenset[int] = frozenset()
+    picks: bool = False
     terms: list[torch.Tensor] = field(default_factory=list)

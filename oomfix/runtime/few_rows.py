@@ -11,7 +11,7 @@ from oomfix.runtime import compat
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import compare
 from oomfix.runtime.evidence import Evidence, Runs
-from oomfix.runtime.rows import choose_rows, first_part
+from oomfix.runtime.rows import choose_rows
 
 
 class FewRows:
@@ -50,22 +50,17 @@ class FewRows:
         see: Callable[[Any], Any] = lambda result: result,
         gaps: Sequence[float | None] = (),
         *,
-        repeats: bool = False,
+        rows: Sequence[int] = (),
     ) -> Evidence:
-        """What runs on `count` rows and on two parts of them show, see `comparison.compare`.
-
-        With `repeats`, the second part begins with the row that the first one ends with, so that their order is kept.
+        """What runs on `rows`, or on `count` rows, and on two parts of them show, see `comparison.compare`.
 
         A forward that begins autocast by itself runs without, since rounding to half precision looks like a difference,
         unless it fails without.
         """
-        rows = self.named(count)
+        rows = list(rows) or self.named(count)
         if self.own_targets:
             # what is held out of the cross entropies does not stand in the batch
             how = replace(how, own_targets=True, holds_out=False)
-        if repeats:
-            cut = first_part(count)
-            rows = [*rows[:cut], rows[cut - 1], *rows[cut + 1 :]]
         run = partial(compare, self.forward, self.batch, self.modules, rows, how, see, gaps)
         if self._needs_autocast:
             return run()

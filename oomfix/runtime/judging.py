@@ -13,6 +13,7 @@ SEVERAL_DEPEND = (
     "samples depend on each other, or the means in its loss divide by different numbers of targets: a few rows give "
     "something else in two parts"
 )
+OTHERS = "what a few rows return besides the loss cannot be put together from two parts"
 OPEN = "its loss is 0 on a few rows, which leaves open what it is a mean of"
 PLAIN = "its loss is a plain number, or none, for some of its samples, which add nothing to it"
 NO_NUMBER = "its loss is not a number on a few rows"
@@ -46,9 +47,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
     if rule is None and _adds_nothing_somewhere(evidence):
         return Verdict(None, PLAIN, undecided=True)
     if rule is None:
-        of_others = "what a few rows return besides the loss cannot be put together from two parts"
         depend = SEVERAL_DEPEND if evidence.nll_losses > 1 else DEPEND
-        return Verdict(None, depend if of_loss is None else of_others)
+        return Verdict(None, depend if of_loss is None else OTHERS)
     if loss is not None and not trust and _alike_alone(evidence):
         return Verdict(None, "two of its rows, each alone, show nothing that tells them apart", undecided=True)
     if loss is not None and not trust and _is_a_sum_of_as_many(of_loss, evidence):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from oomfix.runtime.evidence import Runs
 from oomfix.runtime.few_rows import FewRows
-from oomfix.runtime.judging import judge
+from oomfix.runtime.judging import OTHERS, judge
 from oomfix.runtime.result_check import Found
 from oomfix.runtime.rows import gaps_for_masks
 from oomfix.runtime.verdict import Verdict
@@ -22,8 +22,23 @@ def by_masks(few: FewRows, how: Runs, count: int) -> Verdict | None:
 def by_computed_masks(few: FewRows, found: Found, how: Runs, count: int) -> Verdict | None:
     """As `by_masks`, for masks that the forward computes."""
     # fewer rows than the verdict was given on: those did not fit again
-    alike = found.alike_masks if count == found.rows else few.compared(count, how).alike_masks
-    if not alike:
+    return _with_gaps(
+        few, how, count, found.alike_masks if count == found.rows else few.compared(count, how).alike_masks
+    )
+
+
+def by_empty_masks(few: FewRows, found: Found, how: Runs, count: int) -> Verdict | None:
+    """The verdict that refuses a split where computed masks leave something that left nothing; None if nothing does.
+
+    What the loss does then, as behind `if (loss > 100).any()`, is seen at the micro-batches that do it.
+    """
+    empty = found.empty_masks if count == found.rows else few.compared(count, how).empty_masks
+    verdict = _with_gaps(few, how, count, empty)
+    return verdict if verdict is not None and verdict.reason == OTHERS else None
+
+
+def _with_gaps(few: FewRows, how: Runs, count: int, masks: frozenset[int]) -> Verdict | None:
+    if not masks:
         return None
-    evidence = few.compared(count, replace(how, mask_gaps=alike))
+    evidence = few.compared(count, replace(how, mask_gaps=masks))
     return None if evidence.failure else judge(evidence)

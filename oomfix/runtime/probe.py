@@ -119,7 +119,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.selected_among: list[int] = []
         self.differentiates = False
         self._draws = draws
-        self._own = {tensor.untyped_storage()._cdata for tensor in _plain(list(own))}
+        self._own = {tensor.untyped_storage()._cdata for tensor in strided(list(own))}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -145,7 +145,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.is_nll and args[3] == _MEAN:
             self.nll_weights.append(float(result[1]))
         if not kind.views:
-            for tensor in _plain(result):
+            for tensor in strided(result):
                 self._own.add(tensor.untyped_storage()._cdata)
         return result
 
@@ -179,21 +179,21 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     if func in _BATCH_NORMS:
         if len(args) > 5 and args[5] is False:
             return
-        yield from _plain(args[3:5])
+        yield from strided(args[3:5])
         return
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _plain(args[index] if index < len(args) else kwargs.get(argument.name))
+            yield from strided(args[index] if index < len(args) else kwargs.get(argument.name))
 
 
-def _plain(value: Any) -> Iterator[torch.Tensor]:
+def strided(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in what an operation takes or returns, those without a storage left out."""
     if isinstance(value, torch.Tensor):
         if value.layout == torch.strided and not value.is_nested:
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _plain(item)
+            yield from strided(item)
 
 
 def _copied(leaf: Any) -> Any:

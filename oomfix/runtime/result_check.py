@@ -26,7 +26,9 @@ class Found:
         how: how these runs were made.
         rows: on how many rows.
         alike_masks: see `evidence.Evidence`.
+        empty_masks: see there.
         closed_hinges: see there.
+        picks: see there.
         failed: the forward did.
         cross_entropies: with a mean; a loop over the samples has none.
         single_row_differs: a part was a single row, on which the forward may have failed or returned values of another
@@ -37,7 +39,9 @@ class Found:
     how: Runs
     rows: int
     alike_masks: frozenset[int]
+    empty_masks: frozenset[int]
     closed_hinges: frozenset[int]
+    picks: bool
     failed: bool
     cross_entropies: int
     single_row_differs: bool
@@ -68,7 +72,9 @@ def by_results(few: FewRows, trust: bool, count: int) -> Found:
         how,
         count,
         evidence.alike_masks,
+        evidence.empty_masks,
         evidence.closed_hinges,
+        evidence.picks,
         failed,
         evidence.nll_losses,
         single_row_differs,

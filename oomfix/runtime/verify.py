@@ -20,9 +20,9 @@ from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
 from oomfix.runtime.hinge_check import by_hinges
 from oomfix.runtime.judging import BENDS, DEPEND, NO_NUMBER, OPEN, SEVERAL_DEPEND, contradict
-from oomfix.runtime.mask_check import by_computed_masks, by_masks
+from oomfix.runtime.mask_check import by_computed_masks, by_empty_masks, by_masks
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
-from oomfix.runtime.repetition_check import by_repetition
+from oomfix.runtime.repetition_check import by_copies, by_repetition
 from oomfix.runtime.result_check import Found, by_named_rows, by_results, confirmed
 from oomfix.runtime.rows import telling, without_single_rows
 from oomfix.runtime.verdict import Verdict
@@ -60,7 +60,8 @@ def check(
             their shapes suggest.
         earlier: the verdict of an earlier check, which compared gradients and masks too. One that allowed a split is
             confirmed on fewer rows, without watching every operation, where that can be done; gradients and masks are
-            compared again where the forward has become another computation, by the number of its calls.
+            compared again where the forward has become another computation, by the number of its calls. After one that
+            refused a split, other rows have to allow it too: once may be chance.
         with_gradients: a backward follows, and its gradients can be compared: parameters are not spread over processes.
 
     Returns:
@@ -71,6 +72,10 @@ def check(
     if not batch.size:
         return Verdict(None, "it is empty", undecided=True)
     verdict = _as_read(FewRows(forward, batch, modules), most_rows, trust, earlier, with_gradients)
+    was_refused = earlier is not None and earlier.rule is None and not earlier.undecided
+    if verdict.rule is not None and was_refused and not trust:
+        last = range(batch.size)[-telling(min(most_rows, _MOST_ROWS)) :]
+        verdict = replace(check_besides(verdict, forward, batch, modules, last), left_out=False)
     if verdict.rule is not None or not batch.may_hold_views:
         return verdict
     size, views = batch.size, batch.views
@@ -174,8 +179,10 @@ def _confirmed_closer(
     other_looks = (
         (found.rows, partial(by_masks, rows, how)),
         (found.rows, partial(by_computed_masks, rows, found, how)),
+        (found.rows, partial(by_empty_masks, rows, found, how)),
         (found.rows, partial(by_hinges, rows, found, how)),
         (min(found.rows, _ROWS_TO_REPEAT_IN), partial(by_repetition, rows, how)),
+        (found.rows, partial(by_copies, rows, found, how)),
     )
     for most, look in other_looks:
         other = _with_rows_that_fit([most, 2], look)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from oomfix.runtime import compat, simulation
 from oomfix.runtime.computed_masks import ComputedMasks
 from oomfix.runtime.hinges import Hinges
-from oomfix.runtime.probe import Writes
+from oomfix.runtime.probe import Writes, strided
 from oomfix.runtime.rows import first_part
 
 # functions that select among values along a dimension, or draw indices below a bound
@@ -29,6 +29,10 @@ _BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu",
           "relu6", "fmax", "fmin", "l1_loss", "smooth_l1_loss", "huber_loss")  # fmt: skip
 # these bend too, where what they are taken of is a few numbers for the whole batch
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
+# these give each of what is marked its number
+_NUMBERINGS = ("cumsum", "cumsum_")
+# these say where the samples are that some are picked by
+_PICKING = ("nonzero", "argwhere", "masked_select")
 # what a program may branch on: `if loss > 1`
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__",
              "__le__")  # fmt: skip
@@ -53,6 +57,9 @@ class _Kind(Enum):
     SELECTS = auto()
     EXTREMES = auto()
     NORMS = auto()
+    NUMBERS = auto()
+    PICKS = auto()
+    TAKES = auto()
     DRAWS_INDICES = auto()
     BENDS = auto()
     COMPARES = auto()
@@ -61,6 +68,7 @@ class _Kind(Enum):
     READS = auto()
 
 
+_MAY_PICK = (_Kind.TAKES, _Kind.SELECTS, _Kind.BENDS)
 _BENDING = (_Kind.BENDS, _Kind.COMPARES, _Kind.SELECTS, _Kind.EXTREMES, _Kind.NORMS)
 
 
@@ -90,7 +98,22 @@ def _kind_of(func: Any) -> _Kind:
         return _Kind.EXTREMES
     if name in _NORMS:
         return _Kind.NORMS
+    if name in _NUMBERINGS:
+        return _Kind.NUMBERS
+    if name in _PICKING:
+        return _Kind.PICKS
+    if name == "__getitem__":
+        return _Kind.TAKES
     return _Kind.DRAWS_INDICES if name in _INDEX_DRAWS else _Kind.OTHER
+
+
+def _picks(args: tuple[Any, ...]) -> bool:
+    """Whether a call that takes entries of a tensor does so by a mask, or puts whole numbers into an order."""
+    first, second = (*args, None, None)[:2]
+    if isinstance(second, torch.Tensor):
+        return second.dtype == torch.bool and second.dim() > 0
+    # `where(mask)`, or experts by their numbers
+    return len(args) == 1 and isinstance(first, torch.Tensor) and not first.is_floating_point()
 
 
 class HeldOut:
@@ -132,8 +155,8 @@ class Across:
     """What may go across samples, and shows nothing of it on a few rows that are far apart.
 
     Attributes:
-        number: how many values an extreme (max, argmin) was taken of, along a dimension, or went into a function that
-            bends one by one.
+        number: how many values an extreme (max, argmin) was taken of, along a dimension, or were numbered there, or
+            went into a function that bends one by one.
         by_pairs: it goes across if the number grows with the pairs of samples, not with the samples.
     """
 
@@ -195,6 +218,7 @@ class Watch(TorchFunctionMode):
         across: what may go across samples, see `Across`.
         masks: those that were computed by comparing.
         hinges: those that were called.
+        picks: samples, or what belongs to them, were picked by a mask or put into an order.
 
     Args:
         rows: samples in this run.
@@ -222,12 +246,13 @@ class Watch(TorchFunctionMode):
         self.across: list[Across] = []
         self.masks = ComputedMasks(rows, gaps)
         self.hinges = Hinges(opened)
+        self.picks = False
         self._added: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._rows = rows
         self._held_out = held_out
         self._decided = iter(list(held_out.decisions)) if held_out is not None and held_out.decided else None
         self._writes = writes
-        self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
+        self._outside = {tensor.untyped_storage()._cdata for tensor in strided(list(outside))}
 
     def __exit__(self, *error: Any) -> None:
         if self._held_out is not None:
@@ -240,6 +265,9 @@ class Watch(TorchFunctionMode):
         if kind is _Kind.OTHER:  # nearly all
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        self.picks = self.picks or kind is _Kind.PICKS or (kind in _MAY_PICK and _picks(args))
+        if kind in (_Kind.TAKES, _Kind.PICKS):
+            return func(*args, **kwargs)
         if kind is _Kind.CROSS_ENTROPY:
             return self._cross_entropy(func, args, dict(kwargs))
         if kind is _Kind.READS:
@@ -254,6 +282,8 @@ class Watch(TorchFunctionMode):
             self._select(args, kwargs)
         elif kind is _Kind.EXTREMES:
             self._take_extreme(args, kwargs)
+        elif kind is _Kind.NUMBERS:
+            self._number_marked(args, kwargs)
         elif kind is _Kind.BENDS:
             self._bend_each(*args[:1])
             if func.__name__.endswith("_"):
@@ -334,6 +364,18 @@ class Watch(TorchFunctionMode):
             return
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if isinstance(values, torch.Tensor) and isinstance(dim, int) and -values.dim() <= dim < values.dim():
+            self.across.append(Across(values.shape[dim], by_pairs=False))
+
+    def _number_marked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a running count of marks in several columns: who comes first to an expert may be served."""
+        values = args[0] if args else kwargs.get("input")
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if simulation.assumption is not None or not isinstance(dim, int) or not isinstance(values, torch.Tensor):
+            return
+        marks = compat.beneath_transforms(values)
+        if marks is None or marks.layout != torch.strided or marks.dim() < 2 or not -marks.dim() <= dim < marks.dim():
+            return
+        if not marks.is_complex() and bool(((marks == 0) | (marks == 1)).all()):
             self.across.append(Across(values.shape[dim], by_pairs=False))
 
     def _bend_each(self, values: Any = None) -> None:

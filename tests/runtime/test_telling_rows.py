@@ -130,6 +130,90 @@ def test_pairs_by_place_are_seen_in_batches_of_two_and_three(size, other, seed):
     assert verdict_of(lambda x: (model(x).pow(2).mean(), model(x)), model, (x,), 1).rule is not None
 
 
+class Experts(nn.Module):
+    """Each sample goes to one of four experts; one that comes after those that its expert has room for is dropped."""
+
+    def __init__(self, room, numbered):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.experts = nn.Linear(6, 4, bias=False), nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.room, self.numbered = room, numbered
+
+    def forward(self, x):
+        shares, chosen = self.gate(x).softmax(1).max(1)
+        room = max(int(self.room * len(x) / 4), 4)
+        result = x
+        for number, expert in enumerate(self.experts):
+            here = chosen == number
+            places = here.nonzero().flatten()[:room]
+            if self.numbered:
+                ones = F.one_hot(chosen, 4)
+                served = ((ones.cumsum(0) * ones).sum(1) <= room) & here
+                result = result + (expert(x) * shares[:, None]) * served[:, None]
+            elif len(places):
+                result = result.index_add(0, places, expert(x[places]) * shares[places, None])
+        return result
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("room", [1.25, 2.0, 3.0])
+def test_experts_that_drop_what_they_have_no_room_for_are_seen_though_a_few_rows_drop_nothing(room, numbered):
+    model, classes = Experts(room, numbered).double(), torch.arange(64) % 4
+    forward = lambda x, y: F.cross_entropy(model(x), y)  # noqa: E731
+    for seed in range(4):
+        assert verdict_of(forward, model, (rows(64, seed), classes), 24).rule is None
+
+
+def test_experts_that_drop_nothing_are_split():
+    model, classes = Experts(1e9, False).double(), torch.arange(64) % 4
+    forward = lambda x, y: F.cross_entropy(model(x), y)  # noqa: E731
+    assert verdict_of(forward, model, (rows(64), classes), 24).rule is not None
+
+
+def test_a_figure_of_what_no_row_has_is_put_together_only_where_it_is_a_mean_or_a_sum():
+    """Of rows none of which is far off, the exponential of how many are is 1, as its mean would be."""
+    model = network()
+
+    def forward(figure):
+        return lambda x: (model(x).pow(2).mean(), figure((x.abs() > 9).double().mean()))
+
+    assert verdict_of(forward(torch.exp), model, (rows(12),), 6).rule is None
+    assert verdict_of(forward(lambda mean: mean), model, (rows(12),), 6).rule is not None
+    assert verdict_of(forward(lambda mean: 3 * mean + 1), model, (rows(12),), 6).rule is not None
+
+
+def test_what_was_refused_is_allowed_where_two_lots_of_rows_allow_it():
+    """Of the rows that are looked at first, none has what would show."""
+    model, seen, hidden = network(), torch.randn(24, 20).double(), torch.randn(24, 20).double()
+    hidden[:, 6], hidden[20, 6] = 0, 1
+    forward = lambda x: (model(x[:, :6]).pow(2).mean(), x[:, 6].mean().exp())  # noqa: E731
+    refused = verdict_of(forward, model, (seen,), 6)
+    assert refused.rule is None
+    assert verdict_of(forward, model, (hidden,), 6).rule is not None
+    modules = list(model.modules())
+    assert check(forward, Batch((hidden,), {}), modules, 6, earlier=refused).rule is None
+    hidden[20, 6] = 0
+    assert check(forward, Batch((hidden,), {}), modules, 6, earlier=refused).rule is not None
+
+
+def test_complex_results_are_put_together_up_to_the_order_of_sums():
+    model = nn.Linear(60, 8).double()
+
+    def forward(x):
+        found = torch.fft.fft(torch.view_as_complex(model(x).view(-1, 4, 2)))
+        return found.abs().mean(), found
+
+    for seed in range(8):
+        x = torch.randn(12, 60, generator=torch.Generator().manual_seed(seed)).double()
+        assert verdict_of(forward, model, (x,), 4).rule is not None
+
+
+def test_a_sparse_matrix_beside_the_batch_does_not_stand_in_the_way():
+    model, edges = network(), torch.eye(6).double().roll(1, 0).to_sparse()
+    forward = lambda x: model(torch.sparse.mm(edges, x.T).T).pow(2).mean()  # noqa: E731
+    assert verdict_of(forward, model, (rows(12),), 6).rule is not None
+
+
 @pytest.mark.parametrize("kept", [lambda out: out[::2], lambda out: out[: len(out) // 2 * 2 : 2]])
 @pytest.mark.parametrize("size", range(4, 13))
 def test_a_mean_over_every_other_sample_is_seen(kept, size):
