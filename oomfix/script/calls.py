@@ -189,11 +189,12 @@ class Calls(Externals):
         moved = name in ("to", "cuda") or (name == "type" and bool(values))
         if not moved and (name in torch_facts.LEAVING_THE_GRAPH or name in torch_facts.INTEGER_RESULTS):
             return NUMBER if not combine(values).graph else UNKNOWN
-        if name == "forward" and isinstance(node.func, ast.Attribute):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("forward", "__call__"):
             base = path_of(node.func.value)
             if self.hints.is_loss(base or ""):
                 return self._through_loss(values)
-            return self.forward(node, Value(Kind.MODULE, ref=base), base, given)
+            if node.func.attr == "forward" or self.hints.is_module(base or ""):
+                return self.forward(node, Value(Kind.MODULE, ref=base), base, given)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if moved and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
             return self._network_made(node)

@@ -21,11 +21,12 @@ from oomfix.script.values import (
     Value,
     combine,
     each_of,
+    entry_of,
     flatten,
-    holds_networks_alone,
+    holds_called_alone,
     join,
-    may_take_network,
-    with_network,
+    may_take_called,
+    with_called,
     with_row,
 )
 
@@ -65,6 +66,8 @@ class Containers(ContextsByHand):
             return NONE
         if name == "values" and receiver.items:
             return Value(Kind.SEQUENCE, items=receiver.items)
+        if name in ("get", "pop") and receiver.items and receiver.kind is Kind.CONTAINER and given:
+            return entry_of(receiver, given[0])
         if name in ("copy", "values", "keys", "union"):
             return receiver
         if name == "items" and (receiver.graph or receiver.items):
@@ -81,10 +84,10 @@ class Containers(ContextsByHand):
         content = combine(given)
         binding = self.binding_of(target)
         if not content.graph:
-            if binding is not None and len(given) == 1 and may_take_network(receiver, given[0]):
-                held = with_network(receiver, given[0], Kind.SEQUENCE)
+            if binding is not None and len(given) == 1 and may_take_called(receiver, given[0]):
+                held = with_called(receiver, given[0], Kind.SEQUENCE)
                 self._change(target, held, binding.statement, binding.loops)
-            elif binding is not None and (_lists_constants(receiver) or holds_networks_alone(receiver)):
+            elif binding is not None and (_lists_constants(receiver) or holds_called_alone(receiver)):
                 self.assign(target, Value(Kind.CONTAINER), binding.statement, binding.loops)
             return
         loops = binding.loops if binding is not None else self._loops_of_root(target)

@@ -45,6 +45,7 @@ _MODULE_BASE = re.compile(
     r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
 )
 _TRANSFORMERS_TRAINER = re.compile(r"^(transformers|trl|sentence_transformers)\.(.*\.)?\w*Trainer$")
+_MOST_NAMED_LIKE = 4
 _LIGHTNING_BASE = re.compile(r"(^|\.)(LightningModule|LightningDataModule)$")
 
 
@@ -179,6 +180,13 @@ class Class:
                 return found  # type: ignore[no-any-return]
         return None
 
+    def methods_named_like(self, name: ast.expr) -> list[str]:
+        """The methods that `f"step_{phase}"` or `"step_" + phase` may name; none where these are many."""
+        before = written_before(name)
+        known = {method for cls in (*self.ancestors, self) for method in cls.methods}
+        found = sorted(method for method in known if before and method.startswith(before))
+        return found if len(found) <= _MOST_NAMED_LIKE else []
+
     @property
     def ancestors(self) -> Iterator[Class]:
         """The classes of the file that it is built on, the furthest first."""
@@ -224,13 +232,18 @@ class Class:
 
     @cached_property
     def fields(self) -> list[str]:
-        """What the constructor of a dataclass takes, in order, and puts under these names; empty for other classes."""
+        """What the constructor of a dataclass or named tuple takes, in order; empty for other classes."""
         decorators = (node.func if isinstance(node, ast.Call) else node for node in self.node.decorator_list)
-        if not any(last_of(path_of(decorator)) == "dataclass" for decorator in decorators):
+        if not any(last_of(path_of(decorator)) == "dataclass" for decorator in decorators) and not self.is_named_tuple:
             return []
         inherited = [name for base in self.bases if base.kind is Kind.CLASS for name in base.ref.fields]
         own = [node.target for node in self.node.body if isinstance(node, ast.AnnAssign)]
         return [*inherited, *(target.id for target in own if isinstance(target, ast.Name))]
+
+    @cached_property
+    def is_named_tuple(self) -> bool:
+        """Whether it is declared as a tuple whose items have names: `class Result(NamedTuple)`."""
+        return "typing.NamedTuple" in self.base_names
 
     @cached_property
     def has_own_parameters(self) -> bool:
@@ -295,6 +308,14 @@ class Class:
             return "training_step"
         trainer = any(_TRANSFORMERS_TRAINER.search(name) for name in self.base_names)
         return "compute_loss" if trainer else None
+
+
+def written_before(text: ast.expr) -> str:
+    """What a text begins with that is put together: `step_` of `f"step_{phase}"`."""
+    match text:
+        case ast.JoinedStr([ast.Constant(str(start)), *_]) | ast.BinOp(ast.Constant(str(start)), ast.Add() | ast.Mod()):
+            return start.partition("%")[0]
+    return ""
 
 
 def called_on_self(nodes: list[ast.AST]) -> Iterator[str]:

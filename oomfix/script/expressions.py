@@ -24,9 +24,10 @@ from oomfix.script.values import (
     Graph,
     Kind,
     Value,
+    are_called_alike,
     combine,
     constant,
-    each_of,
+    entry_of,
     flatten,
     join,
 )
@@ -172,7 +173,7 @@ class Expressions(Calls):
         base = self.evaluate(node.value)
         index = self.evaluate(node.slice)
         if base.items is not None and base.kind is Kind.CONTAINER:
-            return each_of(base)
+            return entry_of(base, index)
         if base.items is not None and isinstance(index.constant, int):
             if -len(base.items) <= index.constant < len(base.items):
                 return base.items[index.constant]
@@ -194,7 +195,7 @@ class Expressions(Calls):
         return base if base.kind in (Kind.NUMBER, Kind.TENSOR) else UNKNOWN
 
     def _sequence(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
-        items = tuple(self.evaluate(element) for element in node.elts)
+        items = tuple(self.as_network(element, self.evaluate(element)) for element in node.elts)
         if not items or any(isinstance(element, ast.Starred) for element in node.elts):
             return Value(
                 Kind.CONTAINER,
@@ -204,22 +205,22 @@ class Expressions(Calls):
         return Value(Kind.SEQUENCE, items=items)
 
     def _dict(self, node: ast.Dict) -> Value:
-        values = [self.evaluate(value) for value in node.values]
+        values = [self.as_network(value, self.evaluate(value)) for value in node.values]
         for key in node.keys:
             if key is not None:
                 self.evaluate(key)
         if any(value.kind in (Kind.CONTEXT, Kind.OPTIMIZER) for value in values):
             return Value(Kind.SEQUENCE, items=tuple(values))  # `contexts[precision]`: one of them
-        if values and all(value.kind is Kind.MODULE for value in values):
-            return Value(Kind.CONTAINER, items=tuple(values))
-        content = combine(values)
         pairs = [
             (key.value, value)
             for key, value in zip(node.keys, values, strict=True)
             if isinstance(key, ast.Constant) and isinstance(key.value, str)
         ]
-        entries = tuple(pairs) if content.graph and len(pairs) == len(values) else ()
-        return Value(Kind.CONTAINER, content.graph, content.origins, entries=entries)
+        entries = tuple(pairs) if len(pairs) == len(values) else ()
+        if are_called_alike(values):
+            return Value(Kind.CONTAINER, items=tuple(values), entries=entries)
+        content = combine(values)
+        return Value(Kind.CONTAINER, content.graph, content.origins, entries=entries if content.graph else ())
 
     def _binary(self, node: ast.BinOp) -> Value:
         left, right = self.evaluate(node.left), self.evaluate(node.right)
@@ -283,7 +284,7 @@ class Expressions(Calls):
         truth = self.truth(self.evaluate(node.test))
         if truth is not None:
             return self.evaluate(node.body if truth else node.orelse)
-        body, orelse = self.evaluate(node.body), self.evaluate(node.orelse)
+        body, orelse = (self.as_network(side, self.evaluate(side)) for side in (node.body, node.orelse))
         if Kind.CONTEXT in (body.kind, orelse.kind):
             body = body if body.kind is Kind.CONTEXT else NULL
             orelse = orelse if orelse.kind is Kind.CONTEXT else NULL
@@ -301,8 +302,8 @@ class Expressions(Calls):
                 self.evaluate(condition)
         content = self.evaluate(node.value if isinstance(node, ast.DictComp) else node.elt)
         content_flat = flatten(content)
-        if content.kind in (Kind.MODULE, Kind.OPTIMIZER):
-            named = isinstance(node, ast.DictComp) and content.kind is Kind.MODULE
+        if content.kind is Kind.OPTIMIZER or are_called_alike([content]):
+            named = isinstance(node, ast.DictComp) and content.kind is not Kind.OPTIMIZER
             return Value(Kind.CONTAINER if named else Kind.SEQUENCE, items=(content,))
         return Value(Kind.CONTAINER, content_flat.graph, content_flat.origins, divisors=content_flat.divisors)
 

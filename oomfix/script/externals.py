@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import reduce
 
 from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL, context_of_call
@@ -20,6 +21,7 @@ from oomfix.script.values import (
     NUMBER,
     PLAIN_TENSOR,
     UNKNOWN,
+    Beforehand,
     Given,
     Graph,
     Kind,
@@ -28,6 +30,7 @@ from oomfix.script.values import (
     constant,
     divided_alike,
     flatten,
+    join,
 )
 
 
@@ -130,8 +133,11 @@ class Externals(Methods):
                 return Value(Kind.SEQUENCE, items=(network, Value(ref=torch_facts.DIFFERENTIABLE_OPTIMIZER)))
             case "itertools.repeat" if arguments:
                 return Value(Kind.SEQUENCE, items=(arguments[0],))
-            case "functools.partial" if arguments and arguments[0].kind is Kind.EXTERNAL:
-                return self._partial(node, arguments[0], given.rest)
+            case "functools.partial" if arguments and node.args:
+                return self._partial(node, self.as_network(node.args[0], arguments[0]), given.rest)
+            case "torch.vmap" | "torch.func.vmap" | "functorch.vmap" if arguments and node.args:
+                called = self.as_network(node.args[0], arguments[0])
+                return called if called.kind in (Kind.MODULE, Kind.FUNCTION) else UNKNOWN
             case "copy.deepcopy" | "torch.optim.swa_utils.AveragedModel" if (
                 arguments and arguments[0].kind is Kind.MODULE
             ):
@@ -168,10 +174,17 @@ class Externals(Methods):
         engine = model if model.kind is Kind.MODULE else self._network_made(node)
         return Value(Kind.SEQUENCE, items=(engine, UNKNOWN, UNKNOWN, UNKNOWN))
 
-    def _partial(self, node: ast.Call, function: Value, given: Given) -> Value:
-        """A context whose arguments are given beforehand is that context; any other function stays itself."""
-        context = context_of_call(node, function.ref, given)
-        return function if context is None else context
+    def _partial(self, node: ast.Call, function: Value, given: Given) -> Value | None:
+        """What is given some of its arguments beforehand: a context is that context, a network stays itself."""
+        if function.kind is Kind.EXTERNAL:
+            context = context_of_call(node, function.ref, given)
+            return function if context is None else context
+        if function.kind in (Kind.MODULE, Kind.LOSS):
+            return function
+        if function.kind is not Kind.FUNCTION or function.alternatives or given.starred is not None:
+            return None
+        earlier = given if function.before is None else given.after(function.before.given)
+        return function._replace(before=Beforehand(earlier._replace(ahead=0)))
 
     def _has_parameters(self, node: ast.Call) -> bool:
         return any(
@@ -232,20 +245,46 @@ class Externals(Methods):
         if name in torch_facts.NUMBER_BUILTINS:
             return NUMBER
         if name in torch_facts.PASSING_BUILTINS:
-            if name == "map" and values and values[0].kind is Kind.FUNCTION:
-                content = flatten(self._function(node, values[0], Given([self.element(value) for value in values[1:]])))
-                return Value(Kind.CONTAINER, content.graph, content.origins, divisors=content.divisors)
+            if name == "map" and (mapped := self._mapped(node, values)) is not None:
+                return Value(Kind.CONTAINER, mapped.graph, mapped.origins, divisors=mapped.divisors)
             return self._passed(name, values)
         if name in torch_facts.REDUCING_BUILTINS:
             return combine([flatten(value) for value in values])._replace(divisors=divided_alike(values))
         if name == "getattr" and len(values) > 2 and {values[0].kind, values[2].kind} == {Kind.MODULE}:
             return values[2]
-        if name == "getattr" and values:
-            external = values[0].kind is Kind.EXTERNAL and len(values) > 1 and isinstance(values[1].constant, str)
-            return Value(Kind.EXTERNAL, ref=f"{values[0].ref}.{values[1].constant}") if external else UNKNOWN
+        if name == "getattr" and len(node.args) > 1:
+            return self._attribute_by_name(node, values)
+        if name == "setattr" and len(node.args) == 3 and isinstance(values[1].constant, str):
+            self.assign(ast.Attribute(node.args[0], values[1].constant, ast.Store()), values[2], self.statement)
+            return NONE
         if name == "super":
             return self._inherited()
         return None
+
+    def _mapped(self, node: ast.Call, values: list[Value]) -> Value | None:
+        """What `map` makes of each element, where it calls a network or a function of the file."""
+        if len(node.args) < 2 or len(values) != len(node.args):
+            return None
+        called = self.as_network(node.args[0], values[0])
+        given = Given([self.element(value) for value in values[1:]])
+        if called.kind is Kind.FUNCTION:
+            return flatten(self._function(node, called, given))
+        if called.kind is not Kind.MODULE:
+            return None
+        path, method = path_of(node.args[0]), self._own(called, "forward")
+        return flatten(self.forward(node, called, path, given, method=method))
+
+    def _attribute_by_name(self, node: ast.Call, values: list[Value]) -> Value:
+        """`getattr(models, "resnet18")`, `getattr(self, f"step_{phase}")`: one of the methods of such a name."""
+        base, name = values[0], values[1].constant
+        if base.kind is Kind.EXTERNAL:
+            return Value(Kind.EXTERNAL, ref=f"{base.ref}.{name}") if isinstance(name, str) else UNKNOWN
+        instance = self.instance_of(base)
+        if instance is None:
+            return UNKNOWN
+        names = [name] if isinstance(name, str) else instance.cls.methods_named_like(node.args[1])
+        found = [self.attribute_of(base, ast.Attribute(node.args[0], one, ast.Load())) for one in names]
+        return reduce(join, found) if found else UNKNOWN
 
     def _inherited(self) -> Value:
         """`super()`: the object at hand, as the class around sees those that it is built on."""

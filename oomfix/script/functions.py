@@ -51,6 +51,8 @@ class Functions(Core):
         """Follow a call into a function of the file, and into each that may stand in its place."""
         if value.alternatives:
             return reduce(join, list(self._each_alternative(node, value, given)))
+        if value.before is not None:
+            return self._function(node, value._replace(before=None), given.after(value.before.given))
         function, bound = value.ref
         assert isinstance(function, Function)
         receiver: Value | None = None if function.is_static else bound
@@ -107,7 +109,7 @@ class Functions(Core):
         function.calls += 1
         (self.trace.left_open if function.is_left_open else self.trace.followed).add(node)
         named = {keyword.arg: keyword.value for keyword in node.keywords}
-        written = [*zip(node.args[: first_unpacked(node)], given.positional, strict=False)]
+        written = [*zip(node.args[: first_unpacked(node)], given.positional[given.ahead :], strict=False)]
         written += [(named[name], value) for name, value in given.keywords.items() if name in named]
         receivers = [] if receiver is None else [receiver]
         if function.takes_class:
@@ -121,7 +123,8 @@ class Functions(Core):
             given=tuple(written),
             instance=self.instance_of(receiver) if receiver is not None else None,
         )
-        self._keep_age(frame, function, node, bool(receivers))
+        if not given.ahead:
+            self._keep_age(frame, function, node, bool(receivers))
         return self.run(frame, function, node)
 
     def _not_followed_again(self, given: Given) -> Value:
@@ -245,9 +248,12 @@ class Functions(Core):
             else:
                 self._construct_module(node, constructor, value, given)
         elif kind is Kind.INSTANCE:
-            for name, held in [*zip(cls.fields, given.positional, strict=False), *given.keywords.items()]:
-                if name in cls.fields:
-                    self.state.attributes[instance.number, name] = Binding(held, self.loops, None)
+            held = dict([*zip(cls.fields, given.positional, strict=False), *given.keywords.items()])
+            for name in held.keys() & cls.fields:
+                self.state.attributes[instance.number, name] = Binding(held[name], self.loops, None)
+            if cls.is_named_tuple and given.starred is None and cls.fields:
+                items = tuple(held.get(name, UNKNOWN) for name in cls.fields)
+                return Value(Kind.SEQUENCE, items=items, ref=instance)
         if any("Namespace" in name or "NamedTuple" in name for name in cls.base_names):
             return UNKNOWN
         return value

@@ -38,6 +38,9 @@ _OF_RECURRENT = frozenset({"init_hidden", "initHidden"})
 
 _TENSOR_METHODS = ("detach", "clamp", "clamp_", "copy_", "backward", "grad.zero_", "data.clamp_", "data.copy_")
 
+_CALLING = frozenset({"partial", "checkpoint", "vmap", "map", "functional_call", "data_parallel"})
+"""Functions that call what they are given first, or give something that does."""
+
 _DISTRIBUTED = frozenset({"DDP", "DistributedDataParallel"})
 _SAYING_NOTHING = (ast.Constant, ast.keyword, ast.arg)
 _OTHER_ASSIGNMENTS = (ast.AugAssign, ast.AnnAssign)
@@ -130,14 +133,15 @@ class Hints:
             return False
         run = path in self.called and path not in self.asked_by_name
         moved = path in self.moved and (run or path in self.owners_of_parts)
-        return moved or path in self.modules
+        each = f"{path.rpartition('[')[0]}[*]" if path.endswith("']") else path
+        return moved or path in self.modules or each in self.modules
 
 
 def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     """Collect the evidence of a file from its nodes."""
     hints = Hints()
     assignments: list[tuple[Scope, ast.expr, ast.expr]] = []
-    loops: list[ast.For] = []
+    loops: list[ast.For | ast.comprehension] = []
     labelled: set[str] = set()
     for node, scope in nodes:
         # in the order of how many there are: every node of a file is asked
@@ -150,6 +154,8 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 hints.attributes[node.attr].add(scope)
         elif isinstance(node, _SAYING_NOTHING):
             continue
+        elif isinstance(node, ast.comprehension):
+            loops.append(node)
         elif isinstance(node, ast.Call):
             _read_call(node, scope, hints)
         elif isinstance(node, ast.Compare):
@@ -172,10 +178,12 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     if labelled:
         hints.labels.update(_given_for(labelled, nodes))
     _spread(assignments, hints)
+    hints.called |= {path for _, target, value in assignments for path in _called_by_another_name(target, value, hints)}
     hints.leaves = {path for path in hints.leaves if hints.is_used_as_tensor(path)}
     hints.modules -= hints.leaves
     hints.modules |= hints.named_modules & hints.called
     hints.modules |= hints.called & _gone_through(loops, assignments, hints)
+    hints.modules |= set(_entries_gone_through(loops, hints))
     hints.modules |= _used_elsewhere(hints)
     for alike in hints.made_by.values():
         if alike & hints.modules and len(alike) > 1:
@@ -216,8 +224,20 @@ def _is_false(value: ast.expr | None) -> bool:
     return isinstance(value, ast.Constant) and value.value is False
 
 
+def _called_by_another_name(target: ast.expr, value: ast.expr, hints: Hints) -> Iterator[str]:
+    """`model` of `run = model`, `run, step = model, optimizer` and `run = wrap(model) if fast else model`."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        for one, other in zip(target.elts, value.elts, strict=False):
+            yield from _called_by_another_name(one, other, hints)
+    elif isinstance(value, ast.Name | ast.IfExp) and path_of(target) in hints.called:
+        sides = (value,) if isinstance(value, ast.Name) else (value.body, value.orelse)
+        yield from (side.id for side in sides if isinstance(side, ast.Name))
+
+
 def _gone_through(
-    loops: list[ast.For], assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints
+    loops: list[ast.For | ast.comprehension],
+    assignments: list[tuple[Scope, ast.expr, ast.expr]],
+    hints: Hints,
 ) -> set[str | None]:
     """What stands in the lists whose elements are networks: `for net in [encoder, head]: net.train()`."""
     over_networks = [loop.iter for loop in loops if path_of(loop.target) in hints.modules]
@@ -225,6 +245,18 @@ def _gone_through(
     named = [value for _, target, value in assignments if path_of(target) in names]
     lists = (node for node in (*over_networks, *named) if isinstance(node, ast.List | ast.Tuple))
     return {path_of(element) for node in lists for element in node.elts}
+
+
+def _entries_gone_through(loops: list[ast.For | ast.comprehension], hints: Hints) -> Iterator[str]:
+    """`self.heads[*]`, where `for name, head in self.heads.items()` goes over what is a network."""
+    for loop in loops:
+        match loop.iter, loop.target:
+            case (ast.Call(ast.Attribute(held, "items")), ast.Tuple([_, each])) | (
+                ast.Call(ast.Attribute(held, "values")),
+                each,
+            ):
+                if path_of(each) in hints.modules and (path := path_of(held)) is not None:
+                    yield f"{path}[*]"
 
 
 def _used_elsewhere(hints: Hints) -> set[str]:
@@ -249,6 +281,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.called.add(called)
         if node.args and all(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in node.args):
             hints.asked_by_name.add(called)
+        if last_of(called) in _CALLING and node.args and (handed := path_of(node.args[0])) is not None:
+            hints.called.add(handed)
         if last_of(called) in _DISTRIBUTED and node.args and (wrapped := path_of(node.args[0])) is not None:
             hints.distributed.add(wrapped)
         if node.args and kind_of_call(called) is Kind.OPTIMIZER:
@@ -259,8 +293,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
             hints.backwarded.update(scoped(path, scope) for path in _additive_terms(node.args[0]))
     if not isinstance(node.func, ast.Attribute):
         return
-    receiver = path_of_each(node.func.value)
     method = node.func.attr
+    receiver = path_of_each(without_moves(node.func.value) if method in _MODULE_METHODS else node.func.value)
     if method == "requires_grad_" and not _is_false(only_argument(node)):
         hints.thaws = True
         if receiver is not None:
@@ -268,6 +302,8 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
         hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
+    elif receiver is not None and method == "__call__":
+        hints.called.add(receiver)
     elif receiver is not None and (method in _MODULE_METHODS or (method in _OF_RECURRENT and receiver != "self")):
         hints.modules.add(receiver)
     elif receiver is not None and method == "load_state_dict":

@@ -23,9 +23,9 @@ from oomfix.script.values import (
     Value,
     combine,
     flatten,
-    holds_networks_alone,
-    may_take_network,
-    with_network,
+    holds_called_alone,
+    may_take_called,
+    with_called,
 )
 
 _CONCATENATIONS = frozenset({"torch.cat", "torch.concat", "torch.hstack", "torch.vstack"})
@@ -76,7 +76,8 @@ class Statements(Expressions):
             elif isinstance(target, ast.Attribute) and target.attr == "requires_grad" and value_node.value is True:
                 self.is_made_leaf(target.value)
             if isinstance(target, ast.Subscript):
-                self._put_network(target, value)
+                self._put_called(target, value)
+                self._fill(target, flatten(value))
             if isinstance(target, ast.Tuple):
                 self._store_in_parts(target, value, statement, value_node)
 
@@ -102,13 +103,13 @@ class Statements(Expressions):
                 content = items[index] if items else flatten(value)
                 if self.evaluate(part.value).kind is Kind.CONTAINER:
                     self._store_entry(part, content, statement, value_node)
-                elif flatten(content).graph:
+                else:
                     self._fill(part, flatten(content))
 
     def _fill(self, target: ast.Subscript, content: Value) -> None:
         """`outputs[t], state = net(x, state)`: a tensor made for it carries the graph of what is written into it."""
         base, binding = self.evaluate(target.value), self.binding_of(target.value)
-        if base.kind is Kind.TENSOR and base.is_tensor and binding is not None:
+        if content.graph and base.kind is Kind.TENSOR and base.is_tensor and binding is not None:
             filled = Value(base.kind, content.graph, base.origins | content.origins, is_tensor=True)
             self.assign(target.value, filled, binding.statement, binding.loops)
 
@@ -172,7 +173,7 @@ class Statements(Expressions):
             self._accumulate(target, ast.unparse(target), value, statement, value_node, added)
             return
         fresh = base.kind is Kind.TENSOR and base.is_tensor
-        if self._put_network(target, value):
+        if self._put_called(target, value):
             return
         if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
             self.trace.let_escape(content.origins)
@@ -191,15 +192,18 @@ class Statements(Expressions):
             grown = Value(base.kind, content.graph, origins, ref=base.ref, divisors=base.divisors, is_tensor=fresh)
             self.assign(target.value, grown, binding.statement if binding else None, loops)
 
-    def _put_network(self, target: ast.Subscript, value: Value) -> bool:
-        """`nets[name] = Net()`: what is asked for by any name is one of the networks, where nothing else is held."""
+    def _put_called(self, target: ast.Subscript, value: Value) -> bool:
+        """`nets[name] = Net()`: what is asked for by any name is one of the networks, where nothing else is held.
+
+        The same holds for functions and criteria.
+        """
         held, binding = self.evaluate(target.value), self.binding_of(target.value)
-        takes = may_take_network(held, value)
-        if binding is None or not (takes or holds_networks_alone(held)):
+        takes = may_take_called(held, value)
+        if binding is None or not (takes or holds_called_alone(held)):
             return False
         listed = held.ref == SLOTS or held.kind is Kind.SEQUENCE
-        grown = with_network(held, value, Kind.SEQUENCE if listed else Kind.CONTAINER)
-        self.assign(target.value, grown if takes else Value(Kind.CONTAINER), binding.statement, binding.loops)
+        grown = with_called(held, value, Kind.SEQUENCE if listed else Kind.CONTAINER)
+        self._change(target.value, grown if takes else Value(Kind.CONTAINER), binding.statement, binding.loops)
         return takes
 
     def _augmented(self, node: ast.AugAssign) -> None:
@@ -349,7 +353,7 @@ def _named_by(node: ast.expr) -> Iterator[ast.expr]:
             yield from (*_named_by(body), *_named_by(orelse))
         case ast.Call(ast.Name("getattr"), [_, ast.Constant(), default]):
             yield from _named_by(default)
-        case ast.Attribute(whole, "module"):
+        case ast.Attribute(whole, "module" | "forward" | "__call__"):
             yield whole
         case plain:
             yield plain

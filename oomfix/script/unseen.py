@@ -109,6 +109,12 @@ class Unseen(Containers):
         """Whether an argument is a network, by what is known of it or by its uses."""
         return value.kind is Kind.MODULE or self.hints.is_module(path_of(node) or "")
 
+    def as_network(self, node: ast.expr, value: Value) -> Value:
+        """A value as it is, or the network that the uses of its name say it is."""
+        path = path_of(node)
+        known = value.kind is not Kind.UNKNOWN or value.graph or path is None or not self.hints.is_module(path)
+        return value if known else Value(Kind.MODULE, ref=path)
+
     def solves_equation_of_network(self, node: ast.Call, last: str, given: Given) -> bool:
         """`odeint(net, start, times)`, by the last name of the function."""
         if not (torch_facts.solves_equation_of(last) and node.args):

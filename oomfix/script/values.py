@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import reduce
 from types import MappingProxyType
@@ -98,6 +99,8 @@ class Value(NamedTuple):
 
     rows: tuple[Value, ...] = ()
     """What a list holds of which each entry is a tuple of one length, item by item: `batches.append((x, chances))`."""
+    before: Beforehand | None = None
+    """What a function is given before it is called: `partial(step, model)`."""
 
     def with_graph(self, graph: Graph, origins: frozenset[int] | None = None) -> Value:
         """The same value with another graph state (and origins)."""
@@ -111,11 +114,13 @@ class Given(NamedTuple):
         positional: the arguments without a name, in order.
         keywords: those with one; what `**` unpacks stands under "**".
         starred: which of the positional ones is the first that `*` unpacks; None where their number is known.
+        ahead: how many of the positional ones were given before the call.
     """
 
     positional: Sequence[Value] = ()
     keywords: Mapping[str, Value] = MappingProxyType({})
     starred: int | None = None
+    ahead: int = 0
 
     @property
     def all(self) -> list[Value]:
@@ -126,6 +131,13 @@ class Given(NamedTuple):
     def rest(self) -> Given:
         """What is left for the function that the first argument is."""
         return Given(self.positional[1:], self.keywords, self.starred and self.starred - 1)
+
+    def after(self, earlier: Given) -> Given:
+        """The same, behind what was given earlier."""
+        count = len(earlier.positional)
+        starred = None if self.starred is None else self.starred + count
+        positional, keywords = [*earlier.positional, *self.positional], {**earlier.keywords, **self.keywords}
+        return Given(positional, keywords, starred, ahead=count + self.ahead)
 
     def of_kinds(self, kinds: Sequence[Kind]) -> Given:
         """The same, where nothing is known of what is none of these, and more may be given."""
@@ -147,10 +159,18 @@ class Given(NamedTuple):
         return self.positional[0] if self.positional else self.keywords.get(name, UNKNOWN)
 
 
+@dataclass(frozen=True, eq=False)
+class Beforehand:
+    """What a function is given before it is called."""
+
+    given: Given
+
+
 _MOST_ALTERNATIVES = 3
 _NAMED = (Kind.EXTERNAL, Kind.CLASS, Kind.INSTANCE)
+_CALLED = (Kind.MODULE, Kind.FUNCTION, Kind.LOSS)
 
-_MOST_NETWORKS = 16
+_MOST_CALLED = 16
 """Of longer lists it is only known what each of them is."""
 
 UNKNOWN = Value()
@@ -224,7 +244,7 @@ def join(first: Value, second: Value) -> Value:
             return made
     if first.kind is Kind.FUNCTION and second.kind is Kind.FUNCTION:
         others = (*first.alternatives, second._replace(alternatives=()), *second.alternatives)
-        return Value(Kind.FUNCTION, ref=first.ref, alternatives=tuple(dict.fromkeys(others))[:_MOST_ALTERNATIVES])
+        return first._replace(alternatives=tuple(dict.fromkeys(others))[:_MOST_ALTERNATIVES])
     if candidates := _candidates(first, second):
         return Value(alternatives=candidates)
     if first.kind is second.kind and first.ref != second.ref and first.kind in _NAMED:
@@ -254,21 +274,31 @@ def each_of(held: Value) -> Value:
     return reduce(join, held.items or (UNKNOWN,))
 
 
-def holds_networks_alone(held: Value) -> bool:
-    """Whether all that is in a list or dict are networks, and something is."""
-    return bool(held.items) and all(item.kind is Kind.MODULE for item in held.items or ())
+def entry_of(held: Value, key: Value) -> Value:
+    """What a dict of networks or functions gives for a key: that entry where it is written down, or one of them."""
+    return dict(held.entries).get(key.constant) or each_of(held)
 
 
-def may_take_network(held: Value, added: Value) -> bool:
-    """Whether what is put into a list or dict is a network, and nothing else is in there."""
+def are_called_alike(values: Sequence[Value]) -> bool:
+    """Whether all values are networks, or all are functions of the file, or all criteria, and there is one."""
+    return bool(values) and values[0].kind in _CALLED and len({value.kind for value in values}) == 1
+
+
+def holds_called_alone(held: Value) -> bool:
+    """Whether all that is in a list or dict are networks, functions or criteria, and something is."""
+    return are_called_alike(held.items or ())
+
+
+def may_take_called(held: Value, added: Value) -> bool:
+    """Whether what is put into a list or dict is a network, function or criterion, and nothing else is in there."""
     empty = held in (Value(Kind.CONTAINER), Value(Kind.CONTAINER, ref=SLOTS))
-    return added.kind is Kind.MODULE and (empty or holds_networks_alone(held))
+    return are_called_alike([added, *(held.items or ())]) and (empty or bool(held.items))
 
 
-def with_network(held: Value, network: Value, kind: Kind) -> Value:
-    """A list (SEQUENCE) or dict (CONTAINER) of networks into which one more was put."""
-    networks = (*(held.items or ()), network)
-    return Value(kind, items=networks if len(networks) <= _MOST_NETWORKS else (reduce(join, networks),))
+def with_called(held: Value, added: Value, kind: Kind) -> Value:
+    """A list (SEQUENCE) or dict (CONTAINER) of what is called, into which one more was put."""
+    called = (*(held.items or ()), added)
+    return Value(kind, items=called if len(called) <= _MOST_CALLED else (reduce(join, called),))
 
 
 def _networks_of_either(first: Value, second: Value) -> tuple[Value, ...]:

@@ -58,3 +58,34 @@ def test_a_loss_that_a_dataclass_holds_goes_back_through_the_network(report, cha
 )
 def test_nothing_else_of_it_does(report, changed):
     assert report(METRICS.format(**USUAL | changed)) == []
+
+
+TUPLE = """
+    from typing import NamedTuple
+    import torch
+
+    class Result(NamedTuple):
+        loss: torch.Tensor
+        count: int = 0
+
+    def train(model, loader, optimizer, kept):
+        model.cuda()
+        for x, y in loader:
+            result = Result({made})
+            {loss}.backward()
+            optimizer.step()
+            kept.append({kept})
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "loss", "kept", "found"),
+    [
+        ("criterion(model(x.cuda()), y), len(x)", "result.loss", "result.loss", [("OOM102", 14)]),
+        ("loss=criterion(model(x.cuda()), y)", "result[0]", "result.count", []),
+        ("count=len(x), loss=criterion(model(x.cuda()), y)", "loss, count = result; loss", "count", []),
+        ("*[criterion(model(x.cuda()), y), len(x)]", "result.loss", "result.count", []),
+    ],
+)
+def test_a_named_tuple_holds_what_it_is_made_of(report, made, loss, kept, found):
+    assert report(TUPLE.format(made=made, loss=loss, kept=kept)) == [*found, ("OOM202", 11)]

@@ -47,6 +47,19 @@ def test_the_loss_of_a_tensor_goes_through_the_forwards_whose_results_were_writt
     assert report(code + loop) == [("OOM202", 9)]
 
 
+@pytest.mark.parametrize(("entry", "found"), [("losses[0]", [("OOM202", 4)]), ("losses[i]", [("OOM202", 4)])])
+def test_an_entry_of_a_tensor_is_backpropagated_with_it(report, entry, found):
+    code = f"""
+        for i, (x, y) in enumerate(loader):
+            losses = torch.zeros(3)
+            {entry} = 0.5
+            {entry} = criterion(model(x.cuda()), y)
+            losses.sum().backward()
+            optimizer.step()
+    """
+    assert report(code) == found
+
+
 def test_an_entry_of_a_tensor_that_is_added_to_itself_keeps_no_more_than_the_tensor(report):
     code = """
         import torch

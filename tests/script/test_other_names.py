@@ -25,6 +25,13 @@ RENAMED = """
         "model.to(device)",
         "model.module if several else model",
         "getattr(model, 'module', model)",
+        "model.forward",
+        "model.__call__",
+        "torch.compile(model) if several else model",
+        "torch.nn.DataParallel(model) if several else model",
+        "(model, loader)[0]",
+        "[model][0]",
+        "{'core': model}['core']",
     ],
 )
 def test_another_name_of_a_network_is_one(report, named):
@@ -49,3 +56,26 @@ def test_a_network_in_eval_mode_is_so_under_another_name(report):
                 print(core(image.to(device)).argmax(1))
     """
     assert report(code) == [("OOM201", 7)]
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "found"),
+    [
+        ("core, step", "model, optimizer", [("OOM202", 6)]),
+        ("step, (core, other)", "optimizer, (model, x)", [("OOM202", 6)]),
+        ("core, step", "scale, optimizer", []),
+        ("step, core", "model, scale", []),
+    ],
+)
+def test_names_are_given_side_by_side(report, names, values, found):
+    code = f"""
+        def train(model, scale, loader, optimizer, x):
+            model.cuda()
+            {names} = {values}
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = criterion(core(x.cuda()), y)
+                loss.backward()
+                optimizer.step()
+    """
+    assert report(code) == found
