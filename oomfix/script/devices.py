@@ -129,7 +129,7 @@ class Devices:
             node
             for node in self._nodes.of(ast.Assign)
             if isinstance(node.value, ast.Constant)
-            and all(0 < asked[target] == self._words[target] - 1 for target in _targets(node))
+            and [0 < asked[target] == self._words[target] - 1 for target in _targets(node)] == [True]
         )
         return [*decided, *switches]
 
@@ -198,7 +198,7 @@ class Devices:
 
     @property
     def _printed(self) -> list[ast.expr]:
-        """`print("Training on GPU")`; the device is also asked for in `print(f"{device}: {torch.cuda.is_available()}")`."""
+        """`print("Training on GPU")`, and `print(f"{device}: {torch.cuda.is_available()}")`, which may ask for more."""
         printed = (node for node in self._nodes.of(ast.Call) if path_of(node.func) == "print")
         return [text for node in printed for text in node.args if isinstance(text, ast.JoinedStr | ast.Constant)]
 

@@ -32,7 +32,7 @@ def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list
     for keep in trace.keeps.values():
         if keep.manner == "add" and _goes_in_again(keep, trace):
             continue
-        if not keep.certain or keep.node in seen or _fills_a_sequence(keep, trace):
+        if not keep.certain or keep.node in seen or _fills_a_sequence(keep, trace) or _is_given_to_another(keep, trace):
             continue
         grows = (
             _grows_by_iteration(keep, trace, training_runs, evaluated, backwards_of)
@@ -160,6 +160,18 @@ def _goes_in_again(keep: Keep, trace: Trace) -> bool:
     """`x = x - step * net(x)`: a sample in the making and no total; what to mend is the forward, or the state."""
     given = (argument for forward in trace.forwards_of(keep.origins) for argument in forward.given)
     return any(isinstance(part, ast.expr) and path_of(part) == keep.target for node in given for part in walk(node))
+
+
+def _is_given_to_another(keep: Keep, trace: Trace) -> bool:
+    """`outs = torch.cat((outs, out))` and `attention(outs)` in its function: what is kept is what a network goes on."""
+    return any(
+        path_of(part) == keep.target
+        for forward in trace.forwards.values()
+        if forward.site.function is keep.site.function and forward.origin not in keep.origins
+        for argument in forward.given
+        for part in walk(argument)
+        if isinstance(part, ast.expr)
+    )
 
 
 def _fills_a_sequence(keep: Keep, trace: Trace) -> bool:

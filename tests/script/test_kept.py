@@ -1057,3 +1057,32 @@ def test_what_is_declared_as_numbers_beside_a_loss_keeps_no_graph(report, declar
 )
 def test_what_may_be_tensors_does(report, declared):
     assert report(DECLARED.format(declared=declared)) == [("OOM101", 15)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "then", "codes"),
+    [
+        ("outs = torch.cat((outs, out))", "print(attention(outs).argmax())", []),
+        ("outs.append(out)", "print(attention(x, torch.stack(outs)).argmax())", []),
+        ("outs.append(out)", "print(len(outs))", ["OOM102"]),
+        ("outs.append(out)", "print(attention(out).argmax(), len(outs))", ["OOM102"]),
+    ],
+)
+def test_what_an_evaluation_keeps_for_another_network_is_no_log(report, keep, then, codes):
+    code = f"""
+        import torch
+
+        def train(encoder, attention, loader, optimizer):
+            encoder.train()
+            attention.train()
+            for x, y in loader:
+                criterion(attention(encoder(x)), y).backward()
+                optimizer.step()
+
+        def evaluate(encoder, attention, sentence, outs):
+            for x in sentence:
+                out = encoder(x)
+                {keep}
+            {then}
+    """
+    assert [code for code, _ in kept(report(code))] == codes
