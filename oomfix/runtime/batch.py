@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from oomfix.runtime import compat, trees
+from oomfix.runtime.sample_dims import Dim, Reading, as_it_was, dim_of, is_open, samples_behind_steps, samples_first
 
 Place = tuple[Any, ...]
 
@@ -38,14 +39,17 @@ class Batch:
         self._size = self._given_size = size
         self._length_of_views: int | None = None
         self.whole: frozenset[Place] = frozenset()
-        self._views: bool | None = None
+        self._reading: Reading | None = None
+        self._steps = 0
         if size is not None and size > 1:
             self._check_that_something_has(size)
 
     @property
     def size(self) -> int:
         """Number of samples; 1 where nothing in the batch has samples to count."""
-        if self._size is None:
+        if self._size is None and self._reading == "steps":
+            self._size, self._steps = self._behind_steps()
+        elif self._size is None:
             sizes = [size for node in (*self.args, *self.kwargs.values()) for size in _votes(node)]
             # of what there is one only all samples have the same, unless the input is a single sample
             votes = Counter(size for size in sizes if size != 1 or sizes[0] == 1)
@@ -53,25 +57,48 @@ class Batch:
             size = max(votes, key=votes.__getitem__) if votes else 1
             size = self._unless_length(size, votes) if len(votes) > 1 else size
             in_views = self._length_of_views = self._length_in_lists(size, votes)
-            if self._views is None:
-                self._views = in_views is not None and in_views != size and votes[in_views] >= votes[size]
-            self._size = in_views if in_views is not None and self._views else size
+            if self._reading is None:
+                is_of_views = in_views is not None and in_views != size and votes[in_views] >= votes[size]
+                self._reading = "views" if is_of_views else "samples"
+            self._size = in_views if in_views is not None and self._reading == "views" else size
         return self._size
 
     @property
-    def views(self) -> bool:
-        """Whether lists of tensors of one length are taken for views of all samples (of agents, crops), not samples."""
-        return self.size > 0 and bool(self._views)
+    def reading(self) -> Reading:
+        """Whether lists of tensors of one length are taken for samples, or for views of all samples (agents, crops).
+
+        Or dimension 0 of tensors is taken for time steps, and the samples stand behind these.
+        """
+        return self._reading if self.size and self._reading is not None else "samples"
+
+    def other_readings(self) -> list[Reading]:
+        """What else the batch may be: only a check can tell."""
+        if self._given_size is not None:
+            return []
+        of_lists: list[Reading] = ["samples", "views"] if self.may_hold_views else ["samples"]
+        if self._may_have_steps_first():
+            of_lists.append("steps")
+        return [reading for reading in of_lists if reading != self.reading]
 
     @property
     def may_hold_views(self) -> bool:
         """Whether there are lists that may be such views as well as samples: only a check can tell."""
         return self.size > 1 and self._length_of_views is not None
 
-    def read(self, views: bool) -> None:
-        """Take lists that may be views of all samples for such, or for samples."""
+    def _may_have_steps_first(self) -> bool:
+        samples = samples_behind_steps(self.tensors())
+        return samples is not None and not any(is_open(tensor, samples) for tensor in self.tensors())
+
+    def read(self, reading: Reading) -> None:
+        """Take the batch for what it may be."""
         if self._given_size is None:
-            self._size, self._views, self.whole = None, views, frozenset()
+            is_other = reading == "steps" and samples_behind_steps(self.tensors()) is None
+            self._size, self._reading, self.whole = None, "samples" if is_other else reading, frozenset()
+
+    def _behind_steps(self) -> tuple[int, int]:
+        """The numbers of samples and of steps."""
+        first = next(tensor for tensor in self.tensors() if tensor.dim() > 1)
+        return int(first.shape[1]), int(first.shape[0])
 
     def _unless_length(self, size: int, votes: Counter[int]) -> int:
         """`size`, or the samples of the first tensor [samples, size, ...] where a mask [size, size] shows a length."""
@@ -102,10 +129,12 @@ class Batch:
             found = _uncuttable(node)
             if found is not None:
                 return f"a {found} in the batch cannot be cut into samples"
+        if self.reading == "steps" and any(is_open(tensor, self.size) for tensor in self.tensors()):
+            return "it has as many steps as samples, which leaves open where these stand"
         return None
 
     def rows(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for samples `start` to `stop` (exclusive). Tensors are views, not copies."""
+        """The arguments for samples `start` to `stop` (exclusive). Tensors are views; copies where steps come first."""
         if start == 0 and stop == self.size:
             return self.args, self.kwargs
         return self._cut_by(lambda samples: samples[start:stop])
@@ -132,7 +161,11 @@ class Batch:
         if place in self.whole:
             return node
         if isinstance(node, torch.Tensor) or is_array(node):
-            return take(node) if node.ndim and _length(node) == self.size else node
+            dim = self._dim(node)
+            if dim is None or not isinstance(node, torch.Tensor):
+                return node if dim is None else take(node)
+            taken = take(samples_first(node, dim, self.size))
+            return taken if taken is None else as_it_was(taken, dim)
         if self._is_list_of_samples(node):
             return take(node)
         inner = trees.children(node)
@@ -140,10 +173,33 @@ class Batch:
             return node
         return trees.rebuilt(node, [self._cut(child, (*place, key), take) for key, child in inner])
 
+    def _dim(self, node: Any) -> Dim | None:
+        """Where the samples of a tensor or an array stand; None: it has none."""
+        if not node.ndim:
+            return None
+        if isinstance(node, torch.Tensor) and self.reading == "steps":
+            return dim_of(node, self.size, self._steps)
+        return "first" if _length(node) == self.size else None
+
+    def samples_first(self, tensors: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Every tensor of the batch, or `tensors` in their place with some of its rows, samples first.
+
+        Those without samples are as they are. These are views: what is written there is written to the tensors.
+        """
+        own = self.tensors()
+        given = own if tensors is None else list(tensors)
+        if self.reading != "steps" or len(own) != len(given):
+            return given
+        dims = [self._dim(tensor) for tensor in own]
+        return [self._turned(*pair) for pair in zip(given, dims, strict=True)]
+
+    def _turned(self, tensor: torch.Tensor, dim: Dim | None) -> torch.Tensor:
+        return tensor if dim is None else samples_first(tensor, dim, tensor.shape[0] // max(self._steps, 1))
+
     def _is_list_of_samples(self, node: Any) -> bool:
         if not isinstance(node, list | tuple) or len(node) != self.size or not is_samples(node):
             return False
-        return not self._views or _length_of_all(node) != self.size
+        return self.reading != "views" or _length_of_all(node) != self.size
 
     def layout(self) -> Iterator[tuple[Place, bool]]:
         """For each tensor, array and list of samples, its place and whether it is cut.
@@ -157,7 +213,7 @@ class Batch:
         """The same walk as of `_cut`."""
         if isinstance(node, torch.Tensor) or is_array(node):
             if node.ndim:
-                yield place, place not in self.whole and _length(node) == self.size
+                yield place, place not in self.whole and self._dim(node) is not None
         elif place in self.whole:
             yield place, False
         elif self._is_list_of_samples(node):
@@ -178,7 +234,8 @@ class Batch:
         for place in (place for place, cut in self.layout() if cut):
             node = trees.at(given, place)
             if isinstance(node, torch.Tensor):
-                found[place] = [node]
+                dim = self._dim(trees.at(dict(enumerate(self.args)) | self.kwargs, place))
+                found[place] = [self._turned(node, dim)]
                 continue
             for sample in node if isinstance(node, list | tuple) else ():
                 for inside, tensor in trees.with_places(sample):
@@ -189,7 +246,7 @@ class Batch:
         """The batch with `function` applied to every leaf."""
         args = tuple(trees.map_leaves(function, node) for node in self.args)
         mapped = Batch(args, trees.map_leaves(function, self.kwargs), self._given_size)
-        mapped.whole, mapped._views = self.whole, self._views
+        mapped.whole, mapped._reading = self.whole, self._reading
         return mapped
 
     def numbers_per_sample(self) -> Iterator[list[int]]:

@@ -34,6 +34,7 @@ from oomfix.runtime.variables import Variables
 from oomfix.runtime.watching import Bent, HeldOut, Watch
 from oomfix.runtime.whole_draws import DrawnShapes, sizes_by_rows
 
+_WROTE_BATCH = "it writes its batch in place, of which micro-batches would be copies"
 _WROTE = "it writes parameters, buffers or other tensors that outlive it"
 
 
@@ -147,6 +148,7 @@ class _Comparison:
         self._owners: list[Any] = []
         self._noted: Noted | None = None
         self._own_means: OwnMeans | None = None
+        self._turned: list[tuple[torch.Tensor, int]] = []
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
         found = Evidence()
@@ -177,6 +179,8 @@ class _Comparison:
                 found.wrote = _WROTE
             if gradients.put_back():
                 found.changes_gradients = True
+        if any(copy._version != version for copy, version in self._turned):
+            found.wrote = _WROTE_BATCH
         found.held = self._held_out.something
         return found
 
@@ -306,10 +310,14 @@ class _Comparison:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
         if self._gaps and begin == 0:
             emptied = first_part(len(self._rows)) if self._how.empties else 0
-            make_gaps(trees.tensors((args, kwargs)), self._gaps, emptied)
+            make_gaps(self._batch.samples_first(trees.tensors((args, kwargs))), self._gaps, emptied)
         held_out = self._held_out if self._how.holds_out and begin == 0 else None
         mask_gaps = self._how.mask_gaps if begin == 0 else ()
-        watch = Watch(end - begin, held_out, self._writes, self._outside, mask_gaps, self._how.opened)
+        steps_first = self._batch.reading == "steps"
+        given = {id(tensor) for tensor in self._batch.tensors()}
+        copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
+        self._turned += [(copy, copy._version) for copy in copies if steps_first]
+        watch = Watch(end - begin, held_out, self._writes, self._outside, mask_gaps, self._how.opened, steps_first)
         if light:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):
@@ -318,8 +326,6 @@ class _Comparison:
                 result = outputs.detached(self._see(result))
             weights, among = watch.nll_weights, watch.selected_among
             return _Run(result, *self._changes(), weights, divided_by, among, watch, calls, False, terms, [], True)
-        given = {id(tensor) for tensor in self._batch.tensors()}
-        copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
         # the watch is passed by every function of torch, so only the runs that are compared by it get it
         drawn = DrawnShapes()

@@ -9,11 +9,12 @@ row when the check runs once more.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any
 
 import torch
 
 from oomfix.runtime import compat, simulation
+from oomfix.runtime.sample_dims import Dim, as_it_was, by_row
 
 
 @dataclass(frozen=True)
@@ -40,41 +41,42 @@ class ComputedMasks:
     Args:
         rows: samples in the run.
         gaps: numbers of the comparisons whose masks get a gap in the first row, or where they are empty, its opposite.
+        steps_first: samples stand behind time steps.
     """
 
-    def __init__(self, rows: int, gaps: Collection[int]) -> None:
+    def __init__(self, rows: int, gaps: Collection[int], steps_first: bool = False) -> None:
         self.seen: list[MaskOfRows | None] = []
         self._rows = rows
         self._gaps = gaps
+        self._steps_first = steps_first
 
-    def computed(self, mask: object) -> object:
+    def computed(self, mask: Any) -> Any:
         """Note what a comparison gave; returns it, or a copy with a gap: half of what it leaves of the first row.
 
         Where that is nothing, half of the first row is left.
         """
         self.seen.append(None)
-        if not self._may_be_of_rows(mask):
+        found = self._of_rows(mask)
+        if found is None:
             return mask
-        by_row = mask.reshape(self._rows, -1)
-        counts = by_row.sum(1)
+        (in_rows, dim), entries = found, found[0].reshape(self._rows, -1)
+        counts = entries.sum(1)
         alike = bool((counts[0] > 0) & (counts == counts[0]).all())
-        self.seen[-1] = MaskOfRows(by_row.shape[1], alike, empty=not bool(counts.any()))
+        self.seen[-1] = MaskOfRows(entries.shape[1], alike, empty=not bool(counts.any()))
         if len(self.seen) - 1 not in self._gaps:
             return mask
-        with_gap = by_row.clone()
+        with_gap = entries.clone()
         leaves = bool(counts[0])
-        places = (by_row[0] == leaves).nonzero().view(-1)
+        places = (entries[0] == leaves).nonzero().view(-1)
         with_gap[0, places[: max(len(places) // 2, 1)]] = not leaves
-        return with_gap.view(mask.shape)
+        return as_it_was(with_gap.view(in_rows.shape), dim).view(mask.shape)
 
-    def _may_be_of_rows(self, mask: object) -> TypeGuard[torch.Tensor]:
+    def _of_rows(self, mask: object) -> tuple[torch.Tensor, Dim] | None:
         if simulation.assumption is not None or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            return False
-        if mask.layout != torch.strided or mask.is_nested or not mask.dim() or not mask.numel():
-            return False
-        if compat.beneath_transforms(mask) is None:
-            return False
-        return mask.shape[0] % self._rows == 0
+            return None
+        if mask.layout != torch.strided or mask.is_nested or compat.beneath_transforms(mask) is None:
+            return None
+        return by_row(mask, self._rows, self._steps_first)
 
 
 def alike(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> frozenset[int]:

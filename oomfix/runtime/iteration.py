@@ -67,8 +67,8 @@ class Iteration:
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
         self.known = known
         self.forward = forward
-        if known.views is not None:
-            batch.read(known.views)
+        if known.reading is not None:
+            batch.read(known.reading)
         self._tensors = batch.tensors()
         self._given = batch
         self.batch = batch
@@ -445,6 +445,6 @@ class Iteration:
             raise CannotSplit(reason, Verdict(None, reason, undecided=True))
         # the graphs behind the inputs are used from elsewhere too, so backward must pass them once
         self._border = None
-        self._given.read(self.batch.views)
+        self._given.read(self.batch.reading)
         self.batch = self._given
         raise CannotSplit(reason, Verdict(None, reason, shows_at_once=True))

@@ -20,6 +20,7 @@ from oomfix.runtime.optimizers import parameters_of
 from oomfix.runtime.precision import ModelCalls, device_type_of
 from oomfix.runtime.referenced import code_of, generators_in, reachable_modules
 from oomfix.runtime.running_statistics import iterates_power, uses_batch_statistics
+from oomfix.runtime.sample_dims import Reading
 from oomfix.runtime.sizing import Sizing
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.ways import Ways
@@ -54,7 +55,7 @@ class Known:
         steps_seen: an optimizer has stepped since the first call, so its state exists.
         meets_graphs: its micro-batches use graphs from before the call, which end at a border.
         passes_graphs: its loss has been seen to reach such a graph.
-        views: what its lists were seen to hold, see `Batch.views`; None: a check has not told yet.
+        reading: what its batches were seen to be, see `Batch.reading`; None: a check has not told yet.
     """
 
     def __init__(self, forward: Callable[..., Any], trains: bool, roots: list[nn.Module], first_parts: int) -> None:
@@ -83,7 +84,7 @@ class Known:
         self.steps_seen = False
         self.meets_graphs = False
         self.passes_graphs = False
-        self.views: bool | None = None
+        self.reading: Reading | None = None
         self._checked_at = 0
         self._check_again_at = 0
         self._rows_seen = 0
@@ -92,9 +93,9 @@ class Known:
         self._refused: Verdict | None = None
         self._ways = Ways()
         self.rows_in_doubt: list[int] = []
-        self._cut_before: dict[tuple[bool, Place], bool] = {}
+        self._cut_before: dict[tuple[Reading, Place], bool] = {}
         self._ragged: list[bool] = []
-        self._whole_places: dict[bool, frozenset[Place]] = {}
+        self._whole_places: dict[Reading, frozenset[Place]] = {}
         self._first_version: int | None = None
         self._numbers: Numbers = ()
         self._moving: frozenset[int] = frozenset()
@@ -136,10 +137,10 @@ class Known:
         What comes as cut for the first time, or in lists of entries that differ in length for the first time, shows
         something new, so the verdict is forgotten.
         """
-        views = batch.views
-        batch.whole = self._whole_places.get(views, frozenset())
-        layout = {(views, place): cut for place, cut in batch.layout()}
-        self._whole_places[views] = batch.whole.union(place for (_, place), cut in layout.items() if not cut)
+        reading = batch.reading
+        batch.whole = self._whole_places.get(reading, frozenset())
+        layout = {(reading, place): cut for place, cut in batch.layout()}
+        self._whole_places[reading] = batch.whole.union(place for (_, place), cut in layout.items() if not cut)
         if self.verdict is not None and any(self._cut_before.get(place) != cut for place, cut in layout.items()):
             self.verdict = None
         self._cut_before.update(layout)
@@ -151,10 +152,11 @@ class Known:
             self.verdict = None
 
     def read(self, batch: Batch, verdict: Verdict) -> None:
-        """Remember what the lists of `batch` hold, which a check may have read otherwise than it was told."""
+        """Remember what `batch` is, which a check may have read otherwise than it was told."""
         self.keep_whole(batch)
-        if batch.may_hold_views and verdict.rule is not None:
-            self.views = batch.views
+        tells = self.reading is not None or batch.may_hold_views or batch.reading == "steps"
+        if tells and verdict.rule is not None:
+            self.reading = batch.reading
 
     def check_is_due(self, size: int, parts: int = 1) -> bool:
         """Whether the next split needs a check first: never checked, or its turn has come again.

@@ -136,7 +136,8 @@ class MemoryManager:
             forward: returns the loss (one number, a mean or a sum over samples), or a tuple or mapping with the
                 loss first or under "loss", and whatever else is wanted of the batch.
             batch: tensors of shape [samples, ...], lists with one entry per sample, containers of them; the rest
-                is passed on whole.
+                is passed on whole. Tensors of shape [steps, samples, ...] are cut behind their time steps where
+                these show that they depend on each other, and samples do not.
             batch_size: number of samples, where it cannot be told from the shapes. 1: all of it is one sample, an
                 episode for example, or the forward keeps state of its own; it is never cut, and recovers all the same.
             named: more of the batch, by name.

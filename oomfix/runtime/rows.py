@@ -48,7 +48,7 @@ def _named_again(order: list[int], count: int) -> Iterator[list[int]]:
 def _numbers_of_rows(batch: Batch, count: int) -> Iterator[list[Any]]:
     """For each tensor and list of samples that may tell rows apart, a number for each row."""
     # few rows show what one tensor tells apart: labels to ignore rather than tokens
-    tensors = batch.tensors() if simulation.assumption is None else []
+    tensors = batch.samples_first() if simulation.assumption is None else []
     marked = [(tensor, _has_labels_to_ignore(tensor)) for tensor in tensors]
     for tensor, has_ignored in sorted(marked, key=lambda pair: pair[1], reverse=True):
         yield _entries(tensor, batch.size, count, has_ignored)
@@ -131,7 +131,7 @@ def gaps_for_masks(batch: Batch, rows: list[int]) -> list[float | None]:
     A mean over what a mask leaves cannot be told from a mean over samples as long as it leaves as much of each: where
     it is full, where all samples are of one length, with one class each, with the same weight.
     """
-    return [_gap(tensor, rows) if _has_rows(tensor, batch.size) else None for tensor in batch.tensors()]
+    return [_gap(tensor, rows) if _has_rows(tensor, batch.size) else None for tensor in batch.samples_first()]
 
 
 def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
@@ -155,7 +155,7 @@ def leaving_nothing(batch: Batch) -> Iterator[list[float | None]]:
     Flags, labels, lengths, masks and weights are 0 of what does not count. Or masks are 1, where they mark what is left
     out.
     """
-    tensors = batch.tensors()
+    tensors = batch.samples_first()
     yield [0 if _may_count(tensor, batch.size) else None for tensor in tensors]
     # an index of 1 may be out of range where none is
     yield [

@@ -80,6 +80,13 @@ class Sizing:
         following = least_parts(size, self._fits, least_rows)
         return following if following > parts else None
 
+    def recount(self, before: int, now: int) -> None:
+        """A batch that was taken for one of `before` samples has `now`."""
+        if self._fits is not None:
+            self._fits = max(1, self._fits * now // before)
+        if self._failed is not None:
+            self._failed = math.ceil(self._failed * now / before)
+
     def forget_failures(self) -> None:
         """Larger micro-batches may fit now: memory that was held is free."""
         self._failed = None

@@ -240,9 +240,12 @@ class Splitter:
         """
         known = iteration.known
         known.keep_whole(iteration.batch)
-        refused = self._refused(iteration)
+        refused, taken_for = self._refused(iteration), iteration.batch.size
         if refused is None:
             if self._check(iteration, parts):
+                if iteration.batch.size != taken_for:
+                    known.sizing.recount(taken_for, iteration.batch.size)
+                    parts = sizing.fixed_parts(iteration.batch.size, parts)
                 if known.ranks.any_of(known.verdict is not None and known.verdict.left_out):
                     return self._smaller(iteration, parts, _TWO_TOGETHER)
                 parts = known.ranks.same_parts(parts, iteration.batch.size // known.least_rows())

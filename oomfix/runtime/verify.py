@@ -32,7 +32,10 @@ _FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itsel
 _FEWEST_ROWS = 3  # where memory has no room for more
 _ROWS_TO_REPEAT_IN = 6  # others are groups of their own, and show no more; two parts of which none is a single row
 _TRIES = 2
-_READINGS = {False: "with a sample in each entry of its lists", True: "with the tensors in its lists cut into samples"}
+_READINGS = {
+    "samples": "with a sample in each entry of its lists",
+    "views": "with the tensors in its lists cut into samples",
+}
 
 _T = TypeVar("_T")
 
@@ -76,19 +79,35 @@ def check(
     if verdict.rule is not None and was_refused and not trust:
         last = range(batch.size)[-telling(min(most_rows, _MOST_ROWS)) :]
         verdict = replace(check_besides(verdict, forward, batch, modules, last), left_out=False)
-    if verdict.rule is not None or not batch.may_hold_views:
-        return verdict
-    size, views = batch.size, batch.views
-    batch.read(not views)
-    most_rows = math.ceil(most_rows * batch.size / size)
-    other = _as_read(FewRows(forward, batch, modules), most_rows, trust, None, with_gradients)
-    if other.rule is not None:
-        return other
-    batch.read(views)
-    reason, undecided = verdict.reason, verdict.undecided or other.undecided
-    if other.reason != reason:
-        reason = f"{_READINGS[views]}, {reason}; {_READINGS[not views]}, {other.reason}"
-    return replace(verdict, reason=reason, undecided=undecided)
+    return (
+        verdict
+        if verdict.rule is not None
+        else _read_otherwise(verdict, forward, batch, modules, most_rows, with_gradients)
+    )
+
+
+def _read_otherwise(
+    verdict: Verdict,
+    forward: Callable[..., Any],
+    batch: Batch,
+    modules: list[nn.Module],
+    most_rows: int,
+    with_gradients: bool,
+) -> Verdict:
+    """The verdict on what else the batch may be, if that allows a split; `verdict`: that on what it was taken for."""
+    size, reading = batch.size, batch.reading
+    for another in batch.other_readings():
+        batch.read(another)
+        rows = math.ceil(most_rows * batch.size / size)
+        other = _as_read(FewRows(forward, batch, modules), rows, False, None, with_gradients)
+        if other.rule is not None:
+            return other
+        if "steps" not in (another, reading):
+            reason = f"{_READINGS[reading]}, {verdict.reason}; {_READINGS[another]}, {other.reason}"
+            reason = verdict.reason if other.reason == verdict.reason else reason
+            verdict = replace(verdict, reason=reason, undecided=verdict.undecided or other.undecided)
+    batch.read(reading)
+    return verdict
 
 
 def check_besides(

@@ -18,6 +18,7 @@ from oomfix.runtime.computed_masks import ComputedMasks
 from oomfix.runtime.hinges import Hinges
 from oomfix.runtime.probe import Writes, strided
 from oomfix.runtime.rows import first_part
+from oomfix.runtime.sample_dims import as_it_was, by_row
 
 # functions that select among values along a dimension, or draw indices below a bound
 _SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort", "median", "nanmedian")
@@ -227,6 +228,7 @@ class Watch(TorchFunctionMode):
         outside: tensors that outlive the run.
         gaps: numbers of the comparisons whose masks get a gap, see `computed_masks`.
         opened: numbers of the hinges that give what goes in, see `hinges`.
+        steps_first: samples stand behind time steps.
     """
 
     def __init__(
@@ -237,6 +239,7 @@ class Watch(TorchFunctionMode):
         outside: Iterable[torch.Tensor] = (),
         gaps: Collection[int] = (),
         opened: Collection[int] = (),
+        steps_first: bool = False,
     ) -> None:
         super().__init__()
         self.nll_weights: list[float] = []
@@ -244,11 +247,12 @@ class Watch(TorchFunctionMode):
         self.bent: list[Bent] = []
         self.calls = 0
         self.across: list[Across] = []
-        self.masks = ComputedMasks(rows, gaps)
+        self.masks = ComputedMasks(rows, gaps, steps_first)
         self.hinges = Hinges(opened)
         self.picks = False
         self._added: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._rows = rows
+        self._steps_first = steps_first
         self._held_out = held_out
         self._decided = iter(list(held_out.decisions)) if held_out is not None and held_out.decided else None
         self._writes = writes
@@ -406,10 +410,11 @@ class Watch(TorchFunctionMode):
         return target if held is None else held
 
     def _hold(self, target: torch.Tensor, ignored: int) -> torch.Tensor | None:
-        if target.is_floating_point() or not target.dim() or target.shape[0] % self._rows:
+        found = None if target.is_floating_point() else by_row(target.clone(), self._rows, self._steps_first)
+        if found is None:
             return None
-        by_row = target.clone().view(self._rows, -1)
-        by_row[0, : max(by_row.shape[1] // 2, 1)] = ignored
-        if self._decided is None and bool((by_row[: first_part(self._rows)] == ignored).all()):
+        (in_rows, dim), entries = found, found[0].reshape(self._rows, -1)
+        entries[0, : max(entries.shape[1] // 2, 1)] = ignored
+        if self._decided is None and bool((entries[: first_part(self._rows)] == ignored).all()):
             return None
-        return by_row.view(target.shape)
+        return as_it_was(entries.view(in_rows.shape), dim).view(target.shape)
