@@ -14,6 +14,7 @@ from oomfix.runtime.judging import DEPEND, contradict, judge
 from oomfix.runtime.rows import has_single_row
 from oomfix.runtime.verdict import Verdict
 
+_Best = tuple[Verdict, Runs, Evidence]
 _OTHER_DRAWS = 6  # runs that shuffle a few rows otherwise
 
 
@@ -62,7 +63,7 @@ def by_results(few: FewRows, trust: bool, count: int) -> Found:
         # a forward that differentiates by itself fails without gradients
         verdict, how, evidence = _best(few, trust, count, graph=True)
     if verdict.rule is not None and evidence.drew_besides_torch:
-        verdict = _with_other_draws(few, trust, count, verdict, how)
+        verdict, how, evidence = _with_other_draws(few, trust, count, (verdict, how, evidence))
     failed = bool(evidence.failure)
     differs = failed or not all(_is_of_one_kind(evidence.whole, part) for part in evidence.parts)
     verdict = replace(verdict, needs_gradients=how.graph)
@@ -110,18 +111,36 @@ def _is_of_one_kind(value: Any, other: Any) -> bool:
     )
 
 
-def _with_other_draws(few: FewRows, trust: bool, count: int, verdict: Verdict, how: Runs) -> Verdict:
-    """`verdict`, unless runs with other draws from Python and NumPy refuse: few rows may be shuffled alike."""
+def _with_other_draws(few: FewRows, trust: bool, count: int, best: _Best) -> _Best:
+    """`best`, unless runs with other draws from Python and NumPy refuse: few rows may be shuffled alike.
+
+    Flags drawn for each sample may be alike too, so that parts seem to draw again what the whole drew. They go on
+    drawing where that is what other draws allow.
+    """
+    how = best[1]
+    refused = _refused_by_other_draws(few, trust, count, how)
+    if refused is None:
+        return best
+    if how.replays:
+        how = replace(how, replays=False)
+        evidence = few.compared(count, how)
+        goes_on = replace(judge(evidence, trust, count), differentiates=evidence.differentiates)
+        if goes_on.rule is not None and _refused_by_other_draws(few, trust, count, how) is None:
+            return goes_on, how, evidence
+    return refused, *best[1:]
+
+
+def _refused_by_other_draws(few: FewRows, trust: bool, count: int, how: Runs) -> Verdict | None:
     for ahead in range(1, _OTHER_DRAWS + 1):
         other = judge(few.compared(count, replace(how, ahead=ahead)), trust, count)
         if other.rule is None and not other.undecided:
             return other
-    return verdict
+    return None
 
 
-def _best(few: FewRows, trust: bool, count: int, graph: bool) -> tuple[Verdict, Runs, Evidence]:
+def _best(few: FewRows, trust: bool, count: int, graph: bool) -> _Best:
     """The first verdict that allows a split, or else that of a run which did not fail; what it was given for."""
-    found: tuple[Verdict, Runs, Evidence] | None = None
+    found: _Best | None = None
     drew = held = True
     for holds_out, replays in ((True, True), (True, False), (False, True), (False, False)):
         if (not replays and not drew) or (not holds_out and not held):

@@ -189,6 +189,34 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        lambda count: torch.from_numpy(np.random.rand(count) > 0.3),
+        lambda count: torch.tensor([random.random() > 0.3 for _ in range(count)]),
+        lambda count: torch.from_numpy(np.random.choice([0.5, 1.0], size=count)),
+    ],
+    ids=["numpy", "python", "chosen"],
+)
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_flags_that_are_drawn_for_each_sample_outside_of_torch_are_split_at_every_call(flags, parts, double):
+    """They may be alike for a few rows, which then look as if they had been drawn once for the batch."""
+    torch.manual_seed(0)
+    model, batches = nn.Linear(6, 4), torch.randn(9, 12, 6)
+    forward = lambda x: model(x * flags(len(x))[:, None]).pow(2).mean()  # noqa: E731
+    memory = runtime.preset("16gb", micro_batches=parts)
+    for number, x in enumerate(batches):
+        np.random.seed(number)
+        random.seed(number)
+        forward(x).backward()
+        expected = gradients_of([model])
+        np.random.seed(number)
+        random.seed(number)
+        memory.forward_backward(forward, x)
+        assert_same_gradients([model], expected)
+    assert sum(known.split_calls for known in memory._forwards) == len(batches)
+
+
 @pytest.mark.parametrize("make", FORWARDS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("size", [12, 13])
 def test_gradients_and_generators_are_those_of_the_whole_batch(make, size, double):
