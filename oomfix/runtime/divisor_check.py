@@ -11,7 +11,7 @@ from oomfix.runtime.divisors import NEXT_TO_NOTHING
 from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import by_gradients
-from oomfix.runtime.judging import DEPEND, OPEN, SEVERAL_DEPEND, judge
+from oomfix.runtime.judging import DEPEND, NO_NUMBER, OPEN, SEVERAL_DEPEND, judge
 from oomfix.runtime.rows import gaps_for_masks, leaving_nothing
 from oomfix.runtime.verdict import Verdict
 
@@ -33,6 +33,9 @@ def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
         return verdict  # nothing counts in one of the parts: other rows may show more
     if verdict.units != "targets" or verdict.nll_losses or not verdict.divisors:
         return refused
+    if not all(share.targets > NEXT_TO_NOTHING for share in evidence.shares):
+        # the other part is the whole then, whatever it makes of its rows
+        return Verdict(None, NO_NUMBER, undecided=True)
     if verdict.bound is not None and any(map(compat.is_compiled, few.modules)):
         return refused  # what it calls cannot be noted then
     gradients = by_gradients(few, how, count, gaps)

@@ -94,10 +94,12 @@ def has_single_row(count: int) -> bool:
 def first_part(count: int) -> int:
     """How many of `count` rows are in the first of two parts: more than in the other, or as many where those are odd.
 
-    Parts of an even number are odd, see `telling`.
+    Parts of an even number are odd, see `telling`. The first one makes no whole groups of three where there are rows
+    enough: what a forward leaves over of the rows would be the same ones in the second part as in the whole.
     """
     half = count // 2
-    return half if count % 2 == 0 and half % 2 else half + 1
+    first = half if count % 2 == 0 and half % 2 else half + 1
+    return first + 2 if first % 3 == 0 and count > 8 else first
 
 
 def in_two_parts(first: Sequence[int], second: Sequence[int]) -> list[int]:

@@ -16,6 +16,7 @@ from torch import nn
 from oomfix.runtime import simulation
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.divisor_check import by_divisors
+from oomfix.runtime.evidence import Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
 from oomfix.runtime.hinge_check import by_hinges
@@ -150,7 +151,7 @@ def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None
         verdict = _confirmed_closer(rows, found, few, together, with_gradients)
     depends = verdict.rule is None and verdict.reason in (DEPEND, SEVERAL_DEPEND, GRADIENTS_DEPEND, BENDS)
     if closer and depends and with_gradients:
-        weighed = _in_parts_that_run(few, together, partial(by_divisors, rows, found.how))
+        weighed = _by_divisors(rows, found.how, few, together)
         if weighed is not None and weighed.rule is not None:
             verdict = weighed
         elif weighed is not None and (verdict.reason == DEPEND or weighed.undecided):
@@ -158,6 +159,18 @@ def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None
     if closer and depends and verdict.rule is None and found.cross_entropies:
         return _by_own_targets(rows, counts, few, together, with_gradients) or verdict
     return replace(verdict, single_rows=False) if few is together else verdict
+
+
+def _by_divisors(rows: FewRows, how: Runs, few: list[int], together: list[int]) -> Verdict | None:
+    """The verdict where parts weigh what their losses divide by; on more rows where a part was nothing.
+
+    A single row may be nothing to a forward that takes as many rows as make whole groups and leaves the others.
+    """
+    run = partial(by_divisors, rows, how)
+    weighed = _in_parts_that_run(few, together, run)
+    if weighed is None or weighed.reason != NO_NUMBER or few is together:
+        return weighed
+    return _with_rows_that_fit(together, run) or weighed
 
 
 def _by_own_targets(
