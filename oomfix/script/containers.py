@@ -13,6 +13,7 @@ from oomfix.script.names import last_of, left_by_methods, path_of
 from oomfix.script.trace import Loop
 from oomfix.script.values import (
     MISSING,
+    MIXED,
     NONE,
     NUMBER,
     UNKNOWN,
@@ -88,7 +89,7 @@ class Containers(ContextsByHand):
                 held = with_called(receiver, given[0], Kind.SEQUENCE)
                 self._change(target, held, binding.statement, binding.loops)
             elif binding is not None and (_lists_constants(receiver) or holds_called_alone(receiver)):
-                self.assign(target, Value(Kind.CONTAINER), binding.statement, binding.loops)
+                self.assign(target, Value(Kind.CONTAINER, ref=MIXED), binding.statement, binding.loops)
             return
         loops = binding.loops if binding is not None else self._loops_of_root(target)
         value = given[len(node.args) - 1]

@@ -15,6 +15,7 @@ from oomfix.script.state import Binding, Frame
 from oomfix.script.trace import Guard, Loop, Manner, Trace
 from oomfix.script.values import (
     LITERAL,
+    MIXED,
     NONE,
     SLOTS,
     UNKNOWN,
@@ -203,7 +204,8 @@ class Statements(Expressions):
             return False
         listed = held.ref == SLOTS or held.kind is Kind.SEQUENCE
         grown = with_called(held, value, Kind.SEQUENCE if listed else Kind.CONTAINER)
-        self._change(target.value, grown if takes else Value(Kind.CONTAINER), binding.statement, binding.loops)
+        held = grown if takes else Value(Kind.CONTAINER, ref=MIXED)
+        self._change(target.value, held, binding.statement, binding.loops)
         return takes
 
     def _augmented(self, node: ast.AugAssign) -> None:

@@ -58,6 +58,8 @@ class _Missing(Enum):
 MISSING = _Missing.MISSING
 SLOTS = "slots"
 """The `ref` of a list that is made as long as it will be, `[0] * 5`: what is written into it makes it no longer."""
+MIXED = "mixed"
+"""The `ref` of a list or dict into which something else was put than what it held."""
 NO_ORIGINS: frozenset[int] = frozenset()
 
 

@@ -65,6 +65,37 @@ def test_nothing_is_called_where_a_table_holds_or_is_asked_for_something_else(re
     assert report(TABLE.format(made=made, asked=asked, added="0")) == []
 
 
+LAYERS = """
+    import torch
+
+    def build(sizes):
+        layers = []
+        layers.append(torch.nn.{first})
+        for size in sizes:
+            layers.append(torch.nn.{second})
+            layers.append(torch.nn.Dropout(0.1))
+        layers.append(torch.nn.LogSoftmax())
+        return torch.nn.Sequential(*layers)
+
+    model = build([3, 4]).cuda()
+    for x, y in loader:
+        torch.nn.functional.nll_loss(model(x.cuda()), y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ("Linear(8, 8)", "ReLU()", [("OOM202", 14)]),
+        ("ReLU()", "Linear(8, 8)", [("OOM202", 14)]),
+        ("ReLU()", "Sigmoid()", []),
+    ],
+)
+def test_a_list_of_layers_with_weights_and_without_makes_a_network(report, first, second, found):
+    assert report(LAYERS.format(first=first, second=second)) == found
+
+
 STEPS = """
     import torch
 
