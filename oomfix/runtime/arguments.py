@@ -65,3 +65,30 @@ def shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}" if value.dim() else "a tensor"
     return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
+
+
+def check_has_graph(loss: torch.Tensor) -> None:
+    """Refuse the loss of a forward that no backward can begin at.
+
+    Raises:
+        ValueError: it has no graph.
+    """
+    if not loss.requires_grad:
+        raise ValueError(
+            "forward: returned a loss without a graph (requires_grad is False); was it detached, made of numbers, "
+            "computed under no_grad, or returned by a forward_backward inside of the forward? A backward() inside of "
+            "it is to be left to forward_backward"
+        )
+
+
+def check_is_first_backward(error: BaseException) -> None:
+    """Refuse the loss of a forward whose graph a backward has passed already, which is what `error` says.
+
+    Raises:
+        ValueError: one has.
+    """
+    if isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error):
+        raise ValueError(
+            "forward: a backward has passed the graph of the loss that it returned. Leave backward() to "
+            "forward_backward, which runs it on the loss that the forward returns"
+        ) from error

@@ -17,6 +17,7 @@ import torch
 
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
+from oomfix.runtime.arguments import check_has_graph, check_is_first_backward
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.border import Border, Passing
 from oomfix.runtime.bounds import Bounds
@@ -258,11 +259,7 @@ class Iteration:
             result = call(self.batch.args, self.batch.kwargs)
         if self.trains:
             loss = outputs.the_loss(result)
-            if not loss.requires_grad:
-                raise ValueError(
-                    "forward: returned a loss without a graph (requires_grad is False); was it detached, made of "
-                    "numbers, computed under no_grad, or returned by a forward_backward inside of the forward?"
-                )
+            check_has_graph(loss)
             share = 1.0 if self.weighing is None else self.weighing.share_of_whole(loss, verdict, bounds)
             if share:
                 self._backward(loss, share, scaler)
@@ -398,12 +395,14 @@ class Iteration:
         passing = Passing(loss, self._first_node) if known.passes_graphs and self._parts == 1 else None
         try:
             scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
-        except BaseException:
+        except BaseException as error:
             # whatever ends a backward half way, Ctrl-C too, leaves gradients in leaves; those reached by this loss for
             # the first time hold nothing but gradients of this call
             found = reach(loss)
             self._gradients.cover(found.leaves, touched=True)
             self.graph_is_spent = passing.has_come if passing is not None else found.began_before(self._first_node)
+            if not self.graph_is_spent:
+                check_is_first_backward(error)
             raise
         finally:
             if passing is not None:
