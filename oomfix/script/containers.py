@@ -67,7 +67,12 @@ class Containers(ContextsByHand):
             return NONE
         if name == "values" and receiver.items:
             return Value(Kind.SEQUENCE, items=receiver.items)
-        if name in ("get", "pop") and receiver.items and receiver.kind is Kind.CONTAINER and given:
+        if (
+            name in ("get", "pop")
+            and receiver.items
+            and given
+            and (receiver.kind is Kind.CONTAINER or receiver.entries)
+        ):
             return entry_of(receiver, given[0])
         if name in ("copy", "values", "keys", "union"):
             return receiver

@@ -12,6 +12,8 @@ from oomfix.script.values import MISSING, Given, Graph, Kind, Value
 
 _GRAD_MODES = ("torch", "torch.autograd", "torch.autograd.grad_mode")
 """The modules that offer torch's switches of gradients."""
+_SWITCHES = ("no_grad", "inference_mode", "enable_grad", "set_grad_enabled")
+_NULL = ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack")
 _AUTOCAST = (
     "torch.autocast",
     "torch.amp.autocast",
@@ -30,6 +32,14 @@ def context(*effects: str) -> Value:
 NULL = context("null")
 
 
+def makes_context(function: Value) -> bool:
+    """Whether a function is an imported one that makes a context: `torch.no_grad`, before it is called."""
+    if function.kind is not Kind.EXTERNAL:
+        return False
+    module, _, name = function.ref.rpartition(".")
+    return function.ref in (*_AUTOCAST, *_NULL) or (module in _GRAD_MODES and name in _SWITCHES)
+
+
 def context_of_call(node: ast.Call, qualified: str, given: Given) -> Value | None:
     """The context that a call of an imported name makes; None when it makes none that matters here."""
     module, _, name = qualified.rpartition(".")
@@ -37,7 +47,7 @@ def context_of_call(node: ast.Call, qualified: str, given: Given) -> Value | Non
         return switch
     if qualified in _AUTOCAST:
         return _autocast(node, qualified, given)
-    if qualified in ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack"):
+    if qualified in _NULL:
         return NULL
     if qualified == "apex.amp.scale_loss":
         return context("apex")._replace(items=tuple(given.positional[:1]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from oomfix.script import torch_facts
 from oomfix.script.calls import Calls
-from oomfix.script.contexts import NULL
+from oomfix.script.contexts import NULL, makes_context
 from oomfix.script.definitions import Function, Inherited
 from oomfix.script.named_like import looks_like_loss, looks_like_metric, looks_like_part
 from oomfix.script.names import left_by_methods, path_of
@@ -172,7 +172,7 @@ class Expressions(Calls):
             return binding.value
         base = self.evaluate(node.value)
         index = self.evaluate(node.slice)
-        if base.items is not None and base.kind is Kind.CONTAINER:
+        if base.items is not None and (base.kind is Kind.CONTAINER or base.entries):
             return entry_of(base, index)
         if base.items is not None and isinstance(index.constant, int):
             if -len(base.items) <= index.constant < len(base.items):
@@ -209,14 +209,14 @@ class Expressions(Calls):
         for key in node.keys:
             if key is not None:
                 self.evaluate(key)
-        if any(value.kind in (Kind.CONTEXT, Kind.OPTIMIZER) for value in values):
-            return Value(Kind.SEQUENCE, items=tuple(values))  # `contexts[precision]`: one of them
         pairs = [
             (key.value, value)
             for key, value in zip(node.keys, values, strict=True)
             if isinstance(key, ast.Constant) and isinstance(key.value, str)
         ]
         entries = tuple(pairs) if len(pairs) == len(values) else ()
+        if any(value.kind in (Kind.CONTEXT, Kind.OPTIMIZER) or makes_context(value) for value in values):
+            return Value(Kind.SEQUENCE, items=tuple(values), entries=entries)  # `contexts[precision]`: one of them
         if are_called_alike(values):
             return Value(Kind.CONTAINER, items=tuple(values), entries=entries)
         content = combine(values)

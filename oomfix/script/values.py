@@ -277,7 +277,7 @@ def each_of(held: Value) -> Value:
 
 
 def entry_of(held: Value, key: Value) -> Value:
-    """What a dict of networks or functions gives for a key: that entry where it is written down, or one of them."""
+    """What a dict gives for a key: that entry where it is written down, or one of them."""
     return dict(held.entries).get(key.constant) or each_of(held)
 
 

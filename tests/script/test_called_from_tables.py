@@ -195,3 +195,49 @@ def test_entries_of_which_each_is_asked_for_its_weights_are_networks(report, ask
 )
 def test_entries_that_are_asked_for_something_else_may_be_functions(report, asked):
     assert report(HEADS.format(asked=asked, name="name")) == []
+
+
+CONTEXTS = """
+    import contextlib
+    import torch
+
+    CONTEXTS = {held}
+    net.cuda()
+    for phase in ["train", "val"]:
+        for x, y in loaders[phase]:
+            with {asked}:
+                loss = criterion(net(x.cuda()), y.cuda())
+            if phase == "train":
+                loss.backward()
+                optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [
+        ("{'train': torch.enable_grad(), 'val': torch.no_grad()}", "CONTEXTS[phase]"),
+        ("{'train': torch.enable_grad(), 'val': torch.no_grad()}", "CONTEXTS.get(phase)"),
+        ("{'train': contextlib.nullcontext, 'val': torch.no_grad}", "CONTEXTS[phase]()"),
+        ("{'train': contextlib.nullcontext, 'val': lambda: torch.no_grad()}", "CONTEXTS[phase]()"),
+    ],
+)
+def test_each_phase_takes_its_own_context_from_a_table(report, held, asked):
+    assert report(CONTEXTS.format(held=held, asked=asked)) == [("OOM202", 9)]
+    without = held.replace("torch.no_grad", "contextlib.nullcontext")
+    assert report(CONTEXTS.format(held=without, asked=asked)) == [("OOM201", 9), ("OOM202", 9)]
+
+
+def test_one_of_several_contexts_may_be_autocast(report):
+    code = """
+        import contextlib
+        import torch
+
+        half = {"off": contextlib.nullcontext, "on": lambda: torch.autocast("cuda", dtype=torch.bfloat16)}
+        for x, y in loader:
+            with half[settings.half]():
+                loss = criterion(net(x.cuda()), y.cuda())
+            loss.backward()
+            optimizer.step()
+    """
+    assert report(code) == []
