@@ -37,6 +37,7 @@ _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load
 MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
 """Functions that are given the sizes of what they make."""
 _CUTTING = frozenset("split chunk tensor_split array_split".split())
+_OF_BATCHES = re.compile(r"batch(es|_?sampler)?$", re.IGNORECASE)
 _OF_TENSORS = frozenset("to cuda unsqueeze squeeze view reshape permute transpose flatten detach size shape".split())
 _NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
 
@@ -222,12 +223,12 @@ def _is_column(value: ast.expr, loop: ast.stmt | None) -> bool:
 def _comes_with_the_batch(name: str, loop: ast.For) -> bool:
     """`for x, y, idx in loader`, `for i, (x, idx) in enumerate(loader)`: the first of a pair may be a count.
 
-    Alone, it is a batch where the loop goes through parts: `for idx in order.split(32)`.
+    Alone, it is a batch where the loop goes through parts: `for idx in order.split(32)`, `for idx in batches(order)`.
     """
     target = loop.target
     if isinstance(target, ast.Name):
-        parts = isinstance(loop.iter, ast.Call) and last_name(loop.iter) in _CUTTING
-        return parts and target.id == name
+        cut = last_name(loop.iter) if isinstance(loop.iter, ast.Call) else ""
+        return target.id == name and (cut in _CUTTING or bool(_OF_BATCHES.search(cut)))
     return not (isinstance(loop.iter, ast.Call) and last_name(loop.iter) == "zip") and _is_among_others(name, target)
 
 

@@ -75,10 +75,15 @@ def test_times_drawn_for_the_samples_are_an_input_though_they_are_called_as_coun
         ),
         ("for idx in order.split(6):", "y = labels[:6]", "idx, y"),
         ("for idx in torch.chunk(order, 2):", "y = labels[:6]", "idx, y"),
+        ("for idx in torch.utils.data.BatchSampler(range(12), 6, False):", "y = labels[idx]", "idx, y"),
+        ("for idx in minibatches(order.numpy()):", "y = labels[:6]", "idx, y"),
     ],
 )
 def test_rows_that_are_called_as_a_counter_are_an_input(header, made, inputs):
     text = assert_trains_the_same(f"""\
+        def minibatches(rows):
+            return [rows[:6], rows[6:]]
+
         table, order, labels = torch.randn(20, 4), torch.randperm(20)[:12], torch.tensor([0, 1, 1, 0, 1, 0] * 2)
         {header}
             {made}
@@ -94,6 +99,7 @@ def test_rows_that_are_called_as_a_counter_are_an_input(header, made, inputs):
 @pytest.mark.parametrize(
     ("header", "made"),
     [
+        ("for i in range(2):", "x, y = loader[i]"),
         ("for (x, y), i in zip(loader, range(2)):", "pass"),
         ("for x, y in loader:", "i, *ends = 1, 2, 3"),
         ("for x, y in loader:", "*ends, i = 1, x[:3], 2"),
