@@ -134,6 +134,8 @@ class _Line:
         return None if rest is None or len(own_line) > self._limit else [own_line, *rest]
 
     def _code(self, tokens: list[_Token], above: str, below: str) -> list[str] | None:
+        if any(token.text == ";" for token in tokens):
+            return None  # whoever writes one statement behind the other does not break them
         value = [] if above.rstrip().endswith("\\") else _value(tokens)
         return (
             self._behind_comma(tokens, below)

@@ -117,6 +117,7 @@ def test_a_long_line_is_broken_where_a_formatter_would(long, expected):
         f"an_identifier_{'x' * 80}()",
         f"name = lambda first_of_all=1: first_of_all + {'x' * 41}.second_of_all_inputs()",
         "one = 1; the_loss = first_of_all + 0.005 * second_of_all - 0.001 * third_of_all.entropy()",
+        f"for one in of_all: output = call({NAMES}, third_of_all_inputs); found.extend(output)",
         "if 1: the_loss = first_of_all + 0.005 * second_of_all - 0.001 * third_of_all.entropy()",
         "assert first_of_all_inputs + second_of_all_inputs == third_of_all_inputs + 0.5 * last",
         "one = \\\n    two = first_of_all + 0.5 * second_of_all - 0.01 * third_of_all.entropy() - last",
