@@ -73,8 +73,6 @@ class Follower(Flow):
         self._modes: dict[Class, dict[object, bool]] = {}
         self._called_under: dict[Function, set[tuple[Graph, Autocast | None]]] = {}
         """Whether gradients were recorded, and the autocast, where the functions of the file are called in it."""
-        self._invented_calls: list[ast.Call] = []
-        """Calls that are in no file are kept, so that no other node takes over their identity."""
 
     def follow(self) -> Trace:
         """Follow everything; returns what happened."""
@@ -291,7 +289,7 @@ class Follower(Flow):
 
     def _instantiate_unknown(self, owner: Class) -> Value:
         call = ast.Call(func=ast.Name(id=owner.name, ctx=ast.Load()), args=[], keywords=[])
-        self._invented_calls.append(call)
+        self.invented_calls.append(call)
         made = list(self.made_with.get(owner, {}).values())
         if len(made) == 1:
             return self._instantiate(call, owner, made[0].of_kinds(_OBJECTS))

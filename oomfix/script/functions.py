@@ -34,6 +34,8 @@ class Functions(Core):
         self._parts_of_forwards: dict[Function, bool] = {}
         self.made_with: dict[Class, dict[ast.Call, Given]] = {}
         """What each call that makes an object of a class of the file gives it."""
+        self.invented_calls: list[ast.Call] = []
+        """Calls that are in no file are kept, so that no other node takes over their identity."""
 
     @abstractmethod
     def forward(
@@ -61,6 +63,14 @@ class Functions(Core):
         if receiver is not None and self._runs_network(node, function, receiver):
             return self.forward(node, receiver, path_of(node.func), given, method=function)
         return self._follow_function(node, function, receiver, given)
+
+    def registered_by(self, decorator: ast.expr, value: Value, function: Function) -> None:
+        """`@register("hinge")`: a decorator of the file that puts the function into a table is followed."""
+        if value.kind is not Kind.FUNCTION or value.alternatives or not _puts_into_table(value.ref[0]):
+            return
+        call = ast.copy_location(ast.Call(decorator, [ast.Name(function.name, ast.Load())], []), decorator)
+        self.invented_calls.append(call)
+        self._function(call, value, Given([Value(Kind.FUNCTION, ref=(function, None))]))
 
     def _runs_network(self, node: ast.Call, function: Function, receiver: Value) -> bool:
         """Whether a call of a method is a forward of its network, and not part of one."""
@@ -270,6 +280,17 @@ class Functions(Core):
             instance=self.instance_of(value),
         )
         self.run(frame, constructor, node)
+
+
+def _puts_into_table(decorator: Function) -> bool:
+    """Whether a function puts what it is given under a key: `table[name] = function`."""
+    return any(
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in decorator.parameters
+        for node in decorator.nodes
+    )
 
 
 def _is_open_forward(function: Function, receiver: Value) -> bool:

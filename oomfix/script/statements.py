@@ -296,8 +296,9 @@ class Statements(Expressions):
             existing.closure = self.frame
             return existing
         effects = []
-        for decorator in node.decorator_list:
-            value = self._effects_of_decorator(decorator, self.evaluate(decorator))
+        decorators = [(decorator, self.evaluate(decorator)) for decorator in node.decorator_list]
+        for decorator, value in decorators:
+            value = self._effects_of_decorator(decorator, value)
             if value.kind is Kind.EXTERNAL and last_of(value.ref) in ("no_grad", "inference_mode"):
                 value = context("no_grad")
             if value.kind is Kind.CONTEXT:
@@ -305,6 +306,9 @@ class Statements(Expressions):
         function = Function(node, node.name, self.frame, owner, effects)
         self.functions.append(function)
         self._defined[id(node)] = function
+        for decorator, value in decorators:
+            if owner is None:
+                self.registered_by(decorator, value, function)
         return function
 
     def _effects_of_decorator(self, node: ast.expr, value: Value) -> Value:

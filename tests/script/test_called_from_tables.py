@@ -241,3 +241,52 @@ def test_one_of_several_contexts_may_be_autocast(report):
             optimizer.step()
     """
     assert report(code) == []
+
+
+REGISTRY = """
+    import torch
+
+    class Registry:
+        def __init__(self):
+            self.table = {{}}
+
+        def register(self, name):
+            def wrap(function):
+                self.table[name] = {stored}
+                return function
+            return wrap
+
+        def get(self, name):
+            return self.table[name]
+
+    TABLE, LOSSES = {{}}, Registry()
+
+    def register(function):
+        TABLE[function.__name__] = {stored}
+        return function
+
+    {decorator}
+    def hinge(net, x, y):
+        return (1 - y * net(x)).clamp(min=0).mean()
+
+    def train(net, loader, optimizer, kind):
+        net.cuda()
+        for x, y in loader:
+            loss = {asked}(net, x, y)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorator", "asked", "found"),
+    [
+        ("@LOSSES.register('hinge')", "LOSSES.get(kind)", [("OOM202", 24)]),
+        ("@register", "TABLE[kind]", [("OOM202", 24)]),
+        ("@register", "LOSSES.get(kind)", []),
+        ("@LOSSES.register('hinge')", "TABLE[kind]", []),
+    ],
+)
+def test_decorators_put_functions_into_tables(report, decorator, asked, found):
+    assert report(REGISTRY.format(decorator=decorator, asked=asked, stored="function")) == found
+    assert report(REGISTRY.format(decorator=decorator, asked=asked, stored="function.__doc__")) == []
