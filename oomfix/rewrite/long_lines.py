@@ -39,14 +39,23 @@ def long_line_edits(layout: Layout, text: str) -> list[Edit]:
         return []
     tokens = _by_line(lines)
     starts = [0, *(end.end() for end in NEWLINE.finditer(text))]
-    edits = []
+    comments: dict[int, list[str]] = defaultdict(list)
+    written: dict[int, list[str]] = {}
     for number in long:
-        line = _Line(lines[number - 1], tokens[number], limit, layout.unit)
+        first = _first_line(number, lines, tokens)
+        margin = _margin_of(lines[first - 1])
+        long_line = _Line(lines[number - 1], tokens[number], limit, layout.unit, margin)
         above = lines[number - 2] if number > 1 else ""
         below = lines[number] if number < len(lines) else ""
-        if (broken := line.broken(above, below)) is not None:
-            start = starts[number - 1]
-            edits.append(Edit(start, start + len(line.text), layout.newline.join(broken)))
+        if (broken := long_line.broken(above, below)) is not None:
+            written[number] = broken.lines
+            if broken.comment is not None:
+                comments[first].append(broken.comment)
+    edits = []
+    for number in sorted({*written, *comments}):
+        start, line = starts[number - 1], lines[number - 1]
+        new = [*comments[number], *written.get(number, [line])]
+        edits.append(Edit(start, start + len(line), layout.newline.join(new)))
     return edits
 
 
@@ -63,6 +72,31 @@ class _Token(NamedTuple):
     start: int
     end: int
     depth: int
+
+
+class _Broken(NamedTuple):
+    """The lines in place of a long one, and the comment that goes above the statement."""
+
+    comment: str | None
+    lines: list[str]
+
+
+def _first_line(number: int, lines: Sequence[str], tokens: dict[int, list[_Token]]) -> int:
+    """Where the statement begins that a line ends; the line itself where it ends none, or a string hides it."""
+    code = [token for token in tokens[number] if not token.text.startswith("#")]
+    if not code or code[-1].depth or code[-1].text in _OPENING:
+        return number
+    for first in range(number, 0, -1):
+        found = tokens.get(first)
+        if not found and lines[first - 1].strip():
+            return number
+        if found and found[0].depth == 0 and not (first > 1 and lines[first - 2].rstrip().endswith("\\")):
+            return first
+    return number
+
+
+def _margin_of(line: str) -> str:
+    return line[: len(line) - len(line.lstrip(_BLANKS))]
 
 
 def _by_line(lines: Sequence[str]) -> dict[int, list[_Token]]:
@@ -100,16 +134,21 @@ def _whole_strings(tokens: Iterator[tokenize.TokenInfo]) -> Iterator[tokenize.To
 
 
 class _Line:
-    """A line that is too long."""
+    """A line that is too long.
 
-    def __init__(self, text: str, tokens: list[_Token], limit: int, unit: str) -> None:
+    Args:
+        above: the margin of its statement, and of a comment above that.
+    """
+
+    def __init__(self, text: str, tokens: list[_Token], limit: int, unit: str, above: str) -> None:
         self.text = text
         self._tokens = tokens
         self._limit = limit
         self._unit = unit
-        self._margin = text[: len(text) - len(text.lstrip(_BLANKS))]
+        self._margin = _margin_of(text)
+        self._above = above
 
-    def broken(self, above: str, below: str) -> list[str] | None:
+    def broken(self, above: str, below: str) -> _Broken | None:
         """The lines in its place; None where it cannot be broken.
 
         Args:
@@ -122,16 +161,17 @@ class _Line:
         if not code or self.text[code[-1].end : comment.start if comment else None].strip():
             return None  # a backslash joins it to the next line
         if comment is None:
-            return self._code(code, above, below)
+            rest = self._code(code, above, below)
+            return None if rest is None else _Broken(None, rest)
         if _FOR_TOOLS.match(comment.text):
             return None
         ahead = self.text[: code[-1].end]
         if len(f"{ahead}  {comment.text}") <= self._limit:
             # comments below each other stay so
-            return [f"{ahead}{' ' * (self._limit - len(ahead) - len(comment.text))}{comment.text}"]
-        own_line = self._margin + comment.text
+            return _Broken(None, [f"{ahead}{' ' * (self._limit - len(ahead) - len(comment.text))}{comment.text}"])
+        own_line = self._above + comment.text
         rest = [ahead] if len(ahead) <= self._limit else self._code(code, above, below)
-        return None if rest is None or len(own_line) > self._limit else [own_line, *rest]
+        return None if rest is None or len(own_line) > self._limit else _Broken(own_line, rest)
 
     def _code(self, tokens: list[_Token], above: str, below: str) -> list[str] | None:
         if any(token.text == ";" for token in tokens):
@@ -196,7 +236,7 @@ class _Line:
             if token.text != "," or token.end > self._limit or token.depth == 0:
                 continue
             if token.depth == last and last > first:
-                margin = below[: len(below) - len(below.lstrip(_BLANKS))]
+                margin = _margin_of(below)
             elif token.depth == first:
                 margin = self._margin
             else:

@@ -91,6 +91,18 @@ def broken(text: str, before: str = "") -> str:
             f"# and what is said of all of the inputs\ncall({NAMES})",
         ),
         (
+            f"    total = call(first,\n{' ' * 17}{NAMES}) + 1  # and what is said".strip(),
+            f"# and what is said\ntotal = call(first,\n{' ' * 17}{NAMES}) + 1",
+        ),
+        (
+            f"total = call({NAMES},  # and what is said of both\n    {NAMES}) + 1  # and what is said of it all",
+            f"# and what is said of both\n# and what is said of it all\ntotal = call({NAMES},\n    {NAMES}) + 1",
+        ),
+        (
+            f"total = call(\n    first_of_all, {NAMES},  # and what is said\n    last)",
+            f"total = call(\n    # and what is said\n    first_of_all, {NAMES},\n    last)",
+        ),
+        (
             f"with memory.autocast({NAMES}), torch.no_grad():\n    pass",
             f"with memory.autocast(\n    {NAMES}\n), torch.no_grad():\n    pass",
         ),
