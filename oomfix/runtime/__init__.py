@@ -122,7 +122,8 @@ def preset(name: str, /, **overrides: Any) -> MemoryManager:
         memory = runtime.preset("16gb", micro_batches=4, precision="bf16", budget_gib=12.0)
 
     OOMFIX_PRESET in the environment names another preset, which keeps the overrides but for the budget; "off" keeps
-    none. Calling it again with the same arguments returns the same object; with others, a new one. CUDA is not
+    none. Calling it again with the same arguments returns the same object; with others, a new one, which knows nothing
+    of gradients that the first has scaled for fp16: the one that ran a backward steps its optimizer. CUDA is not
     started, so processes may be forked afterwards. Where the preset asks for expandable segments and the environment
     says nothing about them, PYTORCH_CUDA_ALLOC_CONF is set: call it before anything is moved to the GPU.
 
