@@ -90,6 +90,8 @@ class _Lifter:
         of_networks = {forward.node for forward in forwards}
         trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
         self._runs_forward: Callable[[ast.AST], bool] = lambda node: not of_networks.isdisjoint(calls_run.by(node))
+        recorded = {forward.node for forward in forwards if forward.may_record_graph}
+        self._leaves_graph: Callable[[ast.AST], bool] = lambda node: not recorded.isdisjoint(calls_run.by(node))
         reached = {origin for event in self._script.backwards for origin in event.origins}
         to_loss = {forward.node for forward in trained if forward.origin in reached}
         networks = NetworkUse(
@@ -261,7 +263,7 @@ class _Lifter:
             raise CannotLift(f"the one in line {second.statement.lineno} goes through {made}")
         known = {statement for lift in earlier for statement in (*lift.lifted, lift.site.end)} | outside
         others = (one for one in first.site.block[:place] if one not in known and not records_nothing(one))
-        if other := next((statement for statement in others if self._runs_forward(statement)), None):
+        if other := next((statement for statement in others if self._leaves_graph(statement)), None):
             raise CannotLift(f"one may go through what line {other.lineno} has computed ahead of another")
         if second.block is not first.site.block:
             return replace(second, stays_inside=True)

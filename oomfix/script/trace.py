@@ -141,6 +141,11 @@ class Forward(Event):
         """Whether autograd saves its activations, for certain."""
         return self.site.grad is Graph.YES and not self.graphless
 
+    @property
+    def may_record_graph(self) -> bool:
+        """Whether autograd saves its activations, for all that is known."""
+        return self.site.grad is not Graph.NO and not self.graphless
+
 
 @dataclass(eq=False)
 class Handed:

@@ -116,3 +116,43 @@ def test_a_teacher_that_records_a_graph_after_all_stays_ahead_of_both_losses():
     text += TAUGHT.replace("{teacher}", "recorded(x)").replace("(out, wanted)", "(out, wanted.detach())")
     after = split_alike(text).splitlines()
     assert after.index("        wanted = recorded(x)") < after.index("    def forward(out, wanted, x):")
+
+
+IN_TURN = """\
+temperature = torch.zeros((), requires_grad=True)
+heat = torch.optim.SGD([temperature], lr=0.1)
+
+
+def wanted_of(x):
+    with {context}:
+        return teacher(x)
+
+
+for x in [torch.randn(6, 4) for _ in range(4)]:
+    wanted = wanted_of(x)
+    judged = F.mse_loss(critic(torch.cat([x, x[:, :2]], 1)), x[:, :1])
+    judge.zero_grad()
+    judged.backward()
+    judge.step()
+    done = actor(x)
+    made = (done * temperature.exp().detach()).mean() - critic(torch.cat([x, done], 1)).mean()
+    act.zero_grad()
+    made.backward()
+    act.step()
+    cooled = (temperature.exp() * done.detach() * wanted).mean()
+    heat.zero_grad()
+    cooled.backward()
+    heat.step()
+    print(f"{judged.item():.9f} {made.item():.9f} {cooled.item():.9f}")
+"""
+
+
+def test_a_function_that_records_no_graph_may_run_ahead_of_losses_that_take_numbers_of_another():
+    text = TOP + IN_TURN.replace("{context}", "torch.no_grad()")
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert "made, done = memory.forward_backward(forward_2, x)" in after.text
+    split = run(after.text)
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    assert_close(run(text), split)
+    assert split.calls_in_parts >= 8
