@@ -143,6 +143,8 @@ class Expressions(Calls):
             return Value(Kind.FUNCTION, ref=(method, None))
         if base.kind is Kind.SEQUENCE and len(base.items or ()) == 2 and node.attr in ("values", "indices"):
             return (base.items or ())[node.attr == "indices"]
+        if base.kind is Kind.SEQUENCE and (held := flatten(base)).graph:
+            return Value(Kind.TENSOR, Graph.MAYBE, held.origins)  # an item of a named tuple that a list has held
         if base.graph and node.attr in torch_facts.DETACHED_OUTPUTS:
             return PLAIN_TENSOR
         if base.graph:

@@ -89,3 +89,33 @@ TUPLE = """
 )
 def test_a_named_tuple_holds_what_it_is_made_of(report, made, loss, kept, found):
     assert report(TUPLE.format(made=made, loss=loss, kept=kept)) == [*found, ("OOM202", 11)]
+
+
+STEPS = """
+    import torch
+    from typing import NamedTuple
+
+    class Step(NamedTuple):
+        chance: torch.Tensor
+        reward: float
+
+    def train(policy, env, optimizer):
+        policy.cuda()
+        for episode in range(100):
+            steps = []
+            for t in range(10):
+                chances = torch.distributions.Categorical(logits=policy(env.state.cuda()))
+                action = chances.sample()
+                steps.append(Step({chance}, env.step(action.item())))
+            loss = -sum(step.chance * step.reward for step in steps)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("chance", "found"),
+    [("chances.log_prob(action)", [("OOM202", 13)]), ("chances.log_prob(action).detach()", [])],
+)
+def test_named_tuples_of_a_list_hold_what_they_are_made_of(report, chance, found):
+    assert report(STEPS.format(chance=chance)) == found
