@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import EVALUATES, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.no_grad import no_grad_edits, why_not_edited
 
 _ACTING = (
     b"def act(",
@@ -70,6 +69,11 @@ class EvalWithGrad(Rule):
             return
         forwards = [forward for forward in script.evaluation_forwards if forward.records_graph]
         recorded = [forward for forward in forwards if not script.is_array_at_once(forward)]
+        if not recorded:
+            return
+        # few scripts come to this question, and every module is a third of a millisecond of each run
+        from oomfix.script.no_grad import no_grad_edits, why_not_edited
+
         for forward in script.distinct(script.where_asked_for(recorded)):
             yield self.finding(
                 script.place(forward.node),
