@@ -32,6 +32,7 @@ _MOST_ROWS = 32  # as many as one micro-batch has, up to this
 _FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itself by most losses of pairs
 _FEWEST_ROWS = 3  # where memory has no room for more
 _ROWS_TO_REPEAT_IN = 6  # others are groups of their own, and show no more; two parts of which none is a single row
+_ROWS_OF_GROUPS = 8  # the first part of so many is no whole groups of two or three that the other goes on with
 _TRIES = 2
 _READINGS = {
     "samples": "with a sample in each entry of its lists",
@@ -231,6 +232,12 @@ def _confirmed_closer(
         return gradients
     if gradients is None:
         return replace(verdict, calls=0)
+    nothing = verdict.one_part or gradients.one_part or gradients.reason in (OPEN, NO_NUMBER)
+    if nothing and found.rows < _ROWS_OF_GROUPS:
+        # the other part was the whole, whatever the forward makes of its rows
+        more = _with_rows_that_fit([_ROWS_OF_GROUPS], partial(by_results, rows, False))
+        if more is not None and not more.failed and more.verdict.rule is None and not more.verdict.undecided:
+            return more.verdict
     if contradict(verdict, gradients):
         return Verdict(None, DEPEND)
     calls, single_rows = 0 if verdict.drew else gradients.calls, gradients.single_rows

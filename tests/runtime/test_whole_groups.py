@@ -39,6 +39,19 @@ def test_rows_that_make_no_group_are_those_of_the_whole(rows, parts, group):
     assert_gradients_of_the_whole(forward, weights, batches, parts)
 
 
+@pytest.mark.parametrize("rows", [7, 12])
+def test_groups_of_three_are_seen_where_a_single_row_is_none(rows):
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.randn(4, 4).double())
+
+    def forward(x, y):
+        grouped = len(x) // 3 * 3
+        return F.cross_entropy(x[:grouped] @ weights, y[:grouped])
+
+    batches = [(torch.randn(rows, 4).double(), torch.randint(0, 4, (rows,))) for _ in range(4)]
+    assert_gradients_of_the_whole(forward, weights, batches, parts=3)
+
+
 def assert_gradients_of_the_whole(forward, weights, batches, parts):
     memory = runtime.preset("16gb", precision="fp32", micro_batches=parts)
     for batch in batches:
