@@ -80,6 +80,7 @@ class Devices:
         names = [*names, *self._tensors]
         elsewhere = bool(self._overruled) or self._runs_elsewhere
         idle = [*self._overruled, *self._set_elsewhere, *self._unused, *self._said, *self._not_of_torch, *followed]
+        idle += self._visible
         idle += [text for text in self._printed if elsewhere or isinstance(text, ast.Constant)]
         idle += self._of_another_kind
         text = _DEVICE_OF_A_TENSOR.sub(lambda found: found[0] * (found[1] in self._no_tensors), self._without(idle))
@@ -98,10 +99,13 @@ class Devices:
     @cached_property
     def _hides_gpus(self) -> bool:
         """`os.environ["CUDA_VISIBLE_DEVICES"] = ""`, whatever else is asked for."""
-        values = (
-            node.value for node in self._source.tree.body if isinstance(node, ast.Assign) and _VISIBLE in _targets(node)
-        )
+        values = (node.value for node in self._visible if node in self._source.tree.body)
         return any(isinstance(value, ast.Constant) and value.value in _NONE_VISIBLE for value in values)
+
+    @cached_property
+    def _visible(self) -> list[ast.Assign]:
+        """What names the GPUs that are there, which puts nothing on them."""
+        return [node for node in self._nodes.of(ast.Assign) if _VISIBLE in _targets(node)]
 
     @cached_property
     def _runs_elsewhere(self) -> bool:

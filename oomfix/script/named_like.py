@@ -27,7 +27,7 @@ _LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|pred_|segment(ation)?$|infer|elbo|llm|"
     r"head|backbone)|"
-    r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob|^get_(action_and_)?values?)$",
+    r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|^get_(action_and_)?values?)$",
     re.IGNORECASE,
 )
 _GIVES_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
@@ -84,6 +84,7 @@ _NO_NETWORK_NAME = re.compile(
     r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu)$",
     re.IGNORECASE,
 )
+_CONVERTER = re.compile(r"(^|_)(convert(er)?|codec|tokeni[sz]er|vocab|alphabet)$", re.IGNORECASE)
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
 _NETWORK_WITH_LOSS = re.compile(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
 _LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc|(ms_?)?ssim)$", re.IGNORECASE)
@@ -113,6 +114,9 @@ def looks_like_module(name: str) -> bool:
         return True
     if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _NO_NETWORK_NAME.match(last.lstrip("_")):
         return False
+    holder = _last(name.rpartition(".")[0])
+    if looks_like_loss(holder) or _CONVERTER.search(holder):
+        return False  # `loss.generator(validity)` and `converter.encoder(text)` are named after what they are for
     if _LETTER_MODULE_NAME.match(last) or is_average_of_network(last):
         return True
     return len(last) > 2 and bool(_MODULE_NAME.search(last))

@@ -175,9 +175,14 @@ def _is_given_to_another(keep: Keep, trace: Trace) -> bool:
 
 
 def _fills_a_sequence(keep: Keep, trace: Trace) -> bool:
-    """`outputs[t] = output`, of a network that is given its own state at every step: one graph reaches through all."""
+    """`outputs[t] = output`, of a network that is given its own state at every step: one graph reaches through all.
+
+    Or `outputs[:, i] = member(x)` of the members of an ensemble, returned for whoever asks.
+    """
     if not isinstance(keep.node, ast.Subscript) or len(keep.crossed) != 1:
         return False
+    if keep.returned and isinstance(keep.node.slice, ast.Tuple) and not is_over_batches(keep.crossed[0]):
+        return True
     steps = [forward for forward in trace.forwards_of(keep.origins) if keep.crossed[0] in forward.site.loops]
     return bool(steps) and all(forward.carried for forward in steps)
 

@@ -231,9 +231,16 @@ def lost_tails(loop: TrainingLoop, own: list[ast.AST]) -> list[ast.If]:
 
 
 def _is_the_whole_run(loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
-    """`for step in range(100_000): batch = next(stream)`, in no other loop: there are no epochs that could end."""
+    """`for step in range(100_000): batch = next(stream)`, in no other loop: there are no epochs that could end.
+
+    Also `bar = tqdm(range(100_000))` and `for step in bar`.
+    """
     around = any(isinstance(node, Loop) and encloses(node, loop) for node in own)
-    return not around and not _enumerates(loop) and "range" in _names(loop.iter) and _fetches_batches(loop)
+    bars = (
+        node.value for node in own if isinstance(node, ast.Assign) and path_of(loop.iter) in map(path_of, node.targets)
+    )
+    counted = loop.iter if not isinstance(loop.iter, ast.Name) else next(bars, loop.iter)
+    return not around and not _enumerates(loop) and "range" in _names(counted) and _fetches_batches(loop)
 
 
 def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:

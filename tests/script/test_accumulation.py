@@ -718,6 +718,20 @@ def test_a_run_of_so_many_steps_has_no_epochs_that_end(report, around, fetched, 
     assert report(code) == found
 
 
+@pytest.mark.parametrize(("bar", "found"), [("tqdm(range(100000))", []), ("tqdm(data)", [("OOM302", 6)])])
+def test_a_bar_over_so_many_steps_has_no_epochs_that_end(report, bar, found):
+    code = f"""
+        def run(model, stream, optimizer, data, k):
+            bar = {bar}
+            for step in bar:
+                x, y = next(stream)
+                (criterion(model(x), y) / k).backward()
+                if (step + 1) % k == 0:
+                    optimizer.step()
+    """
+    assert report(code) == found
+
+
 SHRUNK = """class Shrunk(torch.nn.Module):
         def forward(self, losses):
             return sum(losses) / args.steps"""

@@ -1086,3 +1086,35 @@ def test_what_an_evaluation_keeps_for_another_network_is_no_log(report, keep, th
             {then}
     """
     assert [code for code, _ in kept(report(code))] == codes
+
+
+@pytest.mark.parametrize(
+    ("stored", "codes"), [("out[:, i, :] = member.predict(x)", []), ("outs.append(member.predict(x))", ["OOM102"])]
+)
+def test_what_the_members_of_an_ensemble_predict_is_the_callers(report, stored, codes):
+    code = f"""
+        import torch
+        from torch import nn
+
+        class Ensemble:
+            def __init__(self):
+                self.members = list()
+
+            def look(self, x):
+                for member in self.members:
+                    print(member.forward(x))
+
+            def predict(self, x):
+                out, outs = torch.zeros((len(x), 4, 2)), []
+                for i, member in enumerate(self.members):
+                    {stored}
+                return out, outs
+
+        class Member(nn.Module):
+            def train_epoch(self, loader):
+                for x, y in loader:
+                    loss = self.loss(self.forward(x), y)
+                    loss.backward()
+                    self.optimizer.step()
+    """
+    assert [code for code, _ in kept(report(code))] == codes

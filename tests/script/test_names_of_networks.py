@@ -55,3 +55,54 @@ def test_methods_that_run_a_part_of_a_network_are_known_by_their_names(name):
 @pytest.mark.parametrize("name", ["prediction_mask", "segment_ids", "segments", "softargmax", "adapt"])
 def test_those_that_prepare_or_read_results_are_not(name):
     assert not looks_like_forward(name)
+
+
+@pytest.mark.parametrize(
+    ("called", "found"),
+    [
+        ("self.loss.generator(out)", []),
+        ("self.converter.encoder(y)", []),
+        ("self.parts.generator(out)", ["OOM202"]),
+        ("self.parts.encoder(y)", ["OOM202"]),
+    ],
+)
+def test_what_a_loss_or_a_converter_does_for_a_network_is_none(report, called, found):
+    code = f"""
+        import torch
+        from parts import Net, Parts
+
+        class Trainer:
+            def __init__(self, loss, converter):
+                self.net, self.loss, self.converter, self.parts = Net().cuda(), loss, converter, Parts()
+
+            def train(self, loader):
+                for x, y in loader:
+                    with torch.autocast("cuda", torch.bfloat16):
+                        out = self.net(x)
+                    loss = criterion(out, {called})
+                    loss.backward()
+                    self.optimizer.step()
+    """
+    assert [code for code, _ in report(code)] == found
+
+
+@pytest.mark.parametrize(("method", "found"), [("get_current_q_values", ["OOM202"]), ("get_batch_of_numbers", [])])
+def test_a_method_that_gives_q_values_runs_its_network(report, method, found):
+    code = f"""
+        import torch
+
+        class Agent:
+            def learn(self):
+                self.dqn.train()
+                states, actions, wanted = self.memory.sample(32)
+                values = self.dqn.{method}(states.cuda(), actions)
+                loss = torch.nn.functional.mse_loss(values, wanted)
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                self.optimizer.step()
+
+            def run(self, steps):
+                for _ in range(steps):
+                    self.learn()
+    """
+    assert [code for code, _ in report(code)] == found
