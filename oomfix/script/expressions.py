@@ -134,7 +134,7 @@ class Expressions(Calls):
         if base.kind is Kind.MODULE and node.attr == "training":
             evaluating = self.state.evaluating.get(self._identity(base, path_of(node.value)))
             return NUMBER if evaluating is None else constant(not evaluating)
-        if base.kind in (Kind.MODULE, Kind.UNKNOWN) and not base.graph and looks_like_loss(node.attr):
+        if base.kind in (Kind.MODULE, Kind.UNKNOWN, Kind.LOSS) and not base.graph and looks_like_loss(node.attr):
             left = self.binding_of(left_by_methods(node.value))
             return UNKNOWN if left is None else left.value
         if base.kind is Kind.MODULE:

@@ -61,6 +61,7 @@ def test_a_container_that_is_not_named_like_networks_says_nothing(report):
         "terms.add(out, y); loss = terms.total()",
         "terms.compare(out, y); terms.compare(x, y); loss = terms.total().mean()",
         "terms.first(out, y); extra = terms.second(y); loss = extra + 1",
+        "terms = ProtoLoss(3); terms.compute_loss(out, y); loss, accuracy = terms.loss, terms.accuracy",
         "parts = model.get_parts(out); loss = model.get_lossfunc(parts, y)",
         "y['out'] = out; loss = criterion(**y)",
         "loss = torch.mean(out.type(torch.cuda.FloatTensor) - y)",
@@ -145,6 +146,7 @@ def test_an_entry_among_several_targets_takes_its_graph_along(read):
         "terms.add(out, y); loss = others.total().mean()",
         "terms.add(y, y); loss = terms.total().mean()",
         "meter.add(out, y); loss = meter.total().mean()",
+        "terms = ProtoLoss(3); terms.compute_loss(y, y); loss = terms.loss",
         "self.add(out, y); loss = self.total().mean()",
     ],
 )
