@@ -70,8 +70,8 @@ def _gone_by_path(before: ast.Module, after: ast.Module) -> set[str]:
 def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:
     """Take out variables that hold the manager's scaler and that nothing reads any more.
 
-    One with a comment stays: it says something of the script's author. One of a module stays where another file may
-    read it: nobody imports what trains at once.
+    One with a comment stays: it says something of the script's author, unless it is about where torch has scalers. One
+    of a module stays where another file may read it: nobody imports what trains at once.
     """
     edits: list[Edit] = []
     held = f"{manager}.scaler"
@@ -88,19 +88,31 @@ def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit
         blocks = [scope.body, *(node.body for node in scope.body if isinstance(node, ast.If))]
         # a block may not do without its only statement
         for statement in (statement for block in blocks if len(block) > 1 for statement in block):
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-            if not isinstance(target, ast.Name) or target.id in read | outside or "locals" in read:
+            name = _scaler_in(statement, held)
+            if name is None or name in read | outside or "locals" in read:
                 continue
-            line, above = layout.source.lines[statement.lineno - 1], layout.source.lines[statement.lineno - 2]
-            if line.strip() == f"{target.id} = {held}" and not above.lstrip().startswith("#"):
-                lines = Lines(statement.lineno, _last_blank_line(statement, scope, layout))
-                edits.append(Edit(*layout.whole(layout.with_gap(lines)), ""))
+            first, last = statement.lineno, _last_blank_line(statement, scope, layout)
+            own, above = layout.source.lines[first - 1], layout.source.lines[first - 2]
+            if own.strip() in ("try:", f"{name} = {held}") and not above.lstrip().startswith("#"):
+                edits.append(Edit(*layout.whole(layout.with_gap(Lines(first, last))), ""))
     return edits
+
+
+def _scaler_in(statement: ast.stmt, held: str) -> str | None:
+    """`scaler` of `scaler = memory.scaler`, also tried in one place of torch and then in another; None for others."""
+    match statement:
+        case ast.Assign([ast.Name(name)], value) if ast.unparse(value) == held:
+            return name
+        case ast.Try(finalbody=[]):
+            blocks = [statement.body, *(handler.body for handler in statement.handlers), statement.orelse]
+            names = {_scaler_in(inner, held) for block in blocks for inner in block}
+            return names.pop() if len(names) == 1 else None
+    return None
 
 
 def _last_blank_line(statement: ast.stmt, scope: Scope, layout: Layout) -> int:
     """The line of a statement, or of the empty lines behind it where it is what a function begins with."""
-    line = statement.lineno
+    line = statement.end_lineno or statement.lineno
     while statement is scope.body[0] and not layout.source.lines[line].strip():
         line += 1
     return line

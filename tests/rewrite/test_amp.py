@@ -85,10 +85,19 @@ def test_the_update_of_a_scale_that_tells_of_skipped_steps_stays():
     assert asked.replace("scaler.step", "memory.step") in text
 
 
-def in_a_function(comment: str = "", end: str = "return model") -> str:
+TRIED = """\
+    try:
+        scaler = torch.amp.GradScaler(enabled=args.amp)
+    except AttributeError:  # torch below 2.3
+        scaler = torch.cuda.amp.GradScaler(enabled=args.amp)
+"""
+
+
+def in_a_function(comment: str = "", end: str = "return model", made: str | None = None) -> str:
+    made = made or "    scaler = GradScaler(enabled=args.amp)\n"
     loop = textwrap.indent(AMP[AMP.index("for ") : AMP.index("torch.save")], "    ")
     head = f"from torch.cuda.amp import GradScaler, autocast\ndef train(args):\n    print(args){comment}\n"
-    text, _ = apply(f"{head}    scaler = GradScaler(enabled=args.amp)\n{loop}    {end}\n")
+    text, _ = apply(f"{head}{made}{loop}    {end}\n")
     return text
 
 
@@ -97,6 +106,13 @@ def test_a_local_scaler_that_nothing_reads_any_more_is_taken_out():
     assert "    scaler = memory.scaler\n" in in_a_function(end="return scaler")
     assert "    # scales\n    scaler = memory.scaler\n" in in_a_function("\n    # scales")
     assert "    scaler = memory.scaler\n" in in_a_function(end="return locals()")
+
+
+def test_a_scaler_that_is_tried_in_two_places_of_torch_is_taken_out_with_the_trial():
+    assert "def train(args):\n    print(args)\n    for x, y in loader:\n" in in_a_function(made=TRIED)
+    assert "except AttributeError:" in in_a_function(made=TRIED, end="return scaler")
+    more = TRIED.replace("    except", "        checked = True\n    except")
+    assert "    try:\n        scaler = memory.scaler\n        checked = True\n" in in_a_function(made=more)
 
 
 def test_of_the_blank_lines_around_an_unread_scaler_one_stays():
