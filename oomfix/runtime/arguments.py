@@ -67,18 +67,13 @@ def shown(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, int | float | str) else type(value).__name__
 
 
-def check_has_graph(loss: torch.Tensor) -> None:
-    """Refuse the loss of a forward that no backward can begin at.
-
-    Raises:
-        ValueError: it has no graph.
-    """
-    if not loss.requires_grad:
-        raise ValueError(
-            "forward: returned a loss without a graph (requires_grad is False); was it detached, made of numbers, "
-            "computed under no_grad, or returned by a forward_backward inside of the forward? A backward() inside of "
-            "it is to be left to forward_backward"
-        )
+def without_graph() -> ValueError:
+    """The error for the loss of a forward that no backward can begin at."""
+    return ValueError(
+        "forward: returned a loss without a graph (requires_grad is False); was it detached, made of numbers, "
+        "computed under no_grad, or returned by a forward_backward inside of the forward? A backward() inside of "
+        "it is to be left to forward_backward"
+    )
 
 
 def check_is_first_backward(error: BaseException) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from oomfix.runtime import compat, outputs
 from oomfix.runtime.accumulation import Window
-from oomfix.runtime.arguments import check_has_graph, check_is_first_backward
+from oomfix.runtime.arguments import check_is_first_backward, without_graph
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.border import Border, Passing
 from oomfix.runtime.bounds import Bounds
@@ -259,7 +259,8 @@ class Iteration:
             result = call(self.batch.args, self.batch.kwargs)
         if self.trains:
             loss = outputs.the_loss(result)
-            check_has_graph(loss)
+            if not loss.requires_grad:
+                raise without_graph()
             share = 1.0 if self.weighing is None else self.weighing.share_of_whole(loss, verdict, bounds)
             if share:
                 self._backward(loss, share, scaler)
