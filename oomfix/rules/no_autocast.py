@@ -16,9 +16,10 @@ class NoAutocast(Rule):
     bench/results/rules.md), and the tensor cores are used. Weights, gradients and optimizer state stay in fp32.
 
     Quiet when: autocast is around the forward, also by a flag or on the other branch of one that is not simply off in
-    the file (`AMP = False`); a framework (Accelerate, Fabric, DeepSpeed, apex) decides the precision; nothing in the
-    file mentions a GPU, unless other files make the networks and decide where they run; the forward is handed to
-    `memory.forward_backward`, which brings autocast along.
+    the file (`AMP = False`); a framework (Accelerate, Fabric, DeepSpeed, apex) decides the precision; the loss is
+    scaled and no autocast is in the file, as the network may have it; nothing in the file mentions a GPU, unless other
+    files make the networks and decide where they run; the forward is handed to `memory.forward_backward`, which brings
+    autocast along.
 
     Fix: `oomfix.runtime`, which takes bf16 where the card has it and fp16 with a gradient scaler where not.
     """
@@ -33,12 +34,12 @@ class NoAutocast(Rule):
         precision = script.precision
         if not script.loops or not script.may_run_on_cuda or precision.trains_in_half:
             return
-        if precision.uses_apex or precision.autocasts_out_of_sight:
+        if precision.uses_apex or precision.names_mixed_precision:
             return
         bare = [
             forward
             for loop in script.loops
-            if loop.framework is None
+            if loop.framework is None and not precision.is_scaled_without_autocast(loop)
             for forward in loop.forwards
             if forward.site.autocast is None
             and script.is_forward_of_network(forward)

@@ -235,7 +235,11 @@ class Script:
 
     def kept_graphs(self) -> Iterator[Keep]:
         """Everything that is kept with its graph beyond an iteration and never backpropagated."""
-        return kept_graphs(self.trace, self._training_runs, self.evaluation_forwards)
+        runs = self._training_runs
+        for keep in kept_graphs(self.trace, runs, self.evaluation_forwards):
+            # a unit test that adds up what it compares with is no training
+            if not self.is_test_module or not runs.isdisjoint(keep.site.runs):
+                yield keep
 
     def attention_maps_kept(self) -> list[ModuleAttribute]:
         """Attention maps that a module's forward leaves on the module with their graph."""

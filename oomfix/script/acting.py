@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from oomfix.script.names import unpacked
+from oomfix.script.names import path_of, unpacked
 from oomfix.script.nodes import walk
 from oomfix.script.trace import Forward, Trace
 
 _PARTS_OF_A_STEP = 3
 """An environment answers with an observation, a reward and whether it is over, at the least."""
+_ENVIRONMENT = re.compile(r"(^|[._])env(ironment)?s?$", re.IGNORECASE)
+"""Whose answer may be one object: the time step of dm_control, or what Unity tells of each brain."""
 
 
 def acts_in_environment(forward: Forward, trace: Trace) -> bool:
@@ -27,8 +30,26 @@ def acts_in_environment(forward: Forward, trace: Trace) -> bool:
         return False
     if any(origin in keep.origins for keep in trace.keeps.values()):
         return False
+    if _goes_unread(forward, trace):
+        return any(steps_of_environments(walk(forward.site.loops[-1])))
     asked = _asked(forward, trace)
     return any(_reaches(asked, step, nodes) for nodes in _around(forward) for step in steps_of_environments(nodes))
+
+
+def _goes_unread(forward: Forward, trace: Trace) -> bool:
+    """`q_values = net(state)` in a loop, where another function chooses the action: nobody asks for the name."""
+    if forward.site.loop is None:
+        return False
+    function = forward.site.function
+    nodes = trace.module_level if function is None else function.nodes
+    names = {
+        path_of(target)
+        for node in nodes
+        if isinstance(node, ast.Assign) and node.value is forward.node
+        for target in node.targets
+    }
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return bool(names) and None not in names and not any("." in (name or "") for name in names) and not names & read
 
 
 def _asked(forward: Forward, trace: Trace) -> set[ast.AST]:
@@ -46,12 +67,18 @@ def _around(forward: Forward) -> Iterator[Sequence[ast.AST]]:
 
 
 def steps_of_environments(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:
-    """The calls of `env.step(action)`, by what is assigned from them."""
+    """The calls of `env.step(action)`, by what is assigned from them, or by the name of the environment."""
     for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Call):
-            step, parts = node.value, node.targets[0].elts
-            named = isinstance(step.func, ast.Attribute) and step.func.attr == "step"
-            if named and step.args and len(parts) >= _PARTS_OF_A_STEP:
+        if not isinstance(node, ast.Assign):
+            continue
+        step, target = node.value, node.targets[0]
+        while isinstance(step, ast.Subscript):
+            step = step.value  # `env.step(actions)[brain_name]`
+        if not (isinstance(step, ast.Call) and isinstance(step.func, ast.Attribute)):
+            continue
+        if step.func.attr == "step" and step.args:
+            of_parts = isinstance(target, ast.Tuple) and len(target.elts) >= _PARTS_OF_A_STEP
+            if of_parts or _ENVIRONMENT.search(path_of(step.func.value) or ""):
                 yield step
 
 

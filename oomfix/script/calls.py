@@ -14,14 +14,16 @@ from oomfix.script.leaves import asks_for_gradients
 from oomfix.script.methods import SAME_MODULE
 from oomfix.script.named_like import (
     looks_like_autoencoder,
+    looks_like_forward,
     looks_like_loss,
     looks_like_metric,
     looks_like_module,
+    looks_like_part,
     runs_network,
 )
 from oomfix.script.names import MOVES, last_of, path_of, path_of_each
 from oomfix.script.trace import Event, Handed
-from oomfix.script.values import NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine, flatten
+from oomfix.script.values import NONE, NUMBER, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine, flatten
 
 
 class Calls(Externals):
@@ -54,14 +56,22 @@ class Calls(Externals):
         for argument in node.args:
             unpacked = self.evaluate(argument.value) if isinstance(argument, ast.Starred) else None
             if unpacked is None:
-                positional.append(self.evaluate(argument))
+                positional.append(self._as_given(argument))
             elif unpacked.items:
                 positional += unpacked.items
             else:
                 starred = len(positional) if starred is None else starred
                 positional.append(flatten(unpacked))
-        keywords = {keyword.arg or "**": self.evaluate(keyword.value) for keyword in node.keywords}
+        keywords = {keyword.arg or "**": self._as_given(keyword.value) for keyword in node.keywords}
         return Given(positional, keywords, starred)
+
+    def _as_given(self, argument: ast.expr) -> Value:
+        """An argument; an object out of sight brings along what was left in its attributes: `batch.out = net(x)`."""
+        value = self.evaluate(argument)
+        if value.kind is not Kind.UNKNOWN or value.graph or not isinstance(argument, ast.Name):
+            return value
+        held = combine([flatten(binding.value) for binding in self.state.names.attributes(argument.id)])
+        return value.with_graph(Graph.MAYBE, held.origins) if held.graph else value
 
     def _call_value(
         self,
@@ -72,6 +82,8 @@ class Calls(Externals):
     ) -> Value:
         """What a call gives; `result` is that of the call whose method is called: `a.f().g()` runs `a.f()` once."""
         path = path_of_each(node.func)
+        if function.before is not None and function.kind in (Kind.EXTERNAL, Kind.LOSS):
+            given = given.after(function.before.given)
         match function.kind:
             case Kind.EXTERNAL:
                 return self._external(node, function.ref, path, given)
@@ -88,9 +100,7 @@ class Calls(Externals):
                     return self._function(node, Value(Kind.FUNCTION, ref=(training, function)), given)
                 return self.forward(node, function, path, given, method=self._own(function, "forward"))
             case Kind.LOSS:
-                if path is not None and self._is_network_and_loss(path, given):
-                    return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
-                return self._of_criterion(node, function, given)
+                return self._judged(node, function, path, given)
             case Kind.CONTEXT:
                 decorated = given.positional[0] if given.positional else UNKNOWN
                 if decorated.kind is not Kind.FUNCTION:
@@ -112,6 +122,12 @@ class Calls(Externals):
             receiver = self.evaluate(node.func.value) if result is None else result
             return self._method(node, receiver, node.func.attr, given)
         return self._unknown(node, path, given)
+
+    def _judged(self, node: ast.Call, criterion: Value, path: str | None, given: Given) -> Value:
+        """What a criterion gives, or a network that is named like one."""
+        if path is not None and self._is_network_and_loss(path, given):
+            return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
+        return self._of_criterion(node, criterion, given)
 
     def _method(self, node: ast.Call, receiver: Value, name: str, given: Given) -> Value:
         values = given.all
@@ -143,6 +159,8 @@ class Calls(Externals):
                 self.trace.fits.append(Event(node, self.site(), self.trace.next_order()))
             case Kind.LOSS if name in SAME_MODULE:
                 return receiver
+            case Kind.LOSS if name in ("forward", "__call__") and isinstance(node.func, ast.Attribute):
+                return self._judged(node, receiver, path_of(node.func.value), given)
             case Kind.CLASS if name == "load_from_checkpoint":
                 return self._instantiate(node, receiver.ref, Given(keywords={"**": UNKNOWN}))
         if name == "get" and receiver.graph and len(values) > 1:
@@ -153,6 +171,8 @@ class Calls(Externals):
 
     def _method_of_tensor(self, node: ast.Call, receiver: Value, name: str, given: Given) -> Value:
         """What a method of a tensor gives; one that works in place changes what its name holds."""
+        if name == "update" and self._takes_entries(node, receiver, given.all):
+            return NONE
         if name == "sample" and self._is_distribution(node.func):
             return PLAIN_TENSOR
         result = self._tensor_method(name, receiver, given.all)
@@ -184,6 +204,8 @@ class Calls(Externals):
         values = given.all
         if name == "__init__" and isinstance(receiver.ref, Inherited):
             self._construct_out_of_sight(node, receiver.ref, given)
+        if name == "update" and self._takes_entries(node, receiver, values):
+            return NONE
         if name in STORING:
             return self._store_unknown(node, receiver, name, values)
         moved = name in ("to", "cuda") or (name == "type" and bool(values))
@@ -193,6 +215,8 @@ class Calls(Externals):
             base = path_of(node.func.value)
             if self.hints.is_loss(base or ""):
                 return self._through_loss(values)
+            if self._adds_noise(node) or self._is_autograd_function(base):
+                return self.computed(combine(values))
             if node.func.attr == "forward" or self.hints.is_module(base or ""):
                 return self.forward(node, Value(Kind.MODULE, ref=base), base, given)
         base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
@@ -205,7 +229,10 @@ class Calls(Externals):
             called = base in self.hints.called and looks_like_module(base)
             known = called or self.hints.is_module(base) or self.hints.is_autoencoder(base)
             known = known or (runs_network(name) and looks_like_autoencoder(base))
-            known = known or (path in self.hints.graph_callees and looks_like_module(base))
+            asked = path in self.hints.graph_callees or (
+                bool(values) and looks_like_part(name) and not looks_like_forward(name)
+            )
+            known = known or (asked and looks_like_module(base))
             if known and not (looks_like_module(name) and self._is_method_of_an_object(node)):
                 return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, given)
         if name in SAME_MODULE and not values and base is not None and self.hints.is_module(base):

@@ -9,7 +9,7 @@ from functools import reduce
 from oomfix.script import torch_facts
 from oomfix.script.contexts_by_hand import ContextsByHand
 from oomfix.script.named_like import looks_like_logging, looks_like_metric
-from oomfix.script.names import last_of, left_by_methods, path_of
+from oomfix.script.names import last_name, last_of, left_by_methods, path_of
 from oomfix.script.trace import Loop
 from oomfix.script.values import (
     MISSING,
@@ -108,7 +108,7 @@ class Containers(ContextsByHand):
         grown = Value(Kind.CONTAINER, max(base.graph, content.graph), origins, rows=rows)
         if path_of(target) is not None:
             self._change(target, grown, binding.statement if binding else None, loops)
-        elif isinstance(target, ast.Subscript):
+        elif isinstance(target, ast.Subscript | ast.Call):
             self._grow_root(target, grown)
 
     def _change(self, target: ast.expr, held: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]) -> None:
@@ -126,16 +126,27 @@ class Containers(ContextsByHand):
                 return binding.loops
         return ()
 
-    def _grow_root(self, target: ast.Subscript, content: Value) -> None:
-        """`lists[name].append(x)`: what `lists` holds carries the graph too."""
+    def _grow_root(self, target: ast.Subscript | ast.Call, content: Value) -> None:
+        """`lists[name].append(x)`, `lists.setdefault(name, []).append(x)`: what `lists` holds carries the graph too."""
         root: ast.expr = target
-        while isinstance(root, ast.Subscript):
-            root = root.value
+        while isinstance(root, ast.Subscript) or (isinstance(root, ast.Call) and last_name(root) == "setdefault"):
+            held = root.func if isinstance(root, ast.Call) else root
+            assert isinstance(held, ast.Attribute | ast.Subscript)
+            root = held.value
         binding = self.binding_of(root)
         if binding is not None and path_of(root) is not None:
             base = flatten(binding.value)
             grown = Value(Kind.CONTAINER, max(base.graph, content.graph), base.origins | content.origins)
             self._change(root, grown, binding.statement, binding.loops)
+
+    def part_of_tensor(self, target: ast.Subscript) -> ast.Subscript:
+        """`context[j]` of `context[j][0] = row`, where `context` is one tensor: the row goes into that."""
+        while isinstance(target.value, ast.Subscript):
+            whole = self.evaluate(target.value.value)
+            if whole.kind is not Kind.TENSOR or not whole.is_tensor:
+                break
+            target = target.value
+        return target
 
     def _store_unknown(self, node: ast.Call, receiver: Value, name: str, given: list[Value]) -> Value:
         assert isinstance(node.func, ast.Attribute)
@@ -147,6 +158,23 @@ class Containers(ContextsByHand):
                 self.trace.let_escape(content.origins)
             self._leave_on(node, content)
         return NONE
+
+    def _takes_entries(self, node: ast.Call, receiver: Value, given: list[Value]) -> bool:
+        """`batch.update(net(x))`: what is no object of its own holds what another dict does."""
+        content = flatten(given[0]) if len(given) == len(node.args) == 1 else UNKNOWN
+        holder = node.func.value if isinstance(node.func, ast.Attribute) else None
+        binding = self.binding_of(holder) if holder is not None else None
+        known = receiver.kind is Kind.TENSOR and bool(receiver.graph) and not receiver.is_tensor
+        if not (known or receiver.kind is Kind.UNKNOWN) or not content.graph or content.is_tensor:
+            return False
+        if holder is None or binding is None or not self.is_for_effect(node):
+            return False
+        if looks_like_metric(path_of(holder) or ""):
+            return False
+        graph = max(receiver.graph, content.graph) if known else Graph.MAYBE
+        held = Value(receiver.kind, graph, receiver.origins | content.origins)
+        self._change(holder, held, binding.statement, binding.loops)
+        return True
 
     def _is_object(self, target: ast.expr) -> bool:
         """Whether something is of a class out of sight, which keeps what it likes: `meters = {"loss": Meter()}`."""
@@ -164,10 +192,16 @@ class Containers(ContextsByHand):
 
     def _leave_on(self, node: ast.Call, content: Value) -> None:
         """`terms.add(outputs, y)`: what a method of an object out of sight is given, the object may make a loss of."""
-        if isinstance(node.func, ast.Attribute) and content.graph and (owner := path_of(node.func.value)) is not None:
-            if owner != "self" and not looks_like_logging(owner) and not _REPLAY.search(owner):
-                left = Value(Kind.TENSOR, Graph.MAYBE, content.origins | self._left_on(node).origins)
-                self.assign(left_by_methods(node.func.value), left, self.statement)
+        if isinstance(node.func, ast.Attribute):
+            self._leave_on_object(node.func.value, content)
+
+    def _leave_on_object(self, holder: ast.expr, content: Value) -> None:
+        owner = path_of(holder)
+        if not content.graph or owner is None or owner == "self" or looks_like_logging(owner) or _REPLAY.search(owner):
+            return
+        before = self.binding_of(left_by_methods(holder))
+        origins = content.origins if before is None else content.origins | before.value.origins
+        self.assign(left_by_methods(holder), Value(Kind.TENSOR, Graph.MAYBE, origins), self.statement)
 
     def _left_on(self, node: ast.Call) -> Value:
         """What was given before to the object whose method is called."""

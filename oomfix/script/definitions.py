@@ -200,7 +200,11 @@ class Class:
         """Whether it is a torch module, by its bases; one of another file is told by what stands here."""
         if any(base.ref.is_module for base in self.bases if base.kind is Kind.CLASS):
             return True
-        named = any(_MODULE_BASE.search(name) for name in self.base_names) and not self._trains_networks
+        # a base that is in the file has told already what it is, whatever it is called
+        elsewhere = [
+            name for base, name in zip(self.bases, self.base_names, strict=True) if base.kind is not Kind.CLASS
+        ]
+        named = any(map(_MODULE_BASE.search, elsewhere)) and not self._trains_networks
         return named or (self.is_built_on_imports and self._makes_layers)
 
     @property

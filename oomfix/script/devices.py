@@ -80,7 +80,7 @@ class Devices:
         names = [*names, *self._tensors]
         elsewhere = bool(self._overruled) or self._runs_elsewhere
         idle = [*self._overruled, *self._set_elsewhere, *self._unused, *self._said, *self._not_of_torch, *followed]
-        idle += self._visible
+        idle += [*self._visible, *self._offered]
         idle += [text for text in self._printed if elsewhere or isinstance(text, ast.Constant)]
         idle += self._of_another_kind
         text = _DEVICE_OF_A_TENSOR.sub(lambda found: found[0] * (found[1] in self._no_tensors), self._without(idle))
@@ -110,7 +110,30 @@ class Devices:
     @cached_property
     def _runs_elsewhere(self) -> bool:
         """Whether the device is set to one that is no GPU of CUDA, as no `cpu_device` beside it does."""
-        return "torch_xla" in self._source.text or bool(self._set_elsewhere)
+        return "torch_xla" in self._source.text or bool(self._set_elsewhere) or self._given_elsewhere
+
+    @cached_property
+    def _given_elsewhere(self) -> bool:
+        """Whether all that takes a device is given one that is no GPU of CUDA, by every call in the file."""
+        if not any(_DEVICE_NAME.search(node.arg) for node in self._nodes.of(ast.arg)):
+            return False
+        # few scripts come to this question, and every module is a third of a millisecond of each run
+        from oomfix.script.devices_given import all_are_given
+
+        return all_are_given(
+            self._nodes,
+            lambda name: _DEVICE_NAME.search(name) is not None,
+            lambda value: _is_one_of(value, _OTHER_DEVICES),
+        )
+
+    @cached_property
+    def _offered(self) -> list[ast.expr | ast.stmt]:
+        """Options for a GPU that the command line offers and nothing reads."""
+        if "add_argument" not in self._source.text:
+            return []
+        from oomfix.script.options_unread import unread_options
+
+        return unread_options(self._nodes, _CUDA)
 
     @cached_property
     def _set_elsewhere(self) -> list[ast.stmt]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from oomfix.script.contexts import context_of_call, held_elsewhere
+from oomfix.script.contexts import context_of_call, held_elsewhere, makes_context
 from oomfix.script.definitions import Function, Instance
 from oomfix.script.names import path_of
 from oomfix.script.statements import Statements
@@ -26,6 +26,8 @@ class Entering(Statements):
             return context_of_call(node, f"apex.{path}", given) or value
         if value.kind is Kind.CONTEXT:
             return value
+        if value.kind is Kind.EXTERNAL and not isinstance(node, ast.Call) and makes_context(value):
+            return context_of_call(ast.Call(node, [], []), value.ref, Given()) or value  # `with torch.no_grad:`
         binding = self.lookup(path) if path is not None else None
         function = binding.value.ref[0] if binding is not None and binding.value.kind is Kind.FUNCTION else None
         if isinstance(function, Function):

@@ -16,7 +16,7 @@ from oomfix.script.input_gradients import (
     reads_gradients,
 )
 from oomfix.script.into_numbers import is_only_looked_at
-from oomfix.script.named_like import looks_like_loss, looks_like_training
+from oomfix.script.named_like import adapts_as_it_runs, looks_like_loss, looks_like_training
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import names_in, walk
 from oomfix.script.rounds import read_first
@@ -73,6 +73,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
             or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
         )
         and not is_differentiated_out_of_sight(forward, trace.followed)
+        and not adapts_as_it_runs(forward.path or "")
         and not reads_gradients(forward, differentiating)
     ]
 

@@ -176,12 +176,14 @@ class Externals(Methods):
 
     def _partial(self, node: ast.Call, function: Value, given: Given) -> Value | None:
         """What is given some of its arguments beforehand: a context is that context, a network stays itself."""
-        if function.kind is Kind.EXTERNAL:
+        carries_graph = combine(given.all).graph and given.starred is None
+        if function.kind is Kind.EXTERNAL and not carries_graph:
             context = context_of_call(node, function.ref, given)
             return function if context is None else context
-        if function.kind in (Kind.MODULE, Kind.LOSS):
+        if function.kind is Kind.MODULE or (function.kind is Kind.LOSS and not carries_graph):
             return function
-        if function.kind is not Kind.FUNCTION or function.alternatives or given.starred is not None:
+        computing = function.kind in (Kind.FUNCTION, Kind.EXTERNAL, Kind.LOSS)
+        if not computing or function.alternatives or given.starred is not None:
             return None
         earlier = given if function.before is None else given.after(function.before.given)
         return function._replace(before=Beforehand(earlier._replace(ahead=0)))

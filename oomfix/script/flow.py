@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from oomfix.script.core import Path
-from oomfix.script.elif_chains import ends_always_taken
 from oomfix.script.entering import Entering
 from oomfix.script.freezing import frozen_by, thawed_by
 from oomfix.script.hints import Hints
+from oomfix.script.named_like import looks_like_module, looks_like_part
 from oomfix.script.names import path_of
-from oomfix.script.narrowing import narrowed_by
+from oomfix.script.narrowing import narrowed_by, narrowed_to_terms
 from oomfix.script.nodes import walk
 from oomfix.script.phases import Phase, phases_told_apart, phases_written
 from oomfix.script.pieces import pieces_of
@@ -20,6 +20,9 @@ from oomfix.script.repeated_tests import asked_by, bound_by, recall, remember
 from oomfix.script.state import Binding, Frame, State
 from oomfix.script.trace import Guard, Loop, Trace
 from oomfix.script.values import NUMBER, UNKNOWN, Graph, Kind, Value, flatten
+
+_Layer = tuple[ast.Name, Value]
+"""The name that a loop calls in each round, and the layer of a network that it is."""
 
 _MAX_WAYS = 30
 """How often a statement is followed on average, before what is left is given up."""
@@ -62,7 +65,7 @@ class Flow(Entering):
             self._block(node.body if truth else node.orelse)
             return
         before = self.state
-        narrowing, without = self._narrowed(node.test)
+        narrowing, without = self._narrowed(node)
         test = self._written_out(node.test)
         self.frame.state = before.branch()
         if narrowing is not None and without:
@@ -89,6 +92,9 @@ class Flow(Entering):
         root = self.tree if function is None else function.node
         ends = self._ends_always_taken.get(root)
         if ends is None:
+            # few scripts come to this question, and every module is a third of a millisecond of each run
+            from oomfix.script.elif_chains import ends_always_taken
+
             ends = self._ends_always_taken[root] = ends_always_taken(root)
         return node in ends
 
@@ -120,9 +126,11 @@ class Flow(Entering):
             return statement.value
         return test
 
-    def _narrowed(self, test: ast.expr) -> tuple[ast.Name | None, bool]:
+    def _narrowed(self, branch: ast.If) -> tuple[ast.Name | None, bool]:
         """What a test leaves without a graph, and on which side: `if x is not None:`, `if type(x) == float:`."""
-        name, without = narrowed_by(test)
+        name, without = narrowed_by(branch.test)
+        if name is None:
+            name, without = narrowed_to_terms(branch)
         binding = self.lookup(name.id) if name is not None else None
         return (name, without) if binding is not None and binding.value.graph else (None, without)
 
@@ -199,13 +207,41 @@ class Flow(Entering):
         for whole in thawed_by(node, self._as_assigned(node.iter)):
             if path_of(whole) is not None and self.is_frozen(self.evaluate(whole), path_of(whole)):
                 self.freeze(whole, False)
-        element = self.element(source)
+        element, layer = self.element(source), self._layer_of(node)
         if phases:
             self._rounds_over(node, element, phases)
         else:
-            self._loop(node, lambda: self.assign(node.target, element, node))
+            self._loop(node, lambda: self._bind_element(node, element, layer))
         if self.frame.state is not None:
             self._block(node.orelse)
+
+    def _layer_of(self, node: ast.For | ast.AsyncFor) -> _Layer | None:
+        """A layer of the network whose layers a loop runs one by one, as frozen as the network is."""
+        from oomfix.script.layers_one_by_one import layer_called, network_gone_through
+
+        name = layer_called(node)
+        network = None if name is None else network_gone_through(node.iter, self._as_assigned)
+        if name is None or network is None:
+            return None
+        if not self._is_of_network(network):
+            return None
+        layer = Value(Kind.MODULE, ref=self.trace.number("layer", id(node), self.way))
+        if self.is_of_frozen(network, self.evaluate(network), path_of(network)):
+            self.state.frozen[layer.ref] = True
+        return name, layer
+
+    def _is_of_network(self, node: ast.expr) -> bool:
+        """`net`, and `net.features`."""
+        value = self.evaluate(node)
+        if self.is_network(node, value) or (value.kind is Kind.UNKNOWN and looks_like_module(path_of(node) or "")):
+            return True
+        return isinstance(node, ast.Attribute) and looks_like_part(node.attr) and self._is_of_network(node.value)
+
+    def _bind_element(self, node: ast.For | ast.AsyncFor, element: Value, layer: _Layer | None) -> None:
+        """What a round of a loop binds."""
+        self.assign(node.target, element, node)
+        if layer is not None:
+            self.assign(*layer, node)
 
     def _is_over_parts(self, iterable: ast.expr) -> bool:
         """A display, or a list that this very iteration has made, also through `zip` and `enumerate`."""

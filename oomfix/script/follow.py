@@ -45,6 +45,20 @@ def _is_asked_from_elsewhere(function: Function) -> bool:
     return function.evaluates and "forward" not in function.name and not function.name.endswith("_step")
 
 
+def _adapts(function: Function) -> bool:
+    """`grads = torch.autograd.grad(loss, weights)`, of which no graph is made: the steps of a meta-learner.
+
+    With `grad_outputs` it is a product that a backward written by hand asks for, as that of an adjoint method.
+    """
+    calls = (node for node in function.nodes if isinstance(node, ast.Call))
+    asked = [call for call in calls if (path_of(call.func) or "").endswith("autograd.grad")]
+    keywords = [keyword for call in asked for keyword in call.keywords]
+    if any(keyword.arg == "grad_outputs" for keyword in keywords):
+        return False
+    graphs = [keyword.value for keyword in keywords if keyword.arg == "create_graph"]
+    return bool(asked) and all(isinstance(value, ast.Constant) and not value.value for value in graphs)
+
+
 def _is_for(parameter: ast.arg, owner: Class) -> bool:
     """Whether a parameter takes objects of a class, by its annotation if it has one."""
     return parameter.annotation is None or ast.unparse(parameter.annotation).strip("'\"") == owner.name
@@ -273,7 +287,7 @@ class Follower(Flow):
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""
         if function.name == "forward":
             return "forward" not in owner.training_methods  # one that adapts what it holds to each batch trains
-        if function.gives_arrays:
+        if function.gives_arrays or _adapts(function):
             return False
         return self._is_part_of_forward(function) or not (owner.training_methods or function.evaluates)
 

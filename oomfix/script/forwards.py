@@ -176,6 +176,6 @@ def _with_structure(returned: Value, whole: Value) -> Value:
         return Value(Kind.SEQUENCE, items=tuple(_with_structure(item, whole) for item in returned.items))
     if returned.kind is Kind.NUMBER or (returned.kind is Kind.TENSOR and returned.graph is Graph.NO):
         return returned
-    if returned.kind is Kind.UNKNOWN and not returned.graph:
+    if returned.kind in (Kind.UNKNOWN, Kind.CONTAINER) and not returned.graph:
         return whole.with_graph(min(whole.graph, Graph.MAYBE))
     return whole._replace(is_tensor=returned.is_tensor or returned.kind is Kind.TENSOR)

@@ -10,7 +10,7 @@ from functools import reduce
 from oomfix.script.core import Core
 from oomfix.script.definitions import Class, Function, Instance
 from oomfix.script.hints import Hints
-from oomfix.script.named_like import looks_like_forward, looks_like_logging, looks_like_loss
+from oomfix.script.named_like import goes_backwards, looks_like_forward, looks_like_logging, looks_like_loss
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.parameters import bind_call, defaults_of, first_unpacked, named_parameters
@@ -81,7 +81,7 @@ class Functions(Core):
         if is_bare(function) or _hands_on(function) or not self._is_part_of_forward(function):
             return False
         own_loss = looks_like_loss(function.name) and (path_of(node.func) or "").startswith("self.")
-        if own_loss or runs_nothing(function.name):
+        if own_loss or runs_nothing(function.name) or goes_backwards(function.name):
             return False  # the forwards are those that stand in it, if any
         for_a_log = self.is_for_effect(node) and looks_like_logging(function.name)
         if function.name in ("train", "eval") and not node.args:
@@ -135,7 +135,13 @@ class Functions(Core):
         )
         if not given.ahead:
             self._keep_age(frame, function, node, bool(receivers))
-        return self.run(frame, function, node)
+        returned = self.run(frame, function, node)
+        return self._filled_elsewhere(given) if function.is_left_open else returned
+
+    def _filled_elsewhere(self, given: Given) -> Value:
+        """What a method gives that classes of other files fill: made of what it is given, as far as anybody knows."""
+        content = self.computed(combine(given.all))
+        return Value(Kind.TENSOR, Graph.MAYBE, content.origins) if content.graph else UNKNOWN
 
     def _not_followed_again(self, given: Given) -> Value:
         """What a call gives that was followed often enough: a graph that goes in may come out, or be trained inside."""

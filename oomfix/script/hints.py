@@ -435,6 +435,11 @@ def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -
                     hints.backwarded.update(scoped(term, scope) for term in _additive_terms(value))
         if len(hints.backwarded) == before:
             break
+    hints.backwarded |= {
+        scoped(value.id, scope)
+        for scope, target, value in assignments
+        if isinstance(value, ast.Name) and scoped(path_of(target) or "", scope) in hints.backwarded
+    }
     for scope, target, value in assignments:
         several = isinstance(target, ast.Tuple | ast.List)
         for index, single in enumerate(target.elts if isinstance(target, ast.Tuple | ast.List) else [target]):

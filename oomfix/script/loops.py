@@ -72,17 +72,32 @@ def find_training_loops(trace: Trace) -> list[TrainingLoop]:
     _collect_steps(loops, trace)
     for loop in loops.values():
         loop.window = find_window(loop, trace)
+        loop.batches = _loop_around_networks(loop, loops)
     return sorted(loops.values(), key=lambda loop: loop.line)
 
 
 def _tries_again(loop: Loop) -> bool:
-    """`while True:` around a `try` that ends with `break`: one batch, until it goes through."""
-    if not isinstance(loop, ast.While) or not isinstance(loop.test, ast.Constant):
+    """`while True:` around a `try` that ends with `break`, or `while not done:` around one that sets it: one batch."""
+    if not isinstance(loop, ast.While):
         return False
-    tried = loop.body[-1]
-    return isinstance(tried, ast.Try) and any(
-        isinstance(block[-1], ast.Break | ast.Return) for block in (tried.body, tried.orelse) if block
-    )
+    match loop.test:
+        case ast.Constant():
+            tried = loop.body[-1]
+            return isinstance(tried, ast.Try) and any(
+                isinstance(block[-1], ast.Break | ast.Return) for block in (tried.body, tried.orelse) if block
+            )
+        case ast.UnaryOp(ast.Not(), ast.Name(done)):
+            tries = [statement for statement in loop.body if isinstance(statement, ast.Try)]
+            return any(_says_so(statement, done) for tried in tries for statement in (*tried.body, *tried.orelse))
+    return False
+
+
+def _says_so(statement: ast.stmt, name: str) -> bool:
+    """`done = True`."""
+    match statement:
+        case ast.Assign([ast.Name(assigned)], ast.Constant(True)):
+            return assigned == name
+    return False
 
 
 def _is_inside_another(loop: TrainingLoop, loops: dict[Loop, TrainingLoop]) -> bool:
@@ -124,6 +139,32 @@ def _shared_depth(first: tuple[Loop, ...], second: tuple[Loop, ...]) -> int:
             break
         depth += 1
     return depth
+
+
+def _loop_around_networks(loop: TrainingLoop, loops: Mapping[Loop, TrainingLoop]) -> Loop | None:
+    """`for x, y in loader:` around `for net, optimizer in zip(nets, optimizers):`, where no other loop in it trains."""
+    depths = {forward.site.loops.index(loop.node) for forward in loop.forwards}
+    if isinstance(loop.node, ast.While) or len(depths) != 1 or 0 in depths:
+        return None
+    around = loop.forwards[0].site.loops[depths.pop() - 1]
+    others = (backward for other in loops.values() if other is not loop for backward in other.backwards)
+    if isinstance(around, ast.While) or any(around in backward.site.loops for backward in others):
+        return None
+    taken, batch = names_in(loop.node.target), _made_of_batch(around)
+    for forward in loop.forwards:
+        given = {name for value in forward.given for name in names_in(value)}
+        if (forward.path or "").split(".")[0] not in taken or given & taken or not given & batch:
+            return None
+    return around
+
+
+def _made_of_batch(loop: ast.For | ast.AsyncFor) -> set[str]:
+    """What a loop binds in each round, and what its body makes of that: `x = x.cuda()`."""
+    names = names_in(loop.target)
+    for statement in loop.body:
+        if isinstance(statement, ast.Assign) and names_in(statement.value) & names:
+            names |= {name for target in statement.targets for name in names_in(target)}
+    return names
 
 
 def _around_others(loops: Mapping[Loop, TrainingLoop]) -> set[Loop]:

@@ -41,6 +41,8 @@ class Methods(Unseen):
     ) -> Value:
         if name in ("forward", "__call__") and isinstance(node.func, ast.Attribute):
             method = self._own(receiver, "forward")
+            if method is None and self._adds_noise(node):
+                return self.computed(combine(given.all))
             return self.forward(node, receiver, path_of(node.func.value), given, method=method)
         if name in SAME_MODULE or name == "clone":
             return receiver

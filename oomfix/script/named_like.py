@@ -15,6 +15,7 @@ _MODULE_NAME = re.compile(
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
     r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip|vgg|inception|(?<=_)head)\d*(_?[a-z0-9]{1,3})?$"
     r"|^net(?-i:[A-Z])\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$|(^|_)module_[a-z0-9]$"
+    r"|(?-i:[a-z](Network|Critic|Actor|Encoder|Decoder|Discriminator|Policy|Classifier|Backbone))$"
     r"|^(gen|disc?)_(?-i:[a-z]|[A-Z]{1,2}(2[A-Z])?)$",
     re.IGNORECASE,
 )
@@ -27,7 +28,7 @@ _LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|pred_|segment(ation)?$|infer|elbo|llm|"
     r"head|backbone)|"
-    r"(features?|logits?|loss|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|^get_(action_and_)?values?)$",
+    r"(features?|logits?|loss|^p_losses|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|^get_(action_and_)?values?)$",
     re.IGNORECASE,
 )
 _GIVES_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
@@ -52,6 +53,7 @@ _LOGGING = re.compile(
     r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
     re.IGNORECASE,
 )
+_SAVING = re.compile(r"early_?stop|(^|_)save_\w*(model|net|state|weights|best)|check_?point(er|ing)?$", re.IGNORECASE)
 _METRIC = re.compile(
     r"metric|meter|evaluator|logger|accuracy|confusion|perplexity|(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
     re.IGNORECASE,
@@ -66,6 +68,7 @@ _LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
 _DISCRIMINATOR = re.compile(r"(^|_)(?i:discr?|discriminator)(_?[A-Za-z0-9]{1,3})?$|^(dis_|netD|D)_{0,2}[A-Z0-9]{0,3}$")
 _AUTOENCODER = re.compile(r"(^|_)(auto_?encoder|(vq_?)?vae|vqgan)\d*$", re.IGNORECASE)
 _PENALTY = re.compile(r"sparsity|orthogonal|regulari[sz]|weight_?decay|(^|_)(reg|l[12]|penalty)(_|$)", re.IGNORECASE)
+_ADAPTING = re.compile(r"(^|_)(maml|anil|reptile|meta_?(learner|sgd))", re.IGNORECASE)
 _AVERAGE_NAME = re.compile(r"^[GgDd]_?(ema|EMA|avg)$")
 _VERB = re.compile(
     r"^(\w+_(?=(build|create|load|save|make|reset)_))?"
@@ -74,7 +77,7 @@ _VERB = re.compile(
     r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|"
     r"wrap|unwrap|configure|validation|training|on|clone|move|merge|fuse|prune|quantize|shard|consolidate|push|upload|"
     r"download|fetch|import|find|remove|delete|replace|patch|check|is|has|describe|adapt|construct|compare|inspect|"
-    r"sample|generate)"
+    r"sample|generate|exec|pretrain|fine_?tune|append|insert|pop)"
     r"(_|$|(?-i:[A-Z]))",
     re.IGNORECASE,
 )
@@ -98,6 +101,8 @@ _STATE_NAME = re.compile(
     re.IGNORECASE,
 )
 _ENCODING_NAME = re.compile(r"pos(ition(al)?)?_?enc|(fourier|freq(uency)?|sinus\w*)_?(enc|feat)", re.IGNORECASE)
+_SAMPLING = re.compile(r"(^|_)sampl(e|er|ing)(_|$)", re.IGNORECASE)
+_NOISING = re.compile(r"(^|_)\w*(diffuser|diffusion|noiser|noise_?(scheduler|process))$", re.IGNORECASE)
 _SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
 
 
@@ -143,6 +148,11 @@ def looks_like_autoencoder(path: str) -> bool:
     return bool(_AUTOENCODER.search(_last(path)))
 
 
+def adapts_as_it_runs(path: str) -> bool:
+    """Whether a network is named after a way of learning to learn: it trains a copy of itself wherever it runs."""
+    return bool(_ADAPTING.search(_last(path)))
+
+
 def looks_like_penalty(method: str) -> bool:
     """Whether a loss that a network is asked for is one of its weights, whatever it is given: `net.l2_loss(k)`."""
     return looks_like_loss(method) and bool(_PENALTY.search(method))
@@ -156,6 +166,21 @@ def looks_like_forward(method: str) -> bool:
 def runs_network(method: str) -> bool:
     """Whether a method of a network runs it on what it is given, and leaves gradients as they are."""
     return bool(_RUNNING_METHOD.match(method))
+
+
+def looks_like_sampling(path: str) -> bool:
+    """Whether a called name draws samples step by step: `diffusion.p_sample_loop`, `sample_fn`."""
+    return bool(_SAMPLING.search(last_of(path)))
+
+
+def looks_like_noising(path: str) -> bool:
+    """Whether a name may be the process that adds noise to samples, which has no weights: `self.diffuser`."""
+    return bool(_NOISING.search(last_of(path)))
+
+
+def goes_backwards(method: str) -> bool:
+    """Whether a method of a network is usually the way back through it, written by hand: `attention_backward`."""
+    return "backward" in method.lower()
 
 
 def gives_gradients(method: str) -> bool:
@@ -195,6 +220,11 @@ def looks_like_differentiating(path: str) -> bool:
 def looks_like_logging(path: str) -> bool:
     """Whether a call is usually made to show or count something."""
     return bool(_LOGGING.search(path))
+
+
+def looks_like_saving(path: str) -> bool:
+    """Whether a call is usually made to write a network down, or to compare its loss with the best one so far."""
+    return bool(_SAVING.search(last_of(path)))
 
 
 def looks_like_metric(path: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from oomfix.script.names import last_of, path_of
+from oomfix.script.nodes import walk
 
 _NUMBERS = frozenset("int float bool complex Number Real number generic floating NoneType".split())
 _SAME = ast.Is | ast.Eq | ast.In
@@ -29,6 +30,31 @@ def narrowed_by(test: ast.expr) -> tuple[ast.Name | None, bool]:
     if isinstance(test, ast.Call) and (asked := _argument(test, "isinstance", 2)) and _are_numbers(test.args[1]):
         return asked, True
     return None, True
+
+
+def narrowed_to_terms(branch: ast.If) -> tuple[ast.Name | None, bool]:
+    """The name that a test tells from a tensor, and the side where it is none, if that side only adds it to something.
+
+    `if torch.is_tensor(x): ... else: total += x`: what is no tensor may still be a list or a dict of them, which is
+    asked for its parts.
+    """
+    test, side = branch.test, False
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, side = test.operand, not side
+    asked = _argument(test, "torch.is_tensor", 1)
+    if isinstance(test, ast.Call) and len(test.args) == 2 and last_of(path_of(test.args[1])) == "Tensor":
+        asked = _argument(test, "isinstance", 2)
+    if asked is None:
+        return None, side
+    body = branch.body if side else branch.orelse
+    return (asked if body and all(_adds_alone(statement, asked.id) for statement in body) else None), side
+
+
+def _adds_alone(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement reads a name, if at all, as what it adds: `log[key] += value`."""
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.Name):
+        return True
+    return not any(isinstance(node, ast.Name) and node.id == name for node in walk(statement))
 
 
 def _argument(node: ast.expr, function: str, arguments: int) -> ast.Name | None:

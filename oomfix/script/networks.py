@@ -18,7 +18,7 @@ _OF_THE_WHOLE = frozenset(
 )
 """Methods that replace and thaw no part of a network; what is added is added where it is made."""
 
-_PARTS = frozenset({"modules", "children"})
+_PARTS = frozenset("modules children named_modules named_children _modules".split())
 """Methods that give all parts of a network, for whatever is done to them."""
 
 
@@ -164,7 +164,8 @@ class Networks(Functions):
         if node.args:
             truth = self.evaluate(node.args[0]).constant
             evaluating = truth is False if function.attr == "train" else True
-        if receiver.kind is Kind.UNKNOWN and path is not None and evaluating:
+        known = evaluating or self.hints.is_module(path or "")
+        if receiver.kind is Kind.UNKNOWN and path is not None and known:
             receiver = Value(Kind.MODULE, ref=path)  # under whatever name it is kept: `self.net = net.eval()`
         self.state.evaluating[self._identity(receiver, path)] = evaluating
         return receiver

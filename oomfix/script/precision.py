@@ -11,7 +11,7 @@ from oomfix.script.imports import Imports
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.torch_facts import SCALERS
-from oomfix.script.trace import Forward, Site, Trace
+from oomfix.script.trace import Backward, Forward, Site, Trace
 from oomfix.script.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 _HALF = re.compile(
     r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
+)
+_OF_APEX = (
+    *("apex.amp.initialize", "apex.amp.init", "apex.amp.scale_loss"),
+    *("apex.fp16_utils.FP16_Optimizer", "apex.optimizers.FP16_Optimizer"),
 )
 _HALF_DTYPES = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -53,16 +57,26 @@ class Precision:
     @cached_property
     def uses_apex(self) -> bool:
         """Whether NVIDIA's apex does the mixed precision."""
-        return any(True for _ in self._imports.calls("apex.amp.initialize", "apex.amp.init", "apex.amp.scale_loss"))
-
-    @cached_property
-    def autocasts_out_of_sight(self) -> bool:
-        """Whether FSDP's MixedPrecision decides, or gradients are scaled with no autocast in sight to need it."""
-        scaled = any(event.scaled for event in self._trace.backwards) and not self._scales_nothing
-        return self._names_mixed_precision or (scaled and "autocast" not in self._source.text)
+        return any(True for _ in self._imports.calls(*_OF_APEX))
 
     @property
-    def _names_mixed_precision(self) -> bool:
+    def autocasts_out_of_sight(self) -> bool:
+        """Whether FSDP's MixedPrecision decides, or any loss is scaled with no autocast in sight to need it."""
+        return self.names_mixed_precision or self._are_scaled_without_autocast(self._trace.backwards)
+
+    def is_scaled_without_autocast(self, loop: TrainingLoop) -> bool:
+        """Whether a loss of a loop is scaled, with no autocast in sight to need it: its network may bring that.
+
+        What scales losses outside of all loops may do it for any.
+        """
+        outside = [backward for backward in self._trace.backwards if not backward.site.loops]
+        return self._are_scaled_without_autocast([*loop.backwards, *outside])
+
+    def _are_scaled_without_autocast(self, backwards: list[Backward]) -> bool:
+        return "autocast" not in self._source.text and any(one.scaled for one in backwards) and not self._scales_nothing
+
+    @cached_property
+    def names_mixed_precision(self) -> bool:
         """`mixed_precision=MixedPrecision(...)`, and more than an import of it."""
         if "MixedPrecision" not in self._source.text:
             return False

@@ -106,10 +106,17 @@ class Names(Layer[str, Binding]):
 
     def entries(self, name: str) -> Iterator[Binding]:
         """What the entries of a name hold that were bound one by one: `batch["loss"]`."""
+        return self._below(f"{name}[", name)
+
+    def attributes(self, name: str) -> Iterator[Binding]:
+        """What the attributes of a name hold that were bound one by one: `batch.loss`."""
+        return self._below(f"{name}.", name)
+
+    def _below(self, beginning: str, name: str) -> Iterator[Binding]:
         layer: Any = self
         while layer is not None:
             for below in layer._derived.get(name, ()):
-                if below.startswith(f"{name}[") and (binding := self.get(below)) is not None:
+                if below.startswith(beginning) and (binding := self.get(below)) is not None:
                     yield binding
             layer = layer._parent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from oomfix.script.adding import added_to, joins_parts
 from oomfix.script.contexts import context, decorated_elsewhere
 from oomfix.script.definitions import Class, Function
 from oomfix.script.expressions import Expressions
@@ -29,7 +30,7 @@ from oomfix.script.values import (
     with_called,
 )
 
-_CONCATENATIONS = frozenset({"torch.cat", "torch.concat", "torch.hstack", "torch.vstack"})
+_OUT_OF_SIGHT = frozenset({Kind.UNKNOWN, Kind.LOSS})
 
 
 class Statements(Expressions):
@@ -68,7 +69,7 @@ class Statements(Expressions):
         path = path_of(target)
         if isinstance(target, ast.Subscript) and path is None:
             self._store_entry(target, value, statement, value_node)
-        elif path is not None and (added := _added(value_node, path)):
+        elif path is not None and (added := added_to(value_node, path)):
             self._accumulate(target, path, value, statement, value_node, added)
         else:
             self.assign(target, value, statement, self._age_of_first_entry(target))
@@ -79,6 +80,8 @@ class Statements(Expressions):
             if isinstance(target, ast.Subscript):
                 self._put_called(target, value)
                 self._fill(target, flatten(value))
+            elif isinstance(target, ast.Attribute) and self.evaluate(target.value).kind in _OUT_OF_SIGHT:
+                self._leave_on_object(target.value, flatten(value))  # `objective.guess = net(x)`
             if isinstance(target, ast.Tuple):
                 self._store_in_parts(target, value, statement, value_node)
 
@@ -109,9 +112,14 @@ class Statements(Expressions):
 
     def _fill(self, target: ast.Subscript, content: Value) -> None:
         """`outputs[t], state = net(x, state)`: a tensor made for it carries the graph of what is written into it."""
+        target = self.part_of_tensor(target)
         base, binding = self.evaluate(target.value), self.binding_of(target.value)
-        if content.graph and base.kind is Kind.TENSOR and base.is_tensor and binding is not None:
-            filled = Value(base.kind, content.graph, base.origins | content.origins, is_tensor=True)
+        if not content.graph or base.kind is not Kind.TENSOR or binding is None:
+            return
+        if base.is_tensor or not content.origins <= base.origins:
+            # what is no tensor is a dict that a network gives: `outputs["mask"] = masks(features)`
+            graph = content.graph if base.is_tensor else max(base.graph, content.graph)
+            filled = Value(base.kind, graph, base.origins | content.origins, is_tensor=base.is_tensor)
             self.assign(target.value, filled, binding.statement, binding.loops)
 
     def _is_constructing(self) -> bool:
@@ -146,7 +154,7 @@ class Statements(Expressions):
             term, term_value = carrying[0]
             alone = len(carrying) == 1
             holders = (Kind.SEQUENCE, Kind.CONTAINER)
-            stored = term_value.kind in holders or value.kind in holders or any(map(_concatenated, _parts(written)))
+            stored = term_value.kind in holders or value.kind in holders or joins_parts(written)
             manner: Manner = "store" if stored else "add"
             kept = self.keep(target, path, term, term_value, manner, loops, alone)
         grown = flatten(value)
@@ -164,13 +172,14 @@ class Statements(Expressions):
 
     def _store_entry(self, target: ast.Subscript, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
         """`kept[i] = loss`, with an index that changes, also of a tensor that was made for it."""
-        base = self.evaluate(target.value)
         self.evaluate(target.slice)
+        target = self.part_of_tensor(target)
+        base = self.evaluate(target.value)
         content = flatten(value)
         if content.divisors and base.graph and (divided := self.binding_of(target.value)) is not None:
             base = base._replace(divisors=base.divisors | content.divisors)
             self.assign(target.value, base, divided.statement, divided.loops)
-        if base.kind is Kind.CONTAINER and content.graph and (added := _added(value_node, ast.unparse(target))):
+        if base.kind is Kind.CONTAINER and content.graph and (added := added_to(value_node, ast.unparse(target))):
             self._accumulate(target, ast.unparse(target), value, statement, value_node, added)
             return
         fresh = base.kind is Kind.TENSOR and base.is_tensor
@@ -180,13 +189,15 @@ class Statements(Expressions):
             self.trace.let_escape(content.origins)
             if content.graph and base.kind is Kind.UNKNOWN and _is_of_tensor(target.slice):
                 self.assign(target.value, content.with_graph(Graph.MAYBE), statement)
+            elif content.graph and base.kind is Kind.UNKNOWN and _is_entry_of_dict(target):
+                self._grow_root(target, content)  # `parts[name]["loss"] = loss`
             return
         binding = self.binding_of(target.value)
         loops = binding.loops if binding is not None else self._loops_of_root(target.value)
         path = path_of(target.value)
         kept: frozenset[int] = frozenset()
         # each entry of `outputs` to itself makes it no larger, and neither do its slots, one for each head or network
-        if base.ref != SLOTS and not _added(value_node, ast.unparse(target)):
+        if base.ref != SLOTS and not added_to(value_node, ast.unparse(target)):
             kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
         if path is not None:
             origins = base.origins | content.origins | kept
@@ -365,14 +376,12 @@ def _named_by(node: ast.expr) -> Iterator[ast.expr]:
             yield plain
 
 
-def _adds_to(node: ast.expr, path: str) -> bool:
-    """The value under a path, as it is written, goes into an expression by arithmetic."""
-    if isinstance(node, ast.BinOp):
-        return _adds_to(node.left, path) or _adds_to(node.right, path)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
-        # `log.get("loss", 0) + loss`
-        return path == f"{ast.unparse(node.func.value)}[{ast.unparse(node.args[0])}]"
-    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and ast.unparse(node) == path
+def _is_entry_of_dict(target: ast.Subscript) -> bool:
+    """`parts[name]["loss"]`: only a dict has entries by that name."""
+    match target:
+        case ast.Subscript(ast.Subscript(), ast.Constant(str())):
+            return True
+    return False
 
 
 def _is_of_tensor(index: ast.expr) -> bool:
@@ -385,16 +394,6 @@ def _not_in(entry: ast.Subscript) -> ast.expr:
     return ast.Compare(entry.slice, [ast.NotIn()], [entry.value])
 
 
-def _terms(node: ast.expr, path: str) -> list[ast.expr]:
-    """The terms of a sum that adds to what is under a path."""
-    match node:
-        case ast.BinOp(left, ast.Add() | ast.Sub(), right):
-            return _terms(left, path) + _terms(right, path)
-        case ast.BinOp(ast.BinOp() as total, ast.Div() | ast.Mult()) if _adds_to(total, path):
-            return _terms(total, path)  # `(mean * n + loss) / (n + 1)`, and not `(1 - beta) * loss`
-    return [node]
-
-
 def _pairs(target: ast.expr, written: ast.expr, value: Value) -> list[tuple[ast.expr, Value, ast.expr]]:
     """`a, b = a + x, b + y`, where a part adds to what it held; empty for any other assignment."""
     if not isinstance(target, ast.Tuple) or not isinstance(written, ast.Tuple):
@@ -403,42 +402,8 @@ def _pairs(target: ast.expr, written: ast.expr, value: Value) -> list[tuple[ast.
     if not len(target.elts) == len(written.elts) == len(items):
         return []
     pairs = list(zip(target.elts, items, written.elts, strict=True))
-    adds = any((path := path_of(part)) is not None and _added(node, path) for part, _, node in pairs)
+    adds = any((path := path_of(part)) is not None and added_to(node, path) for part, _, node in pairs)
     return pairs if adds else []
-
-
-def _added(node: ast.expr, path: str) -> list[ast.expr]:
-    """What an expression adds to the sum or the list under a path; empty where it makes something else."""
-    for part in _parts(node):
-        if isinstance(part, ast.BinOp) and _adds_to(part, path):
-            return [term for term in _terms(part, path) if not _adds_to(term, path)]
-        if path in map(path_of, _concatenated(part)):
-            return [element for element in _concatenated(part) if path_of(element) != path]
-    return _added_to_copy(node, path)
-
-
-def _parts(node: ast.expr) -> tuple[ast.expr, ...]:
-    return (node.body, node.orelse) if isinstance(node, ast.IfExp) else (node,)
-
-
-def _concatenated(node: ast.expr) -> list[ast.expr]:
-    """The parts of `torch.cat([outputs, out])`, where they are written down."""
-    if not isinstance(node, ast.Call) or path_of(node.func) not in _CONCATENATIONS or not node.args:
-        return []
-    return node.args[0].elts if isinstance(node.args[0], ast.Tuple | ast.List) else []
-
-
-def _added_to_copy(node: ast.expr, path: str) -> list[ast.expr]:
-    """What `[*kept, loss]` or `{**kept, key: loss}` adds to what is kept under a path; empty for anything else."""
-    if isinstance(node, ast.Tuple | ast.List | ast.Set):
-        spread = [element for element in node.elts if isinstance(element, ast.Starred)]
-        copied = any(path_of(element.value) == path for element in spread)
-        return [element for element in node.elts if element not in spread] if copied else []
-    if isinstance(node, ast.Dict):
-        pairs = list(zip(node.keys, node.values, strict=True))
-        copied = any(key is None and path_of(value) == path for key, value in pairs)
-        return [value for key, value in pairs if key is not None] if copied else []
-    return []
 
 
 def _canonical(qualified: str) -> str:

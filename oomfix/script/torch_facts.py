@@ -96,6 +96,8 @@ _PARAMETERLESS = frozenset(
     "ConstantPad2d ReflectionPad1d ReflectionPad2d ReplicationPad2d Unfold Fold PixelShuffle PixelUnshuffle".split()
 )
 """Modules that only compute on what they are given: a call is no forward of a network."""
+_COMPARING = frozenset({"CosineSimilarity", "PairwiseDistance"})
+"""What computes on two outputs alone, wherever it comes from."""
 _PLAIN_NN = frozenset(
     {"Parameter", "ParameterList", "ParameterDict", "utils", "init", "functional", "parallel", "Buffer"}
 )
@@ -182,7 +184,7 @@ def kind_of_call(qualified: str) -> Kind | None:
     if _MODULE_FACTORY.match(qualified):
         return Kind.MODULE
     last = last_of(qualified)
-    if last[:1].isupper() and _LOSS_CLASS.search(last) and not re.match(r"Model|Net", last):
+    if last in _COMPARING or (last[:1].isupper() and _LOSS_CLASS.search(last) and not re.match(r"Model|Net", last)):
         return Kind.LOSS
     return None
 

@@ -9,7 +9,7 @@ from oomfix.script import torch_facts
 from oomfix.script.contexts import context
 from oomfix.script.definitions import Instance
 from oomfix.script.forwards import Forwards
-from oomfix.script.named_like import looks_like_optimizer, looks_like_scaler
+from oomfix.script.named_like import looks_like_optimizer, looks_like_sampling, looks_like_scaler
 from oomfix.script.names import last_of, path_of
 from oomfix.script.state import as_test
 from oomfix.script.trace import Backward, Forward, Guard, Step
@@ -227,11 +227,14 @@ class Training(Forwards):
 
         Returns the forwards in it that record a graph.
         """
-        earlier = len(self.trace.forwards)
+        earlier, grad = len(self.trace.forwards), self.state.grad
+        if looks_like_sampling(path_of(node.func) or ""):
+            self.state.grad = min(grad, Graph.MAYBE)  # samplers turn gradients off themselves, most of them
         for value in values:
             if value.kind is Kind.FUNCTION:
                 returned = flatten(self._function(node, value, Given()))
                 self.trace.let_escape(returned.origins)
+        self.state.grad = grad
         called = islice(self.trace.forwards.values(), earlier, None)
         return tuple(forward for forward in called if forward.records_graph)
 

@@ -41,16 +41,19 @@ class TrainingLoop:
     window: Window | None = None
     runs: set[int] = field(default_factory=set)
     """The runs of the loop in which a backward happens: a loop that also evaluates has others."""
+    batches: Loop | None = None
+    """The loop around it that gives the batches, where it goes over networks that each train on the same batch."""
 
     @property
     def line(self) -> int:
-        """The line of the `for` or `while` (1-based)."""
-        return self.node.lineno
+        """The line of the `for` or `while` (1-based) that goes over batches."""
+        return (self.batches or self.node).lineno
 
     @property
     def end_line(self) -> int:
         """The last line of the loop's body (1-based)."""
-        return self.node.end_lineno or self.node.lineno
+        loop = self.batches or self.node
+        return loop.end_lineno or loop.lineno
 
     @property
     def autocast(self) -> str:

@@ -16,7 +16,9 @@ from oomfix.script.named_like import (
     looks_like_loss,
     looks_like_metric,
     looks_like_module,
+    looks_like_noising,
     looks_like_optimizer,
+    looks_like_saving,
     looks_like_training,
 )
 from oomfix.script.names import last_of, path_of, without_moves
@@ -75,6 +77,8 @@ class Unseen(Containers):
             if self._takes_the_name_of(node, path):
                 return self._network_made(node)
             named = bool(values) and not imported and looks_like_module(path)
+            if named and self._is_entry_of_makers(node.func):
+                return self._network_made(node)
             named = named and not (self._is_a_transform(path) or self._is_method_of_an_object(node))
             named = named and (bool(given.positional) or not last.endswith("_cls"))  # `model_cls(**config)` makes one
             if self.hints.is_module(path) or named:
@@ -187,6 +191,20 @@ class Unseen(Containers):
         """A network that a call makes, told from others."""
         return Value(Kind.MODULE, ref=self.number_of_made(node))
 
+    def _adds_noise(self, node: ast.Call) -> bool:
+        """`noisy, noise = self.diffuser.forward(x, t)`: what is given says that the process has no weights."""
+        holder = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if holder is None or not looks_like_noising(holder):
+            return False
+        targets = self.statement.targets if isinstance(self.statement, ast.Assign) else []
+        first = [target.elts[0] if isinstance(target, ast.Tuple) else target for target in targets]
+        return any("nois" in (path_of(target) or "").lower() for target in first)
+
+    def _is_autograd_function(self, path: str | None) -> bool:
+        """`crop = CropFunction()`, whose `crop.forward(x)` records nothing."""
+        makers = (maker for maker, paths in self.hints.made_by.items() if path in paths)
+        return any(last_of(maker).endswith("Function") for maker in makers)
+
     def _is_made_around_network(self, node: ast.Call, values: list[Value]) -> bool:
         """`elbo = SVI(network)`, and what `elbo(x)` gives is backpropagated: a call of it runs the network."""
         statement = self.statement
@@ -214,11 +232,24 @@ class Unseen(Containers):
         holder = called.value.value
         return path_of(holder) != "self" and self.is_network(holder, self.evaluate(holder))
 
+    def _is_entry_of_makers(self, called: ast.expr) -> bool:
+        """`MODELS[name](classes=10)`, of a table of what is imported: `MODELS = {"small": ResNet18}`."""
+        binding = self.binding_of(called.value) if isinstance(called, ast.Subscript) else None
+        table = getattr(binding and binding.statement, "value", None)
+        entries = table.values if isinstance(table, ast.Dict) else []
+        return bool(entries) and all(map(self._is_class_or_imported, entries))
+
+    def _is_class_or_imported(self, node: ast.expr) -> bool:
+        named = isinstance(node, ast.Name | ast.Attribute)
+        return named and (last_of(path_of(node))[:1].isupper() or self.evaluate(node).kind is Kind.EXTERNAL)
+
     def _is_given_what_it_trains(self, node: ast.Call, values: list[Value]) -> bool:
         if self.enclosing_forward is not None:
             return False  # `decode(state, self.rnn)` is a part of the forward
         asked_for_loss = looks_like_loss(path_of(node.func) or "")
         if (self.is_for_effect(node) or asked_for_loss) and self._is_shown_evaluation(node, values):
+            return False
+        if self.is_for_effect(node) and looks_like_saving(path_of(node.func) or ""):
             return False
         if any(value.kind in (Kind.MODULE, Kind.OPTIMIZER) for value in values):
             return True

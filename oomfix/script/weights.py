@@ -42,15 +42,15 @@ def is_bare(function: Function, seen: frozenset[str] = frozenset()) -> bool:
         if own is not None and path == f"self.{name}":
             if name not in seen and not is_bare(own, seen | {name}):
                 return False
-        elif not _only_keeps_books(path, id(child) in for_effect):
+        elif not _only_keeps_books(path, id(child) in for_effect, isinstance(child, ast.Call) and not child.args):
             return False
     return True
 
 
-def _only_keeps_books(path: str, for_effect: bool) -> bool:
+def _only_keeps_books(path: str, for_effect: bool, given_nothing: bool) -> bool:
     """`self.out.detach()` reads a tensor, and `self.head.grow(8)`, as a statement, changes a part and runs none.
 
-    `self.criterion(out, y)` runs no network either.
+    So does `self.backbone.reset()`, which is given nothing. `self.criterion(out, y)` runs no network either.
     """
     _, name, *inner = path.split(".")
     last = inner[-1] if inner else name
@@ -60,7 +60,8 @@ def _only_keeps_books(path: str, for_effect: bool) -> bool:
         return True
     if inner and last in LEAVING_THE_GRAPH | INTEGER_RESULTS | MOVES:
         return True
-    return for_effect and not looks_like_forward(last) and not looks_like_module(name)
+    changes = bool(inner) and given_nothing
+    return for_effect and not looks_like_forward(last) and (changes or not looks_like_module(name))
 
 
 def _without_index(called: ast.expr) -> ast.expr:

@@ -511,3 +511,91 @@ def test_what_keeps_experience_or_asks_for_it_again_is_part_of_training(evaluati
 @pytest.mark.parametrize("name", ["evaluate_policy", "sample_actions", "save_samples"])
 def test_what_is_named_alike_is_none(evaluations, name):
     assert evaluations(REMEMBERED.format(name=name, end="print(values.argmax())")) == [8]
+
+
+UNREAD = """
+    import torch
+
+    class Agent:
+        def train(self):
+            for t in range(1000):
+                {asked}
+                action = self.choose(state)
+                {step}
+                self.remember(state, action, reward)
+                loss = criterion(self.net(self.replay()), targets)
+                loss.backward()
+                self.optimizer.step()
+                {later}
+"""
+STEPS = "state, reward, done, info = self.env.step(action)"
+
+
+@pytest.mark.parametrize("asked", ["q_values = self.net(state)", "q_values = self.net.forward(state)"])
+def test_values_that_nobody_reads_beside_a_step_of_the_environment_are_of_no_loss(evaluations, asked):
+    assert evaluations(UNREAD.format(asked=asked, step=STEPS, later="pass")) == [6]
+
+
+@pytest.mark.parametrize(
+    ("asked", "step", "later"),
+    [
+        ("q_values = self.net(state)", STEPS, "penalize(q_values)"),
+        ("self.q_values = self.net(state)", STEPS, "pass"),
+        ("q_values, extra = self.net(state)", STEPS, "pass"),
+        ("q_values = self.net(state)", "reward = self.simulate(action)", "pass"),
+        ("with torch.no_grad(): q_values = self.net(state)", STEPS, "pass"),
+    ],
+)
+def test_values_that_are_read_or_kept_or_asked_for_without_an_environment_may_be(evaluations, asked, step, later):
+    assert evaluations(UNREAD.format(asked=asked, step=step, later=later)) == []
+
+
+ONE_ANSWER = """
+    import torch
+
+    net = Net().cuda()
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def learn():
+        states, targets = replay.sample(64)
+        loss = torch.nn.functional.mse_loss(net(states), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for episode in range(100):
+        answer = env.reset()
+        while not answer.over:
+            action = net(answer.observation){made}
+            {step}
+            learn()
+"""
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "answer = env.step(action)",
+        "answer = env.step(action)[brain_name]",
+        "answer = self.env.step(action)",
+        "reward = train_envs.step(action)",
+        "answer, over = environment.step(action)",
+    ],
+)
+def test_an_environment_may_answer_with_one_object(evaluations, step):
+    assert evaluations(ONE_ANSWER.format(made=".detach().cpu().numpy()", step=step)) == [16]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "answer = env.step(guess())",
+        "answer = sampler.step(action)",
+        "answer = env.step()",
+        "answer = env.render(action)",
+        "answer = env.step(action); answer.cost.backward()",  # an environment may be differentiable
+    ],
+)
+def test_other_steps_ask_for_no_action(evaluations, step):
+    made = "" if "backward" in step else ".detach().cpu().numpy()"
+    assert evaluations(ONE_ANSWER.format(made=made, step=step)) == []

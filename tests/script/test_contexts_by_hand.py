@@ -146,3 +146,17 @@ DECORATED = """
 )
 def test_a_decorator_may_hand_the_function_to_one_of_torch(report, returned, found):
     assert report(DECORATED.format(returned=returned)) == found
+
+
+@pytest.mark.parametrize("made", ["torch.no_grad", "torch.inference_mode"])
+def test_a_context_that_is_named_and_not_called_is_taken_for_it(report, made):
+    code = f"""
+        import torch
+
+        def validate(model, loader):
+            model.eval()
+            with {made}:
+                for x in loader:
+                    print(model(x))
+    """
+    assert report(code) == []

@@ -344,3 +344,130 @@ DEVICES = """
 )
 def test_the_devices_that_a_script_is_about_are_none_of_torch(read, made, given, cuda):
     assert read(DEVICES.format(made=made, given=given)).devices.may_be_cuda is cuda
+
+
+AGENT = """
+    import torch
+
+    class Agent:
+        def __init__(self, size, device={default}):
+            self.device = device
+            self.net = Net(size).to(device)
+
+        def learn(self, loader):
+            for x, y in loader:
+                criterion(self.net(x.to(self.device)), y.to(self.device)).backward()
+                self.optimizer.step()
+                {more}
+
+    def evaluate(agent, loader, device):
+        return [agent.net(x.to(device)) for x in loader]
+
+    torch.cuda.manual_seed_all(0)
+    {made}
+"""
+
+
+@pytest.mark.parametrize(
+    ("default", "made"),
+    [
+        ("'cpu'", "agent = Agent(8, device='cpu'); agent.learn(data); evaluate(agent, data, 'cpu')"),
+        ("'cpu'", "agent = Agent(8); agent.learn(data); evaluate(agent, data, torch.device('cpu'))"),
+        ("None", "agent = Agent(8, 'cpu'); evaluate(agent, data, device='mps')"),
+        ("'cpu'", "other = Agent(4, 'mps'); agent = Agent(8); evaluate(agent, data, 'cpu')"),
+    ],
+)
+def test_a_script_that_makes_everything_for_the_cpu_runs_there(read, default, made):
+    assert not read(AGENT.format(default=default, made=made, more="pass")).may_run_on_cuda
+
+
+@pytest.mark.parametrize(
+    ("default", "made", "more"),
+    [
+        ("'cpu'", "pass", "pass"),  # for others to make
+        ("'cpu'", "agent = Agent(8, device='cpu'); agent.learn(data)", "pass"),  # `evaluate` is for others
+        ("'cuda'", "agent = Agent(8); evaluate(agent, data, 'cpu')", "pass"),
+        ("'cpu'", "agent = Agent(8, args.place); evaluate(agent, data, 'cpu')", "pass"),
+        ("'cpu'", "agent = Agent(8, **settings); evaluate(agent, data, 'cpu')", "pass"),
+        ("'cpu'", "agent = Agent(*settings); evaluate(agent, data, 'cpu')", "pass"),
+        ("'cpu'", "one = Agent(8); two = Agent(8, 'cuda:1'); evaluate(one, data, 'cpu')", "pass"),
+        ("'cpu'", "agent = Agent(8); evaluate(agent, data, 'cpu')", "self.move(args.device)"),
+        ("'cpu'", "agent = Agent(8); evaluate(agent, data, 'cpu')", "self.device = choose()"),
+        ("'cpu'", "agent = Agent(8); agent.evaluate(agent, data)", "pass"),
+    ],
+)
+def test_what_one_call_gives_or_nobody_calls_may_be_for_the_gpu(read, default, made, more):
+    assert read(AGENT.format(default=default, made=made, more=more)).may_run_on_cuda
+
+
+OPTIONS = """
+    import argparse, torch
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-g", "--gpu", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=0.1)
+    {parsed}
+    {read}
+    net = Net(8)
+    for x, y in torch.utils.data.DataLoader(data):
+        criterion(net(x), y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("read_in_vain", ["GPU = args.gpu", "pass", "rate = args.rate", "print(args.rate)"])
+def test_an_option_that_nothing_reads_puts_nothing_on_a_gpu(read, read_in_vain):
+    assert not read(OPTIONS.format(parsed="args = parser.parse_args()", read=read_in_vain)).may_run_on_cuda
+
+
+@pytest.mark.parametrize(
+    ("parsed", "read_then"),
+    [
+        ("args = parser.parse_args()", "GPU = args.gpu; start(GPU)"),
+        ("args = parser.parse_args()", "start(args.gpu)"),
+        ("args = parser.parse_args()", "start(args)"),
+        ("args = parser.parse_args()", "start(**vars(args))"),
+        ("start(parser.parse_args())", "pass"),
+        ("parser.run()", "pass"),
+    ],
+)
+def test_one_that_something_reads_may(read, parsed, read_then):
+    assert read(OPTIONS.format(parsed=parsed, read=read_then)).may_run_on_cuda
+
+
+HELD = """
+    import torch
+
+    class Buffer:
+        def __init__(self, size, device):
+            self.device = {taken}
+
+        def sample(self):
+            return torch.as_tensor(self.rows, device=self.device)
+
+    class Agent:
+        def __init__(self):
+            self.device = {own}
+            self.net = Net().to(self.device)
+            self.buffer = Buffer(64, {given})
+
+        def update(self):
+            for state in self.buffer.sample():
+                loss = self.net(state).mean()
+                loss.backward()
+                self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "taken", "given", "cuda"),
+    [
+        ("torch.device('cpu')", "device", "self.device", False),
+        ("'cpu'", "device", "'cpu'", False),
+        ("torch.device('cpu')", "device", "where", True),
+        ("torch.device(name)", "device", "self.device", True),
+        ("torch.device('cpu')", "device or default_device", "self.device", True),
+    ],
+)
+def test_what_each_of_two_objects_keeps_and_one_gives_the_other_is_the_processor(read, own, taken, given, cuda):
+    assert read(HELD.format(own=own, taken=taken, given=given)).devices.may_be_cuda is cuda

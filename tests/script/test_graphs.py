@@ -1028,3 +1028,67 @@ def test_an_optimizer_may_call_its_closure_again_on_the_same_graph(report):
             optimizer.step(lambda: loss.backward(retain_graph=True))
     """
     assert not [one for one in report(code) if one[0] == "OOM103"]
+
+
+COPIED_BY_ROW = """
+    import torch
+
+    encoder, decoder = Encoder().cuda(), Decoder().cuda()
+    for x, y in loader:
+        states = encoder(x)
+        context = {made}
+        for i in range(len(x)):
+            {written}
+        criterion(decoder(context), y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "written", ["context[i][0] = states[i][-1]", "context[0][i] = states[i]", "context[i][0][1] = states[i].sum()"]
+)
+def test_a_tensor_carries_the_graph_of_what_is_written_into_a_row_of_it(report, written):
+    found = report(COPIED_BY_ROW.format(made="torch.zeros(len(x), 1, 8)", written=written))
+    assert found == [("OOM202", 5), ("OOM202", 9)]
+
+
+@pytest.mark.parametrize(
+    ("made", "written"),
+    [
+        ("torch.zeros(len(x), 1, 8)", "context[i][0] = states[i].detach()"),
+        ("torch.zeros(len(x), 1, 8)", "rows[i][0] = states[i]"),
+        ("make_context(x)", "context[i][0] = states[i]"),
+    ],
+)
+def test_a_row_without_a_graph_or_of_something_else_brings_none(report, made, written):
+    assert report(COPIED_BY_ROW.format(made=made, written=written)) == [("OOM202", 9)]
+
+
+DISTANCES = """
+    import torch
+    from layers import {name}
+    from model import Net
+
+    distance = {name}(2)
+    for a, b, c in loader:
+        first, second = model(a), model(b)
+        loss = {name}(0.2).forward(first, second, c)
+        loss.backward()
+        optimizer.step()
+    for a, b in test_loader:
+        with torch.no_grad():
+            first, second = model(a), model(b)
+        kept.append(distance.forward(first, second).numpy())
+"""
+
+
+@pytest.mark.parametrize("name", ["PairwiseDistance", "CosineSimilarity", "TripletLoss"])
+def test_the_forward_of_what_only_compares_outputs_is_none_of_a_network(read, name):
+    script = read(DISTANCES.format(name=name))
+    assert [forward.node.lineno for forward in script.trace.forwards.values()] == [7, 7, 13, 13]
+    assert len(script.trace.backpropagated) == 2
+
+
+def test_the_forward_of_anything_else_is_one(read):
+    lines = [forward.node.lineno for forward in read(DISTANCES.format(name="Projection")).trace.forwards.values()]
+    assert lines == [7, 7, 8, 13, 13, 14]

@@ -197,3 +197,64 @@ def test_a_method_of_a_base_runs_where_one_of_the_class_asks_for_it(report):
     """
     assert report(code) == []
     assert report(code.replace("            @torch.no_grad()\n", "")) == [("OOM201", 16)]
+
+
+MEMBER = """
+    from abc import ABC, abstractmethod
+    import torch
+
+    class Member(torch.nn.Module, ABC):
+        def fit(self, loader):
+            for x, y in loader:
+                out = self.shape(self.forward(x.cuda()))
+                loss = self.judge({given}, y)
+                loss.backward()
+                self.optimizer.step()
+
+        @abstractmethod
+        def forward(self, x):
+            {forward}
+
+        def shape(self, out):
+            {shape}
+
+        @abstractmethod
+        def judge(self, out, y):
+            raise NotImplementedError
+"""
+
+
+@pytest.mark.parametrize("shape", ['"""Softmax, or not."""', "raise NotImplementedError", "pass"])
+@pytest.mark.parametrize("forward", ['"""Logits."""', "pass"])
+def test_what_classes_elsewhere_fill_makes_something_of_what_it_is_given(report, forward, shape):
+    assert report(MEMBER.format(given="out", forward=forward, shape=shape)) == [("OOM202", 7)]
+
+
+def test_what_is_detached_before_goes_nowhere_by_that(report):
+    assert report(MEMBER.format(given="out.detach()", forward="pass", shape="pass")) == []
+
+
+VISUALIZED = """
+    import torch
+    from torch import nn
+
+    class TunedModel({base}):
+        def __init__(self, network):
+            {opening}
+            self.network = network
+
+    class Visualizer(TunedModel):
+        def show(self, x):
+            return self.network(x)
+
+    def test(network, loader):
+        network.eval()
+        visualizer = Visualizer(network)
+        for x in loader:
+            print(visualizer(x))
+"""
+
+
+def test_a_base_of_the_file_says_itself_whether_it_is_a_network(report):
+    assert report(VISUALIZED.format(base="object", opening="pass")) == []
+    assert report(VISUALIZED.format(base="nn.Module", opening="super().__init__()")) == [("OOM201", 17)]

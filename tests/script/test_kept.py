@@ -320,6 +320,35 @@ def test_a_test_for_a_number_tells_it_from_a_loss(report, test):
 
 
 @pytest.mark.parametrize(
+    "test", ["isinstance(part, torch.Tensor)", "torch.is_tensor(part)", "isinstance(part, Tensor)"]
+)
+@pytest.mark.parametrize(
+    ("otherwise", "found"),
+    [
+        ("total[name] += part", []),
+        ("total[name] += part; count += 1", []),
+        ("total[name] += sum(part)", [("OOM101", 12)]),
+    ],
+)
+def test_what_is_no_tensor_adds_no_graph_where_it_is_added_as_it_is(report, test, otherwise, found):
+    code = f"""
+        import torch
+        from torch import Tensor
+        for x, y in loader:
+            losses = criterion(model(x), y)
+            losses["all"].backward()
+            optimizer.step()
+            for name, part in losses.items():
+                if {test}:
+                    total[name] += part.item()
+                else:
+                    count += 1
+                    {otherwise}
+    """
+    assert report(code) == found
+
+
+@pytest.mark.parametrize(
     "test", ["type(loss) == dict", "type(loss) in known", "isinstance(loss, (float, torch.Tensor))", "f(loss, float)"]
 )
 def test_any_other_test_tells_nothing(report, test):
@@ -1118,3 +1147,44 @@ def test_what_the_members_of_an_ensemble_predict_is_the_callers(report, stored, 
                     self.optimizer.step()
     """
     assert [code for code, _ in kept(report(code))] == codes
+
+
+TOLD_BESIDE_THE_LOSS = """
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            loss = self.layer(x).square().mean()
+            {made}
+            return loss, info
+
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    history = []
+    for x in loader:
+        loss, info = net(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        history.append({kept})
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "kept", "found"),
+    [
+        ("info = {'loss': loss.item()}", "info", []),
+        ("info = {}; info['loss'] = loss.item()", "info", []),
+        ("info = [loss.item()]; info.append(float(loss))", "info", []),
+        ("info = {'loss': loss}", "info", [21]),
+        ("info = {}; info['loss'] = loss", "info", [21]),
+        ("info = {'loss': loss.item()}", "loss", [21]),
+    ],
+)
+def test_a_dict_of_numbers_that_a_forward_gives_beside_a_loss_may_be_kept(report, made, kept, found):
+    reported = report(TOLD_BESIDE_THE_LOSS.format(made=made, kept=kept))
+    assert [line for code, line in reported if code == "OOM102"] == found

@@ -440,6 +440,32 @@ def test_a_loop_that_tries_one_batch_again_is_part_of_the_iteration(read, backwa
     assert [loop.line for loop in read(code).loops] == lines
 
 
+UNTIL_DONE = """
+    for batch in loader:
+        {before}
+        while not done:
+            try:
+                criterion(model(batch[:size]), target).backward()
+                {behind}
+            except RuntimeError:
+                size = size // 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("behind", "line"),
+    [
+        ("optimizer.step(); done = True", 1),
+        ("optimizer.step()", 3),
+        ("optimizer.step(); done = reached(size)", 3),
+        ("optimizer.step(); finished = True", 3),
+    ],
+)
+def test_a_loop_that_runs_until_a_batch_is_done_is_part_of_the_iteration(read, behind, line):
+    code = UNTIL_DONE.format(before="done = False", behind=behind)
+    assert [loop.line for loop in read(code).loops] == [line]
+
+
 STYLE = """
     import torch
 
@@ -477,3 +503,45 @@ STYLE = """
 )
 def test_a_loop_over_tensors_that_are_optimized_one_by_one_is_no_batch_loop(read, kept, optimized, lines):
     assert [loop.line for loop in read(STYLE.format(kept=kept, optimized=optimized)).loops] == lines
+
+
+SIDE_BY_SIDE = """
+    import torch
+
+    for epoch in range(10):
+        for step, (x, y) in enumerate({source}):
+            {batch}
+            for {each}:
+                loss = criterion({run}, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                history.append(loss.item())
+            {more}
+"""
+EACH = "net, optimizer, history in zip(nets, optimizers, histories)"
+
+
+@pytest.mark.parametrize(
+    ("batch", "run"),
+    [("pass", "net(x)"), ("inputs = torch.autograd.Variable(x)", "net(inputs)"), ("x = x.cuda()", "net(x, epoch)")],
+)
+def test_the_loop_around_networks_that_train_on_the_same_batch_is_told(read, batch, run):
+    (loop,) = read(SIDE_BY_SIDE.format(source="loader", batch=batch, each=EACH, run=run, more="pass")).loops
+    assert (loop.line, loop.end_line, loop.node.lineno) == (4, 12, 6)
+    assert [forward.node.lineno for forward in loop.forwards] == [7]
+
+
+@pytest.mark.parametrize(
+    ("each", "run", "more"),
+    [
+        ("net, part in zip(nets, x.chunk(2))", "net(part)", "pass"),
+        ("part in x.chunk(2)", "net(part)", "pass"),
+        ("_ in range(5)", "net(x)", "pass"),
+        ("net, data in zip(nets, loaders)", "net(next(data))", "pass"),
+        (EACH, "net(x)", "for part in x: other(part).backward()"),
+    ],
+)
+def test_any_other_loop_in_a_loop_is_told_itself(read, each, run, more):
+    code = SIDE_BY_SIDE.format(source="loader", batch="pass", each=each, run=run, more=more)
+    assert 4 not in [loop.line for loop in read(code).loops]

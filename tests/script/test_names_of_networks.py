@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oomfix.script.named_like import looks_like_forward, looks_like_module
+from oomfix.script.named_like import looks_like_forward, looks_like_module, looks_like_part
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,9 @@ from oomfix.script.named_like import looks_like_forward, looks_like_module
         "unet",
         "G_ema",
         "g_ema",
+        "pretrained_model",
+        "finetuned_net",
+        *("actorCritic", "valueNetwork", "targetActor", "imageEncoder"),
     ],
 )
 def test_networks_are_known_by_their_names(name):
@@ -34,11 +37,13 @@ def test_networks_are_known_by_their_names(name):
     [
         # a verb, also in camel case, also behind what it happens at
         *("self.saveModel", "loadNet", "hook.after_build_model", "self.describe_network", "learner.adapt_task_model"),
+        *("spec.loader.exec_module", "pretrain_model", "fine_tune_net"),
         # what only begins like one
         "logger.network_update",
         # capitals that stand for something else
         *("GAE", "DCT", "ELU", "DTW"),
-        *("onehot_encoder", "label_encoder"),
+        *("onehot_encoder", "label_encoder", "labelEncoder"),
+        *("factor", "tractor"),
         *("meta_test_generator", "task_gen"),
         "table.head",
     ],
@@ -47,7 +52,7 @@ def test_what_is_done_with_a_network_or_named_otherwise_is_none(name):
     assert not looks_like_module(name)
 
 
-@pytest.mark.parametrize("name", ["pred_goal", "predict", "segment", "segmentation", "encode_text"])
+@pytest.mark.parametrize("name", ["pred_goal", "predict", "segment", "segmentation", "encode_text", "p_losses"])
 def test_methods_that_run_a_part_of_a_network_are_known_by_their_names(name):
     assert looks_like_forward(name)
 
@@ -106,3 +111,97 @@ def test_a_method_that_gives_q_values_runs_its_network(report, method, found):
                     self.learn()
     """
     assert [code for code, _ in report(code)] == found
+
+
+@pytest.mark.parametrize(("name", "found"), [("wrapped", ["OOM201", "OOM202"]), ("maml", ["OOM202"])])
+def test_what_is_made_around_a_network_runs_it_and_may_adapt_where_it_is_evaluated(report, name, found):
+    code = f"""
+        import torch
+
+        def main(args, trained, validated):
+            model = choose(args)
+            {name} = Wrapped(model)
+            optimizer = torch.optim.Adam(model.parameters())
+            for _ in range(args.steps):
+                total = 0.0
+                for batch in trained:
+                    loss, accuracy = {name}(args, batch.cuda())
+                    total += loss
+                optimizer.zero_grad(set_to_none=True)
+                total.backward()
+                optimizer.step()
+            for batch in validated:
+                loss, accuracy = {name}(args, batch.cuda())
+                print(loss.item())
+    """
+    assert [code for code, _ in report(code)] == found
+
+
+@pytest.mark.parametrize(
+    ("table", "found"),
+    [
+        ('{"small": ResNet18, "large": ResNet50}', []),
+        ('{"small": vision.resnet18, "large": vision.resnet50}', []),
+        ("load_all()", ["OOM201"]),
+    ],
+)
+def test_an_entry_of_a_table_of_classes_makes_a_network(report, table, found):
+    code = f"""
+        import torch
+        from torchvision import models as vision
+        from project import *
+
+        models = {table}
+
+        def evaluate(names, batch):
+            best = torch.nn.ModuleList([Normalized(models[name](classes=10), mean=[0.5]) for name in names])
+            best.eval()
+            return best
+    """
+    assert [code for code, _ in report(code)] == found
+
+
+def test_a_network_is_called_as_it_is_switched(report):
+    code = """
+        import torch
+
+        class Fitter:
+            def fit_batch(self, batches):
+                self.optimizer.zero_grad(set_to_none=True)
+                for xs, ys in batches:
+                    out = self.model.train()(xs.to(self.device))
+                    loss = self.criterion(out, ys.to(self.device))
+                    loss.backward()
+                self.optimizer.step()
+    """
+    assert report(code) == [("OOM202", 7)]
+
+
+@pytest.mark.parametrize(("part", "found"), [("shape_layer", [13, 14]), ("extract_embedding", [13])])
+def test_a_layer_of_a_network_that_is_handed_in_runs(report, part, found):
+    code = f"""
+        import torch
+        from project import Shapes
+
+        class Transition(torch.nn.Module):
+            def __init__(self, source_model):
+                super().__init__()
+                self.source_model = source_model
+                self.moving = torch.nn.Linear(3, 4).cuda()
+                self.optimizer = torch.optim.Adam(self.moving.parameters())
+
+            def fit(self, points):
+                for x in points:
+                    moved = self.moving(x)
+                    distances = self.source_model.{part}(moved)
+                    loss = Shapes.nearest(distances).mean()
+                    self.optimizer.zero_grad(set_to_none=True)
+                    loss.backward()
+                    self.optimizer.step()
+    """
+    assert report(code) == [("OOM202", line) for line in found]
+
+
+@pytest.mark.parametrize("name", ["append_layer", "insert_block", "pop_head"])
+def test_what_puts_a_part_into_a_network_is_no_part(name):
+    assert not looks_like_part(name)

@@ -1014,6 +1014,68 @@ def test_methods_that_pytest_finds_are_unit_tests(report, name, arguments, state
     assert report(code) == ([] if quiet else [("OOM201", 7)])
 
 
+COUNTED = """
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self, backbone):
+            super().__init__()
+            self.backbone = backbone
+            self.head = torch.nn.Linear(3, 1)
+
+        def remember(self):
+            {changed}
+
+        def learn(self, loss):
+            loss.backward()
+
+        def check(self, best, loss):
+            self.remember()
+
+        def discriminate(self, loaders, mode):
+            for x, y in zip(data[mode], loaders[mode]):
+                stop, best = self.check(best, y)
+                log(stop)
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ("self.backbone.reset()", False),
+        ("self.backbone.reset(torch.zeros(8))", True),
+        ("self.backbone.forward()", True),
+        ("self.kept = self.backbone.reset()", True),
+    ],
+)
+def test_a_part_that_a_statement_gives_nothing_is_changed_and_not_run(report, changed, found):
+    assert report(COUNTED.format(changed=changed)) == ([("OOM201", 20)] if found else [])
+
+
+REFERENCE = """
+    import torch
+    from layers import Layer
+
+    class TestLayer:
+        def test_sum(self):
+            layer = Layer()
+            total = torch.zeros(8)
+            for part in range(layer.size):
+                total = total + layer.parts[part](x)
+                {trained}
+            assert torch.allclose(layer(x), total)
+            assert all(weight.grad is None for weight in layer.parameters())
+"""
+
+
+@pytest.mark.parametrize(
+    ("trained", "found"), [("pass", []), ("layer(x).sum().backward(); optimizer.step()", ["OOM101"])]
+)
+def test_what_a_unit_test_adds_up_is_no_leak_unless_it_trains(report, trained, found):
+    findings = report(REFERENCE.format(trained=trained))
+    assert [code for code, _ in findings if code in ("OOM101", "OOM102")] == found
+
+
 PROBED = """
     import torch
 
@@ -1105,3 +1167,75 @@ def test_a_method_that_asks_another_network_for_the_same_says_nothing_of_gradien
 @pytest.mark.parametrize(("name", "asked"), [("forward", "forward"), ("encode", "encode"), ("evaluate", "forward")])
 def test_one_that_runs_it_does(report, name, asked):
     assert [code for code, _ in report(HANDED_ON.format(name=name, asked=asked))] == ["OOM201"]
+
+
+META_TEST = """
+    import torch
+
+    class Meta(torch.nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def adapted_accuracy(self, x, y, query, target):
+            weights = list(self.net.parameters())
+            for step in range(5):
+                loss = torch.nn.functional.cross_entropy(self.net(x, weights), y)
+                gradients = torch.autograd.grad(loss, weights{more})
+                weights = [w - 0.1 * g for w, g in zip(weights, gradients)]
+            out = self.net(query, weights)
+            return {returned}
+
+    optimizer = torch.optim.Adam(net.parameters())
+"""
+CORRECT = "torch.eq(out.argmax(1), target).sum().item()"
+
+
+@pytest.mark.parametrize("more", ["", ", create_graph=False", ", retain_graph=True"])
+def test_a_method_that_adapts_weights_by_itself_is_no_part_of_a_forward(report, more):
+    assert report(META_TEST.format(more=more, returned=CORRECT)) == [("OOM201", 14)]
+
+
+@pytest.mark.parametrize(
+    ("more", "returned"),
+    [
+        (", create_graph=True", CORRECT),
+        (", create_graph=second_order", CORRECT),
+        ("", "torch.nn.functional.cross_entropy(out, target)"),
+    ],
+)
+def test_one_whose_steps_have_a_graph_or_that_gives_a_loss_may_be(report, more, returned):
+    assert report(META_TEST.format(more=more, returned=returned)) == []
+
+
+def test_products_that_a_backward_by_hand_asks_for_adapt_no_weights(report):
+    assert report(META_TEST.format(more=", grad_outputs=ones", returned=CORRECT)) == []
+
+
+WAY_BACK = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(width, width))
+
+        def forward(self, x):
+            return x @ self.weight
+
+        def {method}(self, x):
+            return x @ self.weight.transpose(0, 1)
+
+    def test(loader):
+        net = Net(8).cuda().eval()
+        for x in loader:
+            with torch.no_grad():
+                print(net(x))
+            print(net.{method}(x))
+"""
+
+
+def test_a_way_back_that_is_written_by_hand_is_no_forward(report):
+    assert report(WAY_BACK.format(method="attention_backward")) == []
+    assert report(WAY_BACK.format(method="attention_forward")) == [("OOM201", 20)]

@@ -819,6 +819,28 @@ def test_the_first_interface_of_apex_decides_the_precision_too(report, method, f
 
 
 @pytest.mark.parametrize(
+    ("imported", "found"),
+    [
+        ("from apex.fp16_utils import FP16_Optimizer", []),
+        ("from apex.optimizers import FP16_Optimizer", []),
+        ("from project import FP16_Optimizer", ["OOM202"]),
+        ("from apex.optimizers import FusedAdam as FP16_Optimizer", ["OOM202"]),
+    ],
+)
+def test_an_optimizer_of_apex_that_keeps_weights_twice_decides_the_precision_too(report, imported, found):
+    code = f"""
+        {imported}
+
+        optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
+        for x, y in loader:
+            loss = criterion(model(x.cuda()), y.cuda())
+            optimizer.backward(loss)
+            optimizer.step()
+    """
+    assert codes(report(code)) == found
+
+
+@pytest.mark.parametrize(
     ("model", "found"),
     [
         ("FSDP(Net().cuda(), mixed_precision=MixedPrecision(param_dtype=dtype))", []),
@@ -877,3 +899,25 @@ def test_an_object_that_scales_data_is_made_of_no_loss(report, made, found):
             optimizer.step()
     """
     assert report(code) == found
+
+
+def test_losses_scaled_in_one_loop_say_nothing_of_another(report):
+    code = """
+        import torch
+
+        def pretrain(model, loader, optimizer):
+            for x, y in loader:
+                loss = criterion(model(x.cuda()), y)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+
+        def train(model, loader, optimizer, scaler):
+            for x, y in loader:
+                loss = criterion(model(x.cuda()), y)
+                optimizer.zero_grad(set_to_none=True)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    """
+    assert [found for found in report(code) if found[0] == "OOM202"] == [("OOM202", 5)]

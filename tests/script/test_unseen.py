@@ -737,3 +737,43 @@ def test_options_that_are_handed_over_are_no_optimizer(report, epochs):
 )
 def test_what_may_be_an_optimizer_may_train_on_what_it_is_handed_over_with(report, epochs):
     assert ("OOM201", 14) not in report(OPTIONS.format(epochs=epochs))
+
+
+WATCHED = """
+    import torch
+    from project import *
+
+    def run(net, loader, held_out):
+        optimizer = torch.optim.Adam(net.parameters())
+        for epoch in range(9):
+            for x, y in loader:
+                loss = criterion(net(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            net.eval()
+            total = 0
+            for x, y in held_out:
+                total += criterion(net(x), y)
+            {after}
+            net.train()
+"""
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "early_stopping(total, net)",
+        "self.early_stopper(total / len(held_out), net)",
+        "save_best_model(net, total)",
+        "save_checkpoint(net, optimizer, epoch, total)",
+        "manager.checkpoint(net, total)",
+    ],
+)
+def test_what_stops_early_or_saves_a_network_does_not_train_it(report, after):
+    assert ("OOM201", 15) in report(WATCHED.format(after=after))
+
+
+@pytest.mark.parametrize("after", ["update(total, net)", "weights = early_weights(total, net)", "saver(net, total)"])
+def test_another_call_may_train_a_network_on_the_loss_that_it_is_given(report, after):
+    assert ("OOM201", 15) not in report(WATCHED.format(after=after))

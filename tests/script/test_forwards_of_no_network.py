@@ -1,0 +1,98 @@
+"""What has a `forward` and no weights, and functions that samplers call."""
+
+from __future__ import annotations
+
+import pytest
+
+NOISING = """
+    import torch
+    from project import Net, Process
+
+    class Trainer:
+        def __init__(self, process):
+            self.model, self.process = Net().cuda(), process
+            self.{name} = process
+            self.optimizer = torch.optim.Adam(self.model.parameters())
+
+        def train(self, loader):
+            for images, t in loader:
+                {first}, second = self.{name}.forward(images.cuda(), t)
+                loss = (self.model({first}, t) - second).square().mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "lines"),
+    [
+        ("diffuser", "noisy", [13]),
+        ("gaussian_diffusion", "x_noised", [13]),
+        ("noise_scheduler", "noisy_images", [13]),
+        ("diffuser", "features", [12, 13]),
+        ("encoder", "noisy", [12, 13]),
+    ],
+)
+def test_a_process_that_adds_noise_has_no_weights(report, name, first, lines):
+    assert report(NOISING.format(name=name, first=first)) == [("OOM202", line) for line in lines]
+
+
+def test_a_process_that_is_moved_where_it_is_made_has_none_either(report):
+    code = """
+        import torch
+        from project import Diffuser
+
+        diffuser = Diffuser(100).to("cuda")
+        model.eval()
+        for images, t in loader:
+            noisy, noise = diffuser.forward(images, t)
+            with torch.no_grad():
+                print(model(noisy, t))
+    """
+    assert report(code) == []
+
+
+CROPPED = """
+    import torch
+    from project.crops import {made}
+
+    def compare(images, grid):
+        crop = {made}()
+        out = crop.forward(images.cuda(), grid)
+        print(out.sum().item())
+"""
+
+
+@pytest.mark.parametrize(("made", "found"), [("CropFunction", []), ("CropNetwork", [("OOM201", 6)])])
+def test_an_autograd_function_that_is_asked_for_its_forward_records_nothing(report, made, found):
+    assert report(CROPPED.format(made=made)) == found
+
+
+SAMPLED = """
+    import torch
+
+    def main(model, diffusion, loader):
+        model.eval()
+
+        def guided(x, t, y=None):
+            return model(x, t, y)
+
+        for shape in loader:
+            images = {call}(guided, shape)
+            print(images.cpu().numpy())
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        ("diffusion.p_sample_loop", []),
+        ("diffusion.ddim_sample", []),
+        ("sampler", []),
+        ("draw_with", [("OOM201", 7)]),
+        ("scores.resample_with", [("OOM201", 7)]),
+    ],
+)
+def test_samplers_turn_gradients_off_around_what_they_call(report, call, found):
+    assert report(SAMPLED.format(call=call)) == found
