@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from oomfix.rewrite.lift import CannotLift, Lift
-from oomfix.rewrite.liveness import names_bound, nodes_of_scope_body
+from oomfix.rewrite.liveness import names_bound, names_read, nodes_of_scope_body
 from oomfix.script.carried_leaves import carried_from_leaves
 from oomfix.script.nodes import walk
 
-_OF_THE_GRAPH = frozenset({"grad_fn", "requires_grad", "is_leaf"})
+_OF_THE_GRAPH = frozenset({"grad_fn", "requires_grad", "is_leaf", "retain_grad", "register_hook"})
 
 
 def asks_for_graph(statement: ast.stmt) -> bool:
     """Whether a statement may ask what it reads for its graph."""
     return any(isinstance(node, ast.Attribute) and node.attr in _OF_THE_GRAPH for node in walk(statement))
+
+
+def with_asserts(block: Sequence[ast.stmt], chosen: Sequence[int], end: int) -> list[int]:
+    """A slice with what is asserted of its graph ahead of its backward: `assert loss.requires_grad` holds of all parts.
+
+    Args:
+        block: the statements around the slice.
+        chosen: the indices of the slice's statements, ascending.
+        end: the index of the backward.
+    """
+    found = list(chosen)
+    for index in range(chosen[0], end) if chosen else ():
+        statement = block[index]
+        made = {name for other in chosen if other < index for name in names_bound(block[other])}
+        if isinstance(statement, ast.Assert) and _only_asks_for_graph(statement.test) and names_read(statement) <= made:
+            found.append(index)
+    return sorted({*found})
+
+
+def _only_asks_for_graph(test: ast.expr) -> bool:
+    """`loss.requires_grad`, `loss.grad_fn is not None and out.requires_grad`."""
+    match test:
+        case ast.Attribute(value=ast.Name(), attr=attribute):
+            return attribute in _OF_THE_GRAPH
+        case ast.BoolOp(values=values):
+            return all(map(_only_asks_for_graph, values))
+        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant()]):
+            return _only_asks_for_graph(left)
+    return False
 
 
 def check_graphs_not_asked(lift: Lift) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 
+from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.liveness import names_bound, names_read
+from oomfix.rewrite.on_gradients import is_zero_grad
 from oomfix.rewrite.reading import Reading
 from oomfix.script.edits import Edit
 from oomfix.script.nodes import walk
@@ -14,30 +16,50 @@ def end_autocast_edits(reading: Reading) -> dict[int, Edit]:
     """The edits that move a backward, and what follows it, out of the autocast block it stands in.
 
     Returns:
-        The edit for the line of each backward that can be moved: it stands directly in a block of autocast alone,
-        behind something, on lines of its own, and nothing behind the first one in the block computes another loss.
-        Backwards of one block share their edit.
+        The edit for the line of each backward that can be moved: it stands directly in a block of autocast alone, or
+        there under tests such as `if scaler: ... else: ...`, behind something, on lines of its own, and nothing behind
+        the first one in the block computes another loss. Backwards of one block share their edit.
     """
     script, blocks = reading.script, reading.blocks
     edits: dict[int, Edit] = {}
     ended: dict[ast.With, Edit | None] = {}
     for event in script.distinct(script.backwards):
-        statement = blocks.statement_of(event.node)
+        statement = _with_its_test(blocks.statement_of(event.node), blocks)
         block = next(blocks.ancestors(statement), None)
-        if not isinstance(statement, ast.Expr) or not isinstance(block, ast.With) or statement not in block.body:
+        if not isinstance(block, ast.With) or statement not in block.body:
             continue
         if block not in ended:
             ends = reading.amp.is_autocast(block) and not _computes_behind(block, statement, reading)
-            ended[block] = ended_ahead_of(block, statement, reading) if ends else None
+            ended[block] = ended_ahead_of(block, _with_resets(statement, block.body), reading) if ends else None
         edit = ended[block]
         if edit is not None:
             edits.setdefault(event.node.lineno, edit)
     return edits
 
 
+def _with_its_test(statement: ast.stmt, blocks: Blocks) -> ast.stmt:
+    """A backward, or the outermost `if` around it of those that stand in each other alone."""
+    parent = next(blocks.ancestors(statement), None)
+    while isinstance(statement, ast.Expr | ast.If) and isinstance(parent, ast.If):
+        statement = parent
+        parent = next(blocks.ancestors(statement), None)
+    return statement
+
+
+def _with_resets(statement: ast.stmt, block: list[ast.stmt]) -> ast.stmt:
+    """A statement, or the first of the resets of gradients that stand right ahead of it."""
+    index = block.index(statement)
+    while index > 1 and is_zero_grad(block[index - 1]):
+        index -= 1
+    return block[index]
+
+
 def _computes_behind(block: ast.With, statement: ast.stmt, reading: Reading) -> bool:
-    """Whether what follows a backward in its block runs a network, or a backward of what is made there."""
-    behind = block.body[block.body.index(statement) + 1 :]
+    """Whether what follows a backward in its block runs a network, or a backward of what is made there.
+
+    So do tests around it that hold more than the backward.
+    """
+    behind = block.body[block.body.index(statement) + isinstance(statement, ast.Expr) :]
     made = {name for other in behind for name in names_bound(other)}
     forwards = {forward.node for forward in reading.script.trace.forwards.values()}
     backwards = {event.node for event in reading.script.backwards}

@@ -18,7 +18,7 @@ from oomfix.rewrite.liveness import (
     names_read,
     nodes_of_scope_body,
 )
-from oomfix.script.named_like import looks_like_module
+from oomfix.script.named_like import looks_like_loss, looks_like_module
 from oomfix.script.names import last_name
 from oomfix.script.nodes import arguments_of, walk
 from oomfix.script.parameters import names_of_parameters
@@ -36,6 +36,8 @@ _FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$"
 _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load_state_dict step".split())
 MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
 """Functions that are given the sizes of what they make."""
+_COMPARING = re.compile(r"^(binary_)?cross_entropy(_with_logits)?$|^kl_div$")
+_COUNTING = frozenset({"range", "trange"})
 _CUTTING = frozenset("split chunk tensor_split array_split".split())
 _OF_BATCHES = re.compile(r"batch(es|_?sampler)?$", re.IGNORECASE)
 _OF_TENSORS = frozenset("to cuda unsqueeze squeeze view reshape permute transpose flatten detach size shape".split())
@@ -58,13 +60,14 @@ class BatchNames:
     def of(self, lift: Lift, read: set[str]) -> set[str]:
         """The parts of the batch among the names that a slice reads.
 
-        They are what its iteration binds; what else is given to a network; and where that is nothing, what is given
-        to any call or reckoned with. Numbers are no part of a batch: the slice sees them from where it stands.
+        They are what its iteration binds; what else is given to a network, or compared by a loss in steps on one batch;
+        and where that is nothing, what is given to any call or reckoned with. Numbers are no part of a batch: the slice
+        sees them from where it stands.
         """
         site, called = lift.site, _called_names(lift)
         found = {n for n in read & bound_by_iteration(lift) if n not in called and not self._is_number(n, site)}
         if found & (given := _given_to_calls(lift)):
-            fed = self._given_to_networks(lift)
+            fed = self._given_to_networks(lift) | _compared_by_losses(lift)
         else:
             fed = given | _reckoned_with(lift)
         others = {n for n in fed & read - called - found if not _NOT_DATA.search(n) and not self._is_number(n, site)}
@@ -282,6 +285,21 @@ def _given_to_calls(lift: Lift) -> set[str]:
     arguments = (one for call in calls for one in arguments_of(call))
     given = (node for argument in arguments for node in walk(argument) if id(node) not in made)
     return {node.id for node in given if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _compared_by_losses(lift: Lift) -> set[str]:
+    """`labels` of `F.cross_entropy(scores, labels)` in steps on one batch: an attack moves its samples alone."""
+    loop = lift.site.iteration
+    if not (isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and last_name(loop.iter) in _COUNTING):
+        return set()  # what its header gives is the batch
+    calls = (n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.Call))
+    losses = (call for call in calls if _COMPARING.search(name := last_name(call)) or _is_criterion(name))
+    return {call.args[1].id for call in losses if len(call.args) > 1 and isinstance(call.args[1], ast.Name)}
+
+
+def _is_criterion(name: str) -> bool:
+    """Whether a called name is a loss, and not a class that makes one."""
+    return looks_like_loss(name) and not name[:1].isupper()
 
 
 def _reckoned_with(lift: Lift) -> set[str]:

@@ -8,13 +8,20 @@ from collections.abc import Callable, Set
 from oomfix.rewrite.blocks import next_in_chain
 from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.changes import changed_paths, overlap, paths_read
-from oomfix.rewrite.effects import switches_mode
+from oomfix.rewrite.effects import only_sets_mode, switches_mode
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.lift import CannotLift, Lift
 from oomfix.rewrite.liveness import Liveness, Scope, names_bound, names_read
 from oomfix.rewrite.network_use import NetworkUse
-from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients, may_reset_gradients, only_clips, trains
+from oomfix.rewrite.on_gradients import (
+    is_zero_grad,
+    keeps_gradients,
+    may_reset_gradients,
+    only_clips,
+    only_tells_of_step,
+    trains,
+)
 from oomfix.rewrite.outside_of_functions import OutsideOfFunctions
 from oomfix.rewrite.skipped_batches import body_of_skip, skips_if_diverged
 from oomfix.script.names import last_name, path_of
@@ -105,7 +112,12 @@ class Between:
 
     def _check_behind(self, statement: ast.stmt, behind: list[ast.stmt], ahead: list[ast.stmt], lift: Lift) -> None:
         """Whether a statement means the same behind the slice."""
-        self._check_delay(statement, in_turn=not any(map(_may_draw, [*behind, lift.site.root])))
+        passed = [*behind, lift.site.root]
+        runs_last = self._may_run_last(statement, passed, lift)
+        in_turn = runs_last or not any(map(_may_call, passed))
+        sets_mode = lift.site.branch is None and only_sets_mode(statement)
+        if not sets_mode or not (in_turn or not self._networks.sees_mode(statement, passed)):
+            self._check_delay(statement, in_turn=in_turn, runs_last=runs_last)
         branch = lift.site.branch
         others = behind + ([] if branch is None else [branch])
         _check_passing(statement, others, self._of_both(statement, behind, lift))
@@ -114,6 +126,16 @@ class Between:
         if branch is not None and trains(branch) and self._networks.reads(statement):
             line = statement.lineno
             raise CannotLift(f"line {line} looks at the network, which line {branch.lineno} trains behind it")
+
+    def _may_run_last(self, statement: ast.stmt, behind: list[ast.AST], lift: Lift) -> bool:
+        """Whether a network that no loss needs may run behind the backward: nothing it passes draws, or looks at it.
+
+        It runs on the same weights there, ahead of the step, unless that stands in one branch with the backward.
+        """
+        if lift.site.branch is not None or not self._networks.runs_for_no_loss(statement):
+            return False
+        uses = (self._networks.runs, self._networks.reads, self._networks.may_draw)
+        return not any(use(one) for use in uses for one in behind)
 
     def _of_both(self, statement: ast.stmt, behind: list[ast.stmt], lift: Lift) -> set[str]:
         """The names that a statement and lines behind it bind anew, and that nobody else reads: `i` of two loops."""
@@ -186,12 +208,13 @@ class Between:
         if liveness.before([reset], set()) & made or names_bound(reset) & liveness.before(ahead, set()):
             raise CannotLift(f"line {reset.lineno} changes gradients, and shares names with lines ahead of it")
 
-    def _check_delay(self, statement: ast.stmt, *, in_turn: bool = False) -> None:
+    def _check_delay(self, statement: ast.stmt, *, in_turn: bool = False, runs_last: bool = False) -> None:
         """Whether a statement may run once the gradients are there.
 
         Args:
             statement: the statement.
             in_turn: whether nothing that stood behind it draws random numbers: a backward draws none.
+            runs_last: whether a network that it runs may run there.
 
         Raises:
             CannotLift: it may not.
@@ -200,7 +223,7 @@ class Between:
         if skips_if_diverged(statement):
             # what the gradients of such a batch become is looked at when all is placed
             for other in body_of_skip(statement):
-                self._check_delay(other, in_turn=in_turn)
+                self._check_delay(other, in_turn=in_turn, runs_last=runs_last)
             return
         if (keyword := leaves(statement)) is not None:
             raise CannotLift(f"`{keyword}` in line {line} stands between forward and backward")
@@ -212,11 +235,13 @@ class Between:
             raise CannotLift(f"line {line}, between forward and backward, may reset gradients or change the model")
         if self._helpers.read_gradients(statement) or keeps_gradients(statement):
             raise CannotLift(f"line {line} asks for gradients between forward and backward")
-        if self._networks.runs(statement):
+        if self._networks.runs(statement) and not runs_last:
             raise CannotLift(f"line {line} runs a forward that this loss does not depend on")
         for call in calls_in(statement):
             path = (path_of(call.func) or "").lower()
             name = last_name(call)
+            if only_tells_of_step(call):
+                continue
             if (name in ("step", "grad") or "backward" in name.split("_")) and "sched" not in path:
                 raise CannotLift(f"line {line} runs `{path or 'a step'}` between forward and backward")
 
@@ -261,8 +286,8 @@ def _check_passing(
             raise CannotLift(f"line {statement.lineno} may change what the loss is computed from")
 
 
-def _may_draw(node: ast.AST) -> bool:
-    """Whether random numbers may be drawn: by anything that is called."""
+def _may_call(node: ast.AST) -> bool:
+    """Whether a network may run or random numbers be drawn: by anything that is called."""
     return any(calls_in(node))
 
 

@@ -8,6 +8,7 @@ import re
 from oomfix.rewrite.calls import called_name, calls_in
 from oomfix.rewrite.collectives import is_collective
 from oomfix.rewrite.liveness import COMPREHENSIONS, names_bound_by_target, nodes_of_scope
+from oomfix.script.named_like import looks_like_module
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import arguments_of, walk
 
@@ -37,19 +38,25 @@ OUTPUT_RECEIVERS = re.compile(
 _LIBRARIES = frozenset({"torch", "np", "numpy", "F", "nn", "math", "random", "tf", "jnp"})
 
 
-def changed_paths(statement: ast.stmt) -> set[str]:
+def changed_paths(statement: ast.stmt, *, but_for_gradients: bool = False) -> set[str]:
     """The access paths of objects that a statement may change: stores into attributes and items, and method calls.
 
     A call whose result is thrown away is there for its effect: its receiver may change, and where it is a plain
     function, the objects given to it. Printing and logging change nothing that matters.
+
+    Args:
+        statement: the statement.
+        but_for_gradients: whether resets of gradients are no change: no forward reads those.
     """
     found: set[str] = set()
     for node in nodes_of_scope(statement):
+        if but_for_gradients and isinstance(node, ast.Expr) and _is_reset(node.value):
+            continue
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             found.add(object_changed(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr
-            changes = name.endswith("_") and not name.endswith("__") and not switches_what_is_new(node)
+            changes = works_in_place(name) and not switches_what_is_new(node)
             if name in _TAKING or changes:
                 found.add(object_changed(node.func.value))
             found |= {object_changed(keyword.value) for keyword in node.keywords if keyword.arg == "out"}
@@ -64,6 +71,10 @@ def changed_paths(statement: ast.stmt) -> set[str]:
         elif isinstance(node, ast.Delete):
             found |= {object_changed(target) for target in node.targets if not isinstance(target, ast.Name)}
     return _with_holders(found, statement) - {""} - _LIBRARIES
+
+
+def _is_reset(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and last_name(value) == "zero_grad"
 
 
 def _with_holders(changed: set[str], statement: ast.stmt) -> set[str]:
@@ -138,6 +149,11 @@ def overlap(changed: set[str], read: set[str]) -> bool:
     return any(
         one == other or other.startswith(f"{one}.") or one.startswith(f"{other}.") for one in changed for other in read
     )
+
+
+def works_in_place(method: str) -> bool:
+    """Whether a method is named like one that changes its tensor: `mul_`, and not `self.model_` of a fitted object."""
+    return method.endswith("_") and not method.endswith("__") and not looks_like_module(method.rstrip("_"))
 
 
 def switches_what_is_new(call: ast.Call) -> bool:

@@ -69,11 +69,24 @@ class ConstantTests:
         found = bound - outside - lift.site.bound_before - _bound_elsewhere(lift)
         return {name for name in found if self._is_own(name, lift)}
 
-    def _is_own(self, name: str, lift: Lift) -> bool:
-        uses = [use for statement in lift.lifted for use in _uses(name, statement, ())]
+    def never_from_before(self, lift: Lift) -> set[str]:
+        """The names that a slice binds and reads under such tests alone, and that nothing ahead of it binds.
+
+        `if args.mixup: x, y_a = mixed(x, y)` and, further down, `if args.mixup: loss = criterion(out, y_a)`, with
+        another `y_a` behind the backward: where the slice has no value of its own, its first run ends in an error.
+        """
+        if lift.all_names_are_read:
+            return set()
+        bound = {name for statement in lift.lifted for name in names_bound(statement)} - lift.site.bound_before
+        bound -= self._global
+        bound -= {node.id for node in _stores_elsewhere(lift) if node.lineno <= lift.site.statement.lineno}
+        return {name for name in bound if self._is_own(name, lift, throughout=True)}
+
+    def _is_own(self, name: str, lift: Lift, *, throughout: bool = False) -> bool:
+        uses = [use for part in (*lift.lifted, lift.site.root) for use in _uses(name, part, ())]
         binding = [use for use in uses if use.binds and not use.reads]
         last = max((use.place for use in binding), default=(0, 0))
-        certain = [*binding, *(use for use in uses if use.reads and use.place <= last)]
+        certain = uses if throughout else [*binding, *(use for use in uses if use.reads and use.place <= last)]
         loops = lift.site.loops
         return bool(binding) and all(
             use.is_plain and all(self._is_constant(test, loops) for test in use.tests) for use in certain
@@ -138,9 +151,14 @@ def _given(call: ast.Call) -> Iterator[str | None]:
 
 
 def _bound_elsewhere(lift: Lift) -> set[str]:
+    return {node.id for node in _stores_elsewhere(lift)}
+
+
+def _stores_elsewhere(lift: Lift) -> Iterator[ast.Name]:
+    """Where the scope binds or deletes names outside of the slice."""
     inside = {id(node) for statement in lift.lifted for node in walk(statement)}
     names = (node for node in nodes_of_scope_body(lift.site.scope) if isinstance(node, ast.Name))
-    return {node.id for node in names if not isinstance(node.ctx, ast.Load) and id(node) not in inside}
+    yield from (node for node in names if not isinstance(node.ctx, ast.Load) and id(node) not in inside)
 
 
 def _uses(name: str, node: ast.AST, tests: tuple[ast.expr, ...]) -> Iterator[_Use]:

@@ -39,6 +39,12 @@ def fetches(node: ast.AST) -> bool:
     return any(last_name(call) in _FETCHING for call in calls_in(node))
 
 
+def only_sets_mode(statement: ast.stmt) -> bool:
+    """`model.train()`, `model.eval()`: a graph that is there remembers the mode its layers ran in."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in ("train", "eval")
+
+
 def switches_mode(node: ast.AST) -> bool:
     """Whether a node switches layers or gradients on or off for what comes after it, as a context does not."""
     contexts = {id(child.context_expr) for child in nodes_of_scope(node) if isinstance(child, ast.withitem)}

@@ -92,6 +92,7 @@ class Lift:
         given_if: of inputs that are bound and read under a test alone, that test.
         loss: the name of the loss, None where it is an expression.
         outputs: the names read later, but for the loss.
+        bound_if: of outputs that are bound under a test alone, that test.
         loss_is_read: whether the loss is read later.
         underscore_is_taken: `_` means something here, so that a loss which nobody reads needs another name.
         deletes: names to take out of a `del`, since they no longer exist where it stands.
@@ -114,6 +115,7 @@ class Lift:
     given_if: dict[str, ast.expr] = field(default_factory=dict)
     loss: str | None = None
     outputs: list[str] = field(default_factory=list)
+    bound_if: dict[str, ast.expr] = field(default_factory=dict)
     loss_is_read: bool = False
     underscore_is_taken: bool = False
     deletes: dict[ast.Delete, set[str]] = field(default_factory=dict)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import takewhile
 
 from oomfix.rewrite.asked_graphs import check_graphs_not_asked
 from oomfix.rewrite.changes import changed_paths, overlap
@@ -27,11 +26,14 @@ from oomfix.rewrite.liveness import (
     names_read,
     nodes_of_scope_body,
 )
-from oomfix.rewrite.network_use import NetworkUse, ReadsNetwork, TrainsNetwork, forwards_of
+from oomfix.rewrite.may_draw import MayDraw
+from oomfix.rewrite.network_use import NetworkUse, ReadsNetwork, RunsForNoLoss, TrainsNetwork, forwards_of
 from oomfix.rewrite.object_batches import why_perhaps_whole
 from oomfix.rewrite.read_without_graph import is_read_without_graph, makes_constant
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.repeated_output import why_said_again
+from oomfix.rewrite.run_ahead import RunAhead, behind
+from oomfix.rewrite.sees_mode import SeesMode
 from oomfix.rewrite.skipped_batches import SkippedBatches
 from oomfix.rewrite.slices import Slicer, records_nothing
 from oomfix.rewrite.verdict import Attempt, Lifted, Verdict
@@ -94,20 +96,25 @@ class _Lifter:
         self._leaves_graph: Callable[[ast.AST], bool] = lambda node: not recorded.isdisjoint(calls_run.by(node))
         reached = {origin for event in self._script.backwards for origin in event.origins}
         to_loss = {forward.node for forward in trained if forward.origin in reached}
+        helpers = Helpers(reading, of_networks)
         networks = NetworkUse(
             runs=self._runs_forward,
             trains=TrainsNetwork(calls_run, trained, self._script.backwards),
             leads_to_loss=lambda node: not to_loss.isdisjoint(calls_run.by(node)),
             takes=self._takes_network,
             reads=ReadsNetwork(calls_run, forwards),
+            runs_for_no_loss=RunsForNoLoss(calls_run, forwards, self._script.backwards),
+            may_draw=MayDraw(reading, helpers),
+            sees_mode=SeesMode(reading, forwards),
         )
-        self._slicer = Slicer(tree, Helpers(reading, of_networks), networks, manager)
+        self._slicer = Slicer(tree, helpers, networks, manager)
         names = FreeNames(self._script)
         self._function = names.one_of("forward", "forward_batch")
         self._skipped = SkippedBatches(reading, manager)
         self._hooks = ForwardHooks(nodes)
         self._left = LeftByNetworks(nodes)
-        self._lifting = Lifting(reading.layout, manager, names.one_of("loss", "batch_loss"))
+        self._lifting = Lifting(reading.layout, manager, names)
+        self._ahead = RunAhead(reading)
         self._reached = 0
 
     def lift(self, calls: list[ast.Call]) -> tuple[list[Edit], Lifted]:
@@ -122,7 +129,7 @@ class _Lifter:
         try:
             return self._lift_all(calls, set())
         except CannotLift as problem:
-            if not (run_ahead := self._run_ahead(calls)):
+            if not (run_ahead := self._ahead.of(calls)):
                 raise
             reason, reached = problem, self._reached
         try:
@@ -130,30 +137,12 @@ class _Lifter:
         except CannotLift as problem:
             # the attempt that came further than the other, and than the first loss, tells what is in the way
             raise (problem if self._reached >= max(reached, 1) else reason) from None
-        lines = sorted(statement.lineno for statement in run_ahead)
+        # what a loop runs, that loop tells
+        lines = sorted(one.lineno for one in run_ahead if not isinstance(one, ast.For | ast.AsyncFor | ast.While))
         whole = [
             f"line {line} runs its network on whole batches: more than one loss needs what it gives" for line in lines
         ]
         return edits, lifted._replace(said=(*lifted.said, *whole), runs_ahead=True)
-
-    def _run_ahead(self, calls: list[ast.Call]) -> set[ast.stmt]:
-        """The statements of an iteration ahead of a backward that run networks which a later one goes through."""
-        found: set[ast.stmt] = set()
-        for number, call in enumerate(calls):
-            through = self._origins_of(self._blocks.statement_of(call))
-            run = {f.node for origin, f in self._script.trace.forwards.items() if origin in through}
-            ends = [self._blocks.statement_of(other) for other in calls[:number]]
-            around = self._with_ancestors(self._blocks.statement_of(call))
-            for one in takewhile(lambda one: not isinstance(one, ast.For | ast.AsyncFor | ast.While), around):
-                block = self._blocks.block_of(one)
-                last = max((block.index(end) for end in ends if end in block), default=0)
-                found |= {ahead for ahead in block[:last] if not run.isdisjoint(self._calls_run.by(ahead))}
-        return found
-
-    def _first_run_ahead(self, calls: list[ast.Call]) -> int | None:
-        """The first line ahead of a backward that itself calls a network which a later one goes through."""
-        forwards = {forward.node for forward in self._script.trace.forwards.values()}
-        return min((one.lineno for one in self._run_ahead(calls) if not forwards.isdisjoint(walk(one))), default=None)
 
     def _lift_all(self, calls: list[ast.Call], outside: set[ast.stmt]) -> tuple[list[Edit], Lifted]:
         lifts: list[Lift] = []
@@ -161,14 +150,14 @@ class _Lifter:
         edits: list[Edit] = []
         for call in calls:
             self._reached = len(lifts)
-            site = self._behind(outside, self._site(call))
+            site = behind(outside, self._site(call))
             before = [other for other in lifts if not self._blocks.exclude_each_other(call, other.site.statement)]
             for other in before:
                 site = self._apart(other, site, before, outside)
             try:
                 lift = self._lift(site, self._runs_network_around(call))
             except OutsideOfBlock:
-                if lifts and (line := self._first_run_ahead(calls)) is not None:
+                if lifts and (line := self._ahead.first_line_of(calls)) is not None:
                     raise CannotLift(f"line {line} runs the network of a later loss ahead of an earlier one") from None
                 if not lifts or self._origins_of(site.statement):
                     raise
@@ -196,13 +185,6 @@ class _Lifter:
             raise CannotLift("the loss is computed from nothing that could be split")
         told = tuple(one for one in said if one is not None)
         return edits, Lifted(state=state, said=told, says_again=again is not None)
-
-    @staticmethod
-    def _behind(outside: set[ast.stmt], site: Site) -> Site:
-        """The site of a slice that may begin behind statements which stay where they are."""
-        block = site.block
-        places = (index for index, one in enumerate(block[: block.index(site.end)]) if one in outside)
-        return replace(site, first=max((index + 1 for index in places), default=site.first))
 
     def _runs_network_around(self, call: ast.Call) -> bool:
         """Whether a network is seen to run in a loop around a backward, perhaps in another function."""
@@ -323,7 +305,10 @@ class _Lifter:
             if isinstance(node, ast.Name) and node.id in shared and isinstance(node.ctx, ast.Load)
         )
         return all(
-            id(node) in own or (node.lineno, node.col_offset) >= last or is_read_without_graph(node, self._blocks)
+            id(node) in own
+            or (node.lineno, node.col_offset) >= last
+            or is_read_without_graph(node, self._blocks)
+            or self._blocks.exclude_each_other(node, second.end)
             for node in reads
         )
 

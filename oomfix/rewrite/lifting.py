@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 
+from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.layout import Layout, Lines
 from oomfix.rewrite.lift import CannotLift, JoinedStatements, Lift
 from oomfix.rewrite.on_gradients import trains
@@ -19,14 +21,16 @@ class Lifting:
     Args:
         layout: the text they stand in.
         manager: the name of the runtime's manager.
-        unread: a free name, for a loss that nobody reads where `_` is taken.
+        names: the free names of the file.
     """
 
-    def __init__(self, layout: Layout, manager: str, unread: str) -> None:
+    def __init__(self, layout: Layout, manager: str, names: FreeNames) -> None:
         self._layout = layout
+        self._names = names
         self._source = layout.source
         self._manager = manager
-        self._unread = unread
+        self._unread = names.one_of("loss", "batch_loss")
+        """For a loss that nobody reads where `_` is taken."""
         self._function = ""
 
     def edits(self, lift: Lift, function: str) -> list[Edit]:
@@ -62,7 +66,8 @@ class Lifting:
             resets = ["", *resets]
         if not resets or text.is_parted(lift.site.statement):
             resets.append("")
-        lines = [*definition, *resets, *comments, *call[:-1], call[-1] + behind, *below, *after]
+        bound = self._bound_under_tests(lift, text.margin)
+        lines = [*definition, *resets, *comments, *call[:-1], call[-1] + behind, *bound, *below, *after]
         return [Edit(text.start, stop, newline.join(lines)), *self._without_names(lift)]
 
     @staticmethod
@@ -174,10 +179,11 @@ class Lifting:
         root = self._moved_root(lift.site.root, text)
         if lift.outputs or "\n" in root:
             root = _in_brackets(lift.site.root, root)
-        returned = ", ".join([root, *lift.outputs])
+        outputs = [self._given(name, lift.bound_if.get(name)) for name in lift.outputs]
+        returned = ", ".join([root, *outputs])
         if "\n" in returned or len(text.inner) + 7 + len(returned) <= self._layout.longest_line:
             return [*lines, *f"{text.inner}return {returned}".splitlines()]
-        return [*lines, *self._broken(f"{text.inner}return (", [root, *lift.outputs], ")")]
+        return [*lines, *self._broken(f"{text.inner}return (", [root, *outputs], ")")]
 
     def _root_text(self, root: ast.expr) -> str:
         """The loss as the file writes it; one that was put together here has no place in the file."""
@@ -216,13 +222,26 @@ class Lifting:
         if not lift.outputs:
             return f"{loss} = " if loss else ""
         unread = (lift.loss or self._unread) if lift.underscore_is_taken else "_"
-        return f"{', '.join([loss or unread, *lift.outputs])} = "
+        names = [self._names.one_of(f"its_{name}") if name in lift.bound_if else name for name in lift.outputs]
+        return f"{', '.join([loss or unread, *names])} = "
+
+    def _bound_under_tests(self, lift: Lift, margin: str) -> list[str]:
+        """What binds the outputs that are bound under tests alone, as the slice did: on other ways they stay."""
+        lines = []
+        for test, names in itertools.groupby(lift.bound_if, key=lambda name: self._test_text(lift.bound_if[name])):
+            targets = list(names)
+            values = ", ".join(self._names.one_of(f"its_{name}") for name in targets)
+            lines += [f"{margin}if {test}:", f"{margin}{self._layout.unit}{', '.join(targets)} = {values}"]
+        return lines
 
     def _given(self, name: str, test: ast.expr | None) -> str:
         if test is None:
             return name
+        return f"{name} if {self._test_text(test)} else None"
+
+    def _test_text(self, test: ast.expr) -> str:
         text = self._root_text(test)
-        return f"{name} if {text if text.isprintable() else ast.unparse(test)} else None"
+        return text if text.isprintable() else ast.unparse(test)
 
     def _broken(self, start: str, items: list[str], end: str) -> list[str]:
         """One line, or as many as it takes where that would be too long."""

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from oomfix.rewrite.apex import NOTE, apex_edits
 from oomfix.rewrite.autocast_end import end_autocast_edits
+from oomfix.rewrite.dropped_gradients import dropped_gradients
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
+from oomfix.rewrite.functional_backwards import functional_backward_edits
 from oomfix.rewrite.header import other_preset_in
 from oomfix.rewrite.inlined_helpers import inlined_helper_edits
 from oomfix.rewrite.local import Fixed
@@ -56,7 +58,7 @@ def rewrite_loops(script: Script, options: Options) -> Rewritten:
         RecursionError: the source is nested absurdly.
     """
     reading = Reading(script)
-    return _without_apex(reading, options) or _with_helpers_written_out(reading, options)
+    return _without_apex(reading, options) or _with_methods_as_backwards(reading, options)
 
 
 def _without_apex(reading: Reading, options: Options) -> Rewritten | None:
@@ -70,6 +72,14 @@ def _without_apex(reading: Reading, options: Options) -> Rewritten | None:
     return found._replace(loops=tuple(loop._replace(notes=(*loop.notes, NOTE)) for loop in found.loops))
 
 
+def _with_methods_as_backwards(reading: Reading, options: Options) -> Rewritten:
+    """The loops rewritten, with functional backwards of one tensor made its methods if that makes more."""
+    found = _with_helpers_written_out(reading, options)
+    edits = functional_backward_edits(reading) if "autograd" in reading.source.text else []
+    other = _rewritten_behind(edits, reading, options) if edits else found
+    return other if _is_more(other.loops, found.loops) else found
+
+
 def _with_helpers_written_out(reading: Reading, options: Options) -> Rewritten:
     """The loops rewritten, with helpers that run the backward written out where they are called if that makes more."""
     found = _rewritten(reading, options)
@@ -81,10 +91,8 @@ def _with_helpers_written_out(reading: Reading, options: Options) -> Rewritten:
     other = _rewritten_behind([edit for edits in inlined.values() for edit in edits], reading, options)
     if not _is_more(other.loops, found.loops):
         return found
-    notes = tuple(f"`{name}` is written out where it was called" for name in inlined)
-    pairs = zip(other.loops, found.loops, strict=True)
-    told = (new if new.rewrite == old.rewrite else new._replace(notes=(*new.notes, *notes)) for new, old in pairs)
-    return other._replace(loops=tuple(told))
+    notes = [f"`{name}` is written out where it was called" for name in inlined]
+    return other._replace(loops=tuple(_told(other.loops, found.loops, notes)))
 
 
 def _is_more(loops: Sequence[LoopOutcome], others: Sequence[LoopOutcome]) -> bool:
@@ -130,10 +138,29 @@ def _rewritten(reading: Reading, options: Options) -> Rewritten:
 
 def _with_resets_apart(reading: Reading, options: Options) -> Rewritten:
     """The loops rewritten; resets of gradients leave the branch of the forward if that makes more of them."""
-    found = _with_metrics_apart(reading, options)
+    found = _without_dropped_gradients(reading, options)
     edits = [] if all(loop.rewrite == "micro-batched" for loop in found.loops) else reset_edits(reading)
     other = _rewritten_behind(edits, reading, options) if edits else found
     return other if _is_more(other.loops, found.loops) else found
+
+
+def _without_dropped_gradients(reading: Reading, options: Options) -> Rewritten:
+    """The loops rewritten; losses whose gradients are dropped in part do without that part if it makes more of them."""
+    found = _with_metrics_apart(reading, options)
+    dropped = [] if all(loop.rewrite == "micro-batched" for loop in found.loops) else dropped_gradients(reading)
+    if not dropped:
+        return found
+    edits = [edit for one in dropped for edit in one.edits]
+    other = _rewritten_behind(edits, reading, options)
+    if not _is_more(other.loops, found.loops):
+        return found
+    return other._replace(loops=tuple(_told(other.loops, found.loops, [one.note for one in dropped])))
+
+
+def _told(loops: Sequence[LoopOutcome], before: Sequence[LoopOutcome], notes: Sequence[str]) -> Iterator[LoopOutcome]:
+    """Outcomes with what is said of those that became more than they were."""
+    for new, old in zip(loops, before, strict=True):
+        yield new if new.rewrite == old.rewrite else new._replace(notes=(*new.notes, *notes))
 
 
 def _with_metrics_apart(reading: Reading, options: Options) -> Rewritten:

@@ -7,8 +7,11 @@ import re
 from collections.abc import Callable
 
 from oomfix import presets
+from oomfix.rewrite.branches_that_leave import end_branches
+from oomfix.rewrite.computed_again import compute_again
 from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
 from oomfix.rewrite.fetched_batches import name_batches
+from oomfix.rewrite.forwards_into_branches import forwards_into_branches
 from oomfix.rewrite.free_names import FreeNames
 from oomfix.rewrite.header import (
     Overrides,
@@ -47,6 +50,7 @@ from oomfix.source import Source
 
 _MOST_PREPARATIONS = 8
 _PREPARATIONS = (
+    end_branches,
     name_losses,
     name_batches,
     log_behind_branches,
@@ -56,6 +60,8 @@ _PREPARATIONS = (
     part_autocast,
     part_backwards,
     compute_in_turn,
+    compute_again,
+    forwards_into_branches,
 )
 """What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""
 

@@ -7,28 +7,24 @@ the second loss alone is computed from moves behind the first backward, and both
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 
 from oomfix.rewrite.between import stays_the_same_ahead_of
-from oomfix.rewrite.calls import calls_in, only_calls
+from oomfix.rewrite.calls import only_calls
 from oomfix.rewrite.changes import changed_paths, overlap, paths_read
 from oomfix.rewrite.effects import switches_mode
 from oomfix.rewrite.helpers import Helpers
 from oomfix.rewrite.joined_lines import separate
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import definitely_bound, names_bound, names_read
+from oomfix.rewrite.may_draw import MayDraw
 from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients, may_reset_gradients, only_clips
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
 from oomfix.rewrite.shared_parameters import SharedParameters
-from oomfix.rewrite.steady_networks import SteadyNetworks
 from oomfix.script.edits import Edit
-from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import arguments_of, is_remark
-
-_MAY_DRAW = re.compile(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|perturb|mask|penalty", re.IGNORECASE)
-"""How functions of other files are called that may draw random numbers."""
+from oomfix.script.names import path_of
+from oomfix.script.nodes import is_remark
 
 
 def part_backwards(reading: Reading, manager: str) -> list[Edit]:
@@ -44,14 +40,11 @@ def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:
     a backward changes nothing but gradients, which nothing that moves may look at, and the step behind it only what
     nothing that moves reads.
     """
-    turns = _Turns(reading, manager)
-    backwards = [call for call in reading.calls_to(turns.backward) if len(call.args) == 1 and not call.keywords]
-    plain = map(reading.blocks.statement_of, backwards)
-    blocks = {id(block): block for block in map(reading.blocks.block_of, plain)}
-    return [edit for block in blocks.values() for edit in _edits(reading, block, turns)]
+    turns = Turns(reading, manager)
+    return [edit for block in turns.blocks() for edit in _edits(reading, block, turns)]
 
 
-def _edits(reading: Reading, block: list[ast.stmt], turns: _Turns) -> Iterator[Edit]:
+def _edits(reading: Reading, block: list[ast.stmt], turns: Turns) -> Iterator[Edit]:
     layout, newline = reading.layout, reading.layout.newline
     for end, moved in turns.of(block):
         header = reading.blocks.header_of(block[0])
@@ -66,7 +59,7 @@ def _edits(reading: Reading, block: list[ast.stmt], turns: _Turns) -> Iterator[E
         yield Edit(behind, behind, newline.join(lines) + newline)
 
 
-class _Turns:
+class Turns:
     """Finds what may move behind backwards.
 
     Attributes:
@@ -75,39 +68,56 @@ class _Turns:
 
     def __init__(self, reading: Reading, manager: str) -> None:
         self.backward = f"{manager}.backward"
-        self._manager = manager
+        self._manager, self._reading = manager, reading
         nodes = reading.script.imports.nodes
         forwards = list(reading.script.trace.forwards.values())
         self._networks = {forward.node for forward in forwards}
-        self._paths = {forward.path for forward in forwards} - {None}
-        self._paths_of: dict[ast.expr, list[str | None]] = {}
-        for forward in forwards:
-            self._paths_of.setdefault(forward.node, []).append(forward.path)
-        self._steady = SteadyNetworks(reading.script)
         self._functions, self._calls_run = reading.functions, reading.calls_run
         attributes = (node for node in nodes.of(ast.Attribute) if isinstance(node.ctx, ast.Store))
         self._stored = {path_of(node) for node in attributes}
         self._helpers = Helpers(reading, self._networks)
+        self._draws = MayDraw(reading, self._helpers)
+        self.networks_of, self.may_draw = self._draws.networks_of, self._draws
         self._shared = SharedParameters(reading.script)
+
+    def blocks(self) -> list[list[ast.stmt]]:
+        """The blocks that backwards of the manager stand in."""
+        backwards = [
+            call for call in self._reading.calls_to(self.backward) if len(call.args) == 1 and not call.keywords
+        ]
+        plain = map(self._reading.blocks.statement_of, backwards)
+        return list({id(block): block for block in map(self._reading.blocks.block_of, plain)}.values())
+
+    def ends(self, block: list[ast.stmt]) -> list[int]:
+        """The indices of the backwards in a block."""
+        return [index for index, one in enumerate(block) if only_calls(one, self.backward)]
+
+    def leaves_effect(self, statement: ast.stmt) -> bool:
+        """Whether functions of the file that a statement runs leave something behind in objects."""
+        return self._helpers.lasting_effect(statement) is not None
+
+    def is_of_manager(self, statement: ast.stmt) -> bool:
+        """Whether a statement is a backward or a step of the manager."""
+        return any(only_calls(statement, f"{self._manager}.{method}") for method in ("backward", "step", "unscale_"))
 
     def of(self, block: list[ast.stmt]) -> Iterator[tuple[int, list[int]]]:
         """The indices of backwards in a block, or of their last steps, with those of what may move behind them."""
-        ends = [index for index, one in enumerate(block) if only_calls(one, self.backward)]
+        ends = self.ends(block)
         for number, end in enumerate(ends[:-1]):
             first = ends[number - 1] + 1 if number else 0
-            steps = self._steps(block[end + 1 : ends[number + 1]])
+            steps = self.steps(block[end + 1 : ends[number + 1]])
             for moved in self._others(block, first, end):
-                passes = moved and all(self._may_move(block, index, moved, end) for index in moved)
-                if passes and all(self._may_follow(step, block[index]) for step in steps for index in moved):
+                passes = moved and all(self.may_move(block, index, moved, end) for index in moved)
+                if passes and all(self.may_follow(step, block[index]) for step in steps for index in moved):
                     yield max([end, *map(block.index, steps)]), moved
                     break
 
-    def _steps(self, behind: list[ast.stmt]) -> list[ast.stmt]:
+    def steps(self, behind: list[ast.stmt]) -> list[ast.stmt]:
         """Behind a backward, all that clips, steps and resets up to the last step; what else there is stays there."""
         last = max((index for index, one in enumerate(behind) if only_calls(one, f"{self._manager}.step")), default=-1)
         return behind[: last + 1]
 
-    def _may_follow(self, step: ast.stmt, statement: ast.stmt) -> bool:
+    def may_follow(self, step: ast.stmt, statement: ast.stmt) -> bool:
         """Whether a statement means the same behind the step of an optimizer: it reads nothing that it steps."""
         if is_zero_grad(step) or is_remark(step):
             return not names_bound(step) & (names_read(statement) | names_bound(statement))
@@ -138,7 +148,7 @@ class _Turns:
 
         First with networks that run ahead of its own, then without.
         """
-        needed = self._dependences(block, first, end)
+        needed = self.dependences(block, first, end)
         running = min((index for index in needed if self._runs_network(block[index])), default=end)
         others = [
             index
@@ -152,7 +162,8 @@ class _Turns:
                 for start in dict.fromkeys([starts[0], *[index for index in starts if index >= running][:1]])
             )
 
-    def _dependences(self, block: list[ast.stmt], first: int, end: int) -> set[int]:
+    def dependences(self, block: list[ast.stmt], first: int, end: int) -> set[int]:
+        """The indices, from one on, of what a backward depends on."""
         names, paths = names_read(block[end]), paths_read(block[end]) - {self.backward}
         found: set[int] = set()
         for index in range(end - 1, first - 1, -1):
@@ -166,7 +177,7 @@ class _Turns:
                 paths |= paths_read(statement)
         return found
 
-    def _may_move(self, block: list[ast.stmt], index: int, moved: Sequence[int], end: int) -> bool:
+    def may_move(self, block: list[ast.stmt], index: int, moved: Sequence[int], end: int) -> bool:
         """Whether a statement means the same behind a backward, and behind what stays ahead of that."""
         statement = block[index]
         staying = [block[other] for other in range(index + 1, end + 1) if other not in moved]
@@ -175,9 +186,9 @@ class _Turns:
         if any(names_bound(one) & names_read(statement) or names_bound(statement) & names_read(one) for one in resets):
             return False
         passed = [one for one in staying if one not in resets]
-        if self._may_draw(statement) and any(map(self._may_draw, passed[:-1])):
+        if self.may_draw(statement) and any(map(self.may_draw, passed[:-1])):
             return False
-        if any(self._helpers.lasting_effect(one) is not None for one in (statement, *passed[:-1])):
+        if any(map(self.leaves_effect, (statement, *passed[:-1]))):
             return False
         if leaves(statement) is not None or switches_mode(statement) or self._helpers.fetch(statement):
             return False
@@ -189,17 +200,3 @@ class _Turns:
 
     def _runs_network(self, statement: ast.stmt) -> bool:
         return not self._networks.isdisjoint(self._calls_run.by(statement))
-
-    def _may_draw(self, statement: ast.stmt) -> bool:
-        """Whether a statement may draw random numbers, as dropout does, and what is given a network or named so may.
-
-        Networks do unless all of their layers are seen to draw none.
-        """
-        if self._helpers.draw_random_numbers(statement):
-            return True
-        run = self._networks.intersection(self._calls_run.by(statement))
-        if not all(self._steady.draws_nothing(path) for call in run for path in self._paths_of[call]):
-            return True
-        calls = list(calls_in(statement))
-        given = (path_of(one) for call in calls for one in arguments_of(call))
-        return not self._paths.isdisjoint(given) or any(_MAY_DRAW.search(last_name(call)) for call in calls)

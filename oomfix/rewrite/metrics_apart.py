@@ -7,7 +7,7 @@ import ast
 from oomfix.rewrite.autocast_end import ended_ahead_of
 from oomfix.rewrite.calls import called_name
 from oomfix.rewrite.changes import changed_paths, overlap, paths_read
-from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope_body
+from oomfix.rewrite.liveness import FunctionNode, names_bound, nodes_of_scope, nodes_of_scope_body
 from oomfix.rewrite.reading import Reading
 from oomfix.script import TrainingLoop
 from oomfix.script.edits import Edit
@@ -55,7 +55,7 @@ def _metrics_at_the_end(block: ast.With, loop: TrainingLoop, reading: Reading) -
     read = _read_behind(block, loop, reading)
     found: list[ast.stmt] = []
     for statement in reversed(block.body):
-        runs_network = any(id(node) in forwards for node in walk(statement))
+        runs_network = any(id(call) in forwards for call in reading.calls_run.by(statement))
         bound = names_bound(statement)
         needed = bound & made or overlap(bound | changed_paths(statement), read)
         if runs_network or needed or not _is_for_effect(statement):
@@ -65,7 +65,7 @@ def _metrics_at_the_end(block: ast.With, loop: TrainingLoop, reading: Reading) -
 
 
 def _blocks_of_forwards(reading: Reading) -> dict[ast.With, TrainingLoop]:
-    """The `with` blocks around forwards in training loops, with the loops."""
+    """The `with` blocks around forwards in training loops, or around what runs them, with the loops."""
     found: dict[ast.With, TrainingLoop] = {}
     for loop in reading.loops:
         for forward in loop.forwards:
@@ -74,6 +74,11 @@ def _blocks_of_forwards(reading: Reading) -> dict[ast.With, TrainingLoop]:
                     found[parent] = loop
                 elif parent is loop.node or isinstance(parent, FunctionNode):
                     break
+        forwards, backwards = ({event.node for event in events} for events in (loop.forwards, loop.backwards))
+        for block in (node for node in nodes_of_scope(loop.node) if isinstance(node, ast.With) and node not in found):
+            run = set(reading.calls_run.by(block))
+            if not forwards.isdisjoint(run) and backwards.isdisjoint(run):
+                found[block] = loop
     return found
 
 

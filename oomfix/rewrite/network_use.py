@@ -32,6 +32,9 @@ class NetworkUse(NamedTuple):
         leads_to_loss: whether it runs one that a backward goes through, as that of a printed sample is not.
         takes: whether it hands one to a function, which may run it.
         reads: whether it looks at one, as to log the norm of its weights.
+        runs_for_no_loss: whether it calls some, and no backward goes through what these give.
+        may_draw: whether it may draw random numbers.
+        sees_mode: of a statement that switches one, whether nodes may look at its mode.
     """
 
     runs: Callable[[ast.AST], bool]
@@ -39,6 +42,9 @@ class NetworkUse(NamedTuple):
     leads_to_loss: Callable[[ast.AST], bool]
     takes: Callable[[ast.AST], bool]
     reads: Callable[[ast.AST], bool]
+    runs_for_no_loss: Callable[[ast.AST], bool]
+    may_draw: Callable[[ast.AST], bool]
+    sees_mode: Callable[[ast.stmt, Sequence[ast.AST]], bool]
 
 
 def forwards_of(reading: Reading) -> list[Forward]:
@@ -75,6 +81,28 @@ class ReadsNetwork:
 
     def __call__(self, node: ast.AST) -> bool:
         return any(overlap(self._networks, paths_read(one)) for one in (node, *self._calls_run.by(node)))
+
+
+class RunsForNoLoss:
+    """Whether a node calls networks, `model(x)`, and no backward of the script goes through what they give.
+
+    A method of a network may count what it is asked, and a backward that runs it again.
+
+    Args:
+        calls_run: the calls that run in a node.
+        forwards: those of the script.
+        backwards: those of the script.
+    """
+
+    def __init__(self, calls_run: CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
+        self._calls_run = calls_run
+        through = {origin for event in backwards for origin in event.origins}
+        self._forwards: set[ast.AST] = {forward.node for forward in forwards}
+        self._others = {one.node for one in forwards if not one.direct or one.origin in through}
+
+    def __call__(self, node: ast.AST) -> bool:
+        run = self._forwards.intersection(self._calls_run.by(node))
+        return bool(run) and run.isdisjoint(self._others)
 
 
 class TrainsNetwork:

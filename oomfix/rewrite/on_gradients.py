@@ -11,7 +11,7 @@ from oomfix.rewrite.collectives import is_collective
 from oomfix.rewrite.liveness import COMPREHENSIONS, nodes_of_scope
 from oomfix.script.named_like import looks_like_optimizer
 from oomfix.script.names import last_name, last_of, path_of
-from oomfix.script.nodes import arguments_of
+from oomfix.script.nodes import arguments_of, only_argument
 
 CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)
 """What clips gradients, or asks for their norm: `clip_grad_norm_`, `gradient_clipping`, `clip_gnorm`."""
@@ -31,6 +31,12 @@ _ABOUT_RATES = re.compile(r"lr|learning_?rate|warm_?up|sched|anneal|log|print|re
 
 _STEPPING = frozenset("step backward".split())
 
+_TOLD_OF_STEPS = re.compile(
+    r"(^|_)((p|progress_?)?bar|progress|meters?|metrics?|scores?|stats?|(stats?_?)?keeper|logger|recorder|history)$|"
+    r"[a-z](Meter|Metric|Logger|Keeper)s?$"
+)
+"""Objects whose `step(...)` is told how far training is: `metrics.step(loss=loss)`."""
+
 
 def is_zero_grad(statement: ast.stmt) -> bool:
     """Whether a statement only drops or zeroes gradients, all of them or those of some of its branches."""
@@ -41,6 +47,19 @@ def is_zero_grad(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.If):
         return all(map(is_zero_grad, (*statement.body, *statement.orelse))) and not any(calls_in(statement.test))
     return False
+
+
+def frees_gradients_of(statement: ast.stmt, path: str | None) -> bool:
+    """Whether a statement frees an optimizer's gradients; filled with zeros, they go on moving momenta."""
+    return (
+        path is not None
+        and isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Attribute)
+        and statement.value.func.attr == "zero_grad"
+        and path_of(statement.value.func.value) == path
+        and getattr(only_argument(statement.value), "value", None) is not False
+    )
 
 
 def _zeroes_gradient(call: ast.Call) -> bool:
@@ -81,9 +100,13 @@ def may_reset_gradients(statement: ast.stmt) -> bool:
             return True
         for call in _calls_for_effect(node):
             owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-            harmless = _HARMLESS.search(last_name(call)) or (
-                owner is not None
-                and (OUTPUT_RECEIVERS.search(object_changed(owner)) or _RECORDS.search(last_of(path_of(owner))))
+            harmless = (
+                _HARMLESS.search(last_name(call))
+                or only_tells_of_step(call)
+                or (
+                    owner is not None
+                    and (OUTPUT_RECEIVERS.search(object_changed(owner)) or _RECORDS.search(last_of(path_of(owner))))
+                )
             )
             if not harmless and not _averages_a_result(call, statement):
                 return True
@@ -114,4 +137,12 @@ def _averages_a_result(call: ast.Call, statement: ast.stmt) -> bool:
 
 def trains(node: ast.AST) -> bool:
     """Whether a node runs a backward or a step."""
-    return any(last_name(call) in _STEPPING for call in calls_in(node))
+    return any(last_name(call) in _STEPPING and not only_tells_of_step(call) for call in calls_in(node))
+
+
+def only_tells_of_step(call: ast.Call) -> bool:
+    """`metrics.step(loss=loss)`, `bar.step(1)`: an optimizer's step is given nothing, or a function."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "step" else None
+    if owner is None or (not call.args and not call.keywords) or not _TOLD_OF_STEPS.search(last_of(path_of(owner))):
+        return False
+    return not _takes_optimizer(call) and not any(isinstance(one, ast.Lambda) for one in arguments_of(call))

@@ -273,6 +273,7 @@ class _Models:
 
     def __init__(self, blocks: Blocks, functions: FunctionsCalled) -> None:
         self._blocks, self._functions = blocks, functions
+        self._known: dict[Place, list[Place]] = {}
 
     def place(self, path: str, node: ast.AST) -> Place:
         """A path as it stands at a node: attributes of `self` belong to the class."""
@@ -291,7 +292,7 @@ class _Models:
         found: set[Place] = set()
         for _ in range(_MOST_CALLS):
             found |= layer
-            layer = {origin for place in layer for origin in self._origins(place)} - found
+            layer = {origin for place in layer for origin in self._origins_of(place)} - found
         return found
 
     def _run_as(self, forward: Forward) -> Iterator[Place]:
@@ -307,6 +308,12 @@ class _Models:
         methods = [one.name for one in place.owner.body if isinstance(one, FunctionNode)]
         called = isinstance(place.owner, ast.ClassDef) and place.path.removeprefix("self.") in methods
         return self.place("self", node) if called else place
+
+    def _origins_of(self, place: Place) -> list[Place]:
+        """What a model is called where it comes from: found out once, for all loops that use it."""
+        if place not in self._known:
+            self._known[place] = list(dict.fromkeys(self._origins(place)))
+        return self._known[place]
 
     def _origins(self, place: Place) -> Iterator[Place]:
         owner, path = place

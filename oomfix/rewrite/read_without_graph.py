@@ -37,7 +37,7 @@ def is_read_without_graph(name: ast.Name, blocks: Blocks) -> bool:
 
 
 def makes_constant(statement: ast.stmt) -> bool:
-    """`valid = torch.ones(len(x), 1).to(device)`, `noise = (torch.rand(len(x), 8) - 0.5) / 0.5`."""
+    """`valid = torch.ones(len(x), 1).to(device)`, `z = Variable(torch.randn(8, 2))`, `z = torch.rand(8) / 0.5`."""
     return isinstance(statement, ast.Assign) and _is_constant(statement.value)
 
 
@@ -53,5 +53,7 @@ def _is_constant(value: ast.expr) -> bool:
             return _is_constant(moved)
         case ast.Call(keywords=keywords) if not any(keyword.arg == "requires_grad" for keyword in keywords):
             module, _, name = (path_of(value.func) or "").rpartition(".")
+            if name == "Variable" and len(value.args) == 1:
+                return _is_constant(value.args[0])
             return module == "torch" and name.removesuffix("_like") in TORCH_GRAPH_FREE - _PASSING_GRAPHS_ON
     return False

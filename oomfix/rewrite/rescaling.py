@@ -9,7 +9,8 @@ from oomfix.rewrite.amp import without_scaler
 from oomfix.rewrite.calls import calls_in
 from oomfix.rewrite.lift import Site
 from oomfix.rewrite.liveness import names_bound, names_read
-from oomfix.script.names import path_of
+from oomfix.script.names import last_name, path_of
+from oomfix.script.nodes import walk
 
 
 def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], list[ast.stmt]] | None:
@@ -32,6 +33,9 @@ def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], lis
     if isinstance(statement, ast.Assign) and [path_of(target) for target in statement.targets] == [loss]:
         value = statement.value
     elif isinstance(statement, ast.AugAssign) and path_of(statement.target) == loss:
+        between = site.block[chosen[0] : chosen[-1]]
+        if any(_may_be_kept(loss, other) for other in between if other not in others):
+            return None  # what is kept of it is divided with it, in place
         value = ast.BinOp(ast.Name(loss, ast.Load()), statement.op, statement.value)
     else:
         return None
@@ -49,6 +53,22 @@ def _is_told_in_branch(site: Site, loss: str) -> bool:
     """Whether the branch of the backward has another use for the loss, which it would find undivided."""
     branch = [] if site.branch is None else [*site.branch.body, *getattr(site.branch, "orelse", ())]
     return any(loss in names_read(other) | names_bound(other) for other in branch if other is not site.statement)
+
+
+def _may_be_kept(loss: str, statement: ast.stmt) -> bool:
+    """Whether a statement keeps the loss itself, or what shares its memory: `kept.append(loss.detach())`."""
+    computing = [node for node in walk(statement) if _computes(node)]
+    read = {id(node) for one in computing for node in walk(one)}
+    return any(isinstance(node, ast.Name) and node.id == loss and id(node) not in read for node in walk(statement))
+
+
+def _computes(node: ast.AST) -> bool:
+    """`loss.item()`, `total += loss`, `0.9 * mean + loss`, and what is printed: all of them leave the loss alone."""
+    if isinstance(node, ast.Call):
+        return last_name(node) in ("item", "tolist", "float", "int", "print", "isnan", "isfinite", "isinf")
+    if isinstance(node, ast.AugAssign):
+        return not isinstance(node.value, ast.List | ast.Tuple)
+    return isinstance(node, ast.BinOp | ast.Compare | ast.JoinedStr)
 
 
 def _reduces(call: ast.Call, loss: str) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import Scope, names_bound, names_read, nodes_of_scope, nodes_of_scope_body
-from oomfix.rewrite.on_gradients import CLIPPING
+from oomfix.rewrite.on_gradients import CLIPPING, frees_gradients_of
 from oomfix.rewrite.out_of_sight import OutOfSight
 from oomfix.rewrite.reading import Reading
 from oomfix.rewrite.scale import reads_gradients
@@ -19,7 +19,7 @@ from oomfix.rewrite.step_functions import StepFunction
 from oomfix.rewrite.verdict import Verdict
 from oomfix.script import Script
 from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import only_argument, walk
+from oomfix.script.nodes import walk
 
 
 class Resets:
@@ -38,7 +38,7 @@ class Resets:
         """`optimizer.zero_grad()` behind the step in its block, where nothing in between looks at gradients."""
         block = self._blocks.block_of(step)
         for other in block[block.index(step) + 1 :]:
-            if _resets(other, optimizer):
+            if frees_gradients_of(other, optimizer):
                 return other
             if reads_gradients(other) or leaves(other) or _calls_backward(other) or not isinstance(other, ast.Expr):
                 return None
@@ -69,7 +69,7 @@ class Resets:
         block = self._blocks.block_of(step)
         if backward not in block or block.index(backward) > block.index(step):
             return None
-        reset = next((other for other in block[: block.index(backward)] if _resets(other, optimizer)), None)
+        reset = next((other for other in block[: block.index(backward)] if frees_gradients_of(other, optimizer)), None)
         if reset is None or any(map(skips_if_diverged, block[: block.index(reset)])):
             return None
         passed = block[block.index(reset) : block.index(step)]
@@ -90,7 +90,7 @@ class Resets:
         if any(self._goes_on_with_gradients(verdict, step, optimizer) for verdict in self._verdicts):
             return False
         for backward in self._backwards_by_scope.get(self._blocks.scope_of(step), ()):
-            reset = next((other for other in self._run_ahead(backward) if _resets(other, optimizer)), None)
+            reset = next((other for other in self._run_ahead(backward) if frees_gradients_of(other, optimizer)), None)
             if reset is not None and self._is_only_step_between(step, backward):
                 return not self._readers_in_loop(reset, step) and not self._are_needed_first(step, optimizer)
         return False
@@ -124,7 +124,8 @@ class Resets:
         """Whether one of the optimizers is always reset behind a step and ahead of what comes next, or comes round."""
         follows = self._blocks.scope_of(step) is self._blocks.scope_of(other) and other.lineno > step.lineno
         follows = follows and not self._blocks.exclude_each_other(step, other)
-        resets = (one for one in self._run_ahead(other) if any(_resets(one, optimizer) for optimizer in optimizers))
+        ahead = self._run_ahead(other)
+        resets = (one for one in ahead if any(frees_gradients_of(one, optimizer) for optimizer in optimizers))
         return any(one.lineno > step.lineno or not follows for one in resets)
 
     def _goes_on_with_gradients(self, verdict: Verdict, step: ast.stmt, optimizer: str) -> bool:
@@ -133,7 +134,8 @@ class Resets:
         if inside or all(other.optimizer != optimizer for other in verdict.steps):
             return False
         backwards = [self._blocks.statement_of(event.node) for event in verdict.backwards]
-        return not any(_resets(other, optimizer) for backward in backwards for other in self._run_ahead(backward))
+        ahead = (other for backward in backwards for other in self._run_ahead(backward))
+        return not any(frees_gradients_of(other, optimizer) for other in ahead)
 
     @cached_property
     def _one_optimizer(self) -> bool:
@@ -219,19 +221,6 @@ def _is_made_again(node: ast.Call, blocks: Blocks) -> bool:
 def _all_within(calls: Iterable[ast.Call], statements: Sequence[ast.stmt]) -> bool:
     within = {id(node) for statement in statements for node in walk(statement)}
     return all(id(call) in within for call in calls)
-
-
-def _resets(statement: ast.stmt, path: str | None) -> bool:
-    """Whether a statement frees an optimizer's gradients; filled with zeros, they go on moving momenta."""
-    return (
-        path is not None
-        and isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Call)
-        and isinstance(statement.value.func, ast.Attribute)
-        and statement.value.func.attr == "zero_grad"
-        and path_of(statement.value.func.value) == path
-        and getattr(only_argument(statement.value), "value", None) is not False
-    )
 
 
 def _calls_backward(statement: ast.stmt) -> bool:

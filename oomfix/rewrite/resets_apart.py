@@ -1,10 +1,11 @@
-"""Resets of gradients in a branch beside the forward, moved to the branch of the backward that is taken with it."""
+"""Resets of gradients beside a forward, moved out: to the branch of the backward, or ahead of autocast."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from oomfix.rewrite.changes import paths_read
 from oomfix.rewrite.layout import Layout
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.liveness import names_bound, names_read
@@ -24,9 +25,9 @@ def reset_edits(reading: Reading) -> list[Edit]:
 
     `if phase == "train": optimizer.zero_grad(); out = model(x)`, with another forward in its `else`, and further down
     `if phase == "train": loss.backward()`. Beside the forward, each part of a batch would drop what the parts before
-    have added.
+    have added. A reset in a block of autocast, behind the forward there, moves ahead of that.
     """
-    edits: list[Edit] = []
+    edits: list[Edit] = [edit for reset in _resets_in_autocast(reading) for edit in _moved_ahead(reset, reading)]
     for backward in {id(event.node): event.node for loop in reading.loops for event in loop.backwards}.values():
         statement = reading.blocks.statement_of(backward)
         for reset in _resets_ahead(statement, reading):
@@ -50,6 +51,42 @@ def _resets_ahead(backward: ast.stmt, reading: Reading) -> Iterator[ast.Expr]:
             between = [*other.body[place + 1 :], *until[number + 1 :]]
             if not any(_minds(one, decision.test) or names_bound(one) & names_read(reset) for one in between):
                 yield reset
+
+
+def _resets_in_autocast(reading: Reading) -> Iterator[ast.Expr]:
+    """The resets in blocks of autocast in training loops, with nothing of gradients ahead of them there."""
+    inside = {node for loop in reading.loops for node in walk(loop.node)}
+    for block in reading.script.imports.nodes.of(ast.With):
+        if block not in inside or not reading.amp.is_autocast(block):
+            continue
+        for index, reset in enumerate(block.body):
+            ahead = block.body[:index]
+            if not isinstance(reset, ast.Expr) or not is_zero_grad(reset):
+                if leaves(reset) or reads_gradients(reset) or trains(reset):
+                    break
+            elif not any(names_bound(one) & names_read(reset) for one in (*ahead, *block.items)):
+                if not any(_stores(one) & paths_read(reset) for one in ahead):
+                    yield reset
+
+
+def _stores(statement: ast.stmt) -> set[str | None]:
+    """The `zero_grad` of what a statement, or one in its blocks, assigns to attributes."""
+    stored = (node for node in walk(statement) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {f"{path_of(node)}.zero_grad" for node in stored}
+
+
+def _moved_ahead(reset: ast.Expr, reading: Reading) -> list[Edit]:
+    """The edits that put a reset, with its comments, ahead of the block it stands in."""
+    layout, block = reading.layout, next(reading.blocks.ancestors(reset))
+    assert isinstance(block, ast.With)
+    lines, own = layout.chunk(reset, block.body, block.lineno), layout.own_lines(block)
+    if lines is None or own is None or len(block.body) == 1:
+        return []
+    place = layout.whole(own)[0]
+    text = layout.moved(lines, layout.margin(reset), layout.margin(block))
+    below = layout.source.lines[lines.last]
+    gone = lines._replace(last=lines.last + 1) if reset is block.body[0] and not below.strip() else lines
+    return [Edit(*layout.whole(gone), ""), Edit(place, place, "".join(line + layout.newline for line in text))]
 
 
 def _is_plain(test: ast.expr) -> bool:

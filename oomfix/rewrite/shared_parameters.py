@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
 from oomfix.rewrite.changes import overlap
+from oomfix.rewrite.given_parameters import GivenParameters
 from oomfix.script import Script
 from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import arguments_of, children
+from oomfix.script.nodes import arguments_of, children, walk
 
 _OF_NETWORKS = frozenset("parameters named_parameters modules named_modules children named_children".split())
 _ADDING = frozenset({"append", "extend", "add_param_group"})
@@ -31,7 +32,10 @@ class SharedParameters:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self._bound: dict[str, list[ast.expr]] = {}
+        parameters = GivenParameters(script)
+        self._bound = {name: list(values) for name, values in parameters.given.items() if name not in parameters.unseen}
+        self._unseen = parameters.unseen
+        self._classes = {node.name: node for node in script.imports.nodes.of(ast.ClassDef)}
         for node in script.imports.nodes:
             for target, value in (*bindings(node), *_added(node)):
                 if (path := path_of(target)) is not None:
@@ -41,6 +45,37 @@ class SharedParameters:
         """Whether two optimizers, given by path, may step the same parameters; one from elsewhere may step any."""
         own, others = self._stepped(optimizer), self._stepped(other)
         return optimizer == other or not own or not others or self._have_common(own, others)
+
+    def is_made_for(self, optimizer: str, network: str) -> bool:
+        """Whether an optimizer is seen to step all of a network, by its path."""
+        return network in self._stepped(optimizer)
+
+    def is_made_for_all(self, optimizer: str, network: str) -> bool:
+        """Whether an optimizer is seen to step one network and nothing else: `Adam(net.parameters())`.
+
+        Names that functions have for them are theirs wherever they are given no others.
+        """
+        made = [value for value in self._bound.get(optimizer, ()) if path_of(value) != optimizer]
+        others = {path_of(value) for value in self._bound.get(network, ())} - {None, network}
+        return (
+            bool(made)
+            and not others
+            and self._unseen.isdisjoint((optimizer, network))
+            and all(
+                isinstance(value, ast.Call)
+                and self._script.is_optimizer_class(value.func)
+                and [ast.unparse(given) for given in value.args[:1]] == [f"{network}.parameters()"]
+                for value in made
+            )
+        )
+
+    def may_have_parts_in_common(self, network: str, other: str) -> bool:
+        """Whether one of two networks may be a part of the other, or have one in common with it."""
+        for path in (network, other):
+            made = self._bound.get(path, [])
+            if path in self._unseen or not made or not all(isinstance(value, ast.Call) for value in made):
+                return True
+        return self._have_common(*(set(self._with_parts(path, set())) for path in (network, other)))
 
     def may_be_given(self, optimizer: str, call: ast.Call) -> bool:
         """Whether a call, such as a clip, may be given parameters that an optimizer steps."""
@@ -74,8 +109,47 @@ class SharedParameters:
 
     def _stepped(self, optimizer: str) -> set[str]:
         """The networks that an optimizer is made for; empty where that is not seen."""
+        own = self._made_for(optimizer, set())
+        owner, _, name = optimizer.rpartition(".")
+        itself = owner != "self" and self._steps_itself(owner, name, set())
+        return own or (set(self._with_parts(owner, set())) if itself else set())
+
+    def _steps_itself(self, owner: str, name: str, seen: set[str]) -> bool:
+        """Whether all that a path may be makes itself an optimizer: `self.optimizer = Adam(self.parameters())`."""
+        seen.add(owner)
+        named = [(value, path_of(value)) for value in self._bound.get(owner, ()) if path_of(value) not in seen]
+        return (
+            bool(named)
+            and owner not in self._unseen
+            and all(
+                self._steps_itself(path, name, seen) if path is not None else self._makes_own(value, name)
+                for value, path in named
+            )
+        )
+
+    def _makes_own(self, value: ast.expr, name: str) -> bool:
+        """Whether a call makes an object of the file whose attribute is an optimizer of all that it is made of."""
+        owner = self._classes.get(last_name(value)) if isinstance(value, ast.Call) else None
+        made = (
+            [one for node in walk(owner) for target, one in bindings(node) if path_of(target) == f"self.{name}"]
+            if owner
+            else []
+        )
+        return bool(made) and all(
+            isinstance(one, ast.Call)
+            and self._script.is_optimizer_class(one.func)
+            and [ast.unparse(given) for given in one.args[:1]] == ["self.parameters()"]
+            for one in made
+        )
+
+    def _made_for(self, optimizer: str, seen: set[str]) -> set[str]:
+        """The networks that an optimizer is made for under this name, or under that which a parameter is given."""
+        seen.add(optimizer)
         found: set[str] = set()
         for value in self._bound.get(optimizer, ()):
+            path = path_of(value)
+            if path is not None and path not in seen | self._unseen:
+                found |= self._made_for(path, seen)
             for call in _calls_that_give(value):
                 given = arguments_of(call)
                 if self._script.is_optimizer_class(call.func):

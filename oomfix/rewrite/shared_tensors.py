@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from oomfix.rewrite.calls import called_name
-from oomfix.rewrite.changes import CHANGING, object_changed
+from oomfix.rewrite.changes import CHANGING, object_changed, works_in_place
 from oomfix.rewrite.functions_called import FunctionsCalled
 from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.names import path_of, unpacked
@@ -24,6 +24,9 @@ _SHARING_METHODS = frozenset(
     "pop popleft popitem setdefault values items copy reduce deque".split()
 )
 """Methods whose result may share memory with what they are called on or given, or hold it."""
+
+_MOVING = frozenset({"to", "type", "cpu", "cuda"})
+"""Methods that are given where their tensor is to be, or what type it is to have."""
 
 _SHARING_FUNCTIONS = frozenset(
     "next iter max min reduce list tuple dict zip sorted reversed enumerate filter deque".split()
@@ -136,7 +139,7 @@ def _gives_the_same(call: ast.Call) -> bool:
 def _is_in_place(call: ast.Call) -> bool:
     """`one.mul_(2)`, `F.relu_(one)`, `F.relu(one, inplace=True)`."""
     name = called_name(call)
-    return (name.endswith("_") and not name.endswith("__")) or any(one.arg == "inplace" for one in call.keywords)
+    return works_in_place(name) or any(one.arg == "inplace" for one in call.keywords)
 
 
 def _may_be(node: ast.expr) -> Iterator[str]:
@@ -159,6 +162,8 @@ def _may_be(node: ast.expr) -> Iterator[str]:
             parts = [node.value, *(generator.iter for generator in node.generators)]
         case ast.ListComp() | ast.GeneratorExp():
             parts = [node.elt, *(generator.iter for generator in node.generators)]
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _MOVING:
+            parts = [owner]
         case ast.Call() if _gives_the_same(node) or _is_in_place(node):
             parts = _given(node)
     for part in parts:

@@ -23,7 +23,9 @@ from oomfix.rewrite.bound_on_some_ways import (
     loss_of_some_ways,
     missed_otherwise,
 )
+from oomfix.rewrite.bound_under_a_test import asks_for_rows, test_of_binding
 from oomfix.rewrite.calls import calls_in
+from oomfix.rewrite.changes import changed_paths
 from oomfix.rewrite.constant_tests import ConstantTests
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.lift import CannotLift, Lift, Site
@@ -37,6 +39,7 @@ from oomfix.rewrite.liveness import (
     nodes_of_scope,
     nodes_of_scope_body,
 )
+from oomfix.rewrite.own_closures import of_own_closures
 from oomfix.rewrite.unsure_inputs import read_at_once, tests_of
 from oomfix.script.names import last_name
 from oomfix.script.nodes import blocks, children, walk
@@ -69,6 +72,8 @@ class Signature:
         """Names that are bound on every way on which the loss is."""
         self._own: set[str] = set()
         """Names bound only on some ways through the slice, and read on the same ones, or where all others fail."""
+        self._not_given: set[str] = set()
+        """Names of the slice whose values are never those from before."""
 
     def find_outputs(self, lift: Lift) -> None:
         """Set the outputs: what the slice binds and something reads later.
@@ -82,6 +87,7 @@ class Signature:
         while lift.after and lift.after[-1] in lift.rescaled and not names_bound(lift.after[-1]) & live:
             lift.after.pop()
         live = self._liveness.before(lift.after, live) if lift.after else live
+        live -= of_own_closures(lift, self._liveness)
         lift.underscore_is_taken = "_" in live or _is_from_outside("_", lift.site.scope)
         bound = _in_order(lift.lifted)
         if lift.all_names_are_read:
@@ -105,6 +111,9 @@ class Signature:
                 if name not in others and self._bound_where_read(name, lift.lifted):
                     self._own.add(name)
                     continue
+                if name != lift.loss and self._is_bound_under_a_test(name, lift):
+                    lift.outputs.append(name)
+                    continue
                 if name in _bound_in_expressions(lift.lifted):
                     raise CannotLift(f"{name} is read later, and bound within an expression")
                 raise CannotLift(f"{name} is read later, and only bound on some ways through the slice")
@@ -114,6 +123,16 @@ class Signature:
                 lift.outputs.append(name)
         if lift.loss in self._liveness.always & set(bound):
             lift.loss_is_read = True
+
+    def _is_bound_under_a_test(self, name: str, lift: Lift) -> bool:
+        """Note the test under which a slice binds a name, if there is one."""
+        test = None if name in self._liveness.always or lift.all_names_are_read else test_of_binding(name, lift)
+        if test is None:
+            return False
+        lift.bound_if[name] = test
+        if name not in names_read(lift.site.root) and self._bound_where_read(name, lift.lifted):
+            self._own.add(name)
+        return True
 
     def _read_behind_in_any_case(self, lift: Lift) -> set[str]:
         """The names that a slice binds under tests of settings, and that are read behind its backward in any case.
@@ -189,17 +208,20 @@ class Signature:
         Raises:
             CannotLift: a parameter may have no value yet.
         """
-        returned = names_read(lift.site.root) | set(lift.outputs) - self._bound_with_network
+        returned = names_read(lift.site.root) | set(lift.outputs) - self._bound_with_network - lift.bound_if.keys()
         read = self._liveness.before(lift.lifted, returned - self._bound_with_loss)
         rebound = {name for statement in lift.lifted for name in names_bound(statement)}
-        data = self._batch_names.of(lift, read) | {name for one in lift.kept for name in names_bound(one)} & read
+        data = self._batch_names.of(lift, read) | {name for one in lift.kept for name in _made_or_filled(one)} & read
         bound = self._bound_ahead_of(lift) | (data - bound_anywhere(lift.site.scope)) | _read_in_any_case(lift)
-        if unsure := (read & rebound) - self._own - bound:
+        self._not_given = self._own | self._tests.never_from_before(lift) - bound
+        if unsure := (read & rebound) - self._not_given - bound:
             raise CannotLift(f"{sorted(unsure)[0]} may have no value yet where the slice reads it")
         # what is passed is read at once, even where the slice would not have come to it
-        lift.given_if = tests_of(data - bound - returned - self._own, self._ahead_of(lift), lift.lifted)
-        wanted = ((data & bound) | (read & rebound) | lift.given_if.keys()) - self._own
+        lift.given_if = tests_of(data - bound - returned - self._not_given, self._ahead_of(lift), lift.lifted)
+        wanted = ((data & bound) | (read & rebound) | lift.given_if.keys()) - self._not_given
         lift.inputs = [name for name in _reading_order(lift) if name in wanted]
+        if rows := [name for name, test in lift.bound_if.items() if asks_for_rows(test, lift)]:
+            raise CannotLift(f"{rows[0]} is read later, and only bound where rows of the batch say so")
 
     def check_deletes(self, lift: Lift) -> None:
         """Whether what the slice deletes is its own by then: `with autocast(): out = model(x); del x; loss = ...`.
@@ -262,6 +284,11 @@ class Signature:
         if lift.all_names_are_read or statement not in lift.site.block[1:]:
             return False
         return names_bound(statement).isdisjoint(_read_outside(lift) | self._liveness.always)
+
+
+def _made_or_filled(statement: ast.stmt) -> set[str]:
+    """`old` of `old = pool.query(fake)`, `label` of `label.fill_(1)`."""
+    return names_bound(statement) | {path.split(".")[0] for path in changed_paths(statement)}
 
 
 def _always_deleted(loop: Loop) -> set[str]:

@@ -10,9 +10,10 @@ from typing import TypeGuard
 from oomfix.rewrite.calls import called_name
 from oomfix.rewrite.leaving import leaves
 from oomfix.rewrite.lift import CannotLift, Lift
-from oomfix.rewrite.liveness import nodes_of_scope
+from oomfix.rewrite.liveness import FunctionNode, nodes_of_scope
 from oomfix.rewrite.on_gradients import is_zero_grad
 from oomfix.rewrite.reading import Reading
+from oomfix.rewrite.shared_parameters import SharedParameters
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
 
@@ -89,9 +90,7 @@ class SkippedBatches:
         ahead = block[: block.index(lift.site.end)]
         for statement in lift.after:
             if skips_if_diverged(statement):
-                resets = self._resets([*ahead, *statement.body])
-                stays = self._is_used_elsewhere(block[block.index(lift.site.end) + 1 :])
-                if stays or self._backward_raises or not self._stepped <= resets:
+                if self._backward_raises or not self._drops_gradients(statement, lift):
                     keyword = leaves(statement)
                     raise CannotLift(f"`{keyword}` in line {statement.lineno} stands between forward and backward")
             elif not any(map(is_zero_grad, ahead)):
@@ -99,35 +98,70 @@ class SkippedBatches:
                 if raises and self._blocks.may_be_skipped_by_exceptions(statement, self._calls_of):
                     raise CannotLift(f"line {raises[0].lineno} may skip the batch between forward and backward")
 
-    def _is_used_elsewhere(self, skipped: list[ast.stmt]) -> bool:
-        """Whether something steps or reads gradients that is not among the statements that are skipped as well."""
-        inside = {node for statement in skipped for node in walk(statement)}
-        read = (
-            node
-            for node in self._script.imports.nodes.of(ast.Attribute)
-            if node.attr == "grad" and isinstance(node.ctx, ast.Load)
-        )
-        return any(node not in inside for node in (*self._steps, *read))
+    def _drops_gradients(self, skip: ast.If, lift: Lift) -> bool:
+        """Whether gradients of skipped batches are reset by the skip itself, or by whatever comes next to them."""
+        block, end = lift.site.block, lift.site.block.index(lift.site.end)
+        skipped = {node for statement in block[end + 1 :] for node in walk(statement)}
+        by_skip = {path for path in self._steps.values() if self._reset(path, skip.body)}
+        own = {path for call, path in self._steps.items() if call in skipped}
+        if not all(self._reset(path, [*block[:end], *skip.body]) for path in own):
+            return False
+        steps = [(call, path) for call, path in self._steps.items() if call not in skipped and path not in by_skip]
+        if not all(self._begins_anew(call, path, skip) for call, path in steps):
+            return False
+        readers = [node for node in self._readers if node not in skipped]
+        open_paths = set(self._steps.values()) - by_skip
+        return all(self._begins_anew(node, path, skip) for node in readers for path in open_paths)
+
+    def _begins_anew(self, node: ast.expr, optimizer: str | None, skip: ast.If) -> bool:
+        """Whether gradients are reset ahead of what uses them, in its own iteration, with no skip in between."""
+        current: ast.AST = self._blocks.statement_of(node)
+        while isinstance(current, ast.stmt) and not isinstance(current, FunctionNode):
+            block = self._blocks.block_of(current)
+            around = any(one is skip for statement in block for one in walk(statement))
+            for reset in block[: block.index(current)]:
+                if self._reset(optimizer, [reset]) and not (around and reset.lineno < skip.lineno < node.lineno):
+                    return True
+            current = next(self._blocks.ancestors(current))
+            if isinstance(current, ast.For | ast.AsyncFor | ast.While):
+                return False
+        return False
+
+    def _reset(self, optimizer: str | None, statements: Iterable[ast.stmt]) -> bool:
+        """Whether `zero_grad()` is called of an optimizer, or of the network that it steps."""
+        calls = (one.value for one in statements if isinstance(one, ast.Expr) and is_zero_grad(one))
+        methods = (call.func for call in calls if isinstance(call, ast.Call))
+        paths = {path_of(method.value) for method in methods if isinstance(method, ast.Attribute)} - {None}
+        if optimizer is None:
+            return False
+        made_for = self._shared.is_made_for_all
+        return any(path == optimizer or made_for(optimizer, path) for path in paths if path is not None)
 
     @cached_property
-    def _steps(self) -> list[ast.Call]:
-        calls = self._script.calls_of_method("step")
-        return [call for call in calls if path_of(call.func) == f"{self._manager}.step" and call.args]
+    def _shared(self) -> SharedParameters:
+        return SharedParameters(self._script)
 
     @cached_property
-    def _stepped(self) -> set[str | None]:
-        """The access paths of the optimizers that step; None for one without."""
-        return {path_of(call.args[0]) for call in self._steps}
+    def _steps(self) -> dict[ast.Call, str | None]:
+        """The steps of the manager and of optimizers that are left alone, each with the path of its optimizer."""
+        found: dict[ast.Call, str | None] = {}
+        reset = {path_of(call.func) for call in self._script.calls_of_method("zero_grad")}
+        for call in self._script.calls_of_method("step"):
+            owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+            if owner == self._manager and call.args:
+                found[call] = path_of(call.args[0])
+            elif owner != self._manager and f"{owner}.zero_grad" in reset:
+                found[call] = owner
+        return found
+
+    @cached_property
+    def _readers(self) -> list[ast.Attribute]:
+        """Where gradients are read."""
+        attributes = self._script.imports.nodes.of(ast.Attribute)
+        return [node for node in attributes if node.attr == "grad" and isinstance(node.ctx, ast.Load)]
 
     @cached_property
     def _backward_raises(self) -> bool:
         """Whether the script looks for anomalies: the backward of a loss that is no number then raises."""
         calls = self._script.imports.nodes.of(ast.Call)
         return any(last_name(call) in ("set_detect_anomaly", "detect_anomaly") for call in calls)
-
-    @staticmethod
-    def _resets(statements: Iterable[ast.stmt]) -> set[str | None]:
-        """The access paths of what `zero_grad()` is called of."""
-        calls = (one.value for one in statements if isinstance(one, ast.Expr) and is_zero_grad(one))
-        methods = (call.func for call in calls if isinstance(call, ast.Call))
-        return {path_of(method.value) for method in methods if isinstance(method, ast.Attribute)} - {None}

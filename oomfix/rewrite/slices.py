@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from oomfix.rewrite.asked_graphs import with_asserts
 from oomfix.rewrite.batch_names import BatchNames
 from oomfix.rewrite.between import Between, is_start
 from oomfix.rewrite.calls import called_name, calls_in
@@ -32,6 +33,7 @@ from oomfix.rewrite.on_gradients import is_zero_grad, keeps_gradients
 from oomfix.rewrite.outside_of_functions import OutsideOfFunctions
 from oomfix.rewrite.pools import exchanged
 from oomfix.rewrite.read_between import with_readers
+from oomfix.rewrite.refilled_tensors import refilled
 from oomfix.rewrite.rescaling import without_scaling
 from oomfix.rewrite.rows_by_number import why_by_number
 from oomfix.rewrite.rows_in_turn import why_in_turn
@@ -122,8 +124,10 @@ class Slicer:
     def _lift(self, site: Site, chosen: list[int], end: int, rescaled: Sequence[ast.stmt] = ()) -> Lift:
         chosen = with_empty_starts(site.block, _with_guards(site.block, chosen))
         chosen = with_readers(site.block, chosen, site.root, self._helpers)
+        chosen = with_asserts(site.block, chosen, end)
         kept = taken_by_number(site, chosen, self._runs_forward, self._filled)
         kept += exchanged(site, [index for index in chosen if index not in kept], self._runs_forward, self._helpers)
+        kept += refilled(site, [index for index in chosen if index not in kept], self._helpers)
         chosen = _with_remarks(site.block, [index for index in chosen if index not in kept])
         lifted = [site.block[index] for index in chosen]
         loss = site.root.id if isinstance(site.root, ast.Name) else None
@@ -193,7 +197,7 @@ class Slicer:
             if self._helpers.only_reset_gradients(statement) or _only_switches(statement):
                 continue
             # `memory.backward(other)` changes nothing that `with memory.autocast():` reads
-            changed = changed_paths(statement) - {self._manager}
+            changed = changed_paths(statement, but_for_gradients=True) - {self._manager}
             if not (names_bound(statement) & names or overlap(changed, paths)):
                 if not self._changes_under_another_name(statement, names, site.block[:index]):
                     continue
@@ -406,7 +410,9 @@ def _ends_if_not_finite(statement: ast.stmt) -> bool:
 
 
 def _only_switches(statement: ast.stmt) -> bool:
-    """`model.train()`, `model = model.train()`."""
+    """`model.train()`, `model = model.train()`, `if fine: fine.train()`."""
+    if isinstance(statement, ast.If):
+        return all(map(_only_switches, (*statement.body, *statement.orelse))) and not any(calls_in(statement.test))
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call):
         function = statement.value.func
         same = isinstance(function, ast.Attribute) and path_of(function.value) == path_of(statement.targets[0])

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.bindings import bindings
+from oomfix.rewrite.given_parameters import GivenParameters
 from oomfix.rewrite.liveness import FunctionNode
 from oomfix.script import Script
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import walk
-from oomfix.script.parameters import names_of_parameters
 
 _LAYERS = re.compile(
     r"(Bili|Li)near|Identity|Conv(Transpose)?[123]d|(Batch|Instance)Norm[123]d|(Layer|Group|RMS)Norm|Embedding|"
@@ -42,9 +42,10 @@ class SteadyNetworks:
         nodes = script.imports.nodes
         self._classes = {node.name: node for node in nodes.of(ast.ClassDef)}
         self._functions = {one.name: one for one in nodes.functions}
-        self._parameters = {name for one in nodes.functions for name in names_of_parameters(one.args)}
         self._imported = dict(_imported_names(nodes.of(ast.Import), nodes.of(ast.ImportFrom)))
-        self._bound: dict[str, list[ast.expr]] = {}
+        parameters = GivenParameters(script)
+        self._unseen = parameters.unseen
+        self._bound = {name: list(values) for name, values in parameters.given.items()}
         for node in nodes:
             for target, value in bindings(node):
                 if (path := path_of(target)) is not None:
@@ -54,10 +55,23 @@ class SteadyNetworks:
 
     def draws_nothing(self, path: str | None) -> bool:
         """Whether a network is made of nothing but layers of this file and of torch that draw no random numbers."""
-        values = self._bound.get(path or "", ())
-        if not values or path in self._parameters or self._hooked:
+        values = list(self._values_of(path and path.removesuffix(".forward"), set()))
+        if not values or self._hooked:
             return False
         return all(isinstance(one, ast.Call) and self._makes_steady(one, set()) for one in values)
+
+    def _values_of(self, path: str | None, seen: set[str | None]) -> Iterator[ast.expr | None]:
+        """What a path is bound to, by the names of what parameters are given too; None for what is out of sight."""
+        if path in seen:
+            return
+        seen.add(path)
+        if path in self._unseen or path not in self._bound:
+            yield None
+        for value in self._bound.get(path or "", ()):
+            if isinstance(value, ast.Name | ast.Attribute):
+                yield from self._values_of(path_of(value), seen)
+            else:
+                yield value
 
     def _makes_steady(self, value: ast.AST, inside: set[str]) -> bool:
         """Whether all calls in a node are known, and those of the functions and classes they run.
@@ -82,7 +96,8 @@ class SteadyNetworks:
             return known or self._is_of_torch(name, name)
         root = (path or "").split(".")[0]
         if root in self._imported:
-            return "distributions" in (path or "") or self._is_of_torch(root, name)
+            parts = (path or "").split(".")
+            return "distributions" in parts or "optim" in parts or self._is_of_torch(root, name)
         return name in _MOVING or not _DRAWING.search(name)
 
     def _is_of_torch(self, root: str, name: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from oomfix.rewrite.blocks import Blocks
 from oomfix.rewrite.liveness import names_bound, names_read, nodes_of_scope_body
 from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import walk
+from oomfix.script.nodes import Nodes, walk
 
 _SHOWING_PROGRESS = ("tqdm", "track")
 _WITHOUT_LENGTH = frozenset("zip iter map islice chain cycle enumerate filter count repeat".split())
@@ -123,8 +123,14 @@ class WindowShape:
         return None
 
 
-def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks) -> WindowShape:
+def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks, nodes: Nodes) -> WindowShape:
     """The shape of a window.
+
+    Args:
+        loop: the loop over batches.
+        decision: the test that closes the window.
+        blocks: where nodes stand.
+        nodes: those of the file.
 
     Raises:
         CannotFold: it is not seen to close at every k-th batch, counted from the first of the loop.
@@ -139,7 +145,7 @@ def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks) -> WindowShape:
     for part in others:
         if not count.is_last(part, negated=skips):
             raise CannotFold(f"the window also waits for `{ast.unparse(part)}`")
-    _check_size(sizes[0], count)
+    _check_size(sizes[0], count, nodes)
     if count.index in {name for statement in loop.body for name in names_bound(statement)}:
         raise CannotFold(f"`{count.index}` is changed inside of the loop")
     return WindowShape(count, sizes[0], bool(others), skips, test)
@@ -254,7 +260,7 @@ def _shift(node: ast.expr, index: str) -> int | None:
     return None
 
 
-def _check_size(size: ast.expr, count: BatchCount) -> None:
+def _check_size(size: ast.expr, count: BatchCount, nodes: Nodes) -> None:
     """Whether k is the same number wherever it is asked for."""
     loop = count.loop
     if any(not isinstance(node, _PLAIN) for node in ast.walk(size)):
@@ -271,7 +277,7 @@ def _check_size(size: ast.expr, count: BatchCount) -> None:
         }
     if names & bound or path_of(size) in changed:
         raise CannotFold(f"`{ast.unparse(size)}` may be another number in the loop")
-    if any(_may_be_broken(made.value) for path in _paths_in(size) for made in _assignments_to(path, count)):
+    if any(_may_be_broken(made.value) for made in _assignments_to(_paths_in(size), nodes)):
         raise CannotFold(f"`{ast.unparse(size)}` is a quotient, and may be no whole number")
 
 
@@ -280,13 +286,12 @@ def _paths_in(size: ast.expr) -> set[str]:
     return {path for node in nodes if (path := path_of(node)) is not None}
 
 
-def _assignments_to(path: str, count: BatchCount) -> Iterator[ast.Assign | ast.AnnAssign]:
+def _assignments_to(paths: set[str], nodes: Nodes) -> Iterator[ast.Assign | ast.AnnAssign]:
     """What may bind a path that the size of a window reads, anywhere in the file."""
-    *_, module = count.blocks.ancestors(count.loop)
-    for node in ast.walk(module):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AnnAssign) and any(one and path_of(one) == path for one in targets):
-            yield node
+    for made in nodes.of(ast.Assign):
+        if any(path_of(target) in paths for target in made.targets):
+            yield made
+    yield from (made for made in nodes.of(ast.AnnAssign) if path_of(made.target) in paths)
 
 
 def _may_be_broken(value: ast.expr | None) -> bool:

@@ -82,7 +82,7 @@ class WindowFolder:
             raise CannotFold("it is counted by a loop of its own")
         if window.alternatives or window.elsewhere:
             raise CannotFold("a flag decides which of several steps closes it")
-        shape = shape_of(verdict.loop.node, window.decision, self._blocks)
+        shape = shape_of(verdict.loop.node, window.decision, self._blocks, self._script.imports.nodes)
         self._check_body(verdict, window.decision)
         schedules = [] if shape.closes_on_last else list(self._schedules(verdict, window.decision))
         if schedules and self._makes_one_cycle:

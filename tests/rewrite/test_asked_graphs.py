@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rewrite.equivalence import assert_same_bits, rewritten, run
+from tests.rewrite.equivalence import assert_same_bits, parts_as_whole, rewritten, run
 from tests.rewrite.small_loops import TOP
 
 LOOP = """\
@@ -21,9 +21,12 @@ for x, y in loader:
 @pytest.mark.parametrize(
     ("between", "behind", "read"),
     [
-        ("assert loss.grad_fn is not None", "0", "line 12 reads `loss.grad_fn`"),
+        ("assert loss.grad_fn is not None, y", "0", "line 12 reads `loss.grad_fn`"),
+        ("assert loss.grad_fn", "loss.requires_grad", "line 16 reads `loss.requires_grad`"),
         ("if not out.requires_grad: raise ValueError", "out", "line 12 reads `out.requires_grad`"),
         ("pass", "out.is_leaf, out.shape", "line 16 reads `out.is_leaf`"),
+        ("pass", "out.retain_grad()", "line 16 reads `out.retain_grad`"),
+        ("pass", "len({out.register_hook(abs)})", "line 16 reads `out.register_hook`"),
     ],
 )
 def test_what_is_asked_for_its_graph_has_one(between, behind, read):
@@ -47,3 +50,12 @@ def test_what_the_next_iteration_asks_for_its_graph_has_one():
 def test_what_is_not_left_by_the_loss_may_be_asked_for_its_graph():
     after = rewritten(TOP + LOOP.format(between="assert x.requires_grad", behind="out.shape"))
     assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+
+
+@pytest.mark.parametrize("asserted", ["loss.requires_grad", "out.grad_fn is not None and loss.requires_grad"])
+def test_what_is_asserted_of_a_graph_holds_of_all_parts(asserted):
+    text = TOP + LOOP.format(between=f"assert {asserted}", behind="out.shape")
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"]
+    assert f"        assert {asserted}\n        return loss" in after.text
+    assert parts_as_whole(text, after.text, rewritten(text, micro_batches=3).text) == 1

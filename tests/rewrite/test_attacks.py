@@ -52,6 +52,29 @@ for x, y in loader * 3:
 """
 
 
+IN_STEPS_OF_A_FUNCTION = """\
+def attacked(net, samples, labels):
+    samples = samples.clone()
+    labels = labels.to("cpu")
+    for _ in range(2):
+        samples.requires_grad = True
+        scores = net(samples)
+        wrong = F.cross_entropy(scores, labels)
+        net.zero_grad()
+        wrong.backward()
+        samples = (samples + 0.1 * samples.grad.sign()).detach()
+    return samples
+
+for x, y in loader * 3:
+    harder = attacked(model, x, y)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(harder), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
 @pytest.mark.parametrize("body", [ON_ITS_OWN_GRADIENTS, IN_THE_LOOP, BY_FUNCTIONAL_GRADIENTS])
 def test_an_attack_stays_ahead_of_the_loss_and_of_the_reset_of_gradients(body):
     after = rewritten(TOP + body)
@@ -60,6 +83,16 @@ def test_an_attack_stays_ahead_of_the_loss_and_of_the_reset_of_gradients(body):
     assert_same_bits(before, run(after.text, preset="off"))
     split = run(rewritten(TOP + body, micro_batches=3).text)
     assert split.calls_in_parts >= 3
+    assert_close(before, split)
+
+
+def test_what_the_steps_of_an_attack_compare_with_is_cut_as_their_samples_are():
+    after = rewritten(TOP + IN_STEPS_OF_A_FUNCTION)
+    assert "memory.forward_backward(forward, samples, labels)" in after.text
+    before = run(TOP + IN_STEPS_OF_A_FUNCTION)
+    assert_same_bits(before, run(after.text, preset="off"))
+    split = run(rewritten(TOP + IN_STEPS_OF_A_FUNCTION, micro_batches=3).text)
+    assert split.calls_in_parts == 9
     assert_close(before, split)
 
 

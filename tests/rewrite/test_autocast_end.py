@@ -62,3 +62,34 @@ def test_two_backwards_at_the_end_of_a_block_of_autocast_move_out_together():
     compile(after.text, "train.py", "exec")
     assert "\n    memory.backward(loss, retain_graph=True)\n    memory.backward(other)\n" in after.text
     assert [fixed.code for fixed in after.fixed].count("OOM305") == 2
+
+
+UNDER_A_TEST = """\
+scaler = torch.amp.GradScaler("cuda")
+use_amp = True
+for x, y in loader:
+    with torch.autocast("cuda", enabled=use_amp):
+        loss = F.cross_entropy(model(x), y)
+        {reset}
+        if use_amp:
+            {ahead}
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        print(loss.item())
+"""
+
+
+def test_a_test_of_two_backwards_inside_of_autocast_moves_out_with_the_resets_ahead_of_it():
+    text, forms = apply(UNDER_A_TEST.format(reset="optimizer.zero_grad()", ahead="# scaled"))
+    assert forms == [("micro-batched", None)]
+    assert text.endswith("    memory.step(optimizer)\n    print(loss.item())\n")
+
+
+@pytest.mark.parametrize("ahead", ["loss = loss + F.cross_entropy(model(2 * x), y)", "loss = loss * 2"])
+def test_a_test_with_more_of_a_loss_stays_under_autocast(ahead):
+    text, _ = apply(UNDER_A_TEST.format(reset="pass", ahead=ahead))
+    assert "\n        if use_amp:\n" in text

@@ -156,3 +156,37 @@ def test_a_function_that_records_no_graph_may_run_ahead_of_losses_that_take_numb
     assert_same_bits(run(text), run(after.text, preset="off"))
     assert_close(run(text), split)
     assert split.calls_in_parts >= 8
+
+
+IN_TWO_WAYS = """\
+half = {half}
+for x, _ in [(torch.randn(6, 4), 0) for _ in range(4)]:
+    if half:
+        act.zero_grad()
+        made = actor(x)
+        loss = -critic(torch.cat([x, made], 1)).mean()
+        loss.backward()
+        act.step()
+        judge.zero_grad()
+        judged = critic(torch.cat([x, made.detach()], 1)).mean()
+        judged.backward()
+        judge.step()
+    else:
+        act.zero_grad()
+        made = actor(x / 2)
+        loss = -critic(torch.cat([x, made], 1)).mean()
+        loss.backward()
+        act.step()
+        judge.zero_grad()
+        judged = critic(torch.cat([x, made.detach()], 1)).mean()
+        judged.backward()
+        judge.step()
+    print(f"{{loss.item():.9f}} {{judged.item():.9f}}")
+"""
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_the_other_branch_of_a_test_reads_samples_for_itself(half):
+    text = TOP + IN_TWO_WAYS.format(half=half)
+    # branches that differ in nothing else become one
+    assert split_alike(text).count("memory.forward_backward(") == 4

@@ -64,7 +64,7 @@ def test_a_network_that_runs_ahead_of_an_earlier_loss_is_named(logged):
 
 
 MOVED = """\
-critic, actor, value = nn.Linear(4, 1), nn.Linear(4, 4), nn.Linear(4, 1)
+critic, actor, value = nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), nn.Linear(4, 1)
 second = torch.optim.SGD(critic.parameters(), lr=0.1)
 third = torch.optim.SGD(value.parameters(), lr=0.1)
 optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)

@@ -13,7 +13,7 @@ from tests.rewrite.small_loops import TOP, apply, loop_of
     [
         ("self.last = model(x)\n    loss = self.last.sum()", "changes self, which was made outside"),
         ("loss = model(x).sum()\n    if loss < 3:\n        continue", "`continue` in line"),
-        ("out = model(x)\n    model.eval()\n    loss = out.sum()", "switches layers or gradients"),
+        ("out = model(x)\n    model.eval()\n    loss = criterion(out, y)", "switches layers or gradients"),
         ("out = model(x)\n    reset_grad()\n    loss = out.sum()", "may reset gradients"),
         ("out = model(x)\n    noise = torch.rand(1)\n    loss = out.sum() * torch.rand(1)", "draws random numbers"),
         (

@@ -269,7 +269,7 @@ def test_a_network_that_draws_nothing_may_run_behind_the_one_it_ran_ahead_of(cha
         {"seen": "F.dropout(self.body(x), 0.5)", **DRAWN},
         {"seen": "self.body(x + 0.1 * torch.randn_like(x))", **DRAWN},
         {"seen": "self.body(x + x.clone().normal_())", **DRAWN},
-        {"given": "x + 0 * policy.mean.detach()"},
+        {"given": "x + 0 * policy.mean.detach()", "layer": "nn.BatchNorm1d(width)"},
     ],
     ids=str,
 )
@@ -302,3 +302,62 @@ def test_a_network_whose_hook_draws_runs_where_it_did():
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["in-place"]
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+HANDED = """\
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+torch.manual_seed(0)
+
+
+def train(batches, one, other, first, second):
+    for x, y in batches:
+        a = one(x)
+        loss_a = F.l1_loss(a, y)
+        b = other(x)
+        loss_b = F.l1_loss(b, y)
+        first.zero_grad()
+        loss_a.backward()
+        first.step()
+        second.zero_grad()
+        loss_b.backward()
+        second.step()
+        print(f"{{loss_a.item():.9f}} {{loss_b.item():.9f}}")
+
+
+def run():
+    left, right = nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 2), nn.Tanh())
+    of_left = optim.Adam(left.parameters(), lr=0.1)
+    of_right = optim.Adam({of_right}.parameters(), lr=0.1)
+    {call}
+
+
+run()
+"""
+DATA = "[(torch.randn(6, 4), torch.randn(6, 2)) for _ in range(4)]"
+CALL = f"train({DATA}, left, right, of_left, of_right)"
+
+
+def test_optimizers_and_networks_that_a_function_is_given_are_those_of_its_calls():
+    text = HANDED.format(of_right="right", call=CALL)
+    after = rewritten(text, micro_batches=3)
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert parts_as_whole(text, after.text, rewritten(text, micro_batches=3).text) == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"call": f"train({DATA}, left, left, of_left, of_right)"},
+        {"call": f"train(*({DATA}, left, right, of_left, of_right))"},
+        {"call": f"{CALL}\n    for function in (train,):\n        function({DATA}, right, right, of_right, of_left)"},
+    ],
+    ids=str,
+)
+def test_networks_that_a_function_may_be_given_twice_stay_ahead_of_the_step(changes):
+    text = HANDED.format(**{"of_right": "right", "call": CALL} | changes)
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert after.text.index("b = other(x)") < after.text.index("memory.backward(loss_a)")

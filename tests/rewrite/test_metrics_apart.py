@@ -197,3 +197,12 @@ def test_what_follows_the_backward_in_a_measured_block_is_measured_still():
         """)
     assert forms == [("micro-batched", None)]
     assert text.endswith("        memory.step(optimizer)\n        seen.append(loss.item())\n")
+
+
+def test_metrics_leave_a_block_around_a_function_that_runs_the_network():
+    function = "def run(network, x):\n    return network(x)\n\n\n"
+    text, forms = apply(function + METRICS.replace("out = model(x)", "out = run(model, x)"))
+    assert forms == [("micro-batched", None)]
+    assert "    seen.append(loss.item())\n    memory.step(optimizer)\n" in text
+    _, forms = apply(function + METRICS.replace("seen.append(loss.item())", "seen.append(run(model, x))"))
+    assert forms[0][0] == "in-place"

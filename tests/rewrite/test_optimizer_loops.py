@@ -174,3 +174,18 @@ def test_an_attribute_beside_the_optimizer_may_be_bound_behind_a_clip(bound, uns
     text, _ = apply(BOUND_BEHIND_A_CLIP.format(bound=bound))
     assert ("memory.unscale_(self.optimizer)" in text) is unscaled
     assert ('precision="no-fp16"' in text) is not unscaled
+
+
+def test_networks_that_train_side_by_side_are_split_one_by_one():
+    text, forms = apply("""\
+        nets = [nn.Linear(4, 2), nn.Linear(4, 2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        for x, y in loader:
+            for net, own in zip(nets, optimizers):
+                loss = F.cross_entropy(net(x), y)
+                own.zero_grad()
+                loss.backward()
+                own.step()
+        """)
+    assert "        memory.forward_backward(forward, x, y)\n        memory.step(own)\n" in text
+    assert forms == [("micro-batched", None)]

@@ -304,8 +304,8 @@ def test_what_the_network_gives_on_each_way_of_a_branch_is_bound_where_the_loss_
         ("if y[0]: out = x[:, :2] * 1", "model", "pass", "pass"),
         ("pass", "torch.neg", "pass", 'kind = "turned"'),
         ("pass", "model", "for _ in y: out = out * 1", "pass"),
-        ("pass", "model", "pass", "out = out.detach()"),
-        ("pass", "model", "pass", "if y[0]: out = out.detach()"),
+        ("pass", "model", "pass", "kind, out = kind, out.detach()"),
+        ("pass", "model", "pass", "if y[0]: kind, out = kind, out.detach()"),
     ],
 )
 def test_what_may_go_on_past_all_ways_of_a_branch_keeps_the_loss_in_place(ahead, network, behind, last):
@@ -395,7 +395,7 @@ def test_a_term_that_a_loop_may_have_from_the_round_before_is_none():
             optimizer.step()
             print(first.item())
         """)
-    assert loops == [("in-place", "first is read later, and only bound on some ways through the slice")]
+    assert loops == [("in-place", "first may have no value yet where the slice reads it")]
 
 
 def test_a_size_that_is_asked_between_lines_of_a_slice_is_asked_of_each_part():

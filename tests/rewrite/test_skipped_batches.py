@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 
-from tests.rewrite.small_loops import apply
+from tests.rewrite.equivalence import rewritten
+from tests.rewrite.small_loops import TOP, apply
 from tests.rewrite.test_slices import assert_trains_the_same
 
 BATCHES = """\
@@ -114,7 +115,7 @@ def test_other_tests_may_guard_losses_without_a_graph(test):
 
 
 def test_a_branch_besides_the_guard_stays():
-    guard = "print(1)\n            continue\n        else:\n            print(2)"
+    guard = "print(1)\n            continue\n        elif x.sum() > 0:\n            print(2)"
     assert apply(LOOP.replace('print("skipped")\n            continue', guard))[1] == [("in-place", STAYS)]
 
 
@@ -137,3 +138,47 @@ def test_a_step_behind_the_loop_would_apply_the_gradients_of_the_skipped_batch()
 @pytest.mark.parametrize("reader", ["print(model.weight.grad)", "norms = [p.grad.norm() for p in model.parameters()]"])
 def test_gradients_that_are_read_behind_the_loop_are_those_of_the_last_backward(reader):
     assert apply(textwrap.dedent(LOOP) + f"{reader}\n")[1] == [("in-place", STAYS)]
+
+
+NO_RESET_AHEAD = (
+    LOOP.replace("    optimizer.zero_grad()\n    ", "")
+    .replace('print("skipped")', "{reset}")
+    .replace(".step()", ".step()\n        optimizer.zero_grad()")
+)
+LATER = """\
+for x, y in loader[:2]:
+    F.cross_entropy(model(x), y).backward()
+    {first}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("reset", ["optimizer.zero_grad()", "model.zero_grad()"])
+def test_what_a_skip_resets_itself_is_used_by_nothing_later(reset):
+    later = LATER.format(first="torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)")
+    after = rewritten(TOP + with_bad_batch(NO_RESET_AHEAD.format(reset=reset)) + later + "print(model.weight.grad)\n")
+    assert after.loops[0].rewrite == "micro-batched"
+
+
+@pytest.mark.parametrize("network", ["model.parameters()", "[*model.parameters(), extra]"])
+def test_a_reset_of_the_network_counts_where_its_optimizer_steps_nothing_else(network):
+    loop = LOOP.replace("optimizer.zero_grad()", "model.zero_grad()")
+    made = f"extra = nn.Parameter(torch.zeros(2))\noptimizer = torch.optim.SGD({network}, lr=0.1)\n"
+    text = (TOP + with_bad_batch(loop)).replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n", made)
+    after = rewritten(text.replace("model(x)", "model(x) + extra") if "extra]" in network else text)
+    expected = "in-place" if "extra]" in network else "micro-batched"
+    assert [loop.rewrite for loop in after.loops] == [expected]
+
+
+@pytest.mark.parametrize(("first", "form"), [("optimizer.zero_grad()", "micro-batched"), ("pass", "in-place")])
+def test_a_loop_behind_may_step_where_it_resets_first(first, form):
+    later = LATER.format(first="pass").replace("    F.cross", f"    {first}\n    F.cross")
+    after = rewritten(TOP + with_bad_batch(LOOP) + later)
+    assert after.loops[0].rewrite == form
+
+
+def test_a_reset_ahead_of_the_skip_is_none_for_what_stands_behind_it():
+    epoch = "for _ in range(2):\n" + textwrap.indent(
+        "optimizer.zero_grad()\n" + textwrap.dedent(LOOP.replace("continue", "break")) + "optimizer.step()\n", "    "
+    )
+    assert apply(epoch)[1] == [("in-place", STAYS.replace("continue", "break").replace("11", "13"))]

@@ -159,11 +159,15 @@ def test_a_branch_that_notes_the_loss_ahead_of_its_backward_notes_it_behind():
     assert "loss.backward()" not in text
 
 
+@pytest.mark.parametrize("ahead", ["loss = loss * 2", "seen.append(loss.item()); optimizer.zero_grad()"])
+def test_a_branch_that_changes_the_loss_ahead_of_its_backward_holds_its_forward(ahead):
+    text = assert_trains_the_same(PHASES.format(ahead=ahead.replace("; ", "\n" + " " * 16)))
+    assert text.count("out = model(x)") == 2 and "loss.backward()" not in text
+
+
 @pytest.mark.parametrize(
     "ahead",
     [
-        "loss = loss * 2",
-        "seen.append(loss.item()); optimizer.zero_grad()",
         "model.eval()",
         "x.mul_(2)",
         "torch.rand(1)",
