@@ -21,6 +21,8 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.gradients import is_leaf_node, next_node, reached_leaves
 from oomfix.runtime.referenced import MOST_ENTRIES, references
 
+_PLAIN = frozenset({type(None), bool, int, float, str, slice, torch.dtype, torch.device})  # hold no tensor
+
 _checked: list[tuple["Border", int]] = []
 
 
@@ -80,14 +82,25 @@ class Border:
 
     def passed(self, value: Any, samples: int) -> Any:
         """`value`, or the leaf in its place."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        # what is looked at here is nothing that the program does, as a watch around this would take it
-        with torch._C.DisableTorchFunction():
-            node = value.grad_fn
-            if node is None or node._sequence_nr() >= self._first_node or (value.dim() and len(value) == samples):
-                return value
-            return self._leaf_for(value)
+        return self._leaf_for(value) if isinstance(value, torch.Tensor) and self._stops(value, samples) else value
+
+    def stops_some(self, values: Iterable[Any], samples: int) -> bool:
+        """Whether a leaf would take the place of anything in these, or in what they hold."""
+        for value in values:
+            if type(value) in _PLAIN:
+                continue
+            if isinstance(value, torch.Tensor):
+                if self._stops(value, samples):
+                    return True
+            elif (inner := trees.children(value)) and self.stops_some([child for _, child in inner], samples):
+                return True
+        return False
+
+    def _stops(self, tensor: torch.Tensor, samples: int) -> bool:
+        node = tensor.grad_fn
+        if node is None or node._sequence_nr() >= self._first_node:
+            return False
+        return not (tensor.dim() and len(tensor) == samples)
 
     def met_by(self, forward: Callable[..., Any]) -> str:
         """Why `forward` cannot be run in parts: what it passes, though the border was closed, if that can be seen."""
@@ -152,10 +165,16 @@ def _first_from_before(loss: torch.Tensor, first_node: int) -> list[Node]:
 class _Closed(TorchFunctionMode):
     def __init__(self, border: Border, samples: int) -> None:
         super().__init__()
-        self._pass = partial(border.passed, samples=samples)
+        self._border = border
+        self._samples = samples
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = trees.map_leaves(self._pass, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        # what is looked at here is nothing that the program does, as a watch around this would take it
+        with torch._C.DisableTorchFunction():
+            # hardly any call is given something to be replaced, for which its arguments are made anew
+            if self._border.stops_some((*args, *kwargs.values()), self._samples):
+                args, kwargs = trees.map_leaves(partial(self._border.passed, samples=self._samples), (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -45,7 +45,7 @@ def try_checkpointing(model: nn.Module, iteration: Iteration) -> Effect | None:
         with Probe(writes, None):
             if not same_gradients(model, iteration.forward, *args, **kwargs):
                 return Effect(False, 0.0)
-            saved = bytes_saved_by_checkpointing(model, iteration.in_its_precision, *args, **kwargs)
+            saved = bytes_saved_by_checkpointing(model, iteration.calls.in_its_precision, *args, **kwargs)
             return Effect(True, saved / ROWS)
     except Exception as error:  # the forward is the user's, and may fail on a few rows in any way
         out_of_memory = is_out_of_memory(error)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from oomfix.runtime.attributes import Attributes, Containers
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.border import around_checked
 from oomfix.runtime.bounds import Bounds
+from oomfix.runtime.compared_numbers import Bent
 from oomfix.runtime.computed_masks import alike, empty
+from oomfix.runtime.counted_first import Amount, DividedMeans, Means, NotedMeans, are_counted
 from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.divisors import Divisor, common_bound, counting, divisors, read
 from oomfix.runtime.drawing_calls import Shape
@@ -27,11 +30,11 @@ from oomfix.runtime.own_targets import Noted, OwnMeans
 from oomfix.runtime.probe import Draws, Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
 from oomfix.runtime.referenced import generators_in, state_of, tensors_of
-from oomfix.runtime.rows import first_part, make_gaps
+from oomfix.runtime.rows import Gaps, first_part, make_gaps
 from oomfix.runtime.rule_choice import close
 from oomfix.runtime.running_statistics import quiet
 from oomfix.runtime.variables import Variables
-from oomfix.runtime.watching import Bent, HeldOut, Watch
+from oomfix.runtime.watching import HeldOut, Watch
 from oomfix.runtime.whole_draws import DrawnShapes, sizes_by_rows
 
 _WROTE_BATCH = "it writes its batch in place, of which micro-batches would be copies"
@@ -83,18 +86,32 @@ def _go_across(whole: _Run, rows: int, part: _Run, rows_of_part: int) -> bool:
     return any(a.grows(rows, b, rows_of_part) for a, b in zip(whole.watch.across, part.watch.across, strict=True))
 
 
+def _are_cut_later(whole: _Run, part: _Run, times: float) -> bool:
+    """Whether the first entries of something are kept: all of a few rows, and not all of so many times as many."""
+    if len(whole.watch.kept) != len(part.watch.kept):
+        return False
+    return any(a.cuts_more(times, b) for a, b in zip(whole.watch.kept, part.watch.kept, strict=True))
+
+
 def _count_nothing(whole: list[Bent], part: list[Bent]) -> bool:
     """Whether a number was 0, as a count is of rows of which none counts: for other rows it may be apart."""
     return len(whole) == len(part) and any(a.is_nothing() and b.is_nothing() for a, b in zip(whole, part, strict=True))
 
 
-def _bent_besides(run: _Run, counting: Sequence[int]) -> list[Bent]:
-    """What went into functions that bend, without what they made a divisor of that counts."""
-    if not counting:
-        return run.watch.bent
+def _bounded(run: _Run, counting: Sequence[int], amounts: Sequence[Amount]) -> set[int]:
+    """Places of what went into functions that bend, and became nothing but a divisor that counts."""
     bounded = [divisor.bounded for position, divisor in enumerate(run.divisors) if position in counting]
-    places = {place for one in bounded if one is not None for place in one.bent}
-    return [Bent(torch.empty(0)) if place in places else bent for place, bent in enumerate(run.watch.bent)]
+    return {place for one in (*bounded, *amounts) if one is not None for place in one.bent}
+
+
+def _compared(bent: Sequence[list[Bent]], amounts: Sequence[list[Amount]]) -> set[int]:
+    """Places of divisors that count, and that the program compares with a plain number, in all runs."""
+    places = set(range(len(bent[0])))
+    for of_run, divided_by in zip(bent, amounts, strict=True):
+        if len(of_run) == len(bent[0]):  # others are those of a loop over samples, or were not watched
+            divisors = [amount.number for amount in divided_by if amount.may_be_bounded]
+            places &= {place for place, one in enumerate(of_run) if one.is_compared(divisors)}
+    return places
 
 
 def compare(
@@ -104,7 +121,7 @@ def compare(
     rows: list[int],
     how: Runs,
     see: Callable[[Any], Any] = lambda result: result,
-    gaps: Sequence[float | None] = (),
+    gaps: Gaps = MappingProxyType({}),
 ) -> Evidence:
     """Run `forward` on `rows` of `batch`, and on two parts of them.
 
@@ -131,7 +148,7 @@ class _Comparison:
         rows: list[int],
         how: Runs,
         see: Callable[[Any], Any],
-        gaps: Sequence[float | None],
+        gaps: Gaps,
     ) -> None:
         self._gaps = gaps
         self._forward = forward
@@ -148,6 +165,7 @@ class _Comparison:
         self._owners: list[Any] = []
         self._noted: Noted | None = None
         self._own_means: OwnMeans | None = None
+        self._means: list[Means] = []
         self._turned: list[tuple[torch.Tensor, int]] = []
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
@@ -224,14 +242,14 @@ class _Comparison:
                 found.alike_masks, found.empty_masks = alike(*masks), empty(*masks)
                 found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
                 found.selects |= _go_across(whole, count, part, cut)
+                found.selects |= _are_cut_later(whole, part, self._batch.size / count)
         # those that keep to their mean are hidden from what divides the others (checkpoints, compiled code)
         are_divided = self._own_means is not None and self._own_means.all_counted()
         found.own_targets = places if are_divided and not any(part.nll_weights for part in parts) else ()
+        self._note_means(found, parts)
         self._weigh(found, whole, parts)
         if simulation.assumption is None:
-            of_whole, *of_parts = (_bent_besides(run, found.divisors) for run in (whole, *parts))
-            found.bends = any(_bend_apart(of_whole, of_part) for of_part in of_parts)
-            found.counts_nothing = any(_count_nothing(of_whole, of_part) for of_part in of_parts)
+            self._note_thresholds(found, [whole, *parts])
         found.draws = sizes_by_rows(drawn_shapes, [count, cut, count - cut])
         depends = left_by(whole.left, [part.left for part in parts], found.shares)
         # with a graph, beside the gradients of all rows, one run more would take more memory than a micro-batch
@@ -252,7 +270,7 @@ class _Comparison:
         ):
             # a loop over the samples: each cross entropy divides by what is in one of them, whatever the batch holds
             found.nll_losses, divisors = 0, [[], []]
-        if found.own_targets:
+        if found.own_targets or found.counted_means:
             found.nll_losses = 0  # they are means over samples now
         if simulation.assumption is None and all(len(part.divisors) == len(whole.divisors) for part in parts):
             amounts, *of_parts = ([one.divided_by for one in read(run.divisors)[0]] for run in (whole, *parts))
@@ -262,6 +280,31 @@ class _Comparison:
             self._divide(found, whole, parts, sizes)
             return
         found.shares = [Weight(n, of_part[0] if of_part else n) for n, of_part in zip(sizes, divisors, strict=True)]
+
+    def _note_means(self, found: Evidence, parts: Sequence[_Run]) -> None:
+        """Note what the means divide by, if they were watched."""
+        found.amounts = [means.amounts for means in self._means]
+        asked = self._how.counted_means
+        if asked:
+            whole, *of_parts = found.amounts
+            found.miscounted = not are_counted(asked, whole, of_parts)
+            found.counted_means = () if found.miscounted or any(part.nll_weights for part in parts) else asked
+
+    @staticmethod
+    def _note_thresholds(found: Evidence, runs: Sequence[_Run]) -> None:
+        """Note what meets a threshold, without what only makes a divisor: the whole has enough of it if parts have."""
+        taken: list[list[Amount]] = found.amounts if found.counted_means else [[] for _ in runs]
+        bent = [run.watch.bent for run in runs]
+        compared = _compared(bent, taken)
+        watched = [of_run for of_run in bent if len(of_run) == len(bent[0])]
+        found.counts_little = any(not of_run[place].exceeds for of_run in watched for place in compared)
+        left_out = [_bounded(run, found.divisors, amounts) | compared for run, amounts in zip(runs, taken, strict=True)]
+        of_whole, *of_parts = [
+            [Bent(torch.empty(0)) if place in places else one for place, one in enumerate(of_run)]
+            for of_run, places in zip(bent, left_out, strict=True)
+        ]
+        found.bends = any(_bend_apart(of_whole, of_part) for of_part in of_parts)
+        found.counts_nothing = any(_count_nothing(of_whole, of_part) for of_part in of_parts)
 
     @staticmethod
     def _divide(found: Evidence, whole: _Run, parts: list[_Run], sizes: tuple[int, ...]) -> None:
@@ -310,7 +353,7 @@ class _Comparison:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
         if self._gaps and begin == 0:
             emptied = first_part(len(self._rows)) if self._how.empties else 0
-            make_gaps(self._batch.samples_first(trees.tensors((args, kwargs))), self._gaps, emptied)
+            make_gaps(self._batch.placed(args, kwargs), self._gaps, emptied)
         held_out = self._held_out if self._how.holds_out and begin == 0 else None
         mask_gaps = self._how.mask_gaps if begin == 0 else ()
         steps_first = self._batch.reading == "steps"
@@ -343,18 +386,24 @@ class _Comparison:
     def _result(self, args: Any, kwargs: Any, watch: Watch, rows: int) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
         """What the forward returns, what the loss in it divides by, and its terms."""
         bounds = Bounds(watch.bent) if self._how.divides else None
-        with bounds or nullcontext(), self._dividing(args, kwargs, rows), around_checked():
+        with bounds or nullcontext(), self._dividing(args, kwargs, rows, watch.bent), around_checked():
             result = self._forward(*args, **kwargs)
         loss = outputs.loss_in(result)
         if loss is None or loss.numel() != 1:
             return result, [], []
         return result, divisors(loss, bounds), watch.terms_of(loss)
 
-    def _dividing(self, args: Any, kwargs: Any, rows: int) -> AbstractContextManager[Any]:
+    def _dividing(self, args: Any, kwargs: Any, rows: int, bent: list[Bent]) -> AbstractContextManager[Any]:
         """What the forward of so many rows runs in, so that cross entropies are divided by what the whole has."""
         if self._how.own_targets and rows == len(self._rows):
             self._noted = Noted(self._batch.placed(args, kwargs))
             return self._noted
+        counted, of_rows = self._how.counted_means, len(self._rows)
+        if counted is not None:
+            whole = [amount.number for amount in self._means[0].amounts] if self._means else []
+            is_part = counted and rows != of_rows
+            self._means.append(DividedMeans(counted, whole, rows / of_rows, bent) if is_part else NotedMeans(bent))
+            return self._means[-1]
         return nullcontext() if self._own_means is None else self._own_means.part(rows)
 
     def _changes(self) -> tuple[Left, Left]:

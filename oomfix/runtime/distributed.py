@@ -53,6 +53,9 @@ _WAIT_S = 60.0  # for processes that may be waiting themselves, for what this on
 class Ranks:
     """The processes that run the same forward, seen from one of them: here the only one, with nobody to ask."""
 
+    alone = True
+    """Whether there are no others."""
+
     in_step = False
     """Whether they wait for each other inside of the forward or its backward."""
 
@@ -126,6 +129,8 @@ class Processes(Ranks):
         models: the DistributedDataParallel models that the forward may run.
         exchanges: what the forward exchanges with other processes while it runs.
     """
+
+    alone = False
 
     def __init__(self, models: Sequence[DistributedDataParallel], exchanges: Exchanges) -> None:
         self._models = [weakref.ref(model) for model in models]

@@ -52,6 +52,21 @@ def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
     return replace(verdict, held=True, from_nothing=bool(from_nothing), graphs=gradients.graphs)
 
 
+def by_divisors_of_more(few: FewRows, how: Runs, earlier: Verdict, count: int) -> Verdict:
+    """`earlier`, the verdict on a few rows, unless more of them refuse it, in parts that are as alike as they can be.
+
+    The kinds of a few samples that are unlike may be others in each part, so that a mean over the kinds that are there
+    looks like one over what belongs to each.
+    """
+    how = replace(how, graph=True, light=False, divides=True, holds_out=False)
+    spread = range(0, few.batch.size, max(few.batch.size // count, 1))[:count]
+    rows = [*spread[::2], *spread[1::2]]
+    evidence = few.compared(len(rows), how, rows=rows)
+    found = judge(evidence, rows=count)
+    shows_nothing = found.undecided or not all(share.targets > NEXT_TO_NOTHING for share in evidence.shares)
+    return earlier if found.rule is not None or shows_nothing else Verdict(None, DEPEND)
+
+
 def _from_nothing(verdict: Verdict, emptied: Evidence, rows: int) -> bool | None:
     """Whether what the loss divides by was 0 for a part in which nothing counts; None if `verdict` does not hold then.
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from oomfix.runtime.bounds import Bound
+from oomfix.runtime.counted_first import Amount, Counted
 from oomfix.runtime.left_attributes import LeftAttribute
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.own_targets import Labels
@@ -32,6 +33,8 @@ class Runs:
         divides: the parts weigh what their losses divide by, which shows in their graphs only, see `divisors`.
         empties: gaps take every row of the first part, not half of its first row.
         own_targets: cross entropies in the parts are divided by what they have in the whole, see `own_targets`.
+        counted_means: means in the parts are divided by what the whole has of each, see `counted_first`; (): they stay
+            as they are, and are noted. None: they are not watched.
     """
 
     graph: bool = False
@@ -45,6 +48,7 @@ class Runs:
     divides: bool = False
     empties: bool = False
     own_targets: bool = False
+    counted_means: Counted | None = None
 
 
 @dataclass
@@ -63,6 +67,10 @@ class Evidence:
         divisors: what the parts weigh, where they are to divide, by its place among what their losses divide by.
         bound: how that is kept away from 0.
         own_targets: where those of the cross entropies stand in the batch, if the parts were divided by them.
+        counted_means: as asked for, if the parts together divide by what the whole does.
+        miscounted: they do not, as where nothing counts in one of them.
+        counts_little: what a mean divides by is no more than a number that the program compares it with.
+        amounts: what each mean divides by, of all rows and of both parts, where means were watched.
         means: of each mean in the loss, where all rows and both parts have as many, whether it counts samples.
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
@@ -93,6 +101,10 @@ class Evidence:
     divisors: tuple[int, ...] = ()
     bound: Bound | None = None
     own_targets: tuple[Labels, ...] = ()
+    counted_means: Counted = ()
+    miscounted: bool = False
+    counts_little: bool = False
+    amounts: list[list[Amount]] = field(default_factory=list)
     means: tuple[bool, ...] = ()
     calls: int = 0
     drew: bool = False

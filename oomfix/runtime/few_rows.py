@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -10,8 +11,9 @@ from torch import nn
 from oomfix.runtime import compat
 from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import compare
+from oomfix.runtime.counted_first import Counted
 from oomfix.runtime.evidence import Evidence, Runs
-from oomfix.runtime.rows import choose_rows
+from oomfix.runtime.rows import Gaps, choose_rows
 
 
 class FewRows:
@@ -24,6 +26,7 @@ class FewRows:
     Attributes:
         in_order: rows are named in the order of the batch.
         own_targets: cross entropies in the parts are divided by what they have in the whole, see `own_targets`.
+        counted_means: means are, see `counted_first`.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class FewRows:
         self.modules = modules
         self.in_order = False
         self.own_targets = False
+        self.counted_means: Counted = ()
         self._needs_autocast = False
         self._chosen = {len(these): list(these)}
 
@@ -48,7 +52,7 @@ class FewRows:
         count: int,
         how: Runs,
         see: Callable[[Any], Any] = lambda result: result,
-        gaps: Sequence[float | None] = (),
+        gaps: Gaps = MappingProxyType({}),
         *,
         rows: Sequence[int] = (),
     ) -> Evidence:
@@ -58,6 +62,8 @@ class FewRows:
         unless it fails without.
         """
         rows = list(rows) or self.named(count)
+        if self.counted_means:
+            how = replace(how, counted_means=self.counted_means, holds_out=False)
         if self.own_targets:
             # what is held out of the cross entropies does not stand in the batch
             how = replace(how, own_targets=True, holds_out=False)

@@ -1,8 +1,8 @@
 """The gradients of a few rows are compared with those of two parts: they show factors of a loss that have none."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from oomfix.runtime.gradients import has_hook, next_node, reach
 from oomfix.runtime.judging import DEPEND, NO_NUMBER, OPEN, units
 from oomfix.runtime.outputs import Zero
 from oomfix.runtime.referenced import leaves_in
-from oomfix.runtime.rows import has_single_row
+from oomfix.runtime.rows import Gaps, has_single_row
 from oomfix.runtime.running_statistics import changes_its_code
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.ways import Edges, Graphs, edges
@@ -26,7 +26,7 @@ _COMPARED = 24  # parameters whose gradients are compared, spread over the model
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
 
 
-def by_gradients(few: FewRows, how: Runs, count: int, gaps: Sequence[float | None] = ()) -> Verdict | None:
+def by_gradients(few: FewRows, how: Runs, count: int, gaps: Gaps = MappingProxyType({})) -> Verdict | None:
     """The verdict on the gradients of a few small parameters; None where the forward fails."""
     # a checkpoint in the forward runs again in backward, where no targets can be held out
     how = replace(how, graph=True, holds_out=False)
@@ -86,6 +86,8 @@ def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor], first_node: i
 
 def _judge(evidence: Evidence) -> Verdict:
     """The verdict that losses and gradients give; undecided where they cannot be compared."""
+    if evidence.miscounted:
+        return Verdict(None, NO_NUMBER, undecided=True)
     loss, gradients, _ = evidence.whole
     losses = [part[0] for part in evidence.parts]
     rule = rule_choice.choose(loss, losses, evidence.shares, evidence.terms) if gradients else Zero()

@@ -21,7 +21,9 @@ from oomfix.runtime.arguments import check_is_first_backward, without_graph
 from oomfix.runtime.batch import Batch, balanced
 from oomfix.runtime.border import Border, Passing
 from oomfix.runtime.bounds import Bounds
+from oomfix.runtime.counted_first import CountedFirst
 from oomfix.runtime.divisors import Counted
+from oomfix.runtime.forward_calls import ForwardCalls
 from oomfix.runtime.gradients import (
     CHANGES_GRADIENTS,
     GradientsAside,
@@ -35,7 +37,6 @@ from oomfix.runtime.known import Known
 from oomfix.runtime.left_attributes import LeftBehind
 from oomfix.runtime.outputs import Unforeseen
 from oomfix.runtime.own_targets import OwnMeans
-from oomfix.runtime.precision import ModelCalls
 from oomfix.runtime.probe import Probe, Writes
 from oomfix.runtime.random_state import RandomState, is_generator
 from oomfix.runtime.referenced import leaves_in, state_of
@@ -62,7 +63,7 @@ class Iteration:
         in_window: the loss shares its step with other calls.
         graph_is_spent: a backward that failed has come to a graph made before the call, which none can pass again.
         refused: why this call has to run whole, though its forward may be split elsewhere; None: it need not.
-        around_forward: makes the context that each forward runs in; None: there is nothing around it.
+        calls: of the forward.
     """
 
     def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
@@ -85,12 +86,11 @@ class Iteration:
         self.weighing: Weighing | None = None
         self.in_window = False
         self._parts = 1
-        self.around_forward: Callable[[], AbstractContextManager[None]] | None = None
-        self._model_calls: ModelCalls | None = None
+        self.calls = ForwardCalls(forward)
         self._gradients = GradientsAside()
+        self._own_generators = [*known.generators, *filter(is_generator, self._others)]
         self._generators: RandomState | None = None
         self._kept_batch: KeptBatch | None = None
-        self._in_forward = False
         self._first_node = 0
         self._neighbours: list[tuple[int, int]] = []
         self.graph_is_spent = False
@@ -105,7 +105,7 @@ class Iteration:
         every = explore or known.split_calls > 0
         self._generators = RandomState(
             outside_torch=every or known.draws_outside_torch,
-            own=self._own_generators(),
+            own=self._own_generators,
             of_cpu=every or known.keeps_cpu_generator,
         )
         known.state.keep(explore, self.forward)
@@ -123,29 +123,13 @@ class Iteration:
         """Where the forward leaves attributes, numbered as in a check."""
         return [*self.known.modules(), *state_of(self.forward)]
 
-    def _own_generators(self) -> list[Any]:
-        return [*self.known.generators, *filter(is_generator, self._others)]
-
     def device_type(self) -> str:
         """Where it runs."""
         return self.known.device_type(self._tensors)
 
-    def use_half(self, model_calls: ModelCalls) -> None:
-        """Run the calls of models under autocast."""
-        self._model_calls = model_calls
-
-    @property
-    def in_half(self) -> bool:
-        """Whether its models run under autocast."""
-        return self._model_calls is not None
-
-    def precision(self) -> str:
-        """What its models compute in, for a log."""
-        return "fp32" if self._model_calls is None else f"{self._model_calls.dtype_name} autocast"
-
     def failed_in_half(self) -> bool:
         """Whether autocast may be to blame for a failure: it was used, in a forward."""
-        return self._model_calls is not None and self._in_forward and not self.known.fp32
+        return self.calls.in_half and self.calls.is_inside and not self.known.fp32
 
     def join_window(self, window: Window) -> None:
         """Divide the loss by what the accumulation window holds, if there is one, not by this batch alone."""
@@ -160,7 +144,7 @@ class Iteration:
             CannotSplit: only the whole batch gives the right gradients.
         """
         if self.known.fp32:
-            self._model_calls = None
+            self.calls.model_calls = None
         self._parts = parts
         self._first_node = next_node()
         if parts == 1:
@@ -196,7 +180,7 @@ class Iteration:
     def call_smallest(self) -> Any:
         """Forward on the fewest samples."""
         args, kwargs = self.batch.rows(0, min(self.known.least_rows(), self.batch.size))
-        return self._call(args, kwargs)
+        return self.calls.run(args, kwargs)
 
     def put_back(self) -> list[str]:
         """Leave no trace of a run that failed; returns the names of tensors whose old contents are not known."""
@@ -254,7 +238,7 @@ class Iteration:
         verdict = self.known.verdict
         bounds = Bounds() if self.weighing is not None and self.weighing.asks_for_bounds(verdict) else None
         # most calls find no gradients, and are known to leave none
-        call = self._call_among_gradients if self._gradients.held or self.known.explores else self._call
+        call = self._call_among_gradients if self._gradients.held or self.known.explores else self.calls.run
         with bounds or nullcontext():
             result = call(self.batch.args, self.batch.kwargs)
         if self.trains:
@@ -272,7 +256,12 @@ class Iteration:
         if self._gradients.held:
             self._gradients.lend(copies=known.writes_gradients)
         noted = GradientsNoted(known.telling_leaves()) if self.trains and known.explores else None
-        result = self._call(args, kwargs)
+        try:
+            result = self.calls.run(args, kwargs)
+        except BaseException:
+            if noted is not None:
+                noted.put_back()  # what the forward has added where no loss has been seen to
+            raise
         known.writes_gradients = known.writes_gradients or (noted is not None and noted.grown())
         if self._gradients.held and self._gradients.take_back():
             known.writes_gradients = True
@@ -283,16 +272,15 @@ class Iteration:
         assert found is not None and found.rule is not None
         if self.weighing is None:
             self.weighing = Weighing(self.known.name, self.batch)
-        verdict = self.weighing.begin_parts(found)
-        self.known.begin_parts()
         size = self.batch.size
         cuts = balanced(size, parts)
+        own_means = self._own_means(found, cuts)
+        verdict = self.weighing.begin_parts(found)
+        self.known.begin_parts()
         collector = found.rule.collector(size)
         draws = self._whole_draws(verdict)
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
         shares, went_backward, weighs = Shares(verdict), False, not self.in_window
-        placed = self.batch.placed(self.batch.args, self.batch.kwargs) if verdict.own_targets else {}
-        own_means = OwnMeans(verdict.own_targets, placed, size)
         with RunningStatistics(self.known.modules(), parts) as statistics:
             for number, (start, stop) in enumerate(cuts):
                 self._neighbours = cuts[max(number - 1, 0) :][:2]
@@ -319,16 +307,37 @@ class Iteration:
         if self.trains and weighs and not went_backward:
             reason = "no micro-batch has a loss with a graph, or anything that counts"
             raise CannotSplit(reason, Verdict(None, reason, undecided=True))
-        own_means.expect_all()
+        if isinstance(own_means, OwnMeans):
+            own_means.expect_all()
+        elif own_means.differ():
+            raise Unforeseen("a part of it takes other means when it runs again")
         left.put_together()
         return collector.result()
+
+    def _own_means(self, verdict: Verdict, cuts: list[tuple[int, int]]) -> OwnMeans | CountedFirst:
+        """What divides the means in each part by what the whole has; the parts run once if only that tells."""
+        if not verdict.counted_means:
+            placed = self.batch.placed(self.batch.args, self.batch.kwargs) if verdict.own_targets else {}
+            return OwnMeans(verdict.own_targets, placed, self.batch.size)
+        counted, draws = CountedFirst(verdict.counted_means, self.batch.size), self._whole_draws(verdict)
+        with RunningStatistics(self.known.modules(), len(cuts)) as statistics:
+            for start, stop in cuts:
+                args, kwargs = self.batch.rows(start, stop)
+                with torch.set_grad_enabled(verdict.needs_gradients), draws.part(start, stop), counted.first():
+                    self.calls.run(args, kwargs)
+                statistics.after_first()
+        if lost := self.put_back():
+            raise Unforeseen(f"it writes {', '.join(lost[:3])} itself, and would have to run twice")
+        if reason := counted.add_up():
+            raise CannotSplit(reason, verdict)  # it may be split elsewhere
+        return counted
 
     def _whole_draws(self, verdict: Verdict) -> WholeDraws:
         """What the micro-batches draw, from the generators as they are now."""
         # a model that is compiled would be compiled together with what sees its functions
         draws = verdict.draws or verdict.once_outside
         compiled = draws and any(map(compat.is_compiled, self.known.modules()))
-        outside = RandomState(own=self._own_generators(), of_cpu=False) if verdict.once_outside else None
+        outside = RandomState(own=self._own_generators, of_cpu=False) if verdict.once_outside else None
         return WholeDraws(None if compiled else verdict.draws, self.batch.size, most_bytes(self._tensors), outside)
 
     def _forward_rows(self, start: int, stop: int, verdict: Verdict, shares: Shares) -> tuple[Any, list[Counted]]:
@@ -337,7 +346,7 @@ class Iteration:
             noted = GradientsNoted(self.known.telling_leaves())
             bounds = None if verdict.bound is None else Bounds()
             with bounds or nullcontext(), self._inside_border():
-                result = self._call(args, kwargs)
+                result = self.calls.run(args, kwargs)
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
             loss = loss_of_part(result)
@@ -347,30 +356,11 @@ class Iteration:
                 self.weighing.check_targets(loss, verdict, divided_by[0].amount)
             return result, divided_by
         if not verdict.nll_losses:
-            return self._call(args, kwargs), []
+            return self.calls.run(args, kwargs), []
         # without a graph the divisors are read as they are computed
         with Probe(Writes(), None) as probe:
-            result = self._call(args, kwargs)
+            result = self.calls.run(args, kwargs)
         return result, [Counted(weight, weight) for weight in probe.nll_weights]
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._in_forward = True
-        # casts of weights that an autocast around the call keeps belong to the graph that they were first used in
-        torch.clear_autocast_cache()
-        if self.around_forward is None and self._model_calls is None:
-            result = self.forward(*args, **kwargs)
-        else:
-            with nullcontext() if self.around_forward is None else self.around_forward():
-                result = self.in_its_precision(*args, **kwargs)
-        self._in_forward = False
-        return result
-
-    def in_its_precision(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward returns, with its models under autocast where this call uses it."""
-        if self._model_calls is None:
-            return self.forward(*args, **kwargs)
-        with self._model_calls.active():
-            return self.forward(*args, **kwargs)
 
     def _backward(self, loss: torch.Tensor, share: float, scaler: torch.amp.GradScaler) -> None:
         known = self.known

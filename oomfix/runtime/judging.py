@@ -17,6 +17,7 @@ OTHERS = "what a few rows return besides the loss cannot be put together from tw
 OPEN = "its loss is 0 on a few rows, which leaves open what it is a mean of"
 PLAIN = "its loss is a plain number, or none, for some of its samples, which add nothing to it"
 NO_NUMBER = "its loss is not a number on a few rows"
+NOTHING = "the means in its loss are over nothing, or too little, on some of a few rows"
 BENDS = (
     "a number for the whole batch meets a threshold (clamp, abs, relu), or counts its distinct values, and parts may "
     "have another"
@@ -34,6 +35,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         return Verdict(None, simulated.coupled)
     if evidence.changes_gradients:
         return Verdict(None, CHANGES_GRADIENTS)
+    if evidence.miscounted or evidence.counts_little:
+        return Verdict(None, NOTHING, undecided=True)
     loss = outputs.loss_in(evidence.whole)
     if loss is not None and loss.numel() != 1:
         loss = None  # an evaluation returns what it likes
@@ -68,6 +71,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         divisors=evidence.divisors,
         bound=evidence.bound,
         own_targets=evidence.own_targets,
+        counted_means=evidence.counted_means,
         held=evidence.held,
         drew=evidence.drew,
         calls=0 if evidence.drew else evidence.calls,

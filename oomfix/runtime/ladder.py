@@ -89,7 +89,7 @@ class Ladder:
 
     def finish(self, iteration: Iteration, parts: int, reason: str | None) -> None:
         """After a call that went well in `parts` parts, which `reason` kept from being more: say what it took."""
-        if parts > 1 or iteration.around_forward is not None:
+        if parts > 1 or iteration.calls.around is not None:
             climber = self._climbers.get(iteration.known)
             if climber is not None:
                 climber.finish(iteration, parts, reason)
@@ -150,7 +150,7 @@ class _Climber:
         later = ["micro-batches"] if self._preset.split != "never" and self._preset.micro_batches == "auto" else []
         taken = {type(taken.rung) for taken in self.taken}
         later += [rung.title for rung in self._left if type(rung) not in taken]
-        begins = iteration.precision() + "".join(f", {begun.rung.told(known)}" for begun in self.taken)
+        begins = iteration.calls.precision() + "".join(f", {begun.rung.told(known)}" for begun in self.taken)
         _log.info(
             f"{known.name}: preset {self._preset.name} begins with {begins}; "
             f"when memory asks for it: {', '.join(later) or 'nothing'}."
@@ -178,7 +178,7 @@ class _Climber:
 
     def surround(self, iteration: Iteration) -> None:
         """Let the forwards of a call run inside what was taken."""
-        iteration.around_forward = self._around
+        iteration.calls.around = self._around
 
     @contextmanager
     def _around(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ class LossScaler(torch.amp.GradScaler):
         self._reached: dict[int, weakref.ref[torch.Tensor]] = {}
         # what torch knows of an optimizer whose gradients are not scaled now: its next update forgets it
         self._unscaled: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # of those, the ones that made a step
         self._unscaled_by_user: weakref.WeakSet[Any] = weakref.WeakSet()
         self._views: weakref.WeakKeyDictionary[Any, ScalerView] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
@@ -62,6 +63,7 @@ class LossScaler(torch.amp.GradScaler):
             for optimizer in self._unscaled:
                 self._per_optimizer_states.pop(id(self._view(optimizer)), None)
             self._unscaled.clear()
+            self._stepped.clear()
 
     def scale(self, outputs: Any) -> Any:
         """`outputs`, a tensor or an iterable of tensors, multiplied by the scale."""
@@ -120,6 +122,7 @@ class LossScaler(torch.amp.GradScaler):
         self._update_is_due = True
         self._steps[optimizer] = made
         self._note_unscaled(optimizer, view)
+        self._stepped.add(optimizer)
         if made.known_now:
             self.settle(optimizer)
         return result
@@ -180,12 +183,19 @@ class LossScaler(torch.amp.GradScaler):
             )
         if optimizer in self._unscaled:
             kept = self._unscaled[optimizer]
-            self._per_optimizer_states[id(view)] = {**kept, "found_inf_per_device": dict(kept["found_inf_per_device"])}
+            found = self._found_now(view) if optimizer in self._stepped else kept["found_inf_per_device"]
+            self._per_optimizer_states[id(view)] = {**kept, "found_inf_per_device": _copied(found)}
             return
         self._scale_shared(optimizer)
         super().unscale_(view)
         self._note_unscaled(optimizer, view)
         self._update_is_due = True
+
+    def _found_now(self, view: Any) -> dict[torch.device, torch.Tensor]:
+        """Whether unscaled gradients are infinite, by device: behind a step they may have been set to zero."""
+        assert self._scale is not None
+        one = torch.ones((), dtype=torch.float32, device=self._scale.device)
+        return self._unscale_grads_(view, one, torch.zeros_like(one), False)
 
     def _scale_shared(self, optimizer: Any) -> None:
         """Multiply what another optimizer has unscaled of the gradients of `optimizer`, which will be divided again."""
@@ -196,9 +206,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _note_unscaled(self, optimizer: Any, view: Any) -> None:
         found = self._per_optimizer_states[id(view)]["found_inf_per_device"]
-        # a copy: `update` adds all that was found up in the tensor of the first optimizer
-        found = {device: flag.clone() for device, flag in found.items()}
-        self._unscaled[optimizer] = {"stage": OptState.UNSCALED, "found_inf_per_device": found}
+        self._unscaled[optimizer] = {"stage": OptState.UNSCALED, "found_inf_per_device": _copied(found)}
 
     def _view(self, optimizer: Any) -> Any:
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -206,6 +214,11 @@ class LossScaler(torch.amp.GradScaler):
         if optimizer not in self._views:
             self._views[optimizer] = ScalerView(optimizer)
         return self._views[optimizer]
+
+
+def _copied(found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+    """What was found, for torch: `update` adds all of it up in the tensor of the first optimizer."""
+    return {device: flag.clone() for device, flag in found.items()}
 
 
 class _Step:

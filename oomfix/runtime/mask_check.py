@@ -4,19 +4,32 @@ from dataclasses import replace
 
 from oomfix.runtime.evidence import Runs
 from oomfix.runtime.few_rows import FewRows
-from oomfix.runtime.judging import OTHERS, judge
+from oomfix.runtime.judging import OPEN, OTHERS, contradict, judge
 from oomfix.runtime.result_check import Found
-from oomfix.runtime.rows import gaps_for_masks
+from oomfix.runtime.rows import choose_others, gaps_for_masks
 from oomfix.runtime.verdict import Verdict
 
 
 def by_masks(few: FewRows, how: Runs, count: int) -> Verdict | None:
     """The verdict where masks of the batch have gaps; None if none tells nothing, or they are refused."""
     gaps = gaps_for_masks(few.batch, few.named(count))
-    if all(gap is None for gap in gaps):
+    if not gaps:
         return None
     evidence = few.compared(count, how, gaps=gaps)
     return None if evidence.failure else judge(evidence)
+
+
+def by_other_rows(few: FewRows, found: Found, how: Runs, count: int) -> Verdict | None:
+    """The verdict that rows give which masks tell apart, where those looked at all have nothing, or the same.
+
+    None where masks told these apart, or the others say nothing else.
+    """
+    for rows in choose_others(few.batch, few.named(count)):
+        evidence = few.compared(count, how, rows=rows)
+        verdict = Verdict(None, OPEN, undecided=True) if evidence.failure else judge(evidence)
+        if not verdict.undecided and (verdict.rule is None or contradict(found.verdict, verdict)):
+            return verdict
+    return None
 
 
 def by_computed_masks(few: FewRows, found: Found, how: Runs, count: int) -> Verdict | None:

@@ -64,7 +64,7 @@ class RecoveringCalls:
         inputs = [(tensor, tensor._version) for tensor in batch.tensors() if tensor.requires_grad]
         left = True
         while True:
-            around = nullcontext() if iteration.around_forward is None else iteration.around_forward()
+            around = nullcontext() if iteration.calls.around is None else iteration.calls.around()
             try:
                 with around:
                     result = self._calls.run(model, args, named)

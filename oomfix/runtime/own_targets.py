@@ -77,14 +77,14 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class _Call:
+class CrossEntropy:
     """A cross entropy with a mean over class numbers, called with these arguments."""
 
     func: Any
     given: dict[str, Any]
 
     @classmethod
-    def of(cls, func: Any, args: Any, kwargs: Any) -> "_Call | None":
+    def of(cls, func: Any, args: Any, kwargs: Any) -> "CrossEntropy | None":
         if func not in _SIGNATURES:
             return None
         # what is looked at here is nothing that the program does, as a watch around this would take it
@@ -92,7 +92,7 @@ class _Call:
             return cls._with_a_mean(func, args, kwargs)
 
     @classmethod
-    def _with_a_mean(cls, func: Any, args: Any, kwargs: Any) -> "_Call | None":
+    def _with_a_mean(cls, func: Any, args: Any, kwargs: Any) -> "CrossEntropy | None":
         bound = _SIGNATURES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -116,10 +116,13 @@ class _Call:
         with torch._C.DisableTorchFunction():
             return float(labels.numel() if weight is None else weight.detach().double()[labels.to(weight.device)].sum())
 
+    def total(self) -> torch.Tensor:
+        """Its sum."""
+        return self.func(**{**self.given, "reduction": "sum"})  # type: ignore[no-any-return]
+
     def divided_by(self, amount: float) -> torch.Tensor:
         """Its sum, divided by that amount; not a number where that is nothing, as its mean is."""
-        total: torch.Tensor = self.func(**{**self.given, "reduction": "sum"})
-        return total * (1 / amount if amount else math.nan)
+        return self.total() * (1 / amount if amount else math.nan)
 
 
 class Noted(TorchFunctionMode):
@@ -139,7 +142,7 @@ class Noted(TorchFunctionMode):
         self.amounts: list[float] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = _Call.of(func, args, kwargs or {})
+        call = CrossEntropy.of(func, args, kwargs or {})
         if call is not None:
             self._calls.append((call.counted, call.given["ignore_index"]))
             self.amounts.append(call.amount(call.counted))
@@ -244,7 +247,7 @@ class OwnMeans:
         together = [sum(amounts) for amounts in zip(*self._parts, strict=True)]
         return all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(together, self._whole, strict=True))
 
-    def divided(self, call: _Call, share: float) -> torch.Tensor:
+    def divided(self, call: CrossEntropy, share: float) -> torch.Tensor:
         """The next cross entropy of a part with that share of the rows, as a mean over them."""
         part = self._parts[-1]
         number = len(part)
@@ -253,7 +256,7 @@ class OwnMeans:
             self._whole.append(self._in_whole(number, call))
         return call.divided_by(self._whole[number] * share if number < len(self._whole) else math.nan)
 
-    def _in_whole(self, number: int, call: _Call) -> float:
+    def _in_whole(self, number: int, call: CrossEntropy) -> float:
         """What that cross entropy divides by in the whole batch; not a number where its place there is none any more.
 
         Shorter sequences lack a column, and a mask may have another shape.
@@ -277,5 +280,5 @@ class _Part(TorchFunctionMode):
         self._share = share
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = _Call.of(func, args, kwargs or {})
+        call = CrossEntropy.of(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if call is None else self._means.divided(call, self._share)

@@ -88,7 +88,7 @@ def by_named_rows(few: FewRows, earlier: Verdict, count: int) -> Verdict:
         found = judge(few.compared(count, Runs(graph=True, holds_out=False, divides=True)), rows=count)
         alike = (found.units, found.divisors, found.bound) == ("targets", earlier.divisors, earlier.bound)
         return found if found.rule is None or alike else Verdict(None, DEPEND)
-    few.own_targets = bool(earlier.own_targets)
+    few.own_targets, few.counted_means = bool(earlier.own_targets), earlier.counted_means
     results = by_results(few, False, count)
     if results.verdict.rule is None:
         return results.verdict
@@ -164,10 +164,10 @@ def _best(few: FewRows, trust: bool, count: int, graph: bool) -> _Best:
 def confirmed(few: FewRows, earlier: Verdict, count: int) -> Verdict | None:
     """An earlier verdict, if a few rows confirm all of it."""
     divides = bool(earlier.divisors)
-    few.own_targets = bool(earlier.own_targets)
+    few.own_targets, few.counted_means = bool(earlier.own_targets), earlier.counted_means
     how = Runs(graph=earlier.needs_gradients or divides, graph_of_whole=True, light=True, divides=divides)
     verdict = judge(few.compared(count, how), rows=count)
-    few.own_targets = False
+    few.own_targets, few.counted_means = False, ()
     same = replace(
         earlier,
         drew=verdict.drew,

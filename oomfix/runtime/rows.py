@@ -1,16 +1,18 @@
 """Which rows of a batch a check looks at: few, and unlike each other."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from oomfix.runtime import simulation
-from oomfix.runtime.batch import Batch
+from oomfix.runtime.batch import Batch, Place
 
 # torch cannot compare numbers of 16 to 64 bits without a sign, or of 8 bits with a point
 NUMBERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
                      torch.bfloat16, torch.float32, torch.float64})  # fmt: skip
+Gaps = Mapping[Place, float]  # what to write into tensors, by their place in a batch
+
 _SMALL_ROW = 16  # entries of a row that is a label, a weight or a length rather than an input
 _SMALL_CHUNK = 4096  # entries that may be looked at together, however few rows a check has memory for
 
@@ -22,9 +24,28 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
     rows into hold different numbers of what is masked. Rows of a batch smaller than `count` are named again, so that
     two parts, of which one is larger or holds other rows, can be made of any batch.
     """
-    size = batch.size
+    return _spread(batch.size, count, _telling_numbers(batch, count))
+
+
+def choose_others(batch: Batch, rows: list[int]) -> Iterator[list[int]]:
+    """As many other rows as `rows`, until each flag, label and mask that tells rows of `batch` apart has done so.
+
+    Of many tensors of which few rows have something, `rows` may all have nothing.
+    """
+    seen, left = rows, _telling_numbers(batch, len(rows))
+    while left := [numbers for numbers in left if all(numbers[row] == numbers[seen[0]] for row in seen)]:
+        seen = _spread(batch.size, len(rows), left)
+        yield seen
+
+
+def _telling_numbers(batch: Batch, count: int) -> list[list[Any]]:
+    """The numbers of rows that are not all the same."""
+    return [numbers for numbers in _numbers_of_rows(batch, count) if any(n != numbers[0] for n in numbers)]
+
+
+def _spread(size: int, count: int, telling: list[list[Any]]) -> list[int]:
+    """`count` of `size` rows, unlike each other where these numbers tell them apart."""
     spread = [index * (size - 1) // max(count - 1, 1) for index in range(count)] if count < size else list(range(size))
-    telling = [numbers for numbers in _numbers_of_rows(batch, count) if any(n != numbers[0] for n in numbers)]
     if count < size:
         unlike = list(dict.fromkeys(row for numbers in telling for row in _extremes(numbers)))
         spread = list(dict.fromkeys([*unlike[: max(count - 2, 3)], *spread]))[:count]
@@ -127,13 +148,21 @@ def _differ(numbers: list[Any], first: list[int], second: list[int]) -> bool:
     return bool(one != other)
 
 
-def gaps_for_masks(batch: Batch, rows: list[int]) -> list[float | None]:
-    """For each tensor of `batch`, what to write into one of `rows` to tell them apart; None where they are, or no mask.
+def gaps_for_masks(batch: Batch, rows: list[int]) -> Gaps:
+    """What to write into one of `rows` of each mask of `batch` that does not tell them apart.
 
     A mean over what a mask leaves cannot be told from a mean over samples as long as it leaves as much of each: where
     it is full, where all samples are of one length, with one class each, with the same weight.
     """
-    return [_gap(tensor, rows) if _has_rows(tensor, batch.size) else None for tensor in batch.samples_first()]
+    gaps = {place: _gap(tensor, rows) for place, tensor in _of_rows(batch) if _has_rows(tensor, batch.size)}
+    return {place: gap for place, gap in gaps.items() if gap is not None}
+
+
+def _of_rows(batch: Batch) -> Iterator[tuple[Place, torch.Tensor]]:
+    """The tensors of `batch` that have a row for each sample, and their places; none of what belongs to one sample."""
+    for place, tensors in batch.placed(batch.args, batch.kwargs).items():
+        if len(tensors) == 1 and len(tensors[0]) == batch.size:
+            yield place, tensors[0]
 
 
 def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
@@ -151,19 +180,16 @@ def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
     return 1 if seen.dtype == torch.bool and not bool(seen.any()) else None
 
 
-def leaving_nothing(batch: Batch) -> Iterator[list[float | None]]:
-    """For each tensor of `batch` what to write into rows so that nothing of them counts, or None; in two ways.
+def leaving_nothing(batch: Batch) -> Iterator[Gaps]:
+    """What to write into rows of each tensor of `batch` so that nothing of them counts; in two ways.
 
     Flags, labels, lengths, masks and weights are 0 of what does not count. Or masks are 1, where they mark what is left
     out.
     """
-    tensors = batch.samples_first()
-    yield [0 if _may_count(tensor, batch.size) else None for tensor in tensors]
+    tensors, size = list(_of_rows(batch)), batch.size
+    yield {place: 0 for place, tensor in tensors if _may_count(tensor, size)}
     # an index of 1 may be out of range where none is
-    yield [
-        1 if _has_rows(tensor, batch.size) and _is_mask(tensor, batch.size) and bool(tensor.any()) else None
-        for tensor in tensors
-    ]
+    yield {place: 1 for place, mask in tensors if _has_rows(mask, size) and _is_mask(mask, size) and bool(mask.any())}
 
 
 def _may_count(tensor: torch.Tensor, size: int) -> bool:
@@ -174,11 +200,10 @@ def _may_count(tensor: torch.Tensor, size: int) -> bool:
     )
 
 
-def make_gaps(copies: Iterable[torch.Tensor], gaps: Iterable[float | None], whole_rows: int = 0) -> None:
+def make_gaps(copies: Mapping[Place, Sequence[torch.Tensor]], gaps: Gaps, whole_rows: int = 0) -> None:
     """Write the gaps into the first `whole_rows` of each copy of some rows, or into half of the first row."""
-    for copy, gap in zip(copies, gaps, strict=True):
-        if gap is None:
-            continue
+    for place, gap in gaps.items():
+        (copy,) = copies[place]
         if whole_rows:
             copy[:whole_rows] = gap
         else:

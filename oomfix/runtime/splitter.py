@@ -13,6 +13,7 @@ from oomfix.runtime import precision, sizing
 from oomfix.runtime.accumulation import Window
 from oomfix.runtime.distributed import ELSEWHERE, Outcome
 from oomfix.runtime.iteration import Iteration
+from oomfix.runtime.judging import SEVERAL_DEPEND
 from oomfix.runtime.known import Known
 from oomfix.runtime.ladder import Ladder
 from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
@@ -25,8 +26,7 @@ _log = logging.getLogger("oomfix")
 _QUARTERS = 4
 _CONFIRMS_BEFORE = 128  # calls of a forward
 _TWO_TOGETHER = "two micro-batches, which are run together to check a branch that only one of them takes, do not fit"
-# what autocast may raise, and what a forward may that is given fewer rows than something else has
-_Failures = (RuntimeError, TypeError, ValueError, IndexError)
+_MAY_BE_AUTOCAST = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class Splitter:
@@ -96,7 +96,7 @@ class Splitter:
         if known.explores:
             self._choose_precision(iteration)
         if known.model_calls is not None and not known.fp32:
-            iteration.use_half(known.model_calls)
+            iteration.calls.model_calls = known.model_calls
         if iteration.trains:
             self._ladder.begin(iteration)
         iteration.join_window(window)
@@ -121,11 +121,11 @@ class Splitter:
             if error.verdict.rule is not None:
                 # what the forward allows elsewhere stays refused here, if the whole batch turns out not to fit
                 iteration.refused = said
-        except _Failures as error:
+        except Exception as error:  # the forward is the user's, and may fail on a part of the batch in any way
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             if is_out_of_memory(error):
                 outcome = Outcome.FINER
-            elif iteration.failed_in_half():
+            elif isinstance(error, _MAY_BE_AUTOCAST) and iteration.failed_in_half():
                 outcome = Outcome.IN_FP32
             elif parts > 1 and not iteration.graph_is_spent and not ranks.in_step:
                 # a process that others wait for inside of the forward could not join them any more
@@ -282,7 +282,7 @@ class Splitter:
         trust = self.preset.split == "always"
         # a whole call of a window is checked too, to learn what its loss is a mean of
         most_rows = math.ceil(batch.size / (parts if parts > 1 else _QUARTERS))
-        if iteration.in_half:
+        if iteration.calls.in_half:
             # the check computes in fp32, where activations are twice as large
             most_rows = math.ceil(most_rows / 2)
         with_gradients = iteration.trains and not known.ranks.shards()
@@ -291,6 +291,8 @@ class Splitter:
 
         def checked(forward: Callable[..., Any]) -> Verdict:
             verdict = check(forward, batch, known.modules(), most_rows, trust, earlier, with_gradients)
+            if verdict.counted_means and not known.ranks.alone:
+                verdict = Verdict(None, SEVERAL_DEPEND)
             doubted = () if trust else known.rows_in_doubt
             return check_besides(verdict, forward, batch, known.modules(), doubted) if doubted else verdict
 
@@ -298,6 +300,12 @@ class Splitter:
             verdict = known.ranks.check_together(iteration.forward, checked, iteration.call_smallest)
         known.read(batch, verdict)
         known.checked(verdict, batch.size, parts)
+        if verdict.counted_means:
+            self._say(
+                f"{known.name}: its loss has means over different numbers (of boxes, of what masks leave), which only "
+                "running it tells: micro-batches run once more, without gradients, to count these first.",
+                f"counted {known.name}",
+            )
         if trust and verdict.rule is not None and verdict.trusted:
             self._say(
                 f"{known.name}: split although samples depend on each other (split='always'): each micro-batch "

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from oomfix.runtime.bounds import Bound
+from oomfix.runtime.counted_first import Counted
 from oomfix.runtime.left_attributes import LeftAttribute
 from oomfix.runtime.outputs import Rule
 from oomfix.runtime.own_targets import Labels
@@ -27,6 +28,8 @@ class Verdict:
         bound: how these are kept away from 0, if they are.
         own_targets: where those of the cross entropies stand in the batch, if the parts are to be divided by what the
             whole has of each, see `own_targets`; `units` is "rows" then.
+        counted_means: what each mean that it takes is over, if those of the parts are to be divided by what the whole
+            has, and only running them tells that, see `counted_first`; `units` is "rows" then.
         from_nothing: of rows that have nothing that counts, these were seen to be 0.
         means: of each that its loss has besides, taken by the program itself, whether it counts samples (a constant
             does not); none also where a loop over samples takes them.
@@ -58,6 +61,7 @@ class Verdict:
     divisors: tuple[int, ...] = ()
     bound: Bound | None = None
     own_targets: tuple[Labels, ...] = ()
+    counted_means: Counted = ()
     from_nothing: bool = False
     means: tuple[bool, ...] = ()
     held: bool = False

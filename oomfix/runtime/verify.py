@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from oomfix.runtime import simulation
+from oomfix.runtime import compat, simulation
 from oomfix.runtime.batch import Batch
-from oomfix.runtime.divisor_check import by_divisors
+from oomfix.runtime.counted_first import are_the_same, means_that_count
+from oomfix.runtime.divisor_check import by_divisors, by_divisors_of_more
 from oomfix.runtime.evidence import Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
 from oomfix.runtime.hinge_check import by_hinges
-from oomfix.runtime.judging import BENDS, DEPEND, NO_NUMBER, OPEN, SEVERAL_DEPEND, contradict
-from oomfix.runtime.mask_check import by_computed_masks, by_empty_masks, by_masks
+from oomfix.runtime.judging import BENDS, DEPEND, NO_NUMBER, NOTHING, OPEN, SEVERAL_DEPEND, contradict
+from oomfix.runtime.mask_check import by_computed_masks, by_empty_masks, by_masks, by_other_rows
 from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.repetition_check import by_copies, by_repetition
 from oomfix.runtime.result_check import Found, by_named_rows, by_results, confirmed
@@ -80,7 +81,8 @@ def check(
     was_refused = earlier is not None and earlier.rule is None and not earlier.undecided
     if verdict.rule is not None and was_refused and not trust:
         last = range(batch.size)[-telling(min(most_rows, _MOST_ROWS)) :]
-        verdict = replace(check_besides(verdict, forward, batch, modules, last), left_out=False)
+        besides = replace(check_besides(verdict, forward, batch, modules, last), left_out=False)
+        verdict = verdict if besides.reason == NOTHING else besides
     return (
         verdict
         if verdict.rule is not None
@@ -130,16 +132,24 @@ def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None
     """The verdict where lists hold what they are taken for."""
     most = telling(min(most_rows, _MOST_ROWS))
     counts = [most, telling(most // 2), _FEWEST_ROWS, 2]
+    if _FEW_ROWS < most < _ROWS_OF_GROUPS <= rows.batch.size:
+        counts.append(_ROWS_OF_GROUPS)
     few = [_FEW_ROWS, _FEWEST_ROWS, 2]
     together = without_single_rows(rows.batch.size)
     if earlier is not None and earlier.single_rows is False:
         counts, few = [most, *together], together
+    if _FEW_ROWS < most < _ROWS_OF_GROUPS <= rows.batch.size:
+        counts.append(_ROWS_OF_GROUPS)
     may_split = earlier is not None and earlier.rule is not None
     if earlier is not None and may_split and not earlier.drew and not trust and simulation.assumption is None:
         once_more = _with_rows_that_fit(few, partial(confirmed, rows, earlier))
         if once_more is not None:
             return once_more
     closer = not trust and simulation.assumption is None
+    if closer and earlier is not None and earlier.counted_means:
+        counted = _by_counted_means(rows, Runs(graph=earlier.needs_gradients), counts, few, together)
+        if counted is not None:
+            return counted
     if closer and earlier is not None and earlier.may_have_own_targets:
         own = _by_own_targets(FewRows(rows.forward, rows.batch, rows.modules), counts, few, together, with_gradients)
         if own is not None and own.rule is not None:
@@ -152,26 +162,99 @@ def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None
         verdict = _confirmed_closer(rows, found, few, together, with_gradients)
     depends = verdict.rule is None and verdict.reason in (DEPEND, SEVERAL_DEPEND, GRADIENTS_DEPEND, BENDS)
     if closer and depends and with_gradients:
-        weighed = _by_divisors(rows, found.how, few, together)
+        weighed = _by_divisors(rows, found.how, counts, few, together)
         if weighed is not None and weighed.rule is not None:
             verdict = weighed
         elif weighed is not None and (verdict.reason == DEPEND or weighed.undecided):
             verdict = replace(verdict, reason=weighed.reason, undecided=weighed.undecided)
-    if closer and depends and verdict.rule is None and found.cross_entropies:
-        return _by_own_targets(rows, counts, few, together, with_gradients) or verdict
+    if closer and depends and verdict.rule is None:
+        return _by_own_means(verdict, rows, found, counts, few, together, with_gradients) or verdict
     return replace(verdict, single_rows=False) if few is together else verdict
 
 
-def _by_divisors(rows: FewRows, how: Runs, few: list[int], together: list[int]) -> Verdict | None:
+def _by_divisors(rows: FewRows, how: Runs, counts: list[int], few: list[int], together: list[int]) -> Verdict | None:
     """The verdict where parts weigh what their losses divide by; on more rows where a part was nothing.
 
     A single row may be nothing to a forward that takes as many rows as make whole groups and leaves the others.
     """
     run = partial(by_divisors, rows, how)
     weighed = _in_parts_that_run(few, together, run)
-    if weighed is None or weighed.reason != NO_NUMBER or few is together:
+    if weighed is not None and weighed.reason == NO_NUMBER and few is not together:
+        weighed = _with_rows_that_fit(together, run) or weighed
+    if weighed is None or weighed.rule is None:
         return weighed
-    return _with_rows_that_fit(together, run) or weighed
+    return _with_rows_that_fit(counts, partial(by_divisors_of_more, rows, how, weighed)) or weighed
+
+
+def _by_own_means(
+    verdict: Verdict,
+    rows: FewRows,
+    found: Found,
+    counts: list[int],
+    few: list[int],
+    together: list[int],
+    with_gradients: bool,
+) -> Verdict | None:
+    """The verdict where means are divided by what the whole has of each; None: it refuses, as `verdict` does."""
+    own = _by_own_targets(rows, counts, few, together, with_gradients) if found.cross_entropies else None
+    if not with_gradients or (own is not None and own.rule is not None):
+        return own
+    counted = _by_counted_means(rows, found.how, counts, few, together)
+    if counted is None or counted.rule is not None:
+        return counted or own
+    # a loop over samples takes other means in every part
+    is_loop = counted.reason == DEPEND
+    return own if own is not None or verdict.undecided or is_loop else counted
+
+
+def _by_counted_means(
+    rows: FewRows, how: Runs, counts: list[int], few: list[int], together: list[int]
+) -> Verdict | None:
+    """The verdict where the parts are run first, to count what their means are over; None: it refuses a split too.
+
+    Rows that are unlike each other may be put into parts of which one has nothing that counts, so others are looked at
+    before.
+    """
+    if any(map(compat.is_compiled, rows.modules)):
+        return None  # means in what is compiled are not seen
+    most, size = max(counts), rows.batch.size
+    step = max(size // most, 1)
+    verdict = None
+    for these in (*(range(start, size, step)[:most] for start in range(min(step, _TRIES))), ()):
+        others = FewRows(rows.forward, rows.batch, rows.modules, these)
+        found = _with_counted_means(others, how, counts, few, together)
+        if found is not None and found.rule is not None:
+            return found
+        if found is None and verdict is None:
+            return None
+        verdict = found or verdict
+    return verdict
+
+
+def _with_counted_means(
+    rows: FewRows, how: Runs, counts: list[int], few: list[int], together: list[int]
+) -> Verdict | None:
+    """The verdict of these rows, undecided where others may show more."""
+    how = replace(how, holds_out=False, counted_means=())
+    noted = _with_rows_that_fit(counts, partial(rows.compared, how=how))
+    if noted is None or noted.failure:
+        return None
+    whole, *parts = noted.amounts
+    if not are_the_same(whole, *parts):
+        return Verdict(None, DEPEND, undecided=True)  # a condition, where one of them has nothing
+    if any(not amount.number for amounts in parts for amount in amounts):
+        return Verdict(None, NOTHING, undecided=True)
+    rows.counted_means = means_that_count(whole, parts, [share.rows for share in noted.shares])
+    if not rows.counted_means:
+        return None
+    found, few = _with_results(rows, False, counts, few, together)
+    if found is None or found.verdict.rule is None:
+        return found.verdict if found is not None and found.verdict.undecided else None
+    # of fewer rows, nothing may count in a part
+    verdict = _confirmed_closer(rows, found, [found.rows], [found.rows], with_gradients=True)
+    if verdict.rule is None and not verdict.undecided:
+        return None
+    return replace(verdict, single_rows=False) if few is together else verdict
 
 
 def _by_own_targets(
@@ -211,6 +294,7 @@ def _confirmed_closer(
     how = replace(found.how, light=not verdict.drew)
     other_looks = (
         (found.rows, partial(by_masks, rows, how)),
+        (found.rows, partial(by_other_rows, rows, found, how)),
         (found.rows, partial(by_computed_masks, rows, found, how)),
         (found.rows, partial(by_empty_masks, rows, found, how)),
         (found.rows, partial(by_hinges, rows, found, how)),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import compat, simulation
+from oomfix.runtime.compared_numbers import Bent, exceeds, told_when_compared
 from oomfix.runtime.computed_masks import ComputedMasks
 from oomfix.runtime.hinges import Hinges
 from oomfix.runtime.probe import Writes, strided
@@ -135,23 +136,6 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Bent:
-    """What went into a function that bends, or was compared.
-
-    Attributes:
-        value: empty where it is large; one with rows has another shape in a part of them.
-        computed: it was not there before the run.
-    """
-
-    value: torch.Tensor
-    computed: bool = False
-
-    def is_nothing(self) -> bool:
-        """Whether it is one number, computed, and 0."""
-        return self.computed and self.value.numel() == 1 and not bool(self.value)
-
-
-@dataclass(frozen=True)
 class Across:
     """What may go across samples, and shows nothing of it on a few rows that are far apart.
 
@@ -170,41 +154,22 @@ class Across:
         return self.number != other.number and self.number * other_rows**power == other.number * rows**power
 
 
-class _Compared:
-    """A number that was read off a tensor, and tells when it is compared: a program may branch on it."""
+@dataclass(frozen=True)
+class Kept:
+    """Of how many entries the first ones were kept.
 
-    _bent: list[Bent]
-    _source: Bent
+    Attributes:
+        number: so many were there.
+        at_most: so many are kept.
+    """
 
-    def told(self, bent: list[Bent], source: Bent) -> "_Compared":
-        self._bent, self._source = bent, source
-        return self
+    number: int
+    at_most: int
 
-    def __lt__(self, other: Any) -> Any:
-        self._bent.append(self._source)
-        return super().__lt__(other)  # type: ignore[misc]
-
-    def __le__(self, other: Any) -> Any:
-        self._bent.append(self._source)
-        return super().__le__(other)  # type: ignore[misc]
-
-    def __gt__(self, other: Any) -> Any:
-        self._bent.append(self._source)
-        return super().__gt__(other)  # type: ignore[misc]
-
-    def __ge__(self, other: Any) -> Any:
-        self._bent.append(self._source)
-        return super().__ge__(other)  # type: ignore[misc]
-
-
-class _Number(_Compared, float):
-    def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        return float, (float(self),)  # a copy is a plain number
-
-
-class _Count(_Compared, int):
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
+    def cuts_more(self, times: float, other: "Kept") -> bool:
+        """Whether this and the same of a part kept all, and would not if there were so many times as much."""
+        alike = self.at_most == other.at_most and max(self.number, other.number) <= self.at_most
+        return alike and self.number != other.number and self.number * times > self.at_most
 
 
 class Watch(TorchFunctionMode):
@@ -217,6 +182,7 @@ class Watch(TorchFunctionMode):
             in the order of the calls; empty where it is large.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
         across: what may go across samples, see `Across`.
+        kept: the first entries that were kept of others.
         masks: those that were computed by comparing.
         hinges: those that were called.
         picks: samples, or what belongs to them, were picked by a mask or put into an order.
@@ -247,6 +213,7 @@ class Watch(TorchFunctionMode):
         self.bent: list[Bent] = []
         self.calls = 0
         self.across: list[Across] = []
+        self.kept: list[Kept] = []
         self.masks = ComputedMasks(rows, gaps, steps_first)
         self.hinges = Hinges(opened)
         self.picks = False
@@ -270,6 +237,8 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         self.picks = self.picks or kind is _Kind.PICKS or (kind in _MAY_PICK and _picks(args))
+        if kind is _Kind.TAKES:
+            self._keep_first(*args)
         if kind in (_Kind.TAKES, _Kind.PICKS):
             return func(*args, **kwargs)
         if kind is _Kind.CROSS_ENTROPY:
@@ -304,17 +273,16 @@ class Watch(TorchFunctionMode):
             self.bent.append(Bent(torch.tensor(values.numel())))
         return self.masks.computed(result) if kind in (_Kind.COMPARES, _Kind.MASKS) else result
 
-    def _note_bent(self, func: Any, values: Iterable[Any]) -> None:
+    def _note_bent(self, func: Any, values: tuple[Any, ...]) -> None:
         bent = [self._kept(value) for value in values if isinstance(value, torch.Tensor)]
+        if len(bent) == 1 and len(values) == 2 and _kind_of(func) is _Kind.COMPARES and bent[0].value.numel() == 1:
+            bent = [replace(bent[0], exceeds=exceeds(func.__name__, bent[0].value.item(), values[1]))]
         # the numbers that `where` chooses from are often 0
         self.bent += [replace(one, computed=False) for one in bent] if func.__name__ == "where" else bent
 
     def _read(self, number: Any, tensor: torch.Tensor) -> Any:
         """What a program gets that reads a number off a tensor."""
-        if isinstance(number, float):
-            return _Number(number).told(self.bent, self._kept(tensor))
-        is_count = isinstance(number, int) and not isinstance(number, bool)
-        return _Count(number).told(self.bent, self._kept(tensor)) if is_count else number
+        return told_when_compared(number, self.bent, self._kept(tensor))
 
     def _kept(self, shown: torch.Tensor) -> Bent:
         value = compat.beneath_transforms(shown)
@@ -369,6 +337,13 @@ class Watch(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if isinstance(values, torch.Tensor) and isinstance(dim, int) and -values.dim() <= dim < values.dim():
             self.across.append(Across(values.shape[dim], by_pairs=False))
+
+    def _keep_first(self, values: Any, taken: Any) -> None:
+        first = taken[0] if isinstance(taken, tuple) and taken else taken
+        if not isinstance(first, slice) or first.start or not isinstance(first.stop, int) or first.stop <= 0:
+            return
+        if isinstance(values, torch.Tensor) and values.dim():
+            self.kept.append(Kept(len(values), first.stop))
 
     def _number_marked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a running count of marks in several columns: who comes first to an expert may be served."""

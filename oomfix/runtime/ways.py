@@ -121,7 +121,8 @@ def edges(loss: torch.Tensor) -> Edges:
                 stack.append(node)
     # each once, however often a loop over samples uses it; other leaves, as inputs are, are new in each batch
     leaves = (getattr(node, "variable", None) for node in seen)
-    found.update(("reaches", id(leaf)) for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
+    # few nodes have one, and asking whether something is a parameter is slow
+    found.update(("reaches", id(leaf)) for leaf in leaves if leaf is not None and isinstance(leaf, torch.nn.Parameter))
     return frozenset(found.items())
 
 

@@ -35,3 +35,17 @@ def test_a_graph_of_an_earlier_call_is_not_taken_for_one_that_the_forward_made()
     memory.forward_backward(forward, torch.randn(12, 6))
     with pytest.raises(RuntimeError, match="a second time"):
         memory.forward_backward(forward, torch.randn(12, 6))
+
+
+def test_what_a_backward_inside_has_added_is_gone_after_an_error_at_the_first_call():
+    model = nn.Linear(4, 3)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        model(x).square().mean().backward()
+        raise ValueError("the caller's own")
+
+    memory = runtime.preset("16gb", precision="fp32")
+    with pytest.raises(ValueError, match="the caller's own"):
+        memory.forward_backward(forward, torch.randn(6, 4))
+    assert model.weight.grad is None
+    assert model.bias.grad is None

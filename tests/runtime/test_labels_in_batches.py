@@ -117,13 +117,13 @@ def test_a_check_on_rows_without_a_label_leaves_what_is_known_as_it_was(caplog):
     assert "run whole" not in caplog.text
 
 
-def test_why_a_mean_by_hand_beside_a_cross_entropy_runs_whole_is_told(caplog):
+def test_a_mean_by_hand_beside_a_cross_entropy_is_counted_first(caplog):
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         each = F.cross_entropy(model(batch["x"])[0].transpose(1, 2), batch["slots"], reduction="none")
         return (each * batch["mask"]).sum() / batch["mask"].sum() + of_sentences(model, batch)
 
-    assert parts_as_whole(loss, 4, batches(3)) is None
-    assert "or the means in its loss divide by different numbers of targets" in caplog.text
+    assert parts_as_whole(loss, 4, batches(3)) == 4
+    assert "to count these first" in caplog.text
 
 
 def test_a_part_that_lacks_a_cross_entropy_is_told_from_one_with_other_targets():

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -319,12 +319,23 @@ def test_sparse_gradients_follow_the_scale(memory):
 
 
 class Unscaled:
-    """What should come out: one model and its SGD, without any scale."""
+    """What should come out: one model and its SGD, without any scale.
+
+    As with torch's own scaler, what `unscale_` found holds for the step, whatever the gradients are set to in between.
+    """
 
     def __init__(self, model):
         self.values, self.gradients, self.skipped = values(model), None, 0
+        self.found, self.stepped = False, False
+
+    def overflowed(self):
+        return not all(gradient.isfinite().all() for gradient in self.gradients)
+
+    def unscale(self):
+        self.found = self.found or (self.gradients is not None and not self.stepped and self.overflowed())
 
     def backward(self, factor):
+        self.found, self.stepped = False, False
         added = [2 * factor * value for value in self.values]
         self.gradients = (
             added if self.gradients is None else [a + b for a, b in zip(self.gradients, added, strict=True)]
@@ -333,10 +344,11 @@ class Unscaled:
     def step(self):
         if self.gradients is None:
             return
-        if all(gradient.isfinite().all() for gradient in self.gradients):
-            self.values = [v - RATE * g for v, g in zip(self.values, self.gradients, strict=True)]
-        else:
+        if self.found or self.overflowed():
             self.skipped += 1
+        else:
+            self.values = [v - RATE * g for v, g in zip(self.values, self.gradients, strict=True)]
+        self.found, self.stepped = False, True
 
 
 MODELS = st.integers(0, 1)
@@ -351,6 +363,18 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ACTIONS, max_size=14))
+@example(
+    [
+        ("backward", 0, float("inf")),
+        ("backward", 1, 1.0),
+        ("unscale", 1, True),
+        ("unscale", 1, False),
+        ("step", 0, False),
+        ("update", 0, False),
+        ("step", 1, False),
+    ]
+)
+@example([("backward", 0, float("inf")), ("step", 0, False), ("zero_grad", 0, False), ("step", 0, False)])
 def test_in_any_order_two_optimizers_step_as_if_nothing_were_scaled(actions):
     """Bitwise. The scale grows at every update, and halves at every overflow."""
     runtime.reset()
@@ -373,6 +397,7 @@ def test_in_any_order_two_optimizers_step_as_if_nothing_were_scaled(actions):
             reference.gradients = None if how else zeros
         elif action == "unscale":
             (memory if how else memory.scaler).unscale_(optimizer)
+            reference.unscale()
             if reference.gradients is not None:
                 assert all(
                     torch.equal(p.grad, g) or not g.isfinite().all()

@@ -584,8 +584,10 @@ def test_an_error_of_the_program_goes_on_to_the_caller_from_a_split_call_too():
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-@pytest.mark.parametrize("parts", ["auto", 3])
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [("auto", KeyboardInterrupt), ("auto", ZeroDivisionError), (3, KeyboardInterrupt), (3, SystemExit)],
+)
 def test_an_error_in_the_middle_of_a_batch_leaves_everything_as_it_was_before_the_call(parts, error, call):
     """Statistics that some micro-batches have updated and numbers that they drew would be counted twice."""
     memory, model = runtime.preset("16gb", micro_batches=parts), Net().double()

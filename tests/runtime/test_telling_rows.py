@@ -47,8 +47,9 @@ def test_a_mean_over_boxes_is_no_mean_over_images_though_two_rows_average_what_a
         return torch.stack(boxes_apart(model, images, targets)).mean()
 
     batch = detections(1, 2, 3, 4, 1, 2)
-    assert verdict_of(over_boxes, model, batch, 3).rule is None
-    assert verdict_of(over_images, model, batch, 3).rule is not None
+    assert verdict_of(over_boxes, model, batch, 3).units == "targets"
+    images = verdict_of(over_images, model, batch, 3)
+    assert (images.rule is not None, images.units) == (True, "rows")
 
 
 def test_pairs_inside_a_batch_are_taken_apart_by_odd_numbers_of_rows():
@@ -680,3 +681,22 @@ def test_choosing_among_many_labels_takes_few_operations():
     with SimulatedCard() as card:
         choose_rows(Batch((torch.arange(4096) % 7 - 1,), {}), 4)
     assert card.allocations < 16
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_flags_that_few_rows_have_are_looked_at_on_those_rows(number):
+    """Of eight flags, each of one row, the rows that show some leave out others."""
+    model = network()
+    flags = [torch.eye(12, dtype=torch.double)[2 + one] for one in range(8)]
+
+    def forward(x, *flags):
+        errors, flag = model(x).pow(2).sum(1), flags[number]
+        return (errors * flag).sum() / max(float(flag.sum()), 1.0) + errors.mean()
+
+    def plain(x, *flags):
+        return (model(x).pow(2).sum(1) * flags[number]).mean()
+
+    batch = [rows(12), *flags]
+    verdict = verdict_of(forward, model, batch, 4)
+    assert verdict.rule is None or verdict.counted_means
+    assert verdict_of(plain, model, batch, 4).units == "rows"

@@ -52,6 +52,22 @@ def test_groups_of_three_are_seen_where_a_single_row_is_none(rows):
     assert_gradients_of_the_whole(forward, weights, batches, parts=3)
 
 
+@pytest.mark.parametrize(("rows", "parts"), [(15, 3), (20, 3), (21, 3), (24, 5), (28, 4)])
+def test_rows_that_make_no_group_of_three_are_those_of_the_whole_in_small_micro_batches(rows, parts):
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.randn(4, 3).double())
+
+    def forward(x, y):
+        grouped = len(x) // 3 * 3
+        scores = (x[:grouped] @ weights).view(-1, 3, 3)
+        return (scores - scores.mean(1, keepdim=True)).pow(2).mean() + F.cross_entropy(
+            scores.flatten(0, 1), y[:grouped]
+        )
+
+    batches = [(torch.randn(rows, 4).double(), torch.randint(0, 3, (rows,))) for _ in range(4)]
+    assert_gradients_of_the_whole(forward, weights, batches, parts)
+
+
 def assert_gradients_of_the_whole(forward, weights, batches, parts):
     memory = runtime.preset("16gb", precision="fp32", micro_batches=parts)
     for batch in batches:

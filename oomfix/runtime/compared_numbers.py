@@ -1,0 +1,100 @@
+"""Numbers that meet a threshold: they go into functions that bend, or a program compares them and may branch on it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+# these treat a number that is as large as the threshold like a larger one
+_LIKE_LARGER = ("ge", "greater_equal", "lt", "less")
+
+
+@dataclass(frozen=True)
+class Bent:
+    """What went into a function that bends, or was compared.
+
+    Attributes:
+        value: empty where it is large; one with rows has another shape in a part of them.
+        computed: it was not there before the run.
+        exceeds: it was compared with a plain number, and would be treated alike if it were any larger, or not; None:
+            it was not.
+    """
+
+    value: torch.Tensor
+    computed: bool = False
+    exceeds: bool | None = None
+
+    def is_nothing(self) -> bool:
+        """Whether it is one number, computed, and 0."""
+        return self.computed and self.value.numel() == 1 and not bool(self.value)
+
+    def is_compared(self, numbers: Collection[float]) -> bool:
+        """Whether it was compared with a plain number, and is one of `numbers`."""
+        return self.exceeds is not None and float(self.value) in numbers
+
+
+def exceeds(name: str, number: Any, threshold: Any) -> bool | None:
+    """Whether the comparison of that name has the same result for `number` and for every larger one; None: it has none.
+
+    What was read off a tensor too is no fixed threshold.
+    """
+    if not isinstance(threshold, int | float) or isinstance(threshold, _Compared):
+        return None
+    return bool(number > threshold or (number == threshold and name.strip("_") in _LIKE_LARGER))
+
+
+def told_when_compared(number: Any, bent: list[Bent], source: Bent) -> Any:
+    """`number`, which appends to `bent` when it is compared that it was read off `source`."""
+    if isinstance(number, float):
+        return _Number(number).told(bent, source)
+    is_count = isinstance(number, int) and not isinstance(number, bool)
+    return _Count(number).told(bent, source) if is_count else number
+
+
+class _Compared:
+    _bent: list[Bent]
+    _source: Bent
+
+    def told(self, bent: list[Bent], source: Bent) -> "_Compared":
+        self._bent, self._source = bent, source
+        return self
+
+    def _note(self, name: str, other: Any) -> None:
+        is_kept = self._source.value.numel() == 1
+        self._bent.append(replace(self._source, exceeds=exceeds(name, self.plain(), other) if is_kept else None))
+
+    def plain(self) -> Any:
+        raise NotImplementedError
+
+    def __lt__(self, other: Any) -> Any:
+        self._note("lt", other)
+        return super().__lt__(other)  # type: ignore[misc]
+
+    def __le__(self, other: Any) -> Any:
+        self._note("le", other)
+        return super().__le__(other)  # type: ignore[misc]
+
+    def __gt__(self, other: Any) -> Any:
+        self._note("gt", other)
+        return super().__gt__(other)  # type: ignore[misc]
+
+    def __ge__(self, other: Any) -> Any:
+        self._note("ge", other)
+        return super().__ge__(other)  # type: ignore[misc]
+
+
+class _Number(_Compared, float):
+    def plain(self) -> float:
+        return float(self)
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)  # a copy is a plain number
+
+
+class _Count(_Compared, int):
+    def plain(self) -> int:
+        return int(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
