@@ -232,7 +232,7 @@ class Calls(Externals):
             asked = path in self.hints.graph_callees or (
                 bool(values) and looks_like_part(name) and not looks_like_forward(name)
             )
-            known = known or (asked and looks_like_module(base))
+            known = known or ((asked or name.startswith("forward_")) and looks_like_module(base))
             if known and not (looks_like_module(name) and self._is_method_of_an_object(node)):
                 return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, given)
         if name in SAME_MODULE and not values and base is not None and self.hints.is_module(base):

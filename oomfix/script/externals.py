@@ -9,7 +9,7 @@ from oomfix.script import torch_facts
 from oomfix.script.contexts import NULL, context_of_call
 from oomfix.script.definitions import Inherited
 from oomfix.script.methods import Methods
-from oomfix.script.named_like import looks_like_module
+from oomfix.script.named_like import looks_like_loss, looks_like_module
 from oomfix.script.names import last_of, path_of
 from oomfix.script.nodes import walk
 from oomfix.script.state import Binding
@@ -87,7 +87,10 @@ class Externals(Methods):
         if (made := self._of_a_kind(node, name, path, given)) is not None:
             return made
         if name.startswith("torch."):
-            return self.computed(self._torch_function(name, last, given))
+            computed = self.computed(self._torch_function(name, last, given))
+            if looks_like_loss(last):
+                self.trace.judged.add(computed.origins)
+            return computed
         if isinstance(node.func, ast.Attribute) and (network := self._imported_network(node.func.value)) is not None:
             return self._module_method(node, network, last, path, given)
         if last in ("tqdm", "trange", "track", "prefetch"):

@@ -131,6 +131,8 @@ class Forwards(Networks):
         """What a criterion gives: a loss, or several things where its own code shows which of them carry no graph."""
         loss = self._through_loss(given.all)._replace(divisors=criterion.divisors)
         method = self._own(criterion, "forward")
+        if isinstance(criterion.ref, tuple) and str(criterion.ref[0]).startswith("torch."):
+            self.trace.judged.add(loss.origins)
         if method is None or not loss.graph or not _returns_several(method):
             return loss
         number = self.trace.number("criterion", id(node), self.way)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from oomfix.script.named_like import is_loss_not_weight
 from oomfix.script.names import MOVES, path_of
@@ -21,16 +21,17 @@ def methods_backpropagated_alone(trace: Trace) -> set[Hashable]:
 
 
 def methods_of_terms(trace: Trace) -> set[Hashable]:
-    """Methods whose results alone make a term of the losses that are collected for a backward.
+    """Methods whose results alone make a term of a loss: of those collected for a backward, or as a criterion gave it.
 
     A term without a graph would do nothing: `losses.append((returns - net.judge(x)).square().mean())`.
     """
     collected = (
-        keep
+        keep.origins
         for number, keep in trace.keeps.items()
         if number in trace.backpropagated and is_loss_not_weight(keep.target)
     )
-    each = [{forward.method for forward in trace.forwards_of(keep.origins)} for keep in collected]
+    judged = (origins for origins in trace.judged if origins and origins <= trace.backpropagated)
+    each = [{forward.method for forward in trace.forwards_of(origins)} for origins in chain(collected, judged)]
     return {method for methods in each if len(methods) == 1 for method in methods}
 
 

@@ -288,3 +288,50 @@ def test_what_alone_makes_a_term_of_the_collected_losses_is_a_forward(report):
 )
 def test_what_is_collected_otherwise_or_with_other_terms_may_hold_no_graph(report, changed, missing):
     assert missing not in report(COLLECTED.format(**TERM | changed))
+
+
+TERMS = """
+    import torch.nn.functional as F
+
+    def train(model, teacher, loader, optimizer):
+        model.cuda()
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            {term}
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("term", "lines"),
+    [
+        ("loss = loss + F.mse_loss(model.concepts(x), teacher)", [6, 7]),
+        ("loss = loss + F.mse_loss(model.concepts(x)[0], teacher.concepts(x).detach())", [6, 7]),
+        ("loss = loss + F.mse_loss(model.concepts(x), model.wanted(x))", [6]),  # one of them may have no graph
+        ("print(F.mse_loss(model.concepts(x), teacher))", [6]),
+        ("loss = loss * model.concepts(x)", [6]),
+    ],
+)
+def test_a_method_whose_results_alone_a_criterion_of_the_loss_is_given_runs_the_network(report, term, lines):
+    assert [line for code, line in report(TERMS.format(term=term)) if code == "OOM202"] == lines
+
+
+@pytest.mark.parametrize(
+    ("called", "lines"),
+    [("self.value_head.forward_mean(x)", [8]), ("self.values.forward_mean(x)", []), ("self.value_head.mean(x)", [])],
+)
+def test_a_method_named_after_the_forward_of_what_is_named_like_a_network_runs_it(report, called, lines):
+    script = f"""
+        import torch
+        class Agent:
+            def __init__(self, value_head):
+                self.value_head = value_head
+                self.values = value_head.values
+            def train(self, loader, optimizer):
+                for x, y in loader:
+                    loss = ({called} - y.cuda()).square().mean()
+                    loss.backward()
+                    optimizer.step()
+    """
+    assert [line for code, line in report(script) if code == "OOM202"] == lines
