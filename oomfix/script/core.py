@@ -218,7 +218,7 @@ class Core(ABC):
         known = value.graph is Graph.YES or value.kind not in (Kind.UNKNOWN, Kind.TENSOR)
         if known or path is None or self.state.grad is not Graph.YES:
             return value
-        if not self._is_backwarded(path):
+        if not self._is_backwarded(path) or self._is_made_of_itself(path):
             return value
         if value.kind is Kind.TENSOR and value.graph is Graph.NO:
             return value
@@ -231,6 +231,13 @@ class Core(ABC):
             scaled=value.scaled,
             carried_from=value.carried_from,
         )
+
+    def _is_made_of_itself(self, path: str) -> bool:
+        """`loss = scalar(loss)`, which may stand behind the backward and make a number of it."""
+        match self.statement:
+            case ast.Assign(value=ast.Call(args=arguments)):
+                return path in map(path_of, arguments)
+        return False
 
     def _is_backwarded(self, path: str) -> bool:
         """Whether a backward runs on a name of this function, or on what it is summed into."""

@@ -19,7 +19,7 @@ from oomfix.script.into_numbers import is_only_looked_at
 from oomfix.script.named_like import adapts_as_it_runs, looks_like_loss, looks_like_training
 from oomfix.script.names import last_name, path_of
 from oomfix.script.nodes import names_in, walk
-from oomfix.script.rounds import read_first
+from oomfix.script.rounds import read_behind, read_first
 from oomfix.script.trace import Forward, Guard, Loop, Site, Trace
 from oomfix.script.windows import is_window_test
 
@@ -374,8 +374,8 @@ def _is_read_later(decision: ast.If, forward: Forward, loop: Loop) -> bool:
     """Whether what is assigned from a forward is read after the decision that it is made under, or a round later."""
     taken = _taken(decision, forward)
     end = decision.end_lineno or decision.lineno
-    return bool(taken & read_first(loop)) or any(
-        isinstance(node, ast.Name | ast.Attribute)
+    return bool(taken & (read_first(loop) | read_behind(decision, loop))) or any(
+        isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and node.lineno > end
         and path_of(node) in taken

@@ -410,18 +410,18 @@ def _additive_terms(node: ast.expr) -> list[str]:
     return []
 
 
-def _called_terms(node: ast.expr) -> Iterator[str]:
+def _called_terms(node: ast.expr, loss: str) -> Iterator[str]:
     """What is called for a loss or a term of it: `bound` in `-bound(x)`, `net.loss` in `0.1 * net.loss(x) + other`."""
     match node:
-        case ast.Call(func):
-            if (path := path_of(func)) is not None:
+        case ast.Call(func, arguments):  # `loss = scalar(loss)` may stand behind the backward
+            if (path := path_of(func)) is not None and loss not in map(path_of, arguments):
                 yield path
         case ast.UnaryOp(_, operand):
-            yield from _called_terms(operand)
+            yield from _called_terms(operand, loss)
         case ast.BinOp(left, ast.Add() | ast.Sub(), right):
-            yield from (*_called_terms(left), *_called_terms(right))
+            yield from (*_called_terms(left, loss), *_called_terms(right, loss))
         case ast.BinOp(ast.Constant() | ast.Name() | ast.Attribute(), ast.Mult(), ast.Call() as term):
-            yield from (path for path in _called_terms(term) if is_loss_not_weight(path))
+            yield from (path for path in _called_terms(term, loss) if is_loss_not_weight(path))
 
 
 def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -> None:
@@ -445,5 +445,5 @@ def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -
         for index, single in enumerate(target.elts if isinstance(target, ast.Tuple | ast.List) else [target]):
             path = path_of(single)
             if path is not None and scoped(path, scope) in hints.backwarded:
-                for callee in _called_terms(value):
+                for callee in _called_terms(value, path):
                     hints.graph_callees.setdefault(callee, set()).add(index if several else None)

@@ -31,6 +31,7 @@ _FORWARD_METHOD = re.compile(
     r"(features?|logits?|loss|^p_losses|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|^get_(action_and_)?values?)$",
     re.IGNORECASE,
 )
+_LIKELIHOOD = re.compile(r"(loss|likelihood|(^|_)nll|log_?prob)$", re.IGNORECASE)
 _GIVES_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
 _GIVES_INTEGERS = re.compile(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
 _RUNNING_METHOD = re.compile(
@@ -161,6 +162,11 @@ def looks_like_penalty(method: str) -> bool:
 def looks_like_forward(method: str) -> bool:
     """Whether a method of a network is usually a part of its forward."""
     return bool(_FORWARD_METHOD.search(method)) and not _GIVES_INTEGERS.search(method)
+
+
+def is_likelihood(method: str) -> bool:
+    """Whether a method of a network is named like a loss or a likelihood, which is there to be differentiated."""
+    return bool(_LIKELIHOOD.search(method))
 
 
 def runs_network(method: str) -> bool:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from oomfix.script.names import path_of
-from oomfix.script.nodes import children, walk
+from oomfix.script.nodes import blocks, children, encloses, walk
 from oomfix.script.trace import Loop
 
 _COPIES = ast.Name | ast.Attribute | ast.Subscript
@@ -71,6 +71,25 @@ def read_first(loop: Loop) -> set[str]:
     reading = _Reading({name for node in walk(loop) if isinstance(node, ast.expr) for name in _stored(node)})
     reading.block(loop.body, set(_names(loop.target)) if isinstance(loop, ast.For | ast.AsyncFor) else set())
     return reading.early
+
+
+def read_behind(statement: ast.stmt, loop: Loop) -> set[str]:
+    """The names that the rest of a round, behind a statement of it, reads before it has bound them for certain."""
+    reading = _Reading({name for node in walk(loop) if isinstance(node, ast.expr) for name in _stored(node)})
+    reading.block(_behind(statement, loop.body), set())
+    return reading.early
+
+
+def _behind(statement: ast.stmt, block: list[ast.stmt]) -> list[ast.stmt]:
+    """What may run after a statement that stands somewhere in a block; loops around it start over."""
+    for place, other in enumerate(block):
+        for inner in blocks(walk(other)):
+            if any(one is statement or encloses(one, statement) for one in inner):
+                again = inner if isinstance(other, ast.For | ast.AsyncFor | ast.While) else []
+                return [*_behind(statement, inner), *again, *block[place + 1 :]]
+        if other is statement:
+            return block[place + 1 :]
+    return []
 
 
 class _Reading:

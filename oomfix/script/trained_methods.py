@@ -6,8 +6,8 @@ import ast
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 
-from oomfix.script.named_like import is_loss_not_weight
-from oomfix.script.names import MOVES, path_of
+from oomfix.script.named_like import is_likelihood, is_loss_not_weight
+from oomfix.script.names import MOVES, last_of, path_of
 from oomfix.script.trace import Backward, Forward, Step, Trace
 
 _OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
@@ -17,7 +17,14 @@ _OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
 def methods_backpropagated_alone(trace: Trace) -> set[Hashable]:
     """Methods whose results alone, of all that networks of the file gave, are backpropagated somewhere."""
     each = [{forward.method for forward in trace.forwards_of(backward.origins)} for backward in trace.backwards]
-    return {method for methods in each if len(methods) == 1 for method in methods} | methods_of_terms(trace)
+    alone = {method for methods in each if len(methods) == 1 for method in methods}
+    return alone | methods_of_terms(trace) | _losses_backpropagated(trace)
+
+
+def _losses_backpropagated(trace: Trace) -> set[Hashable]:
+    """Methods named like a loss or a likelihood, which a backward goes through together with others."""
+    ran = (forward for origin, forward in trace.forwards.items() if origin in trace.backpropagated and forward.given)
+    return {forward.method for forward in ran if is_likelihood(last_of(forward.path))}
 
 
 def methods_of_terms(trace: Trace) -> set[Hashable]:

@@ -1512,3 +1512,32 @@ STEPS_TWICE = """
 @pytest.mark.parametrize(("between", "evaluates"), [("optimizer.step()", False), ("pass", True)])
 def test_a_loop_that_steps_runs_its_backward_out_of_sight(report, between, evaluates):
     assert (("OOM201", 11) in report(STEPS_TWICE.format(between=between))) is evaluates
+
+
+SAMPLES = """
+    import torch
+    for epoch in range(9):
+        for i, (x, noise) in enumerate(loader):
+            loss = criterion(generator(noise), x)
+            loss.backward()
+            optimizer.step()
+            if i % 100 == 0:
+                fake = generator(fixed)
+                save_image(fake.detach(), "fake.png")
+            {behind}
+"""
+
+
+@pytest.mark.parametrize(
+    ("behind", "lines"),
+    [
+        ("pass", [8]),
+        ("if i == 7:\n                fake = x * 2\n                kept.append(fake)", [8]),
+        ("with torch.no_grad():\n                fake = generator(noise)\n            kept.append(fake)", [8]),
+        ("kept.append(fake)", []),
+        ("if i == 7:\n                fake = x\n            kept.append(fake)", []),
+        ("try:\n                kept.append(fake)\n            except NameError:\n                fake = x", []),
+    ],
+)
+def test_a_sample_under_a_name_that_is_bound_anew_ahead_of_the_next_read_is_a_look(report, behind, lines):
+    assert [line for code, line in report(SAMPLES.format(behind=behind)) if code == "OOM201"] == lines

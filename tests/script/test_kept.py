@@ -1188,3 +1188,24 @@ TOLD_BESIDE_THE_LOSS = """
 def test_a_dict_of_numbers_that_a_forward_gives_beside_a_loss_may_be_kept(report, made, kept, found):
     reported = report(TOLD_BESIDE_THE_LOSS.format(made=made, kept=kept))
     assert [line for code, line in reported if code == "OOM102"] == found
+
+
+CONVERTED = """
+    import torch
+    from utils import {function}
+    total = 0
+    for x, y in loader:
+        loss = criterion(model(x), y)
+        {ahead}
+        loss.backward()
+        optimizer.step()
+        {behind}
+        total += loss
+"""
+
+
+@pytest.mark.parametrize("function", ["scalar", "to_float", "reduced"])
+def test_a_loss_made_of_itself_behind_the_backward_may_be_a_number(report, function):
+    converted = f"loss = {function}(loss)"
+    assert kept(report(CONVERTED.format(function=function, ahead="pass", behind=converted))) == []
+    assert kept(report(CONVERTED.format(function=function, ahead=converted, behind="pass"))) == [("OOM101", 10)]

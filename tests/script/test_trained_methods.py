@@ -335,3 +335,24 @@ def test_a_method_named_after_the_forward_of_what_is_named_like_a_network_runs_i
                     optimizer.step()
     """
     assert [line for code, line in report(script) if code == "OOM202"] == lines
+
+
+LIKELIHOOD = """
+    import torch
+
+    def train(flow, teacher, loader, optimizer):
+        for x, y in loader:
+            loss = 0.1 * flow.{name}(x).sum() + teacher(x).sum()
+            loss.backward()
+            optimizer.step()
+
+    def test(flow, loader):
+        flow.eval()
+        for x, y in loader:
+            print(flow.{name}(x).mean())
+"""
+
+
+@pytest.mark.parametrize(("name", "lines"), [("log_prob", [12]), ("nll", [12]), ("sample", []), ("divergence", [])])
+def test_a_likelihood_that_is_backpropagated_records_a_graph_in_an_evaluation_too(report, name, lines):
+    assert [line for code, line in report(LIKELIHOOD.format(name=name)) if code == "OOM201"] == lines
