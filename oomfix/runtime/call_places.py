@@ -12,6 +12,16 @@ _BETWEEN = ("oomfix.runtime", "torch.overrides", "torch._tensor")
 _Place = tuple[CodeType, int]
 
 
+def way_to(frame: FrameType | None, outside: int) -> tuple[_Place, ...]:
+    """The calls of the program that lead to `frame` from the frame with that id, the last one first."""
+    way: list[_Place] = []
+    while frame is not None and id(frame) != outside:
+        if not _is_between(frame):
+            way.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(way)
+
+
 class CallPlaces:
     """The places of some calls of one run.
 
@@ -36,14 +46,10 @@ class CallPlaces:
 
     def mark(self, frame: FrameType | None) -> None:
         """Remember a call that is made from `frame`."""
-        way: list[_Place] = []
-        while frame is not None and id(frame) != self._outside:
-            if not _is_between(frame):
-                way.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
+        way = way_to(frame, self._outside)
         codes = dict.fromkeys(code for code, _ in way)
         counts = {(code, place): n for code in codes for place, n in self._counts.get(code, {}).items()}
-        self._calls.append((tuple(way), counts))
+        self._calls.append((way, counts))
 
     def found(self) -> list[int]:
         """A number for the place and the round of each call that was remembered."""

@@ -1,5 +1,6 @@
 """A forward run on a few rows together and on two parts of them, with everything undone that it did."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from oomfix.runtime.referenced import generators_in, state_of, tensors_of
 from oomfix.runtime.rows import Gaps, first_part, make_gaps
 from oomfix.runtime.rule_choice import close
 from oomfix.runtime.running_statistics import quiet
+from oomfix.runtime.told_numbers import ToldNumbers
 from oomfix.runtime.variables import Variables
 from oomfix.runtime.watching import HeldOut, Watch
 from oomfix.runtime.whole_draws import DrawnShapes, sizes_by_rows
@@ -86,11 +88,12 @@ def _go_across(whole: _Run, rows: int, part: _Run, rows_of_part: int) -> bool:
     return any(a.grows(rows, b, rows_of_part) for a, b in zip(whole.watch.across, part.watch.across, strict=True))
 
 
-def _are_cut_later(whole: _Run, part: _Run, times: float) -> bool:
-    """Whether the first entries of something are kept: all of a few rows, and not all of so many times as many."""
+def _are_cut_later(whole: _Run, rows: int, part: _Run, rows_of_part: int, batch: int) -> bool:
+    """Whether the first entries of something are kept: all of a few rows, and not all of a batch of so many."""
     if len(whole.watch.kept) != len(part.watch.kept):
         return False
-    return any(a.cuts_more(times, b) for a, b in zip(whole.watch.kept, part.watch.kept, strict=True))
+    pairs = zip(whole.watch.kept, part.watch.kept, strict=True)
+    return any(a.cuts_more(rows, b, rows_of_part, batch) for a, b in pairs)
 
 
 def _count_nothing(whole: list[Bent], part: list[Bent]) -> bool:
@@ -166,6 +169,7 @@ class _Comparison:
         self._noted: Noted | None = None
         self._own_means: OwnMeans | None = None
         self._means: list[Means] = []
+        self._numbers: list[ToldNumbers] = []
         self._turned: list[tuple[torch.Tensor, int]] = []
 
     def evidence(self, modules: list[nn.Module]) -> Evidence:
@@ -229,7 +233,8 @@ class _Comparison:
                 generators.restore()
             if self._how.replays:
                 self._draws.replay(begin, count)
-            part = self._run(begin, end, light)
+            watched = begin == 0 or whole.watch.decides()
+            part = self._run(begin, end, light, watched)
             found.once_outside = found.once_outside and after is not None and not after.moved_besides_torch()
             drawn_shapes.append(part.drawn_shapes)
             parts.append(part)
@@ -237,16 +242,17 @@ class _Comparison:
             # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
+            found.selects |= _are_cut_later(whole, count, part, end - begin, self._batch.size)
             if begin == 0:
                 masks = whole.watch.masks.seen, part.watch.masks.seen
                 found.alike_masks, found.empty_masks = alike(*masks), empty(*masks)
                 found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
                 found.selects |= _go_across(whole, count, part, cut)
-                found.selects |= _are_cut_later(whole, part, self._batch.size / count)
         # those that keep to their mean are hidden from what divides the others (checkpoints, compiled code)
         are_divided = self._own_means is not None and self._own_means.all_counted()
         found.own_targets = places if are_divided and not any(part.nll_weights for part in parts) else ()
         self._note_means(found, parts)
+        found.numbers = self._numbers[:3]
         self._weigh(found, whole, parts)
         if simulation.assumption is None:
             self._note_thresholds(found, [whole, *parts])
@@ -303,6 +309,9 @@ class _Comparison:
             [Bent(torch.empty(0)) if place in places else one for place, one in enumerate(of_run)]
             for of_run, places in zip(bent, left_out, strict=True)
         ]
+        of_rows, *others = [run.watch.truths for run in runs]
+        # a loop asks about each sample, and is no branch of the batch
+        found.truths = tuple(of_rows) if all(len(other) == len(of_rows) for other in others) else ()
         found.bends = any(_bend_apart(of_whole, of_part) for of_part in of_parts)
         found.counts_nothing = any(_count_nothing(of_whole, of_part) for of_part in of_parts)
 
@@ -349,7 +358,7 @@ class _Comparison:
         is_variable = isinstance(self._owners[owner], Variables | Containers)
         return f"the variable {name!r}" if is_variable else f"{type(self._owners[owner]).__name__}.{name}"
 
-    def _run(self, begin: int, end: int, light: bool) -> _Run:
+    def _run(self, begin: int, end: int, light: bool, watched: bool = True) -> _Run:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
         if self._gaps and begin == 0:
             emptied = first_part(len(self._rows)) if self._how.empties else 0
@@ -372,7 +381,7 @@ class _Comparison:
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
         # the watch is passed by every function of torch, so only the runs that are compared by it get it
         drawn = DrawnShapes()
-        with watch if begin == 0 or self._how.opened else nullcontext(), probe, drawn:
+        with watch if watched or self._how.opened else nullcontext(), probe, drawn:
             result, divided_by, terms = self._result(args, kwargs, watch, end - begin)
             calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))
@@ -386,7 +395,8 @@ class _Comparison:
     def _result(self, args: Any, kwargs: Any, watch: Watch, rows: int) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
         """What the forward returns, what the loss in it divides by, and its terms."""
         bounds = Bounds(watch.bent) if self._how.divides else None
-        with bounds or nullcontext(), self._dividing(args, kwargs, rows, watch.bent), around_checked():
+        dividing = self._dividing(args, kwargs, rows, watch.bent)
+        with bounds or nullcontext(), dividing, self._noting(watch), around_checked():
             result = self._forward(*args, **kwargs)
         loss = outputs.loss_in(result)
         if loss is None or loss.numel() != 1:
@@ -405,6 +415,12 @@ class _Comparison:
             self._means.append(DividedMeans(counted, whole, rows / of_rows, bent) if is_part else NotedMeans(bent))
             return self._means[-1]
         return nullcontext() if self._own_means is None else self._own_means.part(rows)
+
+    def _noting(self, watch: Watch) -> AbstractContextManager[Any]:
+        if not self._how.notes_numbers:
+            return nullcontext()
+        self._numbers.append(ToldNumbers(sys._getframe(1), watch.is_made))
+        return self._numbers[-1]
 
     def _changes(self) -> tuple[Left, Left]:
         """What has changed in attributes and containers, and which of these were only added to."""

@@ -28,7 +28,7 @@ from oomfix.runtime.bounds import Bound, Bounded, Bounds
 from oomfix.runtime.call_places import CallPlaces
 from oomfix.runtime.own_targets import CrossEntropy
 
-_LOSSES = {
+MEAN_LOSSES = {
     getattr(F, name): inspect.signature(getattr(F, name))
     for name in (
         "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "gaussian_nll_loss",
@@ -174,8 +174,8 @@ class Means(Bounds):
             amount = Amount(cross_entropy.amount(cross_entropy.counted))
             return _Mean(amount, partial(func, *args, **kwargs), lambda factor: cross_entropy.total() * factor)
         name = getattr(func, "__name__", "")
-        if func in _LOSSES:
-            given = dict(_LOSSES[func].bind(*args, **kwargs).arguments)
+        if func in MEAN_LOSSES:
+            given = dict(MEAN_LOSSES[func].bind(*args, **kwargs).arguments)
             is_mean = (given.get("reduction", "mean"), given.get("size_average"), given.get("reduce"))
             if is_mean != ("mean", None, None) or not _are_seen(given.values()):
                 return None

@@ -10,6 +10,7 @@ from oomfix.runtime.counted_first import Amount, Counted
 from oomfix.runtime.left_attributes import LeftAttribute
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.own_targets import Labels
+from oomfix.runtime.told_numbers import ToldNumbers
 from oomfix.runtime.whole_draws import DrawnSize
 
 
@@ -35,6 +36,7 @@ class Runs:
         own_targets: cross entropies in the parts are divided by what they have in the whole, see `own_targets`.
         counted_means: means in the parts are divided by what the whole has of each, see `counted_first`; (): they stay
             as they are, and are noted. None: they are not watched.
+        notes_numbers: what the loss is divided by or multiplied with is noted, see `told_numbers`.
     """
 
     graph: bool = False
@@ -49,6 +51,7 @@ class Runs:
     empties: bool = False
     own_targets: bool = False
     counted_means: Counted | None = None
+    notes_numbers: bool = False
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Evidence:
         miscounted: they do not, as where nothing counts in one of them.
         counts_little: what a mean divides by is no more than a number that the program compares it with.
         amounts: what each mean divides by, of all rows and of both parts, where means were watched.
+        numbers: what was noted of the run on all rows and of both parts, where that was asked for.
         means: of each mean in the loss, where all rows and both parts have as many, whether it counts samples.
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
@@ -85,6 +89,7 @@ class Evidence:
             each pair of rows met a threshold.
         alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
         empty_masks: of those that gave masks which leave nothing.
+        truths: what was found to be true of all rows, see `truths`; none where a part is asked more, or less.
         closed_hinges: numbers of the hinges that gave nothing but 0 on all rows.
         picks: samples, or what belongs to them, were picked by a mask or put into an order.
         terms: numbers [] that were added up to the loss of all rows.
@@ -105,6 +110,7 @@ class Evidence:
     miscounted: bool = False
     counts_little: bool = False
     amounts: list[list[Amount]] = field(default_factory=list)
+    numbers: list[ToldNumbers] = field(default_factory=list)
     means: tuple[bool, ...] = ()
     calls: int = 0
     drew: bool = False
@@ -118,6 +124,7 @@ class Evidence:
     selects: bool = False
     alike_masks: frozenset[int] = frozenset()
     empty_masks: frozenset[int] = frozenset()
+    truths: tuple[bool, ...] = ()
     closed_hinges: frozenset[int] = frozenset()
     picks: bool = False
     terms: list[torch.Tensor] = field(default_factory=list)

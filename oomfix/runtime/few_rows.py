@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -13,7 +13,12 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.comparison import compare
 from oomfix.runtime.counted_first import Counted
 from oomfix.runtime.evidence import Evidence, Runs
+from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.rows import Gaps, choose_rows
+
+_TRIES = 2
+
+_T = TypeVar("_T")
 
 
 class FewRows:
@@ -76,3 +81,20 @@ class FewRows:
             self._needs_autocast = True
             return run()
         return evidence
+
+
+def with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:
+    """What `run` returns for the most rows that memory allows; None if it allows none.
+
+    Fewer rows may show less, so every number is tried twice: what filled the memory may have been freed by then.
+    """
+    for count in sorted({count for count in counts if count >= 2}, reverse=True):
+        for _ in range(_TRIES):
+            try:
+                return run(count)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            # outside the `except`, where the frames that failed are gone
+            free_what_is_left(thorough=True)
+    return None

@@ -1,5 +1,6 @@
 """The gradients of a few rows are compared with those of two parts: they show factors of a loss that have none."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -28,22 +29,31 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the large
 
 def by_gradients(few: FewRows, how: Runs, count: int, gaps: Gaps = MappingProxyType({})) -> Verdict | None:
     """The verdict on the gradients of a few small parameters; None where the forward fails."""
+    found, evidence = compared_gradients(few, how, count, gaps)
+    return None if evidence.failure else found
+
+
+def compared_gradients(
+    few: FewRows, how: Runs, count: int, gaps: Gaps = MappingProxyType({}), *, rows: Sequence[int] = ()
+) -> tuple[Verdict, Evidence]:
+    """As `by_gradients`, on `rows` if there are any, and what the verdict was given for; undecided for a failure."""
     # a checkpoint in the forward runs again in backward, where no targets can be held out
     how = replace(how, graph=True, holds_out=False)
     # chosen before the runs, in which each look at a parameter is watched
     see = partial(_seen, _compared_in(few), next_node())
-    evidence = few.compared(count, how, see, gaps)
+    evidence = few.compared(count, how, see, gaps, rows=rows)
     if evidence.failure:
-        return None
+        return Verdict(None, undecided=True), evidence
     single_rows = has_single_row(count) or None
-    graphs = Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts])
-    return replace(
+    graphs = Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts], evidence.truths)
+    found = replace(
         _judge(evidence),
         means=evidence.means,
         calls=evidence.calls,
         single_rows=single_rows,
         graphs=None if changes_its_code(few.modules) else graphs,
     )
+    return found, evidence
 
 
 def _compared_in(few: FewRows) -> list[torch.Tensor]:

@@ -43,6 +43,7 @@ from oomfix.runtime.referenced import leaves_in, state_of
 from oomfix.runtime.rows import in_two_parts
 from oomfix.runtime.running_statistics import RunningStatistics
 from oomfix.runtime.sizing import OptimizerRoom
+from oomfix.runtime.truths import Truths
 from oomfix.runtime.verdict import Verdict
 from oomfix.runtime.weighing import CannotSplit, Shares, Weighing, loss_of_part
 from oomfix.runtime.whole_draws import WholeDraws, most_bytes
@@ -93,6 +94,7 @@ class Iteration:
         self._kept_batch: KeptBatch | None = None
         self._first_node = 0
         self._neighbours: list[tuple[int, int]] = []
+        self._truths: tuple[bool, ...] = ()
         self.graph_is_spent = False
         self.refused: str | None = None
 
@@ -345,8 +347,10 @@ class Iteration:
         if self.trains:
             noted = GradientsNoted(self.known.telling_leaves())
             bounds = None if verdict.bound is None else Bounds()
-            with bounds or nullcontext(), self._inside_border():
+            truths = Truths() if self.known.decides else None
+            with bounds or nullcontext(), truths or nullcontext(), self._inside_border():
                 result = self.calls.run(args, kwargs)
+            self._truths = () if truths is None else tuple(truths.found)
             if noted.put_back():
                 raise CannotSplit(CHANGES_GRADIENTS)
             loss = loss_of_part(result)
@@ -401,7 +405,7 @@ class Iteration:
 
     def _expect_way(self, loss: torch.Tensor, shape: int) -> None:
         """Refuse a micro-batch that may compute what no check has seen, until it has been checked with another one."""
-        reason = self.known.refuses_way(loss, shape) if self._parts > 1 else None
+        reason = self.known.refuses_way(loss, shape, self._truths) if self._parts > 1 else None
         if reason is not None:
             first, second = (range(*cut) for cut in self._neighbours)
             self.known.doubt(in_two_parts(first, second))

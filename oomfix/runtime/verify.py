@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -18,15 +18,15 @@ from oomfix.runtime.batch import Batch
 from oomfix.runtime.counted_first import are_the_same, means_that_count
 from oomfix.runtime.divisor_check import by_divisors, by_divisors_of_more
 from oomfix.runtime.evidence import Runs
-from oomfix.runtime.few_rows import FewRows
-from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, by_gradients
+from oomfix.runtime.few_rows import FewRows, with_rows_that_fit
+from oomfix.runtime.gradient_check import GRADIENTS_DEPEND, compared_gradients
 from oomfix.runtime.hinge_check import by_hinges
 from oomfix.runtime.judging import BENDS, DEPEND, NO_NUMBER, NOTHING, OPEN, SEVERAL_DEPEND, contradict
 from oomfix.runtime.mask_check import by_computed_masks, by_empty_masks, by_masks, by_other_rows
-from oomfix.runtime.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.repetition_check import by_copies, by_repetition
 from oomfix.runtime.result_check import Found, by_named_rows, by_results, confirmed
 from oomfix.runtime.rows import telling, without_single_rows
+from oomfix.runtime.telling_check import Telling, by_telling_rows
 from oomfix.runtime.verdict import Verdict
 
 _MOST_ROWS = 32  # as many as one micro-batch has, up to this
@@ -34,13 +34,11 @@ _FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itsel
 _FEWEST_ROWS = 3  # where memory has no room for more
 _ROWS_TO_REPEAT_IN = 6  # others are groups of their own, and show no more; two parts of which none is a single row
 _ROWS_OF_GROUPS = 8  # the first part of so many is no whole groups of two or three that the other goes on with
-_TRIES = 2
+_LOOKS = 2
 _READINGS = {
     "samples": "with a sample in each entry of its lists",
     "views": "with the tensors in its lists cut into samples",
 }
-
-_T = TypeVar("_T")
 
 
 def check(
@@ -120,7 +118,7 @@ def check_besides(
     """`verdict`, or where it allows a split, one that refuses it because `rows` do, which two micro-batches have."""
     if verdict.rule is None or simulation.assumption is not None:
         return verdict
-    found = _with_rows_that_fit([len(rows)], partial(by_named_rows, FewRows(forward, batch, modules, rows), verdict))
+    found = with_rows_that_fit([len(rows)], partial(by_named_rows, FewRows(forward, batch, modules, rows), verdict))
     if found is None:
         return replace(verdict, left_out=True)
     # what was seen to be a sum, with something in both parts, stays one where some rows add nothing to it
@@ -142,7 +140,7 @@ def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None
         counts.append(_ROWS_OF_GROUPS)
     may_split = earlier is not None and earlier.rule is not None
     if earlier is not None and may_split and not earlier.drew and not trust and simulation.assumption is None:
-        once_more = _with_rows_that_fit(few, partial(confirmed, rows, earlier))
+        once_more = with_rows_that_fit(few, partial(confirmed, rows, earlier))
         if once_more is not None:
             return once_more
     closer = not trust and simulation.assumption is None
@@ -180,10 +178,14 @@ def _by_divisors(rows: FewRows, how: Runs, counts: list[int], few: list[int], to
     run = partial(by_divisors, rows, how)
     weighed = _in_parts_that_run(few, together, run)
     if weighed is not None and weighed.reason == NO_NUMBER and few is not together:
-        weighed = _with_rows_that_fit(together, run) or weighed
+        weighed = with_rows_that_fit(together, run) or weighed
     if weighed is None or weighed.rule is None:
         return weighed
-    return _with_rows_that_fit(counts, partial(by_divisors_of_more, rows, how, weighed)) or weighed
+    weighed = with_rows_that_fit(counts, partial(by_divisors_of_more, rows, how, weighed)) or weighed
+    if weighed.rule is None:
+        return weighed
+    how = replace(how, divides=True, light=False)
+    return by_telling_rows(rows, weighed, how, max(counts), Telling())
 
 
 def _by_own_means(
@@ -220,7 +222,7 @@ def _by_counted_means(
     most, size = max(counts), rows.batch.size
     step = max(size // most, 1)
     verdict = None
-    for these in (*(range(start, size, step)[:most] for start in range(min(step, _TRIES))), ()):
+    for these in (*(range(start, size, step)[:most] for start in range(min(step, _LOOKS))), ()):
         others = FewRows(rows.forward, rows.batch, rows.modules, these)
         found = _with_counted_means(others, how, counts, few, together)
         if found is not None and found.rule is not None:
@@ -236,7 +238,7 @@ def _with_counted_means(
 ) -> Verdict | None:
     """The verdict of these rows, undecided where others may show more."""
     how = replace(how, holds_out=False, counted_means=())
-    noted = _with_rows_that_fit(counts, partial(rows.compared, how=how))
+    noted = with_rows_that_fit(counts, partial(rows.compared, how=how))
     if noted is None or noted.failure:
         return None
     whole, *parts = noted.amounts
@@ -278,9 +280,9 @@ def _with_results(
 ) -> tuple[Found | None, list[int]]:
     """What the results of as many of `counts` rows as fit show; `few`, or `together` where no row may be single."""
     run = partial(by_results, rows, trust)
-    found = _with_rows_that_fit(counts, run)
+    found = with_rows_that_fit(counts, run)
     if found is not None and found.single_row_differs:
-        in_larger_parts = _with_rows_that_fit(together, run)
+        in_larger_parts = with_rows_that_fit(together, run)
         if in_larger_parts is None or not in_larger_parts.failed:
             return in_larger_parts, together
     return found, few
@@ -302,15 +304,15 @@ def _confirmed_closer(
         (found.rows, partial(by_copies, rows, found, how)),
     )
     for most, look in other_looks:
-        other = _with_rows_that_fit([most, 2], look)
+        other = with_rows_that_fit([most, 2], look)
         if other is not None and other.rule is None and not other.undecided:
             return other
         if other is not None and contradict(verdict, other):
             return Verdict(None, DEPEND)
-    gradients = None
+    gradients, telling = None, Telling()
     if with_gradients:
         # a graph needs more memory than the runs of a check without one
-        gradients = _in_parts_that_run(few, together, partial(by_gradients, rows, how))
+        gradients = _in_parts_that_run(few, together, partial(_by_gradients, rows, how, telling))
     left_open = gradients is not None and gradients.reason in (OPEN, NO_NUMBER) and verdict.units != "calls"
     if gradients is not None and gradients.rule is None and (not gradients.undecided or left_open):
         return gradients
@@ -319,36 +321,31 @@ def _confirmed_closer(
     nothing = verdict.one_part or gradients.one_part or gradients.reason in (OPEN, NO_NUMBER)
     if nothing and found.rows < _ROWS_OF_GROUPS:
         # the other part was the whole, whatever the forward makes of its rows
-        more = _with_rows_that_fit([_ROWS_OF_GROUPS], partial(by_results, rows, False))
+        more = with_rows_that_fit([_ROWS_OF_GROUPS], partial(by_results, rows, False))
         if more is not None and not more.failed and more.verdict.rule is None and not more.verdict.undecided:
             return more.verdict
     if contradict(verdict, gradients):
         return Verdict(None, DEPEND)
+    told = by_telling_rows(rows, verdict, how, found.rows, telling)
+    if told.rule is None:
+        return told
     calls, single_rows = 0 if verdict.drew else gradients.calls, gradients.single_rows
     return replace(verdict, means=gradients.means, calls=calls, single_rows=single_rows, graphs=gradients.graphs)
 
 
+def _by_gradients(rows: FewRows, how: Runs, telling: Telling, count: int) -> Verdict | None:
+    """As `by_gradients`; `telling` learns which numbers in the loss these rows tell."""
+    found, evidence = compared_gradients(rows, replace(how, notes_numbers=True), count)
+    if evidence.failure:
+        return None
+    telling.add(evidence, rows.named(count), holds=found.rule is not None)
+    return found
+
+
 def _in_parts_that_run(few: list[int], together: list[int], run: Callable[[int], Verdict | None]) -> Verdict | None:
     """What `run` returns on `few` rows, or where the forward fails on a single row, on rows that are never single."""
-    verdict = _with_rows_that_fit(few, run)
+    verdict = with_rows_that_fit(few, run)
     if verdict is not None or few is together:
         return verdict
-    verdict = _with_rows_that_fit(together, run)
+    verdict = with_rows_that_fit(together, run)
     return None if verdict is None else replace(verdict, single_rows=False)
-
-
-def _with_rows_that_fit(counts: list[int], run: Callable[[int], _T]) -> _T | None:
-    """What `run` returns for the most rows that memory allows; None if it allows none.
-
-    Fewer rows may show less, so every number is tried twice: what filled the memory may have been freed by then.
-    """
-    for count in sorted({count for count in counts if count >= 2}, reverse=True):
-        for _ in range(_TRIES):
-            try:
-                return run(count)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-            # outside the `except`, where the frames that failed are gone
-            free_what_is_left(thorough=True)
-    return None

@@ -20,6 +20,7 @@ from oomfix.runtime.hinges import Hinges
 from oomfix.runtime.probe import Writes, strided
 from oomfix.runtime.rows import first_part
 from oomfix.runtime.sample_dims import as_it_was, by_row
+from oomfix.runtime.truths import EQUALS, NAMES, truth_of
 
 # functions that select among values along a dimension, or draw indices below a bound
 _SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort", "median", "nanmedian")
@@ -29,6 +30,11 @@ _EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin")
 _CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "maximum", "minimum")
 _BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu", "hardtanh", "threshold", "where",
           "relu6", "fmax", "fmin", "l1_loss", "smooth_l1_loss", "huber_loss")  # fmt: skip
+# these jump from one number to the next, so that they show a threshold only where it lies between two runs
+_STEPS = ("floor", "ceil", "round", "trunc", "fix", "frac", "sign", "sgn", "heaviside", "fmod", "remainder",
+          "floor_divide", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__rshift__", "__rrshift__",
+          "bitwise_right_shift")  # fmt: skip
+_DIVISIONS = ("div", "divide")  # these round too, where they are asked to
 # these bend too, where what they are taken of is a few numbers for the whole batch
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 # these give each of what is marked its number
@@ -39,8 +45,8 @@ _PICKING = ("nonzero", "argwhere", "masked_select")
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__",
              "__le__")  # fmt: skip
 # others that give a mask
-_MASKS = ("eq", "ne", "not_equal", "__eq__", "__ne__", "isfinite", "__invert__", "logical_not", "bitwise_not",
-          "__and__", "logical_and", "bitwise_and")  # fmt: skip
+_MASKS = (*EQUALS, "isfinite", "__invert__", "logical_not", "bitwise_not",
+          "__and__", "logical_and", "bitwise_and", "__or__", "logical_or", "bitwise_or")  # fmt: skip
 # what gives the sum or difference of two terms of a loss
 _IN_PLACE = ("add_", "__iadd__", "sub_", "__isub__")
 _ADDITIONS = ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", *_IN_PLACE)
@@ -64,14 +70,17 @@ class _Kind(Enum):
     TAKES = auto()
     DRAWS_INDICES = auto()
     BENDS = auto()
+    STEPS = auto()
+    DIVIDES = auto()
     COMPARES = auto()
     MASKS = auto()
     DISTINGUISHES = auto()
     READS = auto()
+    DECIDES = auto()
 
 
 _MAY_PICK = (_Kind.TAKES, _Kind.SELECTS, _Kind.BENDS)
-_BENDING = (_Kind.BENDS, _Kind.COMPARES, _Kind.SELECTS, _Kind.EXTREMES, _Kind.NORMS)
+_BENDING = (_Kind.BENDS, _Kind.STEPS, _Kind.COMPARES, _Kind.SELECTS, _Kind.EXTREMES, _Kind.NORMS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,12 +91,18 @@ def _kind_of(func: Any) -> _Kind:
         return _Kind.COMPARES
     if name in _BENDS:
         return _Kind.BENDS
+    if name.removesuffix("_") in _STEPS or name in _STEPS:
+        return _Kind.STEPS
+    if name.removesuffix("_") in _DIVISIONS:
+        return _Kind.DIVIDES
     if name in _MASKS:
         return _Kind.MASKS
     if name == "unique":
         return _Kind.DISTINGUISHES
     if name == "item":
         return _Kind.READS
+    if name in NAMES:
+        return _Kind.DECIDES
     if func in (F.cross_entropy, F.nll_loss):
         return _Kind.CROSS_ENTROPY
     if name in _ADDITIONS:
@@ -116,6 +131,15 @@ def _picks(args: tuple[Any, ...]) -> bool:
         return second.dtype == torch.bool and second.dim() > 0
     # `where(mask)`, or experts by their numbers
     return len(args) == 1 and isinstance(first, torch.Tensor) and not first.is_floating_point()
+
+
+def _compares_one_number(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call asks if one number is another one; what is done about 0 is seen by `truths`."""
+    if func.__name__ not in EQUALS or len(args) != 2:
+        return False
+    value, other = args
+    is_number = isinstance(other, int | float) and not isinstance(other, bool) and other != 0
+    return is_number and isinstance(value, torch.Tensor) and not value.is_nested and not value.dim()
 
 
 class HeldOut:
@@ -166,10 +190,14 @@ class Kept:
     number: int
     at_most: int
 
-    def cuts_more(self, times: float, other: "Kept") -> bool:
-        """Whether this and the same of a part kept all, and would not if there were so many times as much."""
+    def cuts_more(self, rows: int, other: "Kept", other_rows: int, batch: int) -> bool:
+        """Whether this, on so many rows, and the same of a part kept all, and may not in a batch of so many."""
         alike = self.at_most == other.at_most and max(self.number, other.number) <= self.at_most
-        return alike and self.number != other.number and self.number * times > self.at_most
+        if not alike or self.number == other.number:
+            return False
+        # of what a mask leaves, there may be any number
+        by_rows = self.number * other_rows == other.number * rows
+        return not by_rows or self.number * batch > self.at_most * rows
 
 
 class Watch(TorchFunctionMode):
@@ -180,6 +208,7 @@ class Watch(TorchFunctionMode):
         calls: functions that were called.
         bent: what went into functions that bend, numbers that were compared, and how many distinct values there were,
             in the order of the calls; empty where it is large.
+        truths: see `truths`.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
         across: what may go across samples, see `Across`.
         kept: the first entries that were kept of others.
@@ -211,6 +240,7 @@ class Watch(TorchFunctionMode):
         self.nll_weights: list[float] = []
         self.selected_among: list[int] = []
         self.bent: list[Bent] = []
+        self.truths: list[bool] = []
         self.calls = 0
         self.across: list[Across] = []
         self.kept: list[Kept] = []
@@ -236,6 +266,8 @@ class Watch(TorchFunctionMode):
         if kind is _Kind.OTHER:  # nearly all
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if kind is _Kind.DIVIDES:
+            kind = _Kind.STEPS if kwargs.get("rounding_mode") else _Kind.OTHER
         self.picks = self.picks or kind is _Kind.PICKS or (kind in _MAY_PICK and _picks(args))
         if kind is _Kind.TAKES:
             self._keep_first(*args)
@@ -259,19 +291,34 @@ class Watch(TorchFunctionMode):
             self._number_marked(args, kwargs)
         elif kind is _Kind.BENDS:
             self._bend_each(*args[:1])
-            if func.__name__.endswith("_"):
-                self._about_to_write(args)
         elif kind is _Kind.DRAWS_INDICES:
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
-        if kind in _BENDING:
+        if kind in _BENDING or (kind is _Kind.MASKS and _compares_one_number(func, args)):
             self._note_bent(func, (*args, *kwargs.values()))
+        if kind in (_Kind.BENDS, _Kind.STEPS, _Kind.OTHER) and func.__name__.endswith("_"):
+            self._about_to_write(args)
         bends = kind in (_Kind.BENDS, _Kind.EXTREMES)
         result = self.hinges.call(func, args, kwargs) if bends else func(*args, **kwargs)
         if kind is _Kind.DISTINGUISHES and simulation.assumption is None:
             values = result[0] if isinstance(result, tuple) else result
             self.bent.append(Bent(torch.tensor(values.numel())))
+        self._note_truth(kind, func, args, result)
         return self.masks.computed(result) if kind in (_Kind.COMPARES, _Kind.MASKS) else result
+
+    def is_made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was not there before."""
+        return tensor.layout != torch.strided or tensor.untyped_storage()._cdata not in self._outside
+
+    def decides(self) -> bool:
+        """Whether the program may go by one number for the whole batch, which all parts have to be asked for then."""
+        return bool(self.truths or self.kept) or any(one.computed and one.value.numel() == 1 for one in self.bent)
+
+    def _note_truth(self, kind: _Kind, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if kind is _Kind.DECIDES or (kind is _Kind.MASKS and func.__name__ in EQUALS):
+            truth = truth_of(func.__name__, args, result)
+            if truth is not None:
+                self.truths.append(truth)
 
     def _note_bent(self, func: Any, values: tuple[Any, ...]) -> None:
         bent = [self._kept(value) for value in values if isinstance(value, torch.Tensor)]

@@ -15,6 +15,7 @@ import torch
 
 Edge = tuple[str, str | int]  # the kinds of a node and of one behind it; or a parameter, by its id
 Edges = frozenset[tuple[Edge, int]]  # and how many there are
+Truth = tuple[bool, ...]
 
 _MOST_WAYS = 8  # that a forward may take before its way is one that changes from batch to batch
 # what half precision and dropout put between two nodes, of which the runs of a check have neither
@@ -32,15 +33,17 @@ class Graphs:
     Attributes:
         whole: all edges of that of a few rows.
         varying: those of which two parts of the rows have more or fewer.
+        truths: what was found to be true of these rows, see `truths`.
     """
 
     whole: Edges
     varying: frozenset[Edge]
+    truths: Truth = ()
 
     @classmethod
-    def of(cls, whole: Edges, parts: Iterable[Edges]) -> "Graphs":
+    def of(cls, whole: Edges, parts: Iterable[Edges], truths: Truth) -> "Graphs":
         """The graphs of some rows and of parts of them."""
-        return cls(whole, frozenset(edge for part in parts for edge, _ in whole ^ part))
+        return cls(whole, frozenset(edge for part in parts for edge, _ in whole ^ part), truths)
 
 
 class Ways:
@@ -51,12 +54,14 @@ class Ways:
         self._together: set[frozenset[object]] = set()
         self._checked: Edges | None = None
         self._varying: frozenset[Edge] = frozenset()
+        self._truths: Truth = ()
         self._way: object = None
         self._doubted: frozenset[object] = frozenset()
 
     def learn(self, graphs: Graphs | None) -> None:
         """Remember the graphs of a check that allowed a split; None: it does not know them."""
         self._checked = None if graphs is None else graphs.whole
+        self._truths = () if graphs is None else graphs.truths
         if graphs is not None and not graphs.varying <= self._varying:
             self._varying |= graphs.varying
             # these were told apart by more than what counts from now on
@@ -64,20 +69,26 @@ class Ways:
             self._together.clear()
             self._doubted = frozenset()
 
+    @property
+    def are_decided(self) -> bool:
+        """Whether what is true of a micro-batch has to be known to tell its way."""
+        return bool(self._truths)
+
     def begin(self) -> None:
         """The first of some micro-batches is about to run."""
         self._way = None
 
-    def refuses(self, loss: torch.Tensor, shape: int) -> str | None:
+    def refuses(self, loss: torch.Tensor, shape: int, truths: Truth) -> str | None:
         """Why a micro-batch that follows the last one may compute what no check has seen, or None.
 
         Args:
             loss: with its graph, or without one where it is a constant.
             shape: of its graph, see `gradients.Reach`.
+            truths: what was found to be true of it, if `are_decided`.
         """
-        before, self._way = self._way, self._steady(edges(loss)) if self._varying else shape
+        before, self._way = self._way, (self._steady(edges(loss)) if self._varying else shape, truths)
         pair = frozenset({before, self._way} - {None})
-        if self._way not in self._known and len(self._known) < _MOST_WAYS and not self._was_checked(loss):
+        if self._way not in self._known and len(self._known) < _MOST_WAYS and not self._was_checked(loss, truths):
             reason = "it takes a branch that no check has seen yet"
         elif len(pair) > 1 and pair not in self._together and len(self._together) < _MOST_WAYS:
             reason = "some of its micro-batches take a branch that others do not"
@@ -93,10 +104,10 @@ class Ways:
         if len(self._doubted) > 1:
             self._together.add(self._doubted)
 
-    def _was_checked(self, loss: torch.Tensor) -> bool:
+    def _was_checked(self, loss: torch.Tensor, truths: Truth) -> bool:
         if self._checked is None:
             return not self._known
-        return self._steady(edges(loss)) == self._steady(self._checked)
+        return truths == self._truths and self._steady(edges(loss)) == self._steady(self._checked)
 
     def _steady(self, found: Edges) -> Edges:
         """The edges of which there are as many in each part of a batch."""

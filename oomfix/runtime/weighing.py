@@ -292,6 +292,8 @@ class Shares:
 
     def _expect_in_proportion(self, loss: torch.Tensor, weight: float) -> None:
         """Refuse means that in some part divide by more or less than in proportion to its weight, or a constant."""
+        if not weight and any(self._verdict.means):
+            raise self._open("a part of it that has no targets may have something else that its loss is a mean of")
         found = divisors(loss)
         if not weight or len(found) != len(self._verdict.means):
             return  # it is left out, or they are hidden in compiled code, or it takes another branch
