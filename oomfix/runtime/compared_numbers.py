@@ -22,15 +22,17 @@ class Bent:
         computed: it was not there before the run.
         exceeds: it was compared with a plain number, and would be treated alike if it were any larger, or not; None:
             it was not.
+        of_nothing: something had been counted before, and there was nothing of it.
     """
 
     value: torch.Tensor
     computed: bool = False
     exceeds: bool | None = None
+    of_nothing: bool = False
 
     def is_nothing(self) -> bool:
-        """Whether it is one number, computed, and 0."""
-        return self.computed and self.value.numel() == 1 and not bool(self.value)
+        """Whether it is one number, computed, and 0, or may have been made of a count that is."""
+        return self.computed and self.value.numel() == 1 and (self.of_nothing or not bool(self.value))
 
     def is_compared(self, numbers: Collection[float]) -> bool:
         """Whether it was compared with a plain number, and is one of `numbers`."""

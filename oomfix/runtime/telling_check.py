@@ -24,7 +24,7 @@ _NEXT_TO_NOTHING = 1e-6
 _ROWS = 8
 _MOST_LOOKS = 16
 _MOST_ROWS = 40
-_COPIES = 3  # rows of which it is looked at what several copies count
+_COPIED = 4  # rows of which it is looked at what several copies count
 
 
 class Telling:
@@ -34,7 +34,7 @@ class Telling:
         began: there was one.
         counts: numbers that are other ones in a part, by which the program divides itself.
         constants: those that are not, though the program has read others before.
-        doubted: rows of which it has read these.
+        doubted: rows of which these were seen.
         too_many: rows that did not fit.
     """
 
@@ -62,11 +62,10 @@ class Telling:
                 self._told.add(place)
             whole, *of_parts = numbers
             if told and whole is not None and whole.by_hand:
-                if any(part is not None and part.amount != whole.amount for part in of_parts):
-                    self.counts.add(place)
-                elif any(_varying_reads(evidence, numbers, rows)):
-                    self.constants.add(place)
-                    self.doubted = list(dict.fromkeys([*self.doubted, *rows]))[:_ROWS]
+                varies = any(part is not None and part.amount != whole.amount for part in of_parts)
+                if varies or any(_varying_reads(evidence, numbers, rows)):
+                    (self.counts if varies else self.constants).add(place)
+                    self.doubted = self.doubted or list(dict.fromkeys(rows))[:_COPIED]
             for number, part in zip(of_parts, parts, strict=True):
                 if number is not None and number.amount > _NEXT_TO_NOTHING:
                     self._carriers.setdefault(place, []).append(part)
@@ -128,10 +127,7 @@ def _refused(few: FewRows, verdict: Verdict, how: Runs, telling: Telling, rows: 
 
 def _by_copies(few: FewRows, how: Runs, telling: Telling) -> Verdict | None:
     """The verdict that refuses a split because copies of a row do not have as many times what it has; None: they do."""
-    if not telling.counts and not telling.constants:
-        return None
-    spread = (number * (few.batch.size - 1) // (_COPIES - 1) for number in range(_COPIES))
-    for row in dict.fromkeys([*spread, *telling.doubted]):
+    for row in telling.doubted:
         rows = [row] * _ROWS
         evidence = with_rows_that_fit([len(rows)], partial(few.compared, how=how, rows=rows))
         for place, numbers in () if evidence is None or evidence.failure else _aligned(evidence):

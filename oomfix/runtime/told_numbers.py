@@ -34,7 +34,7 @@ class Number:
     Attributes:
         amount: before it is kept away from 0, where that was seen.
         divides: the loss is divided by it.
-        by_hand: the program says what to divide by, and torch does not know what that is.
+        by_hand: it is a number of Python, or may have been made of one.
         reads: numbers that the program had read off tensors by then.
         shows: what came of it is not 0, whatever the number is.
     """
@@ -103,7 +103,8 @@ class ToldNumbers(Bounds):
         bounded, amount = self.behind(divisor), _plain(divisor)
         if bounded is not None:
             amount = float(bounded.count)
-        return None if amount is None else Number(amount, True, by_hand=True, reads=len(self.reads))
+        by_hand = not isinstance(divisor, torch.Tensor) or not all(is_size for _, is_size in self.reads)
+        return None if amount is None else Number(amount, True, by_hand, reads=len(self.reads))
 
     def _of_product(self, one: Any, other: Any) -> Number | None:
         for factor in (one, other):
@@ -135,7 +136,7 @@ def _may_be_of_loss(number: Number, args: tuple[Any, ...], result: Any) -> bool:
     if not isinstance(result, torch.Tensor):
         return False
     with torch._C.DisableTorchFunction():
-        weights = number.by_hand and isinstance(args[1], torch.Tensor) and result.dim() > 0
+        weights = number.divides and len(args) > 1 and isinstance(args[1], torch.Tensor) and result.dim() > 0
         return result.requires_grad or weights
 
 

@@ -3,125 +3,24 @@
 Far cheaper than watching every operation (`probe.Probe`), and enough for a forward that draws no random numbers.
 """
 
-import functools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import compat, simulation
 from oomfix.runtime.compared_numbers import Bent, exceeds, told_when_compared
 from oomfix.runtime.computed_masks import ComputedMasks
+from oomfix.runtime.function_kinds import BENDING, IN_PLACE, MAY_PICK, Kind, kind_of
 from oomfix.runtime.hinges import Hinges
 from oomfix.runtime.probe import Writes, strided
 from oomfix.runtime.rows import first_part
 from oomfix.runtime.sample_dims import as_it_was, by_row
-from oomfix.runtime.truths import EQUALS, NAMES, truth_of
+from oomfix.runtime.truths import EQUALS, truth_of
 
-# functions that select among values along a dimension, or draw indices below a bound
-_SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort", "median", "nanmedian")
-_INDEX_DRAWS = ("randperm", "randint")
-_EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin")
-# functions that are linear on both sides of a threshold, so that a mean over a batch shows nothing of it far away
-_CLAMPS = ("clamp", "clamp_", "clamp_min", "clamp_max", "clip", "maximum", "minimum")
-_BENDS = (*_CLAMPS, "abs", "__abs__", "absolute", "relu", "relu_", "leaky_relu", "hardtanh", "threshold", "where",
-          "relu6", "fmax", "fmin", "l1_loss", "smooth_l1_loss", "huber_loss")  # fmt: skip
-# these jump from one number to the next, so that they show a threshold only where it lies between two runs
-_STEPS = ("floor", "ceil", "round", "trunc", "fix", "frac", "sign", "sgn", "heaviside", "fmod", "remainder",
-          "floor_divide", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__rshift__", "__rrshift__",
-          "bitwise_right_shift")  # fmt: skip
-_DIVISIONS = ("div", "divide")  # these round too, where they are asked to
-# these bend too, where what they are taken of is a few numbers for the whole batch
-_NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
-# these give each of what is marked its number
-_NUMBERINGS = ("cumsum", "cumsum_")
-# these say where the samples are that some are picked by
-_PICKING = ("nonzero", "argwhere", "masked_select")
-# what a program may branch on: `if loss > 1`
-_COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__",
-             "__le__")  # fmt: skip
-# others that give a mask
-_MASKS = (*EQUALS, "isfinite", "__invert__", "logical_not", "bitwise_not",
-          "__and__", "logical_and", "bitwise_and", "__or__", "logical_or", "bitwise_or")  # fmt: skip
-# what gives the sum or difference of two terms of a loss
-_IN_PLACE = ("add_", "__iadd__", "sub_", "__isub__")
-_ADDITIONS = ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", *_IN_PLACE)
 _MOST_ENTRIES = 1024  # of a tensor that is kept to be compared
-# besides those whose names end with an underscore, unless they begin with two
-_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
-
-
-class _Kind(Enum):
-    """What a function of torch does, as far as it matters."""
-
-    OTHER = auto()
-    ADDS = auto()
-    CROSS_ENTROPY = auto()
-    WRITES = auto()
-    SELECTS = auto()
-    EXTREMES = auto()
-    NORMS = auto()
-    NUMBERS = auto()
-    PICKS = auto()
-    TAKES = auto()
-    DRAWS_INDICES = auto()
-    BENDS = auto()
-    STEPS = auto()
-    DIVIDES = auto()
-    COMPARES = auto()
-    MASKS = auto()
-    DISTINGUISHES = auto()
-    READS = auto()
-    DECIDES = auto()
-
-
-_MAY_PICK = (_Kind.TAKES, _Kind.SELECTS, _Kind.BENDS)
-_BENDING = (_Kind.BENDS, _Kind.STEPS, _Kind.COMPARES, _Kind.SELECTS, _Kind.EXTREMES, _Kind.NORMS)
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind_of(func: Any) -> _Kind:
-    """The kind of `func`, read off its name once."""
-    name = getattr(func, "__name__", "")
-    if name in _COMPARES:
-        return _Kind.COMPARES
-    if name in _BENDS:
-        return _Kind.BENDS
-    if name.removesuffix("_") in _STEPS or name in _STEPS:
-        return _Kind.STEPS
-    if name.removesuffix("_") in _DIVISIONS:
-        return _Kind.DIVIDES
-    if name in _MASKS:
-        return _Kind.MASKS
-    if name == "unique":
-        return _Kind.DISTINGUISHES
-    if name == "item":
-        return _Kind.READS
-    if name in NAMES:
-        return _Kind.DECIDES
-    if func in (F.cross_entropy, F.nll_loss):
-        return _Kind.CROSS_ENTROPY
-    if name in _ADDITIONS:
-        return _Kind.ADDS
-    if name.endswith("_") and (not name.startswith("__") or name in _WRITES):
-        return _Kind.WRITES
-    if name in _SELECTIONS:
-        return _Kind.SELECTS
-    if name in _EXTREMES:
-        return _Kind.EXTREMES
-    if name in _NORMS:
-        return _Kind.NORMS
-    if name in _NUMBERINGS:
-        return _Kind.NUMBERS
-    if name in _PICKING:
-        return _Kind.PICKS
-    if name == "__getitem__":
-        return _Kind.TAKES
-    return _Kind.DRAWS_INDICES if name in _INDEX_DRAWS else _Kind.OTHER
 
 
 def _picks(args: tuple[Any, ...]) -> bool:
@@ -241,6 +140,7 @@ class Watch(TorchFunctionMode):
         self.selected_among: list[int] = []
         self.bent: list[Bent] = []
         self.truths: list[bool] = []
+        self._counted_nothing = False
         self.calls = 0
         self.across: list[Across] = []
         self.kept: list[Kept] = []
@@ -262,49 +162,64 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
-        kind = _kind_of(func)
-        if kind is _Kind.OTHER:  # nearly all
+        kind = kind_of(func)
+        if kind is Kind.OTHER:  # nearly all
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if kind is _Kind.DIVIDES:
-            kind = _Kind.STEPS if kwargs.get("rounding_mode") else _Kind.OTHER
-        self.picks = self.picks or kind is _Kind.PICKS or (kind in _MAY_PICK and _picks(args))
-        if kind is _Kind.TAKES:
+        if kind is Kind.DIVIDES:
+            kind = Kind.STEPS if kwargs.get("rounding_mode") else Kind.OTHER
+        self.picks = self.picks or kind is Kind.PICKS or (kind in MAY_PICK and _picks(args))
+        if kind is Kind.TAKES:
             self._keep_first(*args)
-        if kind in (_Kind.TAKES, _Kind.PICKS):
+        if kind in (Kind.TAKES, Kind.PICKS):
             return func(*args, **kwargs)
-        if kind is _Kind.CROSS_ENTROPY:
+        if kind is Kind.CROSS_ENTROPY:
             return self._cross_entropy(func, args, dict(kwargs))
-        if kind is _Kind.READS:
+        if kind is Kind.READS:
             return self._read(func(*args), args[0])
-        if kind is _Kind.ADDS:
-            if func.__name__ in _IN_PLACE:
+        if kind in (Kind.CASTS, Kind.COUNTS):
+            return self._note_made(kind, func(*args, **kwargs), args)
+        if kind is Kind.ADDS:
+            if func.__name__ in IN_PLACE:
                 self._about_to_write(args)
             return self._add(func, args, kwargs)
-        if kind is _Kind.WRITES:
+        if kind is Kind.WRITES:
             self._about_to_write(args)
-        elif kind is _Kind.SELECTS:
+        elif kind is Kind.SELECTS:
             self._select(args, kwargs)
-        elif kind is _Kind.EXTREMES:
+        elif kind is Kind.EXTREMES:
             self._take_extreme(args, kwargs)
-        elif kind is _Kind.NUMBERS:
+        elif kind is Kind.NUMBERS:
             self._number_marked(args, kwargs)
-        elif kind is _Kind.BENDS:
+        elif kind is Kind.BENDS:
             self._bend_each(*args[:1])
-        elif kind is _Kind.DRAWS_INDICES:
+        elif kind is Kind.DRAWS_INDICES:
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
-        if kind in _BENDING or (kind is _Kind.MASKS and _compares_one_number(func, args)):
+        if kind in BENDING or (kind is Kind.MASKS and _compares_one_number(func, args)):
             self._note_bent(func, (*args, *kwargs.values()))
-        if kind in (_Kind.BENDS, _Kind.STEPS, _Kind.OTHER) and func.__name__.endswith("_"):
+        if kind in (Kind.BENDS, Kind.STEPS, Kind.OTHER) and func.__name__.endswith("_"):
             self._about_to_write(args)
-        bends = kind in (_Kind.BENDS, _Kind.EXTREMES)
+        bends = kind in (Kind.BENDS, Kind.EXTREMES)
         result = self.hinges.call(func, args, kwargs) if bends else func(*args, **kwargs)
-        if kind is _Kind.DISTINGUISHES and simulation.assumption is None:
+        if kind is Kind.DISTINGUISHES and simulation.assumption is None:
             values = result[0] if isinstance(result, tuple) else result
             self.bent.append(Bent(torch.tensor(values.numel())))
         self._note_truth(kind, func, args, result)
-        return self.masks.computed(result) if kind in (_Kind.COMPARES, _Kind.MASKS) else result
+        return self.masks.computed(result) if kind in (Kind.COMPARES, Kind.MASKS) else result
+
+    def _note_made(self, kind: Kind, result: Any, args: tuple[Any, ...]) -> Any:
+        """Note that a number for the whole batch was made whole, or that nothing was counted."""
+        if not isinstance(result, torch.Tensor) or simulation.assumption is not None:
+            return result
+        with torch._C.DisableTorchFunction():
+            if result.dim() or compat.beneath_transforms(result) is not result:
+                return result
+            if kind is Kind.COUNTS:
+                self._counted_nothing = self._counted_nothing or not bool(result)
+            elif not result.is_floating_point() and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+                self.bent.append(self._kept(args[0]))
+        return result
 
     def is_made(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was not there before."""
@@ -314,15 +229,15 @@ class Watch(TorchFunctionMode):
         """Whether the program may go by one number for the whole batch, which all parts have to be asked for then."""
         return bool(self.truths or self.kept) or any(one.computed and one.value.numel() == 1 for one in self.bent)
 
-    def _note_truth(self, kind: _Kind, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        if kind is _Kind.DECIDES or (kind is _Kind.MASKS and func.__name__ in EQUALS):
+    def _note_truth(self, kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if kind is Kind.DECIDES or (kind is Kind.MASKS and func.__name__ in EQUALS):
             truth = truth_of(func.__name__, args, result)
             if truth is not None:
                 self.truths.append(truth)
 
     def _note_bent(self, func: Any, values: tuple[Any, ...]) -> None:
         bent = [self._kept(value) for value in values if isinstance(value, torch.Tensor)]
-        if len(bent) == 1 and len(values) == 2 and _kind_of(func) is _Kind.COMPARES and bent[0].value.numel() == 1:
+        if len(bent) == 1 and len(values) == 2 and kind_of(func) is Kind.COMPARES and bent[0].value.numel() == 1:
             bent = [replace(bent[0], exceeds=exceeds(func.__name__, bent[0].value.item(), values[1]))]
         # the numbers that `where` chooses from are often 0
         self.bent += [replace(one, computed=False) for one in bent] if func.__name__ == "where" else bent
@@ -337,7 +252,8 @@ class Watch(TorchFunctionMode):
             return Bent(torch.empty(0))
         if value.numel() > _MOST_ENTRIES:
             return Bent(torch.empty(0))
-        return Bent(value.detach().clone(), value.untyped_storage()._cdata not in self._outside)
+        is_computed = value.untyped_storage()._cdata not in self._outside
+        return Bent(value.detach().clone(), is_computed, of_nothing=is_computed and self._counted_nothing)
 
     def _about_to_write(self, args: tuple[Any, ...]) -> None:
         for written in args[0] if args and isinstance(args[0], list | tuple) else args[:1]:
