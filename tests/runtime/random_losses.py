@@ -41,8 +41,9 @@ TERMS = (
 FACTORS = (
     "({m}.sum() > {k})", "(1 if {m}.sum() > {k} else 0.3)", "torch.where({m}.sum() > {k}, 1.0, 0.5)", "{m}.sum()",
     "{m}.double().mean()", "{m}.any()", "(2 if {m}.any() else 1)", "({m}.sum() == {k})", "torch.sign({m}.sum() - {k})",
-    "(2 if {m}.sum() else 1)", "({m}.sum() / len(x))", "({m}.double().sum() - {k}).relu()", "({k} < {m}.sum()).double()",
-    "torch.heaviside({m}.double().sum() - {k}.5, w.new_zeros(()))", "({m}.count_nonzero() >= {k})",
+    "(2 if {m}.sum() else 1)", "({m}.sum() / len(x))", "({m}.double().sum() - {k}).relu()",
+    "({k} < {m}.sum()).double()", "torch.heaviside({m}.double().sum() - {k}.5, w.new_zeros(()))",
+    "({m}.count_nonzero() >= {k})",
 )  # fmt: skip
 BRANCHES = ("{m}.any()", "{m}.sum() > 0", "{m}.sum() > 2", "{m}.all()")
 
@@ -62,7 +63,7 @@ class RandomLoss:
         body = ["out = model(x)", "ce = F.cross_entropy(out, y, reduction='none')", f"return {terms}"]
         self.source = "\n    ".join([f"def loss(model, {NAMES}):", *body])
         space: dict[str, Any] = {"F": F, "torch": torch, "math": math}
-        exec(compile(self.source, f"<loss {seed}>", "exec"), space)  # noqa: S102
+        exec(compile(self.source, f"<loss {seed}>", "exec"), space)
         self.loss: Callable[..., torch.Tensor] = space["loss"]
         self._arrangement = self._random.choice(["any", "any", "halves", "rare", "sorted"])
         self._rows = self._random.choice([12, 18, 24])
