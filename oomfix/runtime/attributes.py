@@ -60,13 +60,14 @@ class Attributes:
                         self._places.append((index, name))
             is_same = _begins_with if isinstance(owner, Containers) else _same_content
             self._saved.append(_Saved(attributes, before, contents, is_same))
+        self._are_plain = all(isinstance(saved.attributes, dict) for saved in self._saved)
 
     def _is_untouched(self) -> bool:
         """Whether nothing at all has changed, seen without a look at each owner; False where that does not tell."""
+        if not self._are_plain:
+            return False
         live = [saved.attributes for saved in self._saved]
         copies = [saved.before for saved in self._saved]
-        if not all(isinstance(attributes, dict) for attributes in live):
-            return False
         containers = [saved.before[name] for saved in self._saved for name in saved.contents]
         containers += [inner for _, inner, _ in self._inner]
         contents = [content for saved in self._saved for content in saved.contents.values()]

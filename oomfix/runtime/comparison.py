@@ -28,7 +28,7 @@ from oomfix.runtime.left_attributes import Left, left_by
 from oomfix.runtime.oom import is_out_of_memory
 from oomfix.runtime.outputs import Weight
 from oomfix.runtime.own_targets import Noted, OwnMeans
-from oomfix.runtime.probe import Draws, Probe, Writes
+from oomfix.runtime.probe import Draws, Probe, Writes, storages_of
 from oomfix.runtime.random_state import RandomState, is_generator
 from oomfix.runtime.referenced import generators_in, state_of, tensors_of
 from oomfix.runtime.rows import Gaps, first_part, make_gaps
@@ -163,6 +163,7 @@ class _Comparison:
         self._draws = Draws()
         self._held_out = HeldOut()
         self._outside: list[torch.Tensor] = []
+        self._storages: set[int] = set()
         self._own: list[Any] = []
         self._attributes = Attributes([])
         self._owners: list[Any] = []
@@ -177,6 +178,7 @@ class _Comparison:
         holders = [names for module in modules for names in (module._parameters, module._buffers) if names]
         self._outside = [held for names in holders for held in names.values() if held is not None]
         self._outside += tensors_of(self._forward)
+        self._storages = storages_of(self._outside)
         places = DataPlaces(self._outside)
         gradients = GradientsNoted(t for t in self._outside if t.requires_grad and t.is_leaf)
         given = filter(is_generator, (*self._batch.args, *self._batch.kwargs.values()))
@@ -369,7 +371,7 @@ class _Comparison:
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         self._turned += [(copy, copy._version) for copy in copies if steps_first]
-        watch = Watch(end - begin, held_out, self._writes, self._outside, mask_gaps, self._how.opened, steps_first)
+        watch = Watch(end - begin, held_out, self._writes, self._storages, mask_gaps, self._how.opened, steps_first)
         if light:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):

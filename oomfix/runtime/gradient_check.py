@@ -13,7 +13,7 @@ from oomfix.runtime.border import leaves_in_checked
 from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradients import has_hook, next_node, reach
-from oomfix.runtime.judging import DEPEND, NO_NUMBER, OPEN, units
+from oomfix.runtime.judging import DEPEND, NO_NUMBER, OPEN, PLAIN, units
 from oomfix.runtime.outputs import Zero
 from oomfix.runtime.referenced import leaves_in
 from oomfix.runtime.rows import Gaps, has_single_row
@@ -100,6 +100,8 @@ def _judge(evidence: Evidence) -> Verdict:
         return Verdict(None, NO_NUMBER, undecided=True)
     loss, gradients, _ = evidence.whole
     losses = [part[0] for part in evidence.parts]
+    if any((of_part is None) != (loss is None) for of_part in losses):
+        return Verdict(None, PLAIN, undecided=True)
     rule = rule_choice.choose(loss, losses, evidence.shares, evidence.terms) if gradients else Zero()
     if rule is None and all(bool(of_part.isfinite()) for of_part, *_ in evidence.parts):
         return Verdict(None, DEPEND)

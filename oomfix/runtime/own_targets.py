@@ -83,6 +83,11 @@ class CrossEntropy:
     func: Any
     given: dict[str, Any]
 
+    @staticmethod
+    def may_be(func: Any) -> bool:
+        """Whether a call of that function may be one."""
+        return func in _SIGNATURES
+
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any) -> "CrossEntropy | None":
         if func not in _SIGNATURES:

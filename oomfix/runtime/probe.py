@@ -119,7 +119,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.selected_among: list[int] = []
         self.differentiates = False
         self._draws = draws
-        self._own = {tensor.untyped_storage()._cdata for tensor in strided(list(own))}
+        self._own = storages_of(own)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -184,6 +184,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from strided(args[index] if index < len(args) else kwargs.get(argument.name))
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The storages of these, those without one left out."""
+    return {tensor.untyped_storage()._cdata for tensor in strided(list(tensors))}
 
 
 def strided(value: Any) -> Iterator[torch.Tensor]:

@@ -144,8 +144,8 @@ def _orders(rows: list[int], numbers: list[Any], second: int) -> Iterator[list[i
 
 def _differ(numbers: list[Any], first: list[int], second: list[int]) -> bool:
     """Whether the rows of two parts hold different numbers on average."""
-    one, other = (sum(numbers[row] for row in rows) / len(rows) for rows in (first, second))
-    return bool(one != other)
+    at = numbers.__getitem__
+    return bool(sum(map(at, first)) / len(first) != sum(map(at, second)) / len(second))
 
 
 def gaps_for_masks(batch: Batch, rows: list[int]) -> Gaps:

@@ -4,6 +4,7 @@ A part in which nothing counts shows nothing of a mean over what counts: the oth
 is tried on it. So the numbers of few rows are noted, and a check looks for rows that tell (`telling_check`).
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,6 +69,8 @@ class ToldNumbers(Bounds):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if not _may_tell(func):
+            return super().__torch_function__(func, types, args, kwargs)
         # what is looked at here is nothing that the program does, as a watch around this would take it
         with torch._C.DisableTorchFunction():
             number = self._number_of(func, name, args, kwargs)
@@ -113,6 +116,14 @@ class ToldNumbers(Bounds):
             if amount is not None:
                 return Number(amount, False)
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_tell(func: Any) -> bool:
+    """Whether a call may divide, multiply or read."""
+    name = getattr(func, "__name__", "")
+    is_told = name in (*_DIVISIONS, *_PRODUCTS, *_READS, *_SIZES, "mean")
+    return is_told or func in MEAN_LOSSES or CrossEntropy.may_be(func)
 
 
 def _of_entries(entries: Any) -> Number | None:

@@ -3,7 +3,7 @@
 Far cheaper than watching every operation (`probe.Probe`), and enough for a forward that draws no random numbers.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from oomfix.runtime.compared_numbers import Bent, exceeds, told_when_compared
 from oomfix.runtime.computed_masks import ComputedMasks
 from oomfix.runtime.function_kinds import BENDING, IN_PLACE, MAY_PICK, Kind, kind_of
 from oomfix.runtime.hinges import Hinges
-from oomfix.runtime.probe import Writes, strided
+from oomfix.runtime.probe import Writes
 from oomfix.runtime.rows import first_part
 from oomfix.runtime.sample_dims import as_it_was, by_row
 from oomfix.runtime.truths import EQUALS, truth_of
@@ -119,7 +119,7 @@ class Watch(TorchFunctionMode):
         rows: samples in this run.
         held_out: lets cross entropies ignore some targets, the same as in the first run given it; None: ignore none.
         writes: keeps the contents of `outside` before they are written to.
-        outside: tensors that outlive the run.
+        outside: storages of tensors that outlive the run, see `probe.storages_of`.
         gaps: numbers of the comparisons whose masks get a gap, see `computed_masks`.
         opened: numbers of the hinges that give what goes in, see `hinges`.
         steps_first: samples stand behind time steps.
@@ -130,7 +130,7 @@ class Watch(TorchFunctionMode):
         rows: int,
         held_out: HeldOut | None,
         writes: Writes,
-        outside: Iterable[torch.Tensor] = (),
+        outside: Collection[int] = (),
         gaps: Collection[int] = (),
         opened: Collection[int] = (),
         steps_first: bool = False,
@@ -153,7 +153,7 @@ class Watch(TorchFunctionMode):
         self._held_out = held_out
         self._decided = iter(list(held_out.decisions)) if held_out is not None and held_out.decided else None
         self._writes = writes
-        self._outside = {tensor.untyped_storage()._cdata for tensor in strided(list(outside))}
+        self._outside = outside
 
     def __exit__(self, *error: Any) -> None:
         if self._held_out is not None:

@@ -7,6 +7,7 @@ differ between the runs of a check, and in the same places. Micro-batches of whi
 themselves checked.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -141,6 +142,11 @@ def _kind(node: torch.autograd.graph.Node) -> str:
     name = type(node).__name__
     if name in _ROWS and {type(behind).__name__ for behind, _ in node.next_functions} == {"AccumulateGrad"}:
         return "rows"
+    return _kind_named(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_named(name: str) -> str:
     return next((kind for kind in _ALIKE if kind in name), name)
 
 

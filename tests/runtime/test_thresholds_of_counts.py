@@ -127,3 +127,16 @@ def test_what_is_true_of_every_part_leaves_them_parts():
     for _, _, mask in batches:
         mask[::4] = True
     assert split_calls(loss, batches) >= 5
+
+
+def test_a_loss_that_is_a_plain_number_for_some_rows_leaves_the_batch_whole():
+    """Where a check meets some that have one and some that have none, it says so, and does not fail."""
+
+    def loss(model, x, y, mask):
+        return model(x).square().mean() if (mask & (y > 0)).any() else 0.0
+
+    for number, (x, y, mask) in enumerate(data(24)):
+        generator = torch.Generator().manual_seed(number)
+        mask = torch.rand(ROWS, generator=generator) < 0.3
+        mask[number % ROWS], y[number % ROWS] = True, 1
+        split_calls(loss, [(x, y, mask)])
