@@ -17,7 +17,7 @@ from oomfix.runtime.border import around_checked
 from oomfix.runtime.bounds import Bounds
 from oomfix.runtime.compared_numbers import Bent
 from oomfix.runtime.computed_masks import alike, empty
-from oomfix.runtime.counted_first import Amount, DividedMeans, Means, NotedMeans, are_counted
+from oomfix.runtime.counted_first import Amount, DividedMeans, Means, NotedMeans, are_counted, vary
 from oomfix.runtime.data_places import DataPlaces
 from oomfix.runtime.divisors import Divisor, common_bound, counting, divisors, read
 from oomfix.runtime.drawing_calls import Shape
@@ -296,6 +296,7 @@ class _Comparison:
         if asked:
             whole, *of_parts = found.amounts
             found.miscounted = not are_counted(asked, whole, of_parts)
+            found.varies = vary(asked, whole, of_parts)
             found.counted_means = () if found.miscounted or any(part.nll_weights for part in parts) else asked
 
     @staticmethod

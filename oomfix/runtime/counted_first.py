@@ -311,6 +311,16 @@ def are_counted(counted: Counted, whole: Sequence[Amount], parts: Sequence[Seque
     )
 
 
+def vary(counted: Counted, whole: Sequence[Amount], parts: Sequence[Sequence[Amount]]) -> bool:
+    """Whether a part divides by something else than the whole where `counted` says that nothing is counted."""
+    if not all(len(run) == len(counted) for run in (whole, *parts)):
+        return False
+    return any(
+        over is None and any(amount.number != of_whole.number for amount in of_parts)
+        for over, of_whole, *of_parts in zip(counted, whole, *parts, strict=True)
+    )
+
+
 class CountedFirst:
     """The means in the parts of one batch, which all run twice.
 

@@ -72,6 +72,7 @@ class Evidence:
         own_targets: where those of the cross entropies stand in the batch, if the parts were divided by them.
         counted_means: as asked for, if the parts together divide by what the whole does.
         miscounted: they do not, as where nothing counts in one of them.
+        varies: what a mean divides by is no count, and other than that in a part.
         counts_little: what a mean divides by is no more than a number that the program compares it with.
         amounts: what each mean divides by, of all rows and of both parts, where means were watched.
         numbers: what was noted of the run on all rows and of both parts, where that was asked for.
@@ -108,6 +109,7 @@ class Evidence:
     own_targets: tuple[Labels, ...] = ()
     counted_means: Counted = ()
     miscounted: bool = False
+    varies: bool = False
     counts_little: bool = False
     amounts: list[list[Amount]] = field(default_factory=list)
     numbers: list[ToldNumbers] = field(default_factory=list)

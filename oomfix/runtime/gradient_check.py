@@ -13,7 +13,7 @@ from oomfix.runtime.border import leaves_in_checked
 from oomfix.runtime.evidence import Evidence, Runs
 from oomfix.runtime.few_rows import FewRows
 from oomfix.runtime.gradients import has_hook, next_node, reach
-from oomfix.runtime.judging import DEPEND, NO_NUMBER, OPEN, PLAIN, units
+from oomfix.runtime.judging import DEPEND, NO_NUMBER, OPEN, PLAIN, SEVERAL_DEPEND, units
 from oomfix.runtime.outputs import Zero
 from oomfix.runtime.referenced import leaves_in
 from oomfix.runtime.rows import Gaps, has_single_row
@@ -96,6 +96,8 @@ def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor], first_node: i
 
 def _judge(evidence: Evidence) -> Verdict:
     """The verdict that losses and gradients give; undecided where they cannot be compared."""
+    if evidence.varies:
+        return Verdict(None, SEVERAL_DEPEND)
     if evidence.miscounted:
         return Verdict(None, NO_NUMBER, undecided=True)
     loss, gradients, _ = evidence.whole

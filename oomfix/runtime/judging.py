@@ -35,6 +35,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         return Verdict(None, simulated.coupled)
     if evidence.changes_gradients:
         return Verdict(None, CHANGES_GRADIENTS)
+    if evidence.varies:
+        return Verdict(None, SEVERAL_DEPEND)
     if evidence.miscounted or evidence.counts_little:
         return Verdict(None, NOTHING, undecided=True)
     loss = outputs.loss_in(evidence.whole)

@@ -30,21 +30,27 @@ _COPIED = 4  # rows of which it is looked at what several copies count
 class Telling:
     """What some comparisons of rows have shown of the numbers of a loss.
 
+    Args:
+        by_rows: the loss is taken for a mean over samples.
+
     Attributes:
         began: there was one.
         counts: numbers that are other ones in a part, by which the program divides itself.
         constants: those that are not, though the program has read others before.
         doubted: rows of which these were seen.
         too_many: rows that did not fit.
+        numbers: all that were seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_rows: bool) -> None:
         self.began = False
+        self._by_rows = by_rows
         self._told: set[_Place] = set()
         self._seen: set[_Place] = set()
         self.counts: set[_Place] = set()
         self.constants: set[_Place] = set()
         self.doubted: list[int] = []
+        self.numbers: set[_Place] = set()
         self.too_many = _MOST_ROWS
         self._carriers: dict[_Place, list[list[int]]] = {}
 
@@ -54,7 +60,10 @@ class Telling:
         cut = first_part(len(rows))
         parts = [list(rows[:cut]), list(rows[cut:])]
         for place, numbers in _aligned(evidence):
+            self.numbers.add(place)
             told = _is_told(numbers, evidence, [len(part) for part in parts])
+            if told is None and not self._by_rows:
+                told = _is_other_than_by_rows(numbers, evidence)
             if told is None or (told and not holds):
                 continue
             self._seen.add(place)
@@ -67,7 +76,7 @@ class Telling:
                     (self.counts if varies else self.constants).add(place)
                     self.doubted = self.doubted or list(dict.fromkeys(rows))[:_COPIED]
             for number, part in zip(of_parts, parts, strict=True):
-                if number is not None and number.amount > _NEXT_TO_NOTHING:
+                if number is not None and number.amount > _NEXT_TO_NOTHING and number.shows:
                     self._carriers.setdefault(place, []).append(part)
 
     def open(self) -> list[_Place]:
@@ -100,6 +109,9 @@ def by_telling_rows(few: FewRows, verdict: Verdict, how: Runs, count: int, telli
                 return refused
             if place not in telling.open():
                 break
+    if telling.open() and verdict.nll_losses == len(telling.numbers) == 1 and verdict.units == "targets":
+        # any function of a cross entropy is split rightly as long as its targets stand in one part, which is seen then
+        return replace(verdict, one_part=True)
     if telling.open():
         return Verdict(None, NOTHING, undecided=True)
     return _by_copies(few, how, telling) or verdict
@@ -185,7 +197,18 @@ def _is_told(numbers: list[Number | None], evidence: Evidence, sizes: Sequence[i
         return not _may_be_least(found, evidence, sizes)
     if not _adds_up(numbers):
         return False
-    return None if math.isclose(one * sizes[1], other * sizes[0]) else shows
+    if math.isclose(one * sizes[1], other * sizes[0]):
+        return None
+    # rows of which as much comes as of others show no weight
+    return shows and not math.isclose(found[1].value, found[2].value, rel_tol=1e-3)
+
+
+def _is_other_than_by_rows(numbers: Sequence[Number | None], evidence: Evidence) -> bool | None:
+    """Whether a number in proportion to the rows tells that its mean is over something else; None where that is too."""
+    if not all(number is not None and number.shows for number in numbers):
+        return False
+    one, other = evidence.shares
+    return None if math.isclose(one.targets * other.rows, other.targets * one.rows) else True
 
 
 def _adds_up(numbers: Sequence[Number | None]) -> bool:

@@ -30,21 +30,26 @@ _SIZES = ("__len__", "numel", "size", "__get__")
 
 @dataclass(frozen=True)
 class Number:
-    """What a loss, or a part of it, is divided by or multiplied with.
+    """What a loss, or a part of it, is divided by or multiplied with; 1 for a sum.
 
     Attributes:
         amount: before it is kept away from 0, where that was seen.
         divides: the loss is divided by it.
         by_hand: it is a number of Python, or may have been made of one.
         reads: numbers that the program had read off tensors by then.
-        shows: what came of it is not 0, whatever the number is.
+        value: what came of it, the largest entry where these are several.
     """
 
     amount: float
     divides: bool
     by_hand: bool = False
     reads: int = 0
-    shows: bool = True
+    value: float = 0.0
+
+    @property
+    def shows(self) -> bool:
+        """Whether what came of it is not 0, whatever the number is."""
+        return self.value != 0
 
 
 class ToldNumbers(Bounds):
@@ -79,7 +84,7 @@ class ToldNumbers(Bounds):
             self._note_read(name, result)
         elif number is not None and _may_be_of_loss(number, args, result):
             key = way_to(sys._getframe(1), self._outside)
-            self.numbers.setdefault(key, []).append(replace(number, shows=_is_something(result)))
+            self.numbers.setdefault(key, []).append(replace(number, value=_largest(result)))
         return result
 
     def _note_read(self, name: str, result: Any) -> None:
@@ -96,8 +101,9 @@ class ToldNumbers(Bounds):
             given = dict(MEAN_LOSSES[func].bind(*args, **kwargs).arguments)
             is_mean = (given.get("reduction", "mean"), given.get("size_average"), given.get("reduce"))
             return _of_entries(next(iter(given.values()))) if is_mean == ("mean", None, None) else None
-        if name == "mean" and len(args) == 1 and not kwargs:
-            return _of_entries(args[0])
+        if name in ("mean", "sum") and len(args) == 1 and not kwargs:
+            # a sum is a factor of itself: where it is 0, it shows nothing
+            return _of_entries(args[0]) if name == "mean" else Number(1.0, False)
         if kwargs or len(args) != 2 or not (name in _DIVISIONS or name in _PRODUCTS):
             return None
         return self._of_product(*args) if name in _PRODUCTS else self._of_division(*args)
@@ -122,7 +128,7 @@ class ToldNumbers(Bounds):
 def _may_tell(func: Any) -> bool:
     """Whether a call may divide, multiply or read."""
     name = getattr(func, "__name__", "")
-    is_told = name in (*_DIVISIONS, *_PRODUCTS, *_READS, *_SIZES, "mean")
+    is_told = name in (*_DIVISIONS, *_PRODUCTS, *_READS, *_SIZES, "mean", "sum")
     return is_told or func in MEAN_LOSSES or CrossEntropy.may_be(func)
 
 
@@ -151,6 +157,7 @@ def _may_be_of_loss(number: Number, args: tuple[Any, ...], result: Any) -> bool:
         return result.requires_grad or weights
 
 
-def _is_something(result: torch.Tensor) -> bool:
+def _largest(result: torch.Tensor) -> float:
     with torch._C.DisableTorchFunction():
-        return bool(result.detach().any())
+        entries = result.detach()
+        return float(entries.flatten()[entries.abs().argmax()]) if entries.numel() else 0.0

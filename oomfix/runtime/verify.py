@@ -185,7 +185,7 @@ def _by_divisors(rows: FewRows, how: Runs, counts: list[int], few: list[int], to
     if weighed.rule is None:
         return weighed
     how = replace(how, divides=True, light=False)
-    return by_telling_rows(rows, weighed, how, max(counts), Telling())
+    return by_telling_rows(rows, weighed, how, max(counts), Telling(by_rows=False))
 
 
 def _by_own_means(
@@ -309,7 +309,7 @@ def _confirmed_closer(
             return other
         if other is not None and contradict(verdict, other):
             return Verdict(None, DEPEND)
-    gradients, telling = None, Telling()
+    gradients, telling = None, Telling(verdict.units == "rows")
     if with_gradients:
         # a graph needs more memory than the runs of a check without one
         gradients = _in_parts_that_run(few, together, partial(_by_gradients, rows, how, telling))
@@ -326,9 +326,9 @@ def _confirmed_closer(
             return more.verdict
     if contradict(verdict, gradients):
         return Verdict(None, DEPEND)
-    told = by_telling_rows(rows, verdict, how, found.rows, telling)
-    if told.rule is None:
-        return told
+    verdict = by_telling_rows(rows, verdict, how, found.rows, telling)
+    if verdict.rule is None:
+        return verdict
     calls, single_rows = 0 if verdict.drew else gradients.calls, gradients.single_rows
     return replace(verdict, means=gradients.means, calls=calls, single_rows=single_rows, graphs=gradients.graphs)
 

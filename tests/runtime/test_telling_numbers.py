@@ -139,3 +139,21 @@ def test_what_python_makes_of_a_count_is_no_count(divisor, share):
     for seed in range(3):
         for loss in (alone, beside):
             split_calls(loss, batches(4, share, seed))
+
+
+WEIGHTS = torch.linspace(0.2, 1.3, 4, dtype=torch.float64)
+BESIDE = [
+    lambda out, y, rare: F.cross_entropy(out, y, weight=WEIGHTS) + rare.mean(),
+    lambda out, y, rare: F.cross_entropy(out, y, reduction="sum") + rare.mean(),
+    lambda out, y, rare: F.cross_entropy(out, y) + rare.sum(),
+]
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_term_that_is_0_on_few_rows_is_not_taken_for_what_stands_beside_it(beside):
+    def loss(model, x, y, mask, few):
+        out = model(x)
+        return beside(out, y, torch.where(x[:, 0] > 1.2, out.square().mean(1), 0.0))
+
+    for seed in range(12):
+        split_calls(loss, batches(3, 0.1, seed))
