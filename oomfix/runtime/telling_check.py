@@ -32,6 +32,7 @@ class Telling:
 
     Args:
         by_rows: the loss is taken for a mean over samples.
+        are_closed: hinges leave nothing, which a check sees open by itself, see `hinge_check`.
 
     Attributes:
         began: there was one.
@@ -42,8 +43,9 @@ class Telling:
         numbers: all that were seen.
     """
 
-    def __init__(self, by_rows: bool) -> None:
+    def __init__(self, by_rows: bool, are_closed: bool = False) -> None:
         self.began = False
+        self._are_closed = are_closed
         self._by_rows = by_rows
         self._told: set[_Place] = set()
         self._seen: set[_Place] = set()
@@ -64,6 +66,8 @@ class Telling:
             told = _is_told(numbers, evidence, [len(part) for part in parts])
             if told is None and not self._by_rows:
                 told = _is_other_than_by_rows(numbers, evidence)
+            if told is False and self._are_closed and _are_of_nothing(numbers):
+                told = None
             if told is None or (told and not holds):
                 continue
             self._seen.add(place)
@@ -201,6 +205,11 @@ def _is_told(numbers: list[Number | None], evidence: Evidence, sizes: Sequence[i
         return None
     # rows of which as much comes as of others show no weight
     return shows and not math.isclose(found[1].value, found[2].value, rel_tol=1e-3)
+
+
+def _are_of_nothing(numbers: Sequence[Number | None]) -> bool:
+    """Whether what is 0 is not the number, but what comes of it."""
+    return all(number is not None and number.amount and not number.shows for number in numbers)
 
 
 def _is_other_than_by_rows(numbers: Sequence[Number | None], evidence: Evidence) -> bool | None:

@@ -309,7 +309,7 @@ def _confirmed_closer(
             return other
         if other is not None and contradict(verdict, other):
             return Verdict(None, DEPEND)
-    gradients, telling = None, Telling(verdict.units == "rows")
+    gradients, telling = None, Telling(verdict.units == "rows", bool(found.closed_hinges))
     if with_gradients:
         # a graph needs more memory than the runs of a check without one
         gradients = _in_parts_that_run(few, together, partial(_by_gradients, rows, how, telling))
