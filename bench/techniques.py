@@ -26,7 +26,7 @@ from bench.workloads import FULL, SMALL, Batch, Workload
 from oomfix import runtime
 from oomfix.profile.cards import find_card
 from oomfix.profile.simulated_gpu import SimulatedGPU
-from oomfix.runtime import offloading
+from oomfix.runtime.techniques import offloading
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

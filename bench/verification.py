@@ -19,7 +19,7 @@ from torch import nn
 
 from bench.heading import heading
 from bench.runtime import CPU, CUDA, RESULTS, Batch, Step, Workload, managed, timed
-from oomfix.runtime.rows import first_part, telling
+from oomfix.runtime.batches.rows import first_part, telling
 
 MOST_ROWS = 32  # that a check looks at
 FEW_ROWS = 4  # of which gradients are compared, and at later calls all

@@ -14,7 +14,7 @@ Prints:
 import torch
 from torch import nn
 
-from oomfix.runtime.checkpointing import enable_checkpointing
+from oomfix.runtime.techniques.checkpointing import enable_checkpointing
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = nn.Sequential(*[nn.TransformerEncoderLayer(64, 4, 128, batch_first=True) for _ in range(6)]).to(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from oomfix.parsing import split_lines
-from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rules.base import Edit, Finding
 from oomfix.source import Source
 

@@ -64,7 +64,7 @@ def watch(record: Record) -> None:
         zero_grad(module, *args, **kwargs)
 
     nn.Module.zero_grad = zero
-    from oomfix.runtime.iteration import Iteration
+    from oomfix.runtime.calls.iteration import Iteration
 
     run = Iteration.run
 

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from oomfix.parsing import Unreadable, parse
 from oomfix.rewrite.apply import Applied, apply_to
-from oomfix.rewrite.local import findings_of
 from oomfix.rewrite.options import Options
+from oomfix.rewrite.surroundings.local import findings_of
 from oomfix.rules import all_rules
 from oomfix.source import Source
 

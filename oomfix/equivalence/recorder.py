@@ -13,9 +13,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from oomfix.equivalence.comparison import SKETCH_LENGTH, Recording, Step
-from oomfix.runtime.iteration import Iteration
+from oomfix.runtime.calls.iteration import Iteration
 from oomfix.runtime.manager import MemoryManager
-from oomfix.runtime.running_statistics import uses_batch_statistics
+from oomfix.runtime.state.running_statistics import uses_batch_statistics
 
 
 class Recorder:

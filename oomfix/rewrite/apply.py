@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from oomfix.rewrite.edits import apply_edits, with_text
-from oomfix.rewrite.evaluation_calls import evaluation_call_edits
-from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.local import Fixed, findings_in, fix_locally
-from oomfix.rewrite.long_lines import long_line_edits
+from oomfix.rewrite.facts.reading import Reading
+from oomfix.rewrite.facts.verdict import LoopOutcome
 from oomfix.rewrite.loop_attempts import MENDED, rewrite_loops
 from oomfix.rewrite.options import Options
-from oomfix.rewrite.reading import Reading
-from oomfix.rewrite.unused import unused_amp_imports
-from oomfix.rewrite.verdict import LoopOutcome
+from oomfix.rewrite.surroundings.evaluation_calls import evaluation_call_edits
+from oomfix.rewrite.surroundings.local import Fixed, findings_in, fix_locally
+from oomfix.rewrite.text.edits import apply_edits, with_text
+from oomfix.rewrite.text.layout import Layout
+from oomfix.rewrite.text.long_lines import long_line_edits
+from oomfix.rewrite.text.unused import unused_amp_imports
 from oomfix.rules.base import Finding, Rule
 from oomfix.script import Script
 from oomfix.source import Source

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from oomfix.notebook import read_notebook
 from oomfix.parsing import Unreadable, parse
-from oomfix.rewrite.edits import with_lines
+from oomfix.rewrite.facts.verdict import LoopOutcome
 from oomfix.rewrite.notebook_json import CannotRestore
-from oomfix.rewrite.verdict import LoopOutcome
-from oomfix.script.nodes import walk
+from oomfix.rewrite.text.edits import with_lines
+from oomfix.script.syntax.nodes import walk
 from oomfix.source import Source
 
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")

@@ -15,8 +15,8 @@ from oomfix.terminal import columns, escape_what_it_cannot_show
 if TYPE_CHECKING:
     from oomfix.rewrite.files import FileOutcome, Rewriter
     from oomfix.rewrite.options import Options
-    from oomfix.rewrite.proof import Proof
-    from oomfix.rewrite.trial import Trial
+    from oomfix.rewrite.proving.proof import Proof
+    from oomfix.rewrite.proving.trial import Trial
 
 _STANDARD_INPUT = re.compile(r"(-|/dev/stdin|/dev/fd/\d+|/proc/[^/]+/fd/\d+)$")
 
@@ -240,7 +240,7 @@ def _outcomes(ctx: click.Context, rewriter: Rewriter, paths: Sequence[str], writ
 
 def _prove(ctx: click.Context, rewriter: Rewriter, script: str, outcomes: Sequence[FileOutcome]) -> Proof | None:
     """Both peaks; None, and a line that says why, where a run came to no result."""
-    from oomfix.rewrite.proof import CannotProve, prove
+    from oomfix.rewrite.proving.proof import CannotProve, prove
 
     try:
         return prove(script, ctx.obj or (), rewriter.preset, rewriter.chosen(script).preset, outcomes)
@@ -254,8 +254,8 @@ def _try_out(
 ) -> Trial | None:
     """All runs of a command; None, and a line that says why, where they cannot be compared."""
     from oomfix.rewrite.files import Rewriter
+    from oomfix.rewrite.proving.trial import CannotCompare, Contents, Versions, contents_here, try_out
     from oomfix.rewrite.summary import CHANGING, mended
-    from oomfix.rewrite.trial import CannotCompare, Contents, Versions, contents_here, try_out
     from oomfix.rules import all_rules
 
     changed = [outcome.path for outcome in outcomes if outcome.changed]

@@ -12,12 +12,12 @@ from oomfix.own_presets import Chosen, choose
 from oomfix.parsing import ForeignLanguage, Unreadable, rare_garbage_collection
 from oomfix.rewrite.apply import Applied, Unfixed, apply_to
 from oomfix.rewrite.cells import NotebookText, in_cells
-from oomfix.rewrite.edits import EditsBreakSource, EditsOverlap
-from oomfix.rewrite.local import Fixed
+from oomfix.rewrite.dataflow.step_functions import training_loops
+from oomfix.rewrite.facts.verdict import LoopOutcome
 from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
 from oomfix.rewrite.options import Options
-from oomfix.rewrite.step_functions import training_loops
-from oomfix.rewrite.verdict import LoopOutcome
+from oomfix.rewrite.surroundings.local import Fixed
+from oomfix.rewrite.text.edits import EditsBreakSource, EditsOverlap
 from oomfix.rewrite.writing import CannotWrite, write_source
 from oomfix.rules.base import Rule, holds
 from oomfix.script import Script

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from oomfix.parsing import Unreadable
 from oomfix.rewrite.cells import NotebookText, in_cells
-from oomfix.rewrite.edits import EditsBreakSource, EditsOverlap
+from oomfix.rewrite.facts.verdict import Form, LoopOutcome
 from oomfix.rewrite.loop_attempts import rewrite_loops
 from oomfix.rewrite.notebook_json import CannotRestore
 from oomfix.rewrite.options import Options
-from oomfix.rewrite.verdict import Form, LoopOutcome
+from oomfix.rewrite.text.edits import EditsBreakSource, EditsOverlap
 from oomfix.script import Script
 
 # the form of a loop is the same for every preset, which only sets the numbers that the runtime goes by

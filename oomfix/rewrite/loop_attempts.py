@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
-from oomfix.rewrite.apex import NOTE, apex_edits
-from oomfix.rewrite.autocast_end import end_autocast_edits
-from oomfix.rewrite.dropped_gradients import dropped_gradients
-from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
-from oomfix.rewrite.functional_backwards import functional_backward_edits
-from oomfix.rewrite.header import other_preset_in
-from oomfix.rewrite.inlined_helpers import inlined_helper_edits
-from oomfix.rewrite.local import Fixed
+from oomfix.rewrite.dataflow.step_functions import StepFunction, step_functions
+from oomfix.rewrite.facts.reading import Reading
+from oomfix.rewrite.facts.verdict import LoopOutcome, Verdict
 from oomfix.rewrite.loop_rewriter import LoopRewriter
-from oomfix.rewrite.metrics_apart import metric_edits
 from oomfix.rewrite.options import Options
-from oomfix.rewrite.reading import Reading
-from oomfix.rewrite.resets_apart import reset_edits
-from oomfix.rewrite.step_functions import StepFunction, step_functions
-from oomfix.rewrite.verdict import LoopOutcome, Verdict
+from oomfix.rewrite.preparations.apex import NOTE, apex_edits
+from oomfix.rewrite.preparations.autocast_end import end_autocast_edits
+from oomfix.rewrite.preparations.dropped_gradients import dropped_gradients
+from oomfix.rewrite.preparations.functional_backwards import functional_backward_edits
+from oomfix.rewrite.preparations.inlined_helpers import inlined_helper_edits
+from oomfix.rewrite.preparations.metrics_apart import metric_edits
+from oomfix.rewrite.preparations.resets_apart import reset_edits
+from oomfix.rewrite.surroundings.local import Fixed
+from oomfix.rewrite.text.edits import apply_edits, line_before, with_lines, with_text
+from oomfix.rewrite.text.header import other_preset_in
 from oomfix.rules.base import Edit
 from oomfix.script import Script
 from oomfix.source import Source

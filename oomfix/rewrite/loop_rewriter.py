@@ -7,43 +7,43 @@ import re
 from collections.abc import Callable
 
 from oomfix import presets
-from oomfix.rewrite.branches_that_leave import end_branches
-from oomfix.rewrite.computed_again import compute_again
-from oomfix.rewrite.edits import apply_edits, line_before, with_lines, with_text
-from oomfix.rewrite.fetched_batches import name_batches
-from oomfix.rewrite.forwards_into_branches import forwards_into_branches
-from oomfix.rewrite.free_names import FreeNames
-from oomfix.rewrite.header import (
+from oomfix.rewrite.dataflow.step_functions import StepFunction
+from oomfix.rewrite.facts.reading import Reading
+from oomfix.rewrite.facts.scale import reads_gradients
+from oomfix.rewrite.facts.verdict import Attempt, Scaling, Verdict
+from oomfix.rewrite.facts.window_shape import CannotFold
+from oomfix.rewrite.in_place.inplace import InPlace
+from oomfix.rewrite.in_place.model_calls import model_call_edits
+from oomfix.rewrite.in_place.windows import WindowFolder
+from oomfix.rewrite.loops import Judge, scaling_of
+from oomfix.rewrite.preparations.branches_that_leave import end_branches
+from oomfix.rewrite.preparations.computed_again import compute_again
+from oomfix.rewrite.preparations.fetched_batches import name_batches
+from oomfix.rewrite.preparations.forwards_into_branches import forwards_into_branches
+from oomfix.rewrite.preparations.joined_lines import separate
+from oomfix.rewrite.preparations.kept_losses import name_losses
+from oomfix.rewrite.preparations.logs_of_branches import log_behind_branches
+from oomfix.rewrite.preparations.logs_of_rounds import log_behind
+from oomfix.rewrite.preparations.losses_in_turn import compute_in_turn, part_backwards
+from oomfix.rewrite.preparations.numbers_of_rounds import name_numbers
+from oomfix.rewrite.preparations.parted_autocast import part_autocast
+from oomfix.rewrite.preparations.read_before import name_what_is_read
+from oomfix.rewrite.preparations.same_branches import merge_branches
+from oomfix.rewrite.slicing.lifter import lift_backwards
+from oomfix.rewrite.surroundings.loader_arguments import Written, loader_arguments
+from oomfix.rewrite.surroundings.prepare import prepare_edits
+from oomfix.rewrite.surroundings.stages import stage_edits
+from oomfix.rewrite.text.edits import apply_edits, line_before, with_lines, with_text
+from oomfix.rewrite.text.free_names import FreeNames
+from oomfix.rewrite.text.header import (
     Overrides,
     header_edits,
     manager_in,
     runtime_name,
 )
-from oomfix.rewrite.inplace import InPlace
-from oomfix.rewrite.joined_lines import separate
-from oomfix.rewrite.kept_losses import name_losses
-from oomfix.rewrite.layout import Layout
-from oomfix.rewrite.lifter import lift_backwards
-from oomfix.rewrite.loader_arguments import Written, loader_arguments
-from oomfix.rewrite.logs_of_branches import log_behind_branches
-from oomfix.rewrite.logs_of_rounds import log_behind
-from oomfix.rewrite.loops import Judge, scaling_of
-from oomfix.rewrite.losses_in_turn import compute_in_turn, part_backwards
-from oomfix.rewrite.model_calls import model_call_edits
-from oomfix.rewrite.numbers_of_rounds import name_numbers
-from oomfix.rewrite.parted_autocast import part_autocast
-from oomfix.rewrite.prepare import prepare_edits
-from oomfix.rewrite.read_before import name_what_is_read
-from oomfix.rewrite.reading import Reading
-from oomfix.rewrite.removal import together
-from oomfix.rewrite.same_branches import merge_branches
-from oomfix.rewrite.scale import reads_gradients
-from oomfix.rewrite.stages import stage_edits
-from oomfix.rewrite.step_functions import StepFunction
-from oomfix.rewrite.unused import unused_scalers
-from oomfix.rewrite.verdict import Attempt, Scaling, Verdict
-from oomfix.rewrite.window_shape import CannotFold
-from oomfix.rewrite.windows import WindowFolder
+from oomfix.rewrite.text.layout import Layout
+from oomfix.rewrite.text.removal import together
+from oomfix.rewrite.text.unused import unused_scalers
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
 from oomfix.source import Source

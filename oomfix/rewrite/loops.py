@@ -6,18 +6,18 @@ import ast
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from oomfix.rewrite.amp import differentiated
-from oomfix.rewrite.header import manager_in
-from oomfix.rewrite.reading import Reading
-from oomfix.rewrite.scale import ScaleWatch, bodies, updates_by_hand
-from oomfix.rewrite.unscaled_gradients import UnscaledGradients
-from oomfix.rewrite.verdict import Scaling, Verdict
+from oomfix.rewrite.facts.amp import differentiated
+from oomfix.rewrite.facts.reading import Reading
+from oomfix.rewrite.facts.scale import ScaleWatch, bodies, updates_by_hand
+from oomfix.rewrite.facts.unscaled_gradients import UnscaledGradients
+from oomfix.rewrite.facts.verdict import Scaling, Verdict
+from oomfix.rewrite.text.header import manager_in
 from oomfix.script import TrainingLoop
-from oomfix.script.named_like import looks_like_optimizer
-from oomfix.script.names import last_name, path_of
-from oomfix.script.nodes import walk
-from oomfix.script.torch_facts import OTHER_LIBRARIES
-from oomfix.script.trace import Backward, Step
+from oomfix.script.facts.named_like import looks_like_optimizer
+from oomfix.script.facts.torch_facts import OTHER_LIBRARIES
+from oomfix.script.facts.trace import Backward, Step
+from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.nodes import walk
 
 _SHARDING = {
     f"torch.distributed.fsdp.{module}FullyShardedDataParallel" for module in ("", "fully_sharded_data_parallel.")

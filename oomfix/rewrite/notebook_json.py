@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from oomfix.rewrite.edits import apply_edits
-from oomfix.script.edits import Edit
+from oomfix.rewrite.text.edits import apply_edits
+from oomfix.script.syntax.edits import Edit
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()

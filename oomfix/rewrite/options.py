@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from oomfix.rewrite.header import Overrides
+from oomfix.rewrite.text.header import Overrides
 from oomfix.rules.base import Finding, Severity
 
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oomfix.report import printable
-from oomfix.rewrite import trial_text
+from oomfix.rewrite.facts.verdict import Form
 from oomfix.rewrite.files import Change, FileOutcome
-from oomfix.rewrite.verdict import Form
+from oomfix.rewrite.proving import trial_text
 from oomfix.spelling import counted
 from oomfix.terminal import broken
 
 if TYPE_CHECKING:
-    from oomfix.rewrite.proof import Proof
-    from oomfix.rewrite.trial import Trial
+    from oomfix.rewrite.proving.proof import Proof
+    from oomfix.rewrite.proving.trial import Trial
 
 CHANGING = ("OOM104", "OOM301", "OOM302", "OOM303", "OOM304")
 """Codes whose fixes make the training another one: what they mend trained wrongly."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from oomfix.script.edits import Edit
+from oomfix.script.syntax.edits import Edit
 
 if TYPE_CHECKING:
     from oomfix.script import Place, Script

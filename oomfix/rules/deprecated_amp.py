@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.amp_edits import AmpRewriter
-from oomfix.script.amp_names import AmpImport, AmpNames, AmpUse, Role, renamed
+from oomfix.script.fixes.amp_edits import AmpRewriter
+from oomfix.script.fixes.amp_names import AmpImport, AmpNames, AmpUse, Role, renamed
 
 
 class DeprecatedAmp(Rule):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.every_iteration import runs_every_iteration
+from oomfix.script.analyses.every_iteration import runs_every_iteration
 
 
 class EmptyCacheInLoop(Rule):

@@ -72,7 +72,7 @@ class EvalWithGrad(Rule):
         if not recorded:
             return
         # few scripts come to this question, and every module is a third of a millisecond of each run
-        from oomfix.script.no_grad import no_grad_edits, why_not_edited
+        from oomfix.script.fixes.no_grad import no_grad_edits, why_not_edited
 
         for forward in script.distinct(script.where_asked_for(recorded)):
             yield self.finding(

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.added_keyword import added_keyword
-from oomfix.script.edits import quote_of
+from oomfix.script.fixes.added_keyword import added_keyword
+from oomfix.script.syntax.edits import quote_of
 
 
 class LoadOnGpu(Rule):

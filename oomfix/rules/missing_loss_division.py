@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.windows import is_divided
+from oomfix.script.analyses.windows import is_divided
 
 
 class MissingLossDivision(Rule):

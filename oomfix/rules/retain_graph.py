@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.edits import remove_keyword
+from oomfix.script.syntax.edits import remove_keyword
 
 
 class RetainGraph(Rule):

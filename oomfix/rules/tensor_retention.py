@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import NOT_ONE_TENSOR, SHARED, TRAINS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.edits import detach
+from oomfix.script.syntax.edits import detach
 
 
 class TensorRetention(Rule):

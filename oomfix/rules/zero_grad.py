@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.edits import add_keyword
-from oomfix.script.nodes import only_argument
+from oomfix.script.syntax.edits import add_keyword
+from oomfix.script.syntax.nodes import only_argument
 
 
 class ZeroGrad(Rule):

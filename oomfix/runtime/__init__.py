@@ -34,7 +34,7 @@ micro_batches=4)`. The fields are those of `oomfix.presets.Preset`. OOMFIX_PRESE
 another preset without touching the script; OOMFIX_PRESET=off runs it as it was: own precision, whole batches.
 
 Under torchrun the loop stays the same, with DistributedDataParallel or FSDP2 (`fully_shard`): see
-`oomfix.runtime.distributed` for what processes do together.
+`oomfix.runtime.calls.distributed` for what processes do together.
 
 Also there: `memory.backward(loss)` for loops that cannot be split, `memory.evaluate(forward, *batch)`,
 `memory.accumulate(loader, k)` with `memory.window_closed`, `memory.autocast()`, `memory.unscale_(optimizer)`,
@@ -56,26 +56,26 @@ import os
 from typing import Any
 
 from oomfix import presets
-from oomfix.runtime.allocator_settings import configure_allocator, memory_fraction
-from oomfix.runtime.attention import attention
-from oomfix.runtime.backward_steps import optimizer_in_backward
-from oomfix.runtime.batch_size_search import find_batch_size
-from oomfix.runtime.cache_janitor import CacheJanitor
-from oomfix.runtime.checkpointing import disable_checkpointing, enable_checkpointing
-from oomfix.runtime.contrastive import contrastive_loss, encode_in_chunks
-from oomfix.runtime.cross_entropy import chunked_cross_entropy, linear_cross_entropy
-from oomfix.runtime.detaching import detach_
-from oomfix.runtime.live_tensors import OomReport, oom_report
-from oomfix.runtime.loading import loader_kwargs
 from oomfix.runtime.manager import MemoryManager
-from oomfix.runtime.monitor import MemoryMonitor, MemoryReading
-from oomfix.runtime.offloading import offload_activations
-from oomfix.runtime.oom import DoesNotFitError
-from oomfix.runtime.optimizer_choice import adamw_8bit, use_lean_step
-from oomfix.runtime.origins import record_origins
+from oomfix.runtime.memory.allocator_settings import configure_allocator, memory_fraction
+from oomfix.runtime.memory.cache_janitor import CacheJanitor
+from oomfix.runtime.memory.live_tensors import OomReport, oom_report
+from oomfix.runtime.memory.monitor import MemoryMonitor, MemoryReading
+from oomfix.runtime.memory.oom import DoesNotFitError
+from oomfix.runtime.memory.origins import record_origins
 from oomfix.runtime.report import Report
-from oomfix.runtime.stages import Freed, Stage, free, stage
-from oomfix.runtime.unfreezing import ProgressiveUnfreezing
+from oomfix.runtime.techniques.attention import attention
+from oomfix.runtime.techniques.backward_steps import optimizer_in_backward
+from oomfix.runtime.techniques.batch_size_search import find_batch_size
+from oomfix.runtime.techniques.checkpointing import disable_checkpointing, enable_checkpointing
+from oomfix.runtime.techniques.contrastive import contrastive_loss, encode_in_chunks
+from oomfix.runtime.techniques.cross_entropy import chunked_cross_entropy, linear_cross_entropy
+from oomfix.runtime.techniques.detaching import detach_
+from oomfix.runtime.techniques.loading import loader_kwargs
+from oomfix.runtime.techniques.offloading import offload_activations
+from oomfix.runtime.techniques.optimizer_choice import adamw_8bit, use_lean_step
+from oomfix.runtime.techniques.stages import Freed, Stage, free, stage
+from oomfix.runtime.techniques.unfreezing import ProgressiveUnfreezing
 
 __all__ = [
     "CacheJanitor",

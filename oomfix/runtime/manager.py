@@ -9,26 +9,27 @@ import torch
 from torch import nn
 
 from oomfix.presets import Preset
-from oomfix.runtime import backward_steps, compat, precision
-from oomfix.runtime.accumulation import Window, windows
+from oomfix.runtime import compat, precision
 from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, shown
-from oomfix.runtime.batch import Batch
-from oomfix.runtime.cache_janitor import CacheJanitor
-from oomfix.runtime.iteration import Iteration
-from oomfix.runtime.known import KnownForwards
-from oomfix.runtime.ladder import Ladder
-from oomfix.runtime.late_backward import backward_of
-from oomfix.runtime.loading import loader_kwargs
-from oomfix.runtime.loss_scaling import LossScaler
-from oomfix.runtime.model_recovery import RecoveringCalls
-from oomfix.runtime.oom import note_choices
-from oomfix.runtime.optimizers import check_optimizer, check_schedulers, innermost, parameters_of
-from oomfix.runtime.outputs import detached, the_loss
-from oomfix.runtime.replicas import average_waiting
+from oomfix.runtime.batches.batch import Batch
+from oomfix.runtime.batches.outputs import detached, the_loss
+from oomfix.runtime.calls.accumulation import Window, windows
+from oomfix.runtime.calls.iteration import Iteration
+from oomfix.runtime.calls.known import KnownForwards
+from oomfix.runtime.calls.late_backward import backward_of
+from oomfix.runtime.memory.cache_janitor import CacheJanitor
+from oomfix.runtime.memory.oom import note_choices
+from oomfix.runtime.processes.replicas import average_waiting
+from oomfix.runtime.recovery.ladder import Ladder
+from oomfix.runtime.recovery.model_recovery import RecoveringCalls
+from oomfix.runtime.recovery.step_memory import make_step_fit
 from oomfix.runtime.report import Report, TechniqueReport, forward_reports
 from oomfix.runtime.splitter import Splitter
-from oomfix.runtime.step_memory import make_step_fit
-from oomfix.runtime.stepping import check_norm, clip_and_step
+from oomfix.runtime.steps.loss_scaling import LossScaler
+from oomfix.runtime.steps.optimizers import check_optimizer, check_schedulers, innermost, parameters_of
+from oomfix.runtime.steps.stepping import check_norm, clip_and_step
+from oomfix.runtime.techniques import backward_steps
+from oomfix.runtime.techniques.loading import loader_kwargs
 
 _T = TypeVar("_T")
 
@@ -87,7 +88,7 @@ class MemoryManager:
         """Put activation checkpointing on `model` where the preset asks for it from the start.
 
         Where the preset has it "if-needed", `forward_backward` puts it on when a call does not fit and may not be split
-        any finer, after chunked losses and before offloading (`oomfix.runtime.ladder`), and `memory.forward` when a
+        any finer, after chunked losses and before offloading (`oomfix.runtime.recovery.ladder`), and `memory.forward` when a
         call of a model does not fit. `memory.backward` cannot: by then the graph exists.
 
         Returns:
@@ -129,7 +130,7 @@ class MemoryManager:
         Gradients are those of the whole batch, added to what `.grad` holds. After an out-of-memory error the
         call starts again in smaller pieces, as if it had never begun. Pieces draw the random numbers of the whole
         batch, but for masks of dropout and what `multinomial` and `bernoulli` draw by the values of a tensor
-        (`oomfix.runtime.whole_draws`). Under DistributedDataParallel gradients are averaged over the processes when
+        (`oomfix.runtime.state.whole_draws`). Under DistributedDataParallel gradients are averaged over the processes when
         the call, or its accumulation window, is over; all processes make the same calls.
 
         Args:
@@ -186,7 +187,7 @@ class MemoryManager:
         """`model(*args, **named)` under the preset's precision, for loops that cannot be split.
 
         A call that runs out of memory starts again, with checkpointing and then with activations in host memory, as if
-        it had never begun (`oomfix.runtime.model_recovery`).
+        it had never begun (`oomfix.runtime.recovery.model_recovery`).
 
         Returns:
             What the model returned, floating tensors of half precision as fp32: losses stay outside of autocast.

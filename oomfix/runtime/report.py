@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from oomfix.presets import Preset
-from oomfix.runtime.known import Known
+from oomfix.runtime.calls.known import Known
 
 _MIB, _GIB = 2**20, 2**30
 

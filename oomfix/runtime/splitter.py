@@ -9,18 +9,19 @@ from typing import Any
 import torch
 
 from oomfix.presets import Preset
-from oomfix.runtime import precision, sizing
-from oomfix.runtime.accumulation import Window
-from oomfix.runtime.distributed import ELSEWHERE, Outcome
-from oomfix.runtime.iteration import Iteration
-from oomfix.runtime.judging import SEVERAL_DEPEND
-from oomfix.runtime.known import Known
-from oomfix.runtime.ladder import Ladder
-from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
+from oomfix.runtime import precision
+from oomfix.runtime.calls import sizing
+from oomfix.runtime.calls.accumulation import Window
+from oomfix.runtime.calls.distributed import ELSEWHERE, Outcome
+from oomfix.runtime.calls.iteration import Iteration
+from oomfix.runtime.calls.known import Known
+from oomfix.runtime.calls.weighing import CannotSplit
+from oomfix.runtime.memory.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
 from oomfix.runtime.precision import ModelCalls
-from oomfix.runtime.verdict import Verdict
-from oomfix.runtime.verify import check, check_besides
-from oomfix.runtime.weighing import CannotSplit
+from oomfix.runtime.recovery.ladder import Ladder
+from oomfix.runtime.verification.judging import SEVERAL_DEPEND
+from oomfix.runtime.verification.verdict import Verdict
+from oomfix.runtime.verification.verify import check, check_besides
 
 _log = logging.getLogger("oomfix")
 _QUARTERS = 4

@@ -23,36 +23,36 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from oomfix.script.asked_for import where_asked_for
-from oomfix.script.devices import Devices
-from oomfix.script.edits import Edit
-from oomfix.script.evaluation import find_evaluation_forwards
-from oomfix.script.follow import Follower
-from oomfix.script.gradients import (
+from oomfix.script.analyses.asked_for import where_asked_for
+from oomfix.script.analyses.devices import Devices
+from oomfix.script.analyses.evaluation import find_evaluation_forwards
+from oomfix.script.analyses.gradients import (
     are_divided,
     differentiates_by_hand,
     dividing_functions,
     optimizes,
     zeroed_by_hand,
 )
-from oomfix.script.hints import assigned_calls
-from oomfix.script.imports import Imports
-from oomfix.script.loops import find_batch_loops, find_training_loops, is_over_batches
-from oomfix.script.named_like import looks_like_forward, looks_like_loss, looks_like_penalty
-from oomfix.script.names import last_name, last_of, path_of, receivers, with_holders
-from oomfix.script.nodes import Nodes, Scope, by_function, collect, walk
-from oomfix.script.precision import Precision
-from oomfix.script.removal import Removal
-from oomfix.script.retention import attention_maps, kept_graphs
-from oomfix.script.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
-from oomfix.script.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
-from oomfix.script.training_loop import TrainingLoop
-from oomfix.script.unit_tests import holds_unit_tests
-from oomfix.script.windows import lost_tails
+from oomfix.script.analyses.loops import find_batch_loops, find_training_loops, is_over_batches
+from oomfix.script.analyses.precision import Precision
+from oomfix.script.analyses.retention import attention_maps, kept_graphs
+from oomfix.script.analyses.training_loop import TrainingLoop
+from oomfix.script.analyses.unit_tests import holds_unit_tests
+from oomfix.script.analyses.windows import lost_tails
+from oomfix.script.facts.hints import assigned_calls
+from oomfix.script.facts.named_like import looks_like_forward, looks_like_loss, looks_like_penalty
+from oomfix.script.facts.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
+from oomfix.script.facts.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
+from oomfix.script.fixes.removal import Removal
+from oomfix.script.interpreter.follow import Follower
+from oomfix.script.syntax.edits import Edit
+from oomfix.script.syntax.imports import Imports
+from oomfix.script.syntax.names import last_name, last_of, path_of, receivers, with_holders
+from oomfix.script.syntax.nodes import Nodes, Scope, by_function, collect, walk
 
 if TYPE_CHECKING:
-    from oomfix.script.graph_reuse import GraphReuse
-    from oomfix.script.recurrent_states import CarriedState
+    from oomfix.script.analyses.graph_reuse import GraphReuse
+    from oomfix.script.analyses.recurrent_states import CarriedState
     from oomfix.source import Source
 
 __all__ = ["Event", "Forward", "Keep", "Place", "Script", "TrainingLoop"]
@@ -152,7 +152,7 @@ class Script:
         """The methods of networks of other files that a loss goes back through, by itself or with a step to show it."""
         if not self._runs_methods:
             return set()
-        from oomfix.script.trained_methods import methods_backpropagated_alone
+        from oomfix.script.analyses.trained_methods import methods_backpropagated_alone
 
         return methods_backpropagated_alone(self.trace) | self._methods_of_stepped
 
@@ -161,7 +161,7 @@ class Script:
         if not self._runs_methods:
             return set()
         # few scripts come to this question, and every module is a third of a millisecond of each run
-        from oomfix.script.trained_methods import methods_of_stepped
+        from oomfix.script.analyses.trained_methods import methods_of_stepped
 
         return methods_of_stepped(self.trace, self.imports.nodes.of(ast.Assign))
 
@@ -170,7 +170,7 @@ class Script:
         """The methods of networks of other files that run the network, as the training in sight shows."""
         if not self._runs_methods:
             return set()
-        from oomfix.script.trained_methods import methods_of_trained
+        from oomfix.script.analyses.trained_methods import methods_of_trained
 
         calls, assignments = self.imports.nodes.of(ast.Call), self.imports.nodes.of(ast.Assign)
         return self._methods_of_stepped | methods_of_trained(self.trace, calls, assignments)
@@ -225,7 +225,7 @@ class Script:
 
     def reads_window_size(self, loop: TrainingLoop) -> bool:
         """Whether an iteration reads the size of its accumulation window for more than to ask whether it is full."""
-        from oomfix.script.window_sizes import reads_its_size
+        from oomfix.script.analyses.window_sizes import reads_its_size
 
         return reads_its_size(loop, self._nodes)
 
@@ -247,7 +247,7 @@ class Script:
 
     def carried_states(self) -> Iterator[CarriedState]:
         """Recurrent states that are carried into the next iteration with their graph."""
-        from oomfix.script.recurrent_states import carried_states
+        from oomfix.script.analyses.recurrent_states import carried_states
 
         return carried_states(self.trace, self.evaluation_forwards)
 
@@ -257,7 +257,7 @@ class Script:
 
     @cached_property
     def _reuse(self) -> GraphReuse:
-        from oomfix.script.graph_reuse import GraphReuse
+        from oomfix.script.analyses.graph_reuse import GraphReuse
 
         return GraphReuse(self.trace, self._nodes)
 
@@ -272,7 +272,7 @@ class Script:
         if self.devices.may_be_cuda or not self.devices.are_left_open:
             return self.devices.may_be_cuda
         # few scripts say nothing of it, and every module is a third of a millisecond of each run
-        from oomfix.script.handed_over import trains_what_it_is_handed
+        from oomfix.script.analyses.handed_over import trains_what_it_is_handed
 
         return trains_what_it_is_handed(self.trace, self.imports)
 

@@ -14,7 +14,7 @@ from oomfix.audit import Auditor
 from oomfix.discovery import Discovery
 from oomfix.rules import all_rules
 from oomfix.runner import Job, run
-from oomfix.script.follow import Follower
+from oomfix.script.interpreter.follow import Follower
 
 LOAD = "import torch\nx = torch.load(p)\n"
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomfix.rewrite.edits import apply_edits, merge
-from oomfix.rewrite.local import findings_of
+from oomfix.rewrite.surroundings.local import findings_of
+from oomfix.rewrite.text.edits import apply_edits, merge
 from oomfix.rules import all_rules
 from oomfix.rules.base import Edit, Finding, Severity
 from oomfix.source import Source

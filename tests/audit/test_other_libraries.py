@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oomfix.audit import Auditor
-from oomfix.rewrite.local import findings_of
+from oomfix.rewrite.surroundings.local import findings_of
 from oomfix.rules import all_rules
 from oomfix.source import Source
 

@@ -3,10 +3,10 @@
 import pytest
 
 from oomfix.rewrite import loop_rewriter
-from oomfix.rewrite.lifter import lift_backwards
+from oomfix.rewrite.facts.verdict import Attempt, Lifted
 from oomfix.rewrite.loops import Judge
-from oomfix.rewrite.verdict import Attempt, Lifted
-from oomfix.script.edits import Edit
+from oomfix.rewrite.slicing.lifter import lift_backwards
+from oomfix.script.syntax.edits import Edit
 from tests.rewrite.equivalence import rewritten
 from tests.rewrite.small_loops import TOP, apply
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from oomfix.rewrite import files
 from oomfix.rewrite.command import apply
-from oomfix.rewrite.edits import apply_edits, with_text
+from oomfix.rewrite.text.edits import apply_edits, with_text
 from oomfix.rules.base import Edit
 
 RUN = CliRunner()

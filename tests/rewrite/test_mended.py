@@ -5,8 +5,8 @@ import textwrap
 import pytest
 
 from oomfix.rewrite.apply import apply_to
-from oomfix.rewrite.local import findings_of
 from oomfix.rewrite.options import Options
+from oomfix.rewrite.surroundings.local import findings_of
 from oomfix.rules import all_rules
 from oomfix.source import Source
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.rewrite.slicing.test_slices import assert_trains_the_same
 from tests.rewrite.small_loops import apply
-from tests.rewrite.test_slices import assert_trains_the_same
 
 LOOP = """\
     step = 0

@@ -4,11 +4,11 @@ import subprocess
 
 from oomfix.presets import PRESETS
 from oomfix.rewrite.apply import Unfixed
+from oomfix.rewrite.facts.verdict import LoopOutcome
 from oomfix.rewrite.files import Change, FileOutcome
-from oomfix.rewrite.local import Fixed
-from oomfix.rewrite.proof import Proof
+from oomfix.rewrite.proving.proof import Proof
 from oomfix.rewrite.summary import as_text, diffs
-from oomfix.rewrite.verdict import LoopOutcome
+from oomfix.rewrite.surroundings.local import Fixed
 
 LOOPS = (
     LoopOutcome(12, 20, "micro-batched", None, notes=("the loss is divided by 4 now",)),

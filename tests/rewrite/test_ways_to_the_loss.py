@@ -5,8 +5,8 @@ import textwrap
 import pytest
 
 from tests.rewrite.equivalence import rewritten, run
+from tests.rewrite.slicing.test_slices import assert_trains_the_same
 from tests.rewrite.small_loops import TOP, apply
-from tests.rewrite.test_slices import assert_trains_the_same
 
 BRANCHES = """\
     def run(mode):

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rules import Finding, Severity
 from oomfix.rules.deprecated_amp import DeprecatedAmp
 from oomfix.script import Script

@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rules import all_rules
 from oomfix.script import Script
 from oomfix.source import Source

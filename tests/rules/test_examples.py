@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rules import Invalid, Rule, all_rules
 from oomfix.rules.base import holds
 from oomfix.script import Script

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rules.eval_with_grad import EvalWithGrad
 from oomfix.script import Script
 from oomfix.source import Source

@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
-from oomfix.runtime import chunked_losses, offloading, replicas, rungs
 from oomfix.runtime.compat import OutOfMemoryError
+from oomfix.runtime.processes import replicas
+from oomfix.runtime.recovery import rungs
+from oomfix.runtime.techniques import chunked_losses, offloading
 
 
 class Trouble(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from oomfix import runtime
-from oomfix.runtime import distributed
+from oomfix.runtime.calls import distributed
 from tests.runtime.data_parallel import Trouble, batches, memory_of, sgd
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
-from oomfix.runtime import offloading
+from oomfix.runtime.techniques import offloading
 from tests.torch_versions import needs_masks_in_fp64
 
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -16,7 +16,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.ways import Graphs, Ways, edges
+from oomfix.runtime.verification.ways import Graphs, Ways, edges
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 CALLS = 24

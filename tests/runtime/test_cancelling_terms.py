@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from oomfix import runtime
-from oomfix.runtime.outputs import Weight
-from oomfix.runtime.probe import Writes
-from oomfix.runtime.rule_choice import choose, close
-from oomfix.runtime.watching import Watch
+from oomfix.runtime.batches.outputs import Weight
+from oomfix.runtime.batches.rule_choice import choose, close
+from oomfix.runtime.state.probe import Writes
+from oomfix.runtime.verification.watching import Watch
 
 BATCHES = 9
 DTYPES = [torch.float32, torch.float64]

@@ -10,7 +10,8 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from oomfix import runtime
-from oomfix.runtime import chunked_losses, offloading, rungs
+from oomfix.runtime.recovery import rungs
+from oomfix.runtime.techniques import chunked_losses, offloading
 from tests.torch_versions import needs_compiled_transformers, needs_fused_on_cpu
 
 CHECKPOINTING, OFFLOADING, SPLITTING, AMP, COMPILE = "checkpointing", "offloading", "splitting", "amp", "compile"

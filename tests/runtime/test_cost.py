@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomfix import runtime
-from oomfix.runtime.batch import Batch
-from oomfix.runtime.verify import check
+from oomfix.runtime.batches.batch import Batch
+from oomfix.runtime.verification.verify import check
 
 PACKAGE = str(Path(runtime.__file__).parent)
 

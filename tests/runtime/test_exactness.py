@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
-from oomfix.runtime.batch import Batch, balanced
+from oomfix.runtime.batches.batch import Batch, balanced
 
 EXACT = 1e-12
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oomfix.runtime.gradients import GradientsAside
+from oomfix.runtime.state.gradients import GradientsAside
 
 
 @pytest.fixture

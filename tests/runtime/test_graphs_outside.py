@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
-from oomfix.runtime.border import Passing
 from oomfix.runtime.compat import OutOfMemoryError
+from oomfix.runtime.verification.border import Passing
 from tests.runtime.through import through
 
 X, Y = torch.randn(16, 4).double(), torch.randn(16, 3).double()

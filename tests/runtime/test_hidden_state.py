@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
-from oomfix.runtime.batch import Batch
-from oomfix.runtime.verify import check
+from oomfix.runtime.batches.batch import Batch
+from oomfix.runtime.verification.verify import check
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)).double()
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from oomfix.runtime.outputs import Unforeseen
-from oomfix.runtime.own_targets import Labels, Noted, OwnMeans
+from oomfix.runtime.batches.outputs import Unforeseen
+from oomfix.runtime.verification.own_targets import Labels, Noted, OwnMeans
 from tests.runtime.words_and_tasks import ROWS, TASKS, Batch, batches, of_sentences, parts_as_whole
 
 

@@ -10,9 +10,9 @@ from torch.func import functional_call
 
 from oomfix import runtime
 from oomfix.profile.compat import OutOfMemoryError
-from oomfix.runtime import comparison
-from oomfix.runtime.batch import Batch
-from oomfix.runtime.verify import check
+from oomfix.runtime.batches.batch import Batch
+from oomfix.runtime.verification import comparison
+from oomfix.runtime.verification.verify import check
 
 
 def network(seed=0):
@@ -99,9 +99,9 @@ def focal_of_the_mean(model):
 def test_a_part_of_a_check_without_targets_shows_nothing(most_rows, monkeypatch):
     """Two rows are what an out-of-memory error leaves of a check: one of them held out, any function would pass."""
     model = network()
-    monkeypatch.setattr("oomfix.runtime.verify._FEWEST_ROWS", min(3, most_rows))
+    monkeypatch.setattr("oomfix.runtime.verification.verify._FEWEST_ROWS", min(3, most_rows))
     if most_rows == 2:
-        monkeypatch.setattr("oomfix.runtime.verify.telling", lambda most: 2)
+        monkeypatch.setattr("oomfix.runtime.verification.verify.telling", lambda most: 2)
     batch = rows(12, 6), labels(12)
     assert verdict_of(focal_of_the_mean(model), model, batch, most_rows).rule is None
     assert verdict_of(lambda x, y: F.cross_entropy(model(x), y), model, batch, most_rows).rule is not None
@@ -220,7 +220,7 @@ def test_masks_are_looked_at_on_fewer_rows_where_memory_runs_out_in_between(monk
             raise OutOfMemoryError("CUDA out of memory.")
         return comparison.compare(forward, batch, modules, rows, how, *others, **named)
 
-    monkeypatch.setattr("oomfix.runtime.few_rows.compare", compare)
+    monkeypatch.setattr("oomfix.runtime.verification.few_rows.compare", compare)
     losses = margins(model)
     found = verdict_of(lambda a, p, n: of_those_above_zero_by_count(losses(a, p, n)), model, triplets, 5)
     assert found.units == "targets"
@@ -363,8 +363,8 @@ def test_what_two_lone_samples_show_alike_is_not_believed(monkeypatch):
     with torch.no_grad():
         opposite = -model(x)[:, 0]
     # what running out of memory leaves of a check
-    monkeypatch.setattr("oomfix.runtime.verify._FEWEST_ROWS", 2)
-    monkeypatch.setattr("oomfix.runtime.verify.telling", lambda most: 2)
+    monkeypatch.setattr("oomfix.runtime.verification.verify._FEWEST_ROWS", 2)
+    monkeypatch.setattr("oomfix.runtime.verification.verify.telling", lambda most: 2)
     found = verdict_of(forward, model, (x, opposite), 2)
     assert found.rule is None
 

@@ -18,7 +18,7 @@ from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime import splitter
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.oom import DoesNotFitError, free_what_is_left, is_out_of_memory, smallest_graph
+from oomfix.runtime.memory.oom import DoesNotFitError, free_what_is_left, is_out_of_memory, smallest_graph
 from tests.runtime.through import through
 
 

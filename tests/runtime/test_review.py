@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
-from oomfix.runtime.batch import Batch
+from oomfix.runtime.batches.batch import Batch
 from tests.runtime.through import through
 
 LABELS = torch.arange(64) % 20

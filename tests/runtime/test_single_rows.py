@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
-from oomfix.runtime.batch import Batch
+from oomfix.runtime.batches.batch import Batch
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.verify import check
+from oomfix.runtime.verification.verify import check
 
 
 class Scores(nn.Module):

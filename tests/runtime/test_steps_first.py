@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
+from oomfix.runtime.batches.sample_dims import samples_behind_steps
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.sample_dims import samples_behind_steps
 
 STEPS, SAMPLES, WORDS = 7, 12, 20
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
-from oomfix.runtime.batch import Batch
+from oomfix.runtime.batches.batch import Batch
+from oomfix.runtime.batches.rows import choose_rows
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.rows import choose_rows
-from oomfix.runtime.verify import check
+from oomfix.runtime.verification.verify import check
 
 
 def network():

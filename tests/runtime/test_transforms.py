@@ -9,9 +9,9 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 
 from oomfix import runtime
-from oomfix.runtime.batch import Batch
-from oomfix.runtime.gradient_check import _joined
-from oomfix.runtime.verify import check
+from oomfix.runtime.batches.batch import Batch
+from oomfix.runtime.verification.gradient_check import _joined
+from oomfix.runtime.verification.verify import check
 
 
 def network(seed=0):

@@ -13,10 +13,10 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
-from oomfix.runtime.batch import Batch
+from oomfix.runtime.batches.batch import Batch
+from oomfix.runtime.batches.rows import choose_rows, first_part
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.rows import choose_rows, first_part
-from oomfix.runtime.verify import check
+from oomfix.runtime.verification.verify import check
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 4, (16,), generator=torch.Generator().manual_seed(2))

@@ -7,7 +7,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.profile.simulated_card import SimulatedCard
-from oomfix.runtime.batch import Batch
+from oomfix.runtime.batches.batch import Batch
 
 AGENTS, OBSERVED, ACTIONS = 3, 5, 2
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from oomfix import runtime
-from oomfix.runtime import offloading
+from oomfix.runtime.techniques import offloading
 
 
 def gradients(technique: str, model: nn.Module, batch: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:

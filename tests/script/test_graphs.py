@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from oomfix.rewrite.edits import apply_edits
+from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rules import all_rules
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oomfix.script.named_like import looks_like_forward, looks_like_module, looks_like_part
+from oomfix.script.facts.named_like import looks_like_forward, looks_like_module, looks_like_part
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""A script with what rewriting asks of it, each made once however many ask."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cached_property
+
+from oomfix.rewrite.dataflow.blocks import Blocks
+from oomfix.rewrite.dataflow.calls_run import CallsRun
+from oomfix.rewrite.dataflow.functions_called import FunctionsCalled
+from oomfix.rewrite.dataflow.measuring import last_called, measures
+from oomfix.rewrite.dataflow.step_functions import training_loops
+from oomfix.rewrite.facts.amp import Amp
+from oomfix.rewrite.text.layout import Layout
+from oomfix.script import Script, TrainingLoop
+from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.nodes import walk
+
+_SWITCHING = re.compile(r"grad|autocast|inference_mode")
+
+
+class Reading:
+    """One state of a file on its way through `apply`: every edit makes a new text, and with it a new reading.
+
+    Args:
+        script: the file.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.source = script.source
+
+    @cached_property
+    def loops(self) -> list[TrainingLoop]:
+        """Its training loops and step functions, by line."""
+        return training_loops(self.script)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Where its nodes stand."""
+        return Blocks(self.source.tree)
+
+    def calls_to(self, path: str) -> list[ast.Call]:
+        """The calls of a function or method by its path: `memory.backward`."""
+        return [call for call in self.script.imports.nodes.of(ast.Call) if path_of(call.func) == path]
+
+    @cached_property
+    def functions(self) -> FunctionsCalled:
+        """Its functions, by what calls of them may mean."""
+        return FunctionsCalled(self.script.imports)
+
+    @cached_property
+    def calls_run(self) -> CallsRun:
+        """The calls that run in its nodes."""
+        return CallsRun(self.functions)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Its lines."""
+        return Layout(self.source)
+
+    def measures(self, block: ast.With) -> bool:
+        """Whether a block only measures what runs in it; where the file itself says how, by what stands there."""
+        contexts = [item.context_expr for item in block.items]
+        return all(map(measures, contexts)) and self._switching.isdisjoint(map(last_called, contexts))
+
+    @cached_property
+    def _switching(self) -> set[str]:
+        """The names of the file's classes and functions that may switch gradients or precision."""
+        nodes = self.script.imports.nodes
+        return {
+            owner.name
+            for owner in (*nodes.of(ast.ClassDef), *nodes.functions)
+            if any(_SWITCHING.search(path_of(part) or "") for part in walk(owner) if isinstance(part, ast.Attribute))
+        }
+
+    @cached_property
+    def amp(self) -> Amp:
+        """What it does about precision."""
+        return Amp(self.script, self.blocks)

@@ -1,0 +1,81 @@
+"""Calls of models that stay where they are, in loops, run in the preset's precision by `memory.forward`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from oomfix.rewrite.dataflow.blocks import Blocks
+from oomfix.rewrite.dataflow.liveness import FunctionNode
+from oomfix.rewrite.facts.reading import Reading
+from oomfix.rewrite.facts.verdict import Verdict
+from oomfix.rewrite.text.manager_calls import through_manager
+from oomfix.script import Script, TrainingLoop
+from oomfix.script.syntax.edits import Edit
+from oomfix.script.syntax.names import last_name, path_of
+
+# a method that computes the loss too would compute it in half precision
+_WITH_LOSS = re.compile(r"\.\w*(loss|step|elbo|nll|objective|log_prob)\w*$", re.IGNORECASE)
+
+_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
+_NO_GRADIENTS = re.compile(r"clip|requires|zero|(no|enable)_grad$", re.IGNORECASE)
+
+
+def model_call_edits(reading: Reading, verdicts: list[Verdict], manager: str) -> list[Edit]:
+    """The edits that run the models of loops in place through the manager, where nothing else decides precision.
+
+    Gradients that are differentiated again (gradient penalties), and those that the script takes itself, of losses
+    that the manager does not scale, underflow in fp16: such a file keeps fp32.
+
+    Args:
+        reading: the file after everything else was done to its loops.
+        verdicts: of its loops, in the same order.
+        manager: the name of the manager.
+    """
+    script, blocks = reading.script, reading.blocks
+    precision = script.precision
+    decided = precision.trains_in_half or precision.autocasts_out_of_sight or precision.uses_apex
+    differentiates = "create_graph" in script.source.text
+    if not script.may_run_on_cuda or decided or differentiates or len(reading.loops) != len(verdicts):
+        return []
+    if any(_takes_gradients(call, blocks) for call in script.imports.nodes.of(ast.Call)):
+        return []
+    calls: dict[ast.Call, None] = {}
+    for loop, verdict in zip(reading.loops, verdicts, strict=True):
+        called = dict.fromkeys(_models_called(script, loop, blocks))
+        if verdict.form == "in-place":
+            calls |= called
+        elif verdict.runs_ahead:
+            calls.update(dict.fromkeys(call for call in called if not _is_lifted(call, loop, blocks)))
+    return through_manager(reading.layout, calls, f"{manager}.forward")
+
+
+def _takes_gradients(call: ast.Call, blocks: Blocks) -> bool:
+    """Whether a call's value are gradients: `torch.autograd.grad(loss, x)`, `flat_gradients(loss, model)`."""
+    if not call.args or isinstance(next(blocks.ancestors(call)), ast.Expr):
+        return False
+    name = last_name(call)
+    return bool(_GRADIENTS.search(name)) and not _NO_GRADIENTS.search(name)
+
+
+def _is_lifted(call: ast.Call, loop: TrainingLoop, blocks: Blocks) -> bool:
+    """Whether a call stands in a function that was made of a slice of the loop."""
+    scope = blocks.scope_of(call)
+    return isinstance(scope, FunctionNode) and any(parent is loop.node for parent in blocks.ancestors(scope))
+
+
+def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterator[ast.Call]:
+    bodies = {id(loop.node)}
+    for event in loop.backwards:
+        scope = blocks.scope_of(event.node)
+        if isinstance(scope, FunctionNode) and all(parent is not loop.node for parent in blocks.ancestors(event.node)):
+            bodies.add(id(scope))
+    precise = {id(forward.node) for forward in loop.forwards if forward.site.autocast is not None}
+    for forward in loop.forwards:
+        call = forward.node
+        inside = any(id(parent) in bodies for parent in blocks.ancestors(call))
+        path = path_of(call.func)
+        if inside and id(call) not in precise and path is not None and not _WITH_LOSS.search(path):
+            if script.is_forward_of_network(forward) and not script.precision.has_autocast_alternative(forward):
+                yield call

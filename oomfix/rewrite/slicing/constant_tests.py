@@ -1,0 +1,183 @@
+"""Names that a slice binds under tests of settings, `if args.mixup: ...`, which come out the same in each iteration."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from oomfix.rewrite.dataflow.changes import changed_paths
+from oomfix.rewrite.dataflow.liveness import FunctionNode, names_bound, names_read, nodes_of_scope_body
+from oomfix.rewrite.facts.lift import Lift
+from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.nodes import children, walk
+
+_SETTINGS = re.compile(r"(args?|opts?|options?|cfg|conf|config|hparams|hyper_?params|params|flags|settings)$", re.I)
+_SETTING = frozenset({"setattr", "update", "pop", "setdefault", "merge_from_file", "merge_from_list", "vars"})
+_MAYBE = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr)
+_SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
+
+
+class _Use(NamedTuple):
+    """Where a slice binds or reads a name.
+
+    Attributes:
+        place: line and column.
+        tests: those of the `if` around it.
+        binds: it binds the name.
+        reads: it reads it first.
+        is_plain: nothing else than these tests decides whether it does.
+    """
+
+    place: tuple[int, int]
+    tests: tuple[ast.expr, ...]
+    binds: bool
+    reads: bool
+    is_plain: bool
+
+
+class ConstantTests:
+    """Finds the names of slices that no iteration takes from the one before.
+
+    Args:
+        tree: the module.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        later = [node for statement in _running_later(tree) for node in walk(statement)]
+        places = (node for node in later if isinstance(node, ast.Attribute | ast.Subscript))
+        stored = [node for node in places if not isinstance(node.ctx, ast.Load)]
+        self._changed = {_last(node) for node in stored if _last(node) is not None or _is_setting(path_of(node.value))}
+        self._global = {name for node in later if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        calls = (node for node in later if isinstance(node, ast.Call) and last_name(node) in _SETTING)
+        if any(_is_setting(path) for call in calls for path in _given(call)):
+            self._changed.add(None)
+
+    def own_names(self, lift: Lift, outside: set[str]) -> set[str]:
+        """The names that a slice alone binds and reads, and where it reads them, each iteration has bound them itself.
+
+        `if args.mixup: x, y_a, y_b = mixed(x, y)` and, further down, under whatever test, `loss = criterion(out, y_a)`:
+        where this iteration has no value, none before had one, and the run ends. So it does where such tests alone
+        decide, too, that a name is read ahead of its binding: in the first iteration.
+
+        Args:
+            lift: the slice.
+            outside: the names that are read elsewhere.
+        """
+        bound = {name for statement in lift.lifted for name in names_bound(statement)}
+        found = bound - outside - lift.site.bound_before - _bound_elsewhere(lift)
+        return {name for name in found if self._is_own(name, lift)}
+
+    def never_from_before(self, lift: Lift) -> set[str]:
+        """The names that a slice binds and reads under such tests alone, and that nothing ahead of it binds.
+
+        `if args.mixup: x, y_a = mixed(x, y)` and, further down, `if args.mixup: loss = criterion(out, y_a)`, with
+        another `y_a` behind the backward: where the slice has no value of its own, its first run ends in an error.
+        """
+        if lift.all_names_are_read:
+            return set()
+        bound = {name for statement in lift.lifted for name in names_bound(statement)} - lift.site.bound_before
+        bound -= self._global
+        bound -= {node.id for node in _stores_elsewhere(lift) if node.lineno <= lift.site.statement.lineno}
+        return {name for name in bound if self._is_own(name, lift, throughout=True)}
+
+    def _is_own(self, name: str, lift: Lift, *, throughout: bool = False) -> bool:
+        uses = [use for part in (*lift.lifted, lift.site.root) for use in _uses(name, part, ())]
+        binding = [use for use in uses if use.binds and not use.reads]
+        last = max((use.place for use in binding), default=(0, 0))
+        certain = uses if throughout else [*binding, *(use for use in uses if use.reads and use.place <= last)]
+        loops = lift.site.loops
+        return bool(binding) and all(
+            use.is_plain and all(self._is_constant(test, loops) for test in use.tests) for use in certain
+        )
+
+    def _is_constant(self, test: ast.AST, loops: Sequence[ast.stmt]) -> bool:
+        """Whether a test asks for names and settings that nothing changes while loops run."""
+        match test:
+            case ast.Constant():
+                return True
+            case ast.Compare(left=ast.Name() as left, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant()]):
+                return self._stays_bound(left.id, loops)
+            case ast.Name():
+                return self._stays_bound(test.id, loops) and all(test.id not in changed_paths(loop) for loop in loops)
+            case ast.Attribute() | ast.Subscript():
+                path = _setting(test)
+                root = (path or "").split(".")[0]
+                known = bool(path) and self._changed.isdisjoint((None, _last(test)))
+                return known and self._stays_bound(root, loops)
+            case ast.BoolOp() | ast.UnaryOp() | ast.Compare() | ast.Tuple() | ast.List() | ast.Set():
+                return all(self._is_constant(one, loops) for one in children(test))
+        return False
+
+    def _stays_bound(self, name: str, loops: Sequence[ast.stmt]) -> bool:
+        return name not in self._global and all(name not in names_bound(loop) for loop in loops)
+
+
+def _running_later(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The functions and loops of a module, which may run again when a loop has begun."""
+    yield from (node for node in walk(tree) if isinstance(node, FunctionNode | ast.For | ast.While))
+
+
+def _last(node: ast.Attribute | ast.Subscript) -> str | None:
+    """The name of a setting: `mixup` of `args.mixup` and `args["mixup"]`; None where it may be any."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.slice.value if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) else None
+
+
+def _is_setting(path: str | None) -> bool:
+    """Whether a path, or what it is a part of, is named like settings."""
+    return path is not None and any(map(_SETTINGS.search, path.split(".")))
+
+
+def _setting(node: ast.expr) -> str | None:
+    """The path of a setting, `self.config.mixup` for `self.config["mixup"]`; None for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        name = _last(node)
+        if name is None:
+            return None
+        names.insert(0, name)
+        node = node.value
+    names[:0] = [node.id] if isinstance(node, ast.Name) else []
+    return ".".join(names) if isinstance(node, ast.Name) and _is_setting(".".join(names[:-1])) else None
+
+
+def _given(call: ast.Call) -> Iterator[str | None]:
+    if isinstance(call.func, ast.Attribute):
+        yield path_of(call.func.value)
+    yield from (path_of(argument) for argument in call.args)
+
+
+def _bound_elsewhere(lift: Lift) -> set[str]:
+    return {node.id for node in _stores_elsewhere(lift)}
+
+
+def _stores_elsewhere(lift: Lift) -> Iterator[ast.Name]:
+    """Where the scope binds or deletes names outside of the slice."""
+    inside = {id(node) for statement in lift.lifted for node in walk(statement)}
+    names = (node for node in nodes_of_scope_body(lift.site.scope) if isinstance(node, ast.Name))
+    yield from (node for node in names if not isinstance(node.ctx, ast.Load) and id(node) not in inside)
+
+
+def _uses(name: str, node: ast.AST, tests: tuple[ast.expr, ...]) -> Iterator[_Use]:
+    """The uses of a name in a statement."""
+    if isinstance(node, ast.If):
+        yield from _uses(name, node.test, tests)
+        for inner in (*node.body, *node.orelse):
+            yield from _uses(name, inner, (*tests, node.test))
+    elif isinstance(node, ast.With) and not any(name in names_bound(item) for item in node.items):
+        for part in (*(item.context_expr for item in node.items), *node.body):
+            yield from _uses(name, part, tests)
+    elif isinstance(node, (*_SIMPLE, ast.expr)):
+        binds, reads = name in names_bound(node), name in names_read(node)
+        hidden = (inner for inner in walk(node) if isinstance(inner, _MAYBE))
+        is_plain = not any(name in names_bound(one) | names_read(one) for one in hidden)
+        if binds or reads:
+            yield _Use((node.lineno, node.col_offset), tests, binds, reads, is_plain)
+    else:
+        found = (one for one in walk(node) if isinstance(one, ast.Name) and one.id == name)
+        for one in found:
+            is_read = isinstance(one.ctx, ast.Load)
+            yield _Use((one.lineno, one.col_offset), tests, not is_read, is_read, False)

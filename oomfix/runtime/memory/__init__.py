@@ -1,0 +1,1 @@
+"""Memory of the card: errors, readings, the allocator and its cache."""

@@ -1,0 +1,1 @@
+"""Training in several processes: replicas, shards, and what is exchanged between them."""

@@ -1,0 +1,1 @@
+"""Optimizer steps: loss scales, clipping, and what counts as an optimizer."""

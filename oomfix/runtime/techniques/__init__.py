@@ -1,0 +1,1 @@
+"""Memory techniques, each usable alone."""

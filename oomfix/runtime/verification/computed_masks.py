@@ -1,0 +1,100 @@
+"""Masks that a forward computes by comparing: hard samples, confident predictions, tokens that are no padding.
+
+A loss may be a mean over what such a mask leaves. As long as it leaves as much of each sample, which it does of the
+triplets of an untrained network, that looks like a mean over samples. So a check runs once more with a gap in the masks
+of its first row, as it does for masks among the arguments (`rows.gaps_for_masks`). A mask that leaves nothing of any
+row hides what becomes of the rows that it leaves elsewhere, a figure of a log for example; it leaves some of the first
+row when the check runs once more.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oomfix.runtime import compat, simulation
+from oomfix.runtime.batches.sample_dims import Dim, as_it_was, by_row
+
+
+@dataclass(frozen=True)
+class MaskOfRows:
+    """What one comparison gave.
+
+    Attributes:
+        per_row: entries for each sample.
+        alike: it leaves something of each sample, and of all as much.
+        empty: it leaves nothing.
+    """
+
+    per_row: int
+    alike: bool
+    empty: bool
+
+
+class ComputedMasks:
+    """The masks of one run, in the order in which they are computed.
+
+    Attributes:
+        seen: one entry for each comparison; None where it gave no mask with entries for each sample.
+
+    Args:
+        rows: samples in the run.
+        gaps: numbers of the comparisons whose masks get a gap in the first row, or where they are empty, its opposite.
+        steps_first: samples stand behind time steps.
+    """
+
+    def __init__(self, rows: int, gaps: Collection[int], steps_first: bool = False) -> None:
+        self.seen: list[MaskOfRows | None] = []
+        self._rows = rows
+        self._gaps = gaps
+        self._steps_first = steps_first
+
+    def computed(self, mask: Any) -> Any:
+        """Note what a comparison gave; returns it, or a copy with a gap: half of what it leaves of the first row.
+
+        Where that is nothing, half of the first row is left.
+        """
+        self.seen.append(None)
+        found = self._of_rows(mask)
+        if found is None:
+            return mask
+        (in_rows, dim), entries = found, found[0].reshape(self._rows, -1)
+        counts = entries.sum(1)
+        alike = bool((counts[0] > 0) & (counts == counts[0]).all())
+        self.seen[-1] = MaskOfRows(entries.shape[1], alike, empty=not bool(counts.any()))
+        if len(self.seen) - 1 not in self._gaps:
+            return mask
+        with_gap = entries.clone()
+        leaves = bool(counts[0])
+        places = (entries[0] == leaves).nonzero().view(-1)
+        with_gap[0, places[: max(len(places) // 2, 1)]] = not leaves
+        return as_it_was(with_gap.view(in_rows.shape), dim).view(mask.shape)
+
+    def _of_rows(self, mask: object) -> tuple[torch.Tensor, Dim] | None:
+        if simulation.assumption is not None or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            return None
+        if mask.layout != torch.strided or mask.is_nested or compat.beneath_transforms(mask) is None:
+            return None
+        return by_row(mask, self._rows, self._steps_first)
+
+
+def alike(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> frozenset[int]:
+    """The comparisons that gave a mask of samples in both runs, in the first one that leaves as much of each."""
+    return frozenset(n for n, mask in _of_both(whole, part) if mask.alike)
+
+
+def empty(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> frozenset[int]:
+    """The comparisons that gave a mask of samples in both runs, in the first one that leaves nothing."""
+    return frozenset(n for n, mask in _of_both(whole, part) if mask.empty)
+
+
+def _of_both(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> Iterator[tuple[int, MaskOfRows]]:
+    """The masks of a run on all rows that a run on a part of them computes too.
+
+    None where the runs made other numbers of comparisons: in a loop over samples each is by itself.
+    """
+    if len(whole) == len(part):
+        for number, (mask, other) in enumerate(zip(whole, part, strict=True)):
+            if mask is not None and other is not None and mask.per_row == other.per_row:
+                yield number, mask

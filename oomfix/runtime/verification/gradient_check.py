@@ -1,0 +1,138 @@
+"""The gradients of a few rows are compared with those of two parts: they show factors of a loss that have none."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from oomfix.runtime.batches import outputs, rule_choice
+from oomfix.runtime.batches.outputs import Zero
+from oomfix.runtime.batches.rows import Gaps, has_single_row
+from oomfix.runtime.state.gradients import has_hook, next_node, reach
+from oomfix.runtime.state.referenced import leaves_in
+from oomfix.runtime.state.running_statistics import changes_its_code
+from oomfix.runtime.verification.border import leaves_in_checked
+from oomfix.runtime.verification.evidence import Evidence, Runs
+from oomfix.runtime.verification.few_rows import FewRows
+from oomfix.runtime.verification.judging import DEPEND, NO_NUMBER, OPEN, PLAIN, SEVERAL_DEPEND, units
+from oomfix.runtime.verification.verdict import Verdict
+from oomfix.runtime.verification.ways import Edges, Graphs, edges
+
+GRADIENTS_DEPEND = "samples depend on each other: a few rows give another gradient in two parts"
+_SMALL = 4096  # entries of a parameter whose gradient is compared
+_COMPARED = 24  # parameters whose gradients are compared, spread over the model
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
+
+
+def by_gradients(few: FewRows, how: Runs, count: int, gaps: Gaps = MappingProxyType({})) -> Verdict | None:
+    """The verdict on the gradients of a few small parameters; None where the forward fails."""
+    found, evidence = compared_gradients(few, how, count, gaps)
+    return None if evidence.failure else found
+
+
+def compared_gradients(
+    few: FewRows, how: Runs, count: int, gaps: Gaps = MappingProxyType({}), *, rows: Sequence[int] = ()
+) -> tuple[Verdict, Evidence]:
+    """As `by_gradients`, on `rows` if there are any, and what the verdict was given for; undecided for a failure."""
+    # a checkpoint in the forward runs again in backward, where no targets can be held out
+    how = replace(how, graph=True, holds_out=False)
+    # chosen before the runs, in which each look at a parameter is watched
+    see = partial(_seen, _compared_in(few), next_node())
+    evidence = few.compared(count, how, see, gaps, rows=rows)
+    if evidence.failure:
+        return Verdict(None, undecided=True), evidence
+    single_rows = has_single_row(count) or None
+    graphs = Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts], evidence.truths)
+    found = replace(
+        _judge(evidence),
+        means=evidence.means,
+        calls=evidence.calls,
+        single_rows=single_rows,
+        graphs=None if changes_its_code(few.modules) else graphs,
+    )
+    return found, evidence
+
+
+def _compared_in(few: FewRows) -> list[torch.Tensor]:
+    """The parameters whose gradients are compared: small ones, of no module too, or the smallest.
+
+    What every part is given whole counts: of a noise that the program trains, `noise[: len(x)]` is other rows in parts.
+    """
+    of_modules = [p for module in few.modules for p in module._parameters.values() if p is not None]
+    parameters = [*of_modules, *leaves_in(few.forward, few.batch.uncut()), *leaves_in_checked()]
+    trained: list[torch.Tensor] = [
+        p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel() and not p.is_meta
+    ]
+    trained = [p for p in trained if not has_hook(p)]  # hooks are for gradients of the training
+    if not trained:
+        return []
+    small = [p for p in trained if p.numel() <= _SMALL] or [min(trained, key=torch.numel)]
+    return small[:: -max(1, len(small) // _COMPARED)]
+
+
+def _seen(
+    parameters: list[torch.Tensor], first_node: int, result: Any
+) -> tuple[torch.Tensor | None, list[torch.Tensor], Edges]:
+    """The loss in `result`, its gradients, and what is in its graph."""
+    loss = outputs.loss_in(result)
+    if loss is None or loss.numel() != 1:
+        return loss, [], frozenset()
+    of_graph = edges(loss)
+    return loss, _gradients(loss, parameters, first_node), of_graph
+
+
+def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor], first_node: int) -> list[torch.Tensor]:
+    """Those of `loss`, none where it has a graph from before the node numbered `first_node`."""
+    if not loss.requires_grad or not parameters:
+        return []
+    if reach(loss).began_before(first_node):
+        return []  # a graph that was there before the check is not for it to pass
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+
+
+def _judge(evidence: Evidence) -> Verdict:
+    """The verdict that losses and gradients give; undecided where they cannot be compared."""
+    if evidence.varies:
+        return Verdict(None, SEVERAL_DEPEND)
+    if evidence.miscounted:
+        return Verdict(None, NO_NUMBER, undecided=True)
+    loss, gradients, _ = evidence.whole
+    losses = [part[0] for part in evidence.parts]
+    if any((of_part is None) != (loss is None) for of_part in losses):
+        return Verdict(None, PLAIN, undecided=True)
+    rule = rule_choice.choose(loss, losses, evidence.shares, evidence.terms) if gradients else Zero()
+    if rule is None and all(bool(of_part.isfinite()) for of_part, *_ in evidence.parts):
+        return Verdict(None, DEPEND)
+    if gradients and rule == Zero():
+        return Verdict(None, OPEN if bool(loss.isfinite()) else NO_NUMBER, undecided=True)
+    if rule is None or not gradients:
+        return Verdict(None, undecided=True)  # a deviation is not a number of one row
+    collector, sizes = rule.collector(0), [gradient.numel() for gradient in gradients]
+    # the loss of a part may be a constant, which has none
+    none = [torch.zeros_like(gradient) for gradient in gradients]
+    parts = [_joined(of_part or none) for _, of_part, _ in evidence.parts]
+    for of_part, share in zip(parts, evidence.shares, strict=True):
+        collector.add(of_part, share)
+    errors = _largest(_joined(gradients) - collector.result(), sizes)
+    scales = [max(pair) for pair in zip(*(_largest(of_part, sizes) for of_part in parts), strict=True)]
+    # where the true gradient is 0 (the bias of attention's keys), rounding of the others is all there is
+    largest = max(scales)
+    for gradient, error, scale in zip(gradients, errors, scales, strict=True):
+        tolerance = _TOLERANCE[gradient.dtype]
+        if error > tolerance * max(scale, tolerance * largest):
+            return Verdict(None, GRADIENTS_DEPEND)
+    return Verdict(rule, units=units(rule))
+
+
+def _joined(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradient.reshape(-1).to(gradients[0].device) for gradient in gradients])
+
+
+def _largest(joined: torch.Tensor, sizes: list[int]) -> list[float]:
+    """The largest absolute entry of each of the tensors that were joined; waits for the device once."""
+    largest: list[float] = torch.stack([part.max() for part in torch.split(joined.abs(), sizes)]).tolist()
+    return largest

@@ -1,0 +1,210 @@
+"""What is kept with its graph beyond an iteration: sums, lists, meters, attention maps."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from oomfix.script.analyses.loops import is_over_batches
+from oomfix.script.facts.definitions import Function
+from oomfix.script.facts.trace import Backward, Forward, Guard, Keep, Loop, ModuleAttribute, Trace
+from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.nodes import names_in, walk
+
+_ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
+
+
+def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list[Forward]) -> Iterator[Keep]:
+    """Everything that is kept with its graph beyond an iteration and never backpropagated."""
+    evaluated = {forward.origin for forward in evaluation_forwards}
+    backwards_of: dict[Function | None, list[Backward]] = {}
+    for backward in trace.backwards:
+        backwards_of.setdefault(backward.site.function, []).append(backward)
+    # What is backpropagated on any way is a term of a loss, not a log; what numpy reads requires no gradients, unless
+    # a backward runs on it.
+    seen = {
+        keep.node
+        for number, keep in trace.keeps.items()
+        if number in trace.backpropagated
+        or (number in trace.read_by_numpy and not _is_differentiated(keep, backwards_of.get(keep.site.function, ())))
+    }
+    for keep in trace.keeps.values():
+        if keep.manner == "add" and _goes_in_again(keep, trace):
+            continue
+        if not keep.certain or keep.node in seen or _fills_a_sequence(keep, trace) or _is_given_to_another(keep, trace):
+            continue
+        grows = (
+            _grows_by_iteration(keep, trace, training_runs, evaluated, backwards_of)
+            if keep.crossed
+            else _grows_by_call(keep, backwards_of)
+        )
+        if grows:
+            seen.add(keep.node)
+            yield keep
+
+
+def _is_differentiated(keep: Keep, backwards: Iterable[Backward]) -> bool:
+    """Whether a backward of its function runs on the very name that is kept."""
+    kept = path_of(keep.value)
+    return kept is not None and any(
+        path_of(part) == kept
+        for backward in backwards
+        for part in walk(backward.node)
+        if isinstance(part, ast.Name | ast.Attribute)
+    )
+
+
+def _grows_by_iteration(
+    keep: Keep,
+    trace: Trace,
+    training_runs: set[int],
+    evaluated: set[int],
+    backwards_of: Mapping[Function | None, list[Backward]],
+) -> bool:
+    """Each round of the outermost loop that the target outlives makes a graph of its own.
+
+    What is collected within a training iteration (samples, time steps, scales) goes with the iteration, unless it is
+    that of a test in between. So do the steps in which an evaluation decodes a batch.
+    """
+    crossed = _outlived(keep)
+    outside = len(keep.site.loops) - len(crossed)
+    if outside and is_over_batches(keep.site.loops[outside - 1]) and isinstance(crossed[0], ast.While):
+        return False
+    forwards = list(trace.forwards_of(keep.origins))
+    in_test = keep.site.within_evaluation or (bool(forwards) and all(one.origin in evaluated for one in forwards))
+    if any(run in training_runs for run in keep.site.runs[:outside]) and not in_test:
+        return False
+    if any(_resets(other, keep.target) for other in crossed[0].body if other is not keep.statement):
+        return False
+    if _is_a_step(keep, outside, backwards_of.get(keep.site.function, ())):
+        return False
+    if not forwards:
+        return any(run in training_runs for run in keep.site.runs[outside:])
+    trained = {run for forward in forwards for run in forward.site.runs} | set(keep.site.runs[outside:])
+    if keep.returned and not trained & training_runs:
+        function = keep.site.function
+        evaluating = any(forward.evaluating for forward in forwards)
+        if not evaluating and not (function is not None and function.evaluates):
+            return False
+    return any(crossed[0] in forward.site.loops for forward in forwards)
+
+
+def _outlived(keep: Keep) -> tuple[Loop, ...]:
+    """The loops whose iterations a target outlives; one whose first round starts it anew is the outermost of them.
+
+    `for i, part in enumerate(parts):` with `if i == 0: total = loss`, `else: total += loss` in it.
+    """
+    for guard in keep.site.guards:
+        counter = _compared_with_zero(guard.test) if isinstance(guard.statement, ast.If) else None
+        if counter is not None and any(_resets(other, keep.target) for other in _other_side(guard)):
+            inner = [index for index, loop in enumerate(keep.crossed) if counter in _taken_by(loop)]
+            return keep.crossed[inner[-1] :] if inner else keep.crossed
+    return keep.crossed
+
+
+def _other_side(guard: Guard) -> list[ast.stmt]:
+    assert isinstance(guard.statement, ast.If)
+    return guard.statement.orelse if guard.value else guard.statement.body
+
+
+def _taken_by(loop: Loop) -> set[str]:
+    """The names that a loop binds."""
+    return set() if isinstance(loop, ast.While) else names_in(loop.target)
+
+
+def _compared_with_zero(test: ast.expr) -> str | None:
+    """`i` of `i == 0`, `i != 0` and `i > 0`."""
+    match test:
+        case ast.Compare(ast.Name(name), [ast.Eq() | ast.NotEq() | ast.Gt()], [ast.Constant(0)]):
+            return name
+    return None
+
+
+def _grows_by_call(keep: Keep, backwards_of: Mapping[Function | None, list[Backward]]) -> bool:
+    """Each call of a method that trains leaves a graph on its object, and no call takes it off.
+
+    It is called for every batch: a backward runs in it, outside of loops, or it is called again and again in sight.
+    """
+    function = keep.site.function
+    if function is None or any(_empties(part, keep.target) for part in _run_by(function)):
+        return False
+    backwards = [backward for backward in backwards_of.get(function, ()) if backward.site.way == keep.site.way]
+    return any(not backward.site.loops for backward in backwards) or (bool(backwards) and function.calls > 1)
+
+
+def _run_by(function: Function) -> Iterator[ast.AST]:
+    """The statements that each call of a method comes to, and all of the methods of its object that it calls."""
+    if not isinstance(function.node, ast.Lambda):
+        yield from function.node.body
+    for node in function.nodes:
+        path = path_of(node.func) if isinstance(node, ast.Call) else None
+        if path is not None and path.startswith("self.") and function.owner is not None:
+            own = function.owner.find(path.removeprefix("self."))
+            yield from own.nodes if own is not None and own is not function else ()
+
+
+def _empties(statement: ast.AST, path: str) -> bool:
+    """`self.losses = []`, `self.losses.clear()`, `del self.losses[:]`."""
+    if isinstance(statement, ast.Assign):
+        return _resets(statement, path)
+    if isinstance(statement, ast.Delete):
+        return any(
+            path_of(target.value if isinstance(target, ast.Subscript) else target) == path
+            for target in statement.targets
+        )
+    return isinstance(statement, ast.Expr) and ast.unparse(statement.value) == f"{path}.clear()"
+
+
+def _goes_in_again(keep: Keep, trace: Trace) -> bool:
+    """`x = x - step * net(x)`: a sample in the making and no total; what to mend is the forward, or the state."""
+    given = (argument for forward in trace.forwards_of(keep.origins) for argument in forward.given)
+    return any(isinstance(part, ast.expr) and path_of(part) == keep.target for node in given for part in walk(node))
+
+
+def _is_given_to_another(keep: Keep, trace: Trace) -> bool:
+    """`outs = torch.cat((outs, out))` and `attention(outs)` in its function: what is kept is what a network goes on."""
+    return any(
+        path_of(part) == keep.target
+        for forward in trace.forwards.values()
+        if forward.site.function is keep.site.function and forward.origin not in keep.origins
+        for argument in forward.given
+        for part in walk(argument)
+        if isinstance(part, ast.expr)
+    )
+
+
+def _fills_a_sequence(keep: Keep, trace: Trace) -> bool:
+    """`outputs[t] = output`, of a network that is given its own state at every step: one graph reaches through all.
+
+    Or `outputs[:, i] = member(x)` of the members of an ensemble, returned for whoever asks.
+    """
+    if not isinstance(keep.node, ast.Subscript) or len(keep.crossed) != 1:
+        return False
+    if keep.returned and isinstance(keep.node.slice, ast.Tuple) and not is_over_batches(keep.crossed[0]):
+        return True
+    steps = [forward for forward in trace.forwards_of(keep.origins) if keep.crossed[0] in forward.site.loops]
+    return bool(steps) and all(forward.carried for forward in steps)
+
+
+def _is_a_step(keep: Keep, outside: int, backwards: Iterable[Backward]) -> bool:
+    """Its function goes backwards once, later and where the target was made: its loops are the steps of one sample."""
+    site = keep.site
+    return site.function is not None and any(
+        backward.site.way == site.way
+        and backward.site.loops == site.loops[:outside]
+        and backward.node.lineno > keep.node.lineno
+        for backward in backwards
+    )
+
+
+def attention_maps(trace: Trace) -> list[ModuleAttribute]:
+    """Attention maps that a module's forward leaves on the module with their graph."""
+    return [kept for kept in trace.module_attributes.values() if _ATTENTION_NAME.search(kept.name)]
+
+
+def _resets(statement: ast.stmt, path: str) -> bool:
+    """Whether a statement sets a path anew, and not from what it held."""
+    if not isinstance(statement, ast.Assign) or path not in map(path_of, statement.targets):
+        return False
+    return all(path_of(node) != path for node in walk(statement.value) if isinstance(node, ast.expr))

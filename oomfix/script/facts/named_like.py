@@ -1,0 +1,286 @@
+"""What a name says by itself, where nothing in sight says what it is bound to.
+
+The last thing that is asked: what a name is bound to, and how it is used (`hints`), come first.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from oomfix.script.syntax.names import MANY_NAMES, last_of
+
+_MODULE_NAME = re.compile(
+    r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
+    r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
+    r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip|vgg|inception|(?<=_)head)\d*(_?[a-z0-9]{1,3})?$"
+    r"|^net(?-i:[A-Z])\w*$|\w(Net|Model|(?<!Data)Module)$|(^|_)(enc|dec)(_?\d+)?$|(^|_)module_[a-z0-9]$"
+    r"|(?-i:[a-z](Network|Critic|Actor|Encoder|Decoder|Discriminator|Policy|Classifier|Backbone))$"
+    r"|^(gen|disc?)_(?-i:[a-z]|[A-Z]{1,2}(2[A-Z])?)$",
+    re.IGNORECASE,
+)
+_PART_NAME = re.compile(
+    r"^(pi|mu|phi|psi|logvar|logsigma|[fgqv]|fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|"
+    r"neck|embedding|attention|attn|bottleneck|features|(fc|conv|linear|proj)_(out|in|mu|mean|(log)?_?(var|sigma|std))|"
+    r"\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding|attention|attn))_?\d*$"
+)
+_LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
+_FORWARD_METHOD = re.compile(
+    r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|pred_|segment(ation)?$|infer|elbo|llm|"
+    r"head|backbone)|"
+    r"(features?|logits?|loss|^p_losses|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|^get_(action_and_)?values?)$",
+    re.IGNORECASE,
+)
+_LIKELIHOOD = re.compile(r"(loss|likelihood|(^|_)nll|log_?prob)$", re.IGNORECASE)
+_GIVES_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
+_GIVES_INTEGERS = re.compile(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
+_RUNNING_METHOD = re.compile(
+    r"^(encode|decode|embed|encode_image|encode_text|evaluate_actions|extract_features?|forward_features|logits?|"
+    r"mapping|synthesis|"
+    r"(?!pre_|post_)\w+_forward)$"
+)
+"""Of the networks of public training code, one in thirty turns gradients off in a method of one of these names."""
+_TRAINING_VERB = re.compile(
+    r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
+)
+_DIFFERENTIATING = re.compile(
+    r"attack|perturb|adversar|deepfool|saliency|grad_?cam|(^|[._])(atk|pgd|fgsm|bim|cw)(_|$)|\.(attribute|explain)$",
+    re.IGNORECASE,
+)
+_DETACHING = re.compile(
+    r"detach|repackage|stop_?grad|truncate_?graph|(to|2|as)_?(np|numpy|ndarray)(_|$)", re.IGNORECASE
+)
+_LOGGING = re.compile(
+    r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
+    re.IGNORECASE,
+)
+_SAVING = re.compile(r"early_?stop|(^|_)save_\w*(model|net|state|weights|best)|check_?point(er|ing)?$", re.IGNORECASE)
+_METRIC = re.compile(
+    r"metric|meter|evaluator|logger|accuracy|confusion|perplexity|(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
+    re.IGNORECASE,
+)
+_RECORD = re.compile(
+    r"(^|_)(dict|logs?|stats?|info|details|corrects?|counts?|hits)$|^(num|count|correct)_|_(tokens|words|lengths)$|"
+    r"^n_(correct|right|valid|hits|samples)$",
+    re.IGNORECASE,
+)
+_LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
+"""`D`, `G_A`, `netD`: the letters of adversarial training."""
+_DISCRIMINATOR = re.compile(r"(^|_)(?i:discr?|discriminator)(_?[A-Za-z0-9]{1,3})?$|^(dis_|netD|D)_{0,2}[A-Z0-9]{0,3}$")
+_AUTOENCODER = re.compile(r"(^|_)(auto_?encoder|(vq_?)?vae|vqgan)\d*$", re.IGNORECASE)
+_PENALTY = re.compile(r"sparsity|orthogonal|regulari[sz]|weight_?decay|(^|_)(reg|l[12]|penalty)(_|$)", re.IGNORECASE)
+_ADAPTING = re.compile(r"(^|_)(maml|anil|reptile|meta_?(learner|sgd))", re.IGNORECASE)
+_AVERAGE_NAME = re.compile(r"^[GgDd]_?(ema|EMA|avg)$")
+_VERB = re.compile(
+    r"^(\w+_(?=(build|create|load|save|make|reset)_))?"
+    r"(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
+    r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
+    r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|"
+    r"wrap|unwrap|configure|validation|training|on|clone|move|merge|fuse|prune|quantize|shard|consolidate|push|upload|"
+    r"download|fetch|import|find|remove|delete|replace|patch|check|is|has|describe|adapt|construct|compare|inspect|"
+    r"sample|generate|exec|pretrain|fine_?tune|append|insert|pop)"
+    r"(_|$|(?-i:[A-Z]))",
+    re.IGNORECASE,
+)
+_NO_NETWORK_NAME = re.compile(
+    r"early_?stop|tokeni[sz]er|spacy|(one_?hot|label|ordinal)_?encoder$|(batch|data|label|target)_?extractor$|"
+    r"(\w+_)?(batch|data|task|episode|train|test|valid|val)_?(generator|gen)$|"
+    r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu)$",
+    re.IGNORECASE,
+)
+_CONVERTER = re.compile(r"(^|_)(convert(er)?|codec|tokeni[sz]er|vocab|alphabet)$", re.IGNORECASE)
+_LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
+_NETWORK_WITH_LOSS = re.compile(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
+_LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc|(ms_?)?ssim)$", re.IGNORECASE)
+_WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
+_OPTIMIZER_NAME = re.compile(
+    r"(^|_)(opt[a-z]?|optim\w*|opt_\w+)\d*$|_opt$|\w[Oo]ptimi[sz]er$",
+    re.IGNORECASE,
+)
+_STATE_NAME = re.compile(
+    r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory|mems?|past\w*|cache)(_|\d|$)",
+    re.IGNORECASE,
+)
+_ENCODING_NAME = re.compile(r"pos(ition(al)?)?_?enc|(fourier|freq(uency)?|sinus\w*)_?(enc|feat)", re.IGNORECASE)
+_SAMPLING = re.compile(r"(^|_)sampl(e|er|ing)(_|$)", re.IGNORECASE)
+_NOISING = re.compile(r"(^|_)\w*(diffuser|diffusion|noiser|noise_?(scheduler|process))$", re.IGNORECASE)
+_SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
+
+
+def _last(path: str) -> str:
+    """`heads` of `self.heads[0]`."""
+    return last_of(path).split("[", 1)[0]
+
+
+@lru_cache(MANY_NAMES)
+def looks_like_module(name: str) -> bool:
+    """Whether a called name is usually a network, by its last component."""
+    last = _last(name)
+    if name.endswith("']") and _is_entry_of_network(name):
+        return True
+    if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _NO_NETWORK_NAME.match(last.lstrip("_")):
+        return False
+    holder = _last(name.rpartition(".")[0])
+    if looks_like_loss(holder) or _CONVERTER.search(holder):
+        return False  # `loss.generator(validity)` and `converter.encoder(text)` are named after what they are for
+    if _LETTER_MODULE_NAME.match(last) or is_average_of_network(last):
+        return True
+    return len(last) > 2 and bool(_MODULE_NAME.search(last))
+
+
+def is_average_of_network(name: str) -> bool:
+    """`G_ema`, `g_ema`: the running average of a network that is named by a letter."""
+    return bool(_AVERAGE_NAME.match(name))
+
+
+def _is_entry_of_network(path: str) -> bool:
+    """`parts["model"]`: what a dict that is not one of losses or optimizers holds under the name of a network."""
+    holder, _, key = path[:-2].rpartition("['")
+    return not looks_like_loss(holder) and not looks_like_optimizer(holder) and looks_like_module(key)
+
+
+def looks_like_discriminator(path: str) -> bool:
+    """Whether a network is named like one that tells samples apart: `self.disc_A`, `netD`."""
+    return bool(_DISCRIMINATOR.search(_last(path)))
+
+
+def looks_like_autoencoder(path: str) -> bool:
+    """Whether a name says of a network that it encodes and decodes."""
+    return bool(_AUTOENCODER.search(_last(path)))
+
+
+def adapts_as_it_runs(path: str) -> bool:
+    """Whether a network is named after a way of learning to learn: it trains a copy of itself wherever it runs."""
+    return bool(_ADAPTING.search(_last(path)))
+
+
+def looks_like_penalty(method: str) -> bool:
+    """Whether a loss that a network is asked for is one of its weights, whatever it is given: `net.l2_loss(k)`."""
+    return looks_like_loss(method) and bool(_PENALTY.search(method))
+
+
+def looks_like_forward(method: str) -> bool:
+    """Whether a method of a network is usually a part of its forward."""
+    return bool(_FORWARD_METHOD.search(method)) and not _GIVES_INTEGERS.search(method)
+
+
+def is_likelihood(method: str) -> bool:
+    """Whether a method of a network is named like a loss or a likelihood, which is there to be differentiated."""
+    return bool(_LIKELIHOOD.search(method))
+
+
+def runs_network(method: str) -> bool:
+    """Whether a method of a network runs it on what it is given, and leaves gradients as they are."""
+    return bool(_RUNNING_METHOD.match(method))
+
+
+def looks_like_sampling(path: str) -> bool:
+    """Whether a called name draws samples step by step: `diffusion.p_sample_loop`, `sample_fn`."""
+    return bool(_SAMPLING.search(last_of(path)))
+
+
+def looks_like_noising(path: str) -> bool:
+    """Whether a name may be the process that adds noise to samples, which has no weights: `self.diffuser`."""
+    return bool(_NOISING.search(last_of(path)))
+
+
+def goes_backwards(method: str) -> bool:
+    """Whether a method of a network is usually the way back through it, written by hand: `attention_backward`."""
+    return "backward" in method.lower()
+
+
+def gives_gradients(method: str) -> bool:
+    """Whether a method that is given nothing usually hands out the gradients that a backward has left."""
+    return bool(_GIVES_GRADIENTS.search(method))
+
+
+def looks_like_part(name: str) -> bool:
+    """Whether what is called of a network is usually a layer or block of it: `net.fc(features)`."""
+    return bool(_PART_NAME.match(name)) and not _VERB.match(name)
+
+
+def is_letter_of_part(name: str) -> bool:
+    """Whether what is called of a network is named by a letter, as the parts are of which its paper speaks: `net.Q(x)`.
+
+    To be asked of a call only: `self.K` may be a number.
+    """
+    return bool(_LETTER_PART_NAME.match(name))
+
+
+def looks_like_detaching(name: str) -> bool:
+    """Whether a function out of sight is named like one that takes the graph off what it is given."""
+    return bool(_DETACHING.search(name))
+
+
+@lru_cache(MANY_NAMES)
+def looks_like_training(name: str) -> bool:
+    """Whether a function out of sight is named like one that backpropagates what it is given."""
+    return bool(_TRAINING_VERB.search(name))
+
+
+def looks_like_differentiating(path: str) -> bool:
+    """Whether a call out of sight is named like one that asks for gradients of inputs: attacks, saliency maps."""
+    return bool(_DIFFERENTIATING.search(path))
+
+
+def looks_like_logging(path: str) -> bool:
+    """Whether a call is usually made to show or count something."""
+    return bool(_LOGGING.search(path))
+
+
+def looks_like_saving(path: str) -> bool:
+    """Whether a call is usually made to write a network down, or to compare its loss with the best one so far."""
+    return bool(_SAVING.search(last_of(path)))
+
+
+def looks_like_metric(path: str) -> bool:
+    """Whether an object is usually one that counts or compares what it is given: `confusion`, `coco_evaluator`."""
+    return bool(_METRIC.search(last_of(path)))
+
+
+def looks_like_record(path: str) -> bool:
+    """Whether what comes beside a loss is usually for a log: `loss_dict`, `num_right`, `accuracy`."""
+    return bool(_RECORD.search(last_of(path))) or looks_like_metric(path)
+
+
+def looks_like_encoding(name: str) -> bool:
+    """Whether a class is usually a fixed function of positions, sines and cosines, and no network."""
+    return bool(_ENCODING_NAME.search(name))
+
+
+@lru_cache(MANY_NAMES)
+def looks_like_loss(name: str) -> bool:
+    """Whether a called name is usually a criterion."""
+    last = _last(name)
+    return bool(_LOSS_NAME.search(last) or _LOSS_ABBREVIATION.match(last))
+
+
+def looks_like_network_with_loss(name: str) -> bool:
+    """Whether a name speaks of a network and its loss in one: `loss_model`, where uses say that it is trained."""
+    return bool(_NETWORK_WITH_LOSS.search(name))
+
+
+def looks_like_optimizer(name: str) -> bool:
+    """Whether a name is usually an optimizer, as `optimizer_scheduler` is not."""
+    last = _last(name)
+    return bool(_OPTIMIZER_NAME.search(last)) and "sched" not in last.lower()
+
+
+def looks_like_state(path: str) -> bool:
+    """Whether a name is one that recurrent and memory states have."""
+    return bool(_STATE_NAME.search(last_of(path)))
+
+
+def looks_like_scaler(name: str) -> bool:
+    """Whether a name is usually a gradient scaler."""
+    return bool(_SCALER_NAME.search(last_of(name)))
+
+
+def abbreviates_loss(name: str) -> bool:
+    """Whether a name is a mere abbreviation of a loss, such as `ctc`, which a network may have as well."""
+    return bool(_LOSS_ABBREVIATION.match(name)) or name == "crit"
+
+
+def is_loss_not_weight(path: str) -> bool:
+    """Whether a path is named like a loss, and not like what one is multiplied by."""
+    return looks_like_loss(path) and not _WEIGHT_NAME.search(path)
