@@ -51,6 +51,25 @@ def test_no_file_imports_what_imports_it():
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
+def folder_of(module: str) -> str:
+    """The folder inside of a part that a module is in; the module itself where it is in none."""
+    return ".".join(module.split(".")[:3])
+
+
+@pytest.mark.parametrize("part", ["oomfix.script", "oomfix.rewrite", "oomfix.runtime"])
+def test_the_folders_of_a_part_import_each_other_one_way_only(part):
+    arrows: dict[str, set[str]] = {}
+    for module, names in IMPORTS.items():
+        if module.startswith(part):
+            folder = folder_of(module)
+            inside = {folder_of(name) for name in names if name in FILES and name.startswith(part)}
+            arrows.setdefault(folder, set()).update(inside - {folder})
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
 @pytest.mark.parametrize(
     ("part", "below"),
     [

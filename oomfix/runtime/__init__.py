@@ -34,7 +34,7 @@ micro_batches=4)`. The fields are those of `oomfix.presets.Preset`. OOMFIX_PRESE
 another preset without touching the script; OOMFIX_PRESET=off runs it as it was: own precision, whole batches.
 
 Under torchrun the loop stays the same, with DistributedDataParallel or FSDP2 (`fully_shard`): see
-`oomfix.runtime.calls.distributed` for what processes do together.
+`calls/distributed.py` for what processes do together.
 
 Also there: `memory.backward(loss)` for loops that cannot be split, `memory.evaluate(forward, *batch)`,
 `memory.accumulate(loader, k)` with `memory.window_closed`, `memory.autocast()`, `memory.unscale_(optimizer)`,

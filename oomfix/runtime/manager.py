@@ -88,8 +88,8 @@ class MemoryManager:
         """Put activation checkpointing on `model` where the preset asks for it from the start.
 
         Where the preset has it "if-needed", `forward_backward` puts it on when a call does not fit and may not be split
-        any finer, after chunked losses and before offloading (`oomfix.runtime.recovery.ladder`), and `memory.forward` when a
-        call of a model does not fit. `memory.backward` cannot: by then the graph exists.
+        any finer, after chunked losses and before offloading (`recovery/ladder.py`), and `memory.forward` when a call
+        of a model does not fit. `memory.backward` cannot: by then the graph exists.
 
         Returns:
             The same object. Its type, state_dict keys, pickles and deep copies stay as they are.
@@ -130,8 +130,8 @@ class MemoryManager:
         Gradients are those of the whole batch, added to what `.grad` holds. After an out-of-memory error the
         call starts again in smaller pieces, as if it had never begun. Pieces draw the random numbers of the whole
         batch, but for masks of dropout and what `multinomial` and `bernoulli` draw by the values of a tensor
-        (`oomfix.runtime.state.whole_draws`). Under DistributedDataParallel gradients are averaged over the processes when
-        the call, or its accumulation window, is over; all processes make the same calls.
+        (`state/whole_draws.py`). Under DistributedDataParallel gradients are averaged over the processes when the call,
+        or its accumulation window, is over; all processes make the same calls.
 
         Args:
             forward: returns the loss (one number, a mean or a sum over samples), or a tuple or mapping with the

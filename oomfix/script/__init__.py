@@ -5,14 +5,13 @@ calls with the arguments it calls them with, and then into every function of whi
 met on the way (a forward with gradients off, a loss that is kept) is written down as events; rules are questions about
 them.
 
-One class follows, built in layers that each know one thing more; a file stands for each: `core` (names, and where an
-event happens), `functions` (calls into the file; `weights` says which run a network), `networks` (modes and freezing),
-`forwards`, `training` (backwards, steps), `contexts_by_hand`, `containers` (what is kept), `unseen` (calls out of
-sight), `methods` (of networks), `externals` (what is imported), `calls` (what is called), `expressions`, `statements`,
-`entering` (contexts), `flow` (branches and loops) and `follow` (the whole file). `values` and `state` are what they
-pass on, `trace` is what comes out. What rules ask of it has a file each: `loops`, `windows`, `every_iteration`,
-`evaluation`, `trained_methods`, `no_grad`, `retention`, `recurrent_states`, `graph_reuse`, `precision`, `switches`,
-`devices`, `handed_over`, `gradients`, `removal`, `unit_tests`.
+One class follows, in `interpreter/`, built in layers that each know one thing more; a file stands for each: `core`
+(names, and where an event happens), `functions` (calls into the file), `networks` (modes and freezing), `forwards`,
+`training` (backwards, steps), `contexts_by_hand`, `containers` (what is kept), `unseen` (calls out of sight), `methods`
+(of networks), `externals` (what is imported), `calls` (what is called), `expressions`, `statements`, `entering`
+(contexts), `flow` (branches and loops) and `follow` (the whole file). `facts/values` and `interpreter/state` are what
+they pass on, `facts/trace` is what comes out. What rules ask of a trace is in `analyses/`, a file for each question;
+`fixes/` has the edits that rules offer.
 """
 
 from __future__ import annotations

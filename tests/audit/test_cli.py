@@ -264,7 +264,7 @@ def test_an_audit_of_a_file_without_a_loop_imports_no_rewriter(oomfix, form):
         "oomfix.rewrite.text",
         "oomfix.rewrite.text.edits",
     }
-    assert len(own) <= 100
+    assert len(own) <= 106  # 100 files in 6 folders of script and rewrite
 
 
 def test_what_apply_would_do_is_said_without_its_libraries(oomfix):

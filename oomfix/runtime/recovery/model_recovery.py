@@ -2,7 +2,7 @@
 
 Where an iteration is no function of its batch (two networks against each other, closures), it cannot start again as a
 whole, and once its backward has failed the graph is gone. What can be tried again is the call of a model: its random
-numbers, buffers and attributes are put back, and the call takes the next rung of the ladder (`oomfix.runtime.recovery.ladder`),
+numbers, buffers and attributes are put back, and the call takes the next rung of the ladder (`ladder.py`),
 checkpointing and then offloading. A backward that ran out of memory lets the next call of each model take a rung.
 
 Not where several processes train: the others exchange buffers or parameters in each call of a model.
