@@ -163,13 +163,13 @@ def check_codes(given: Sequence[str], codes: Sequence[str]) -> tuple[str, ...]:
 
 def _texts(value: object) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"got {value!r}, expected a list of texts")
+        raise ValueError(f"got {value!r}, expected a list of strings")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"got {value!r}, expected a text")
+        raise ValueError(f"got {value!r}, expected a string")
     return value
 
 

@@ -65,7 +65,9 @@ def markdown(page: Page) -> str:
     parts = [f"# {page.code} {page.name} ({page.severity})", page.text]
     for example in page.invalid:
         parts += ["Reported:", _code(_marked(example))]
-        if example.fixed is not None:
+        if example.fixed == example.code:
+            parts.append("There is no automatic fix here.")
+        elif example.fixed is not None:
             parts += ["After the fix:", _code(example.fixed)]
     for code in page.valid:
         parts += ["Not reported:", _code(code)]

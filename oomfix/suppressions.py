@@ -24,9 +24,10 @@ class UnusedSuppression:
 
     Quiet when: the rule it names was not run (`--select`, `--ignore`).
 
-    Fix: remove the comment. `# oomfix: ignore[OOM101]`, or `# oomfix: ignore` for every rule, belongs at the
-    end of any line of the statement; `# oomfix: ignore-file` and `# oomfix: ignore-file[OOM101]` stand
-    anywhere in the file.
+    Fix: remove the comment. Where comments belong:
+
+    - `# oomfix: ignore[OOM101]`, or `# oomfix: ignore` for every rule, at the end of any line of the statement;
+    - `# oomfix: ignore-file` or `# oomfix: ignore-file[OOM101]` anywhere in the file.
     """
 
     code: ClassVar[str] = "OOM001"

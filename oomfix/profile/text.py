@@ -63,7 +63,7 @@ def batch_size_lines(found: dict[str, Any]) -> list[str]:
         return [f"  not even a batch size of {trials[0]['batch_size']} fits {size(trials[0]['has_bytes'])}"]
     too_large = [trial["batch_size"] for trial in trials if trial["batch_size"] > largest]
     more = f"{min(too_large)} does not" if too_large else "larger ones were not tried"
-    more = "all samples of a pass" if largest == found["samples"] else more
+    more = "the whole data set in one batch" if largest == found["samples"] else more
     said = [f"  largest batch size that fits {size(trials[0]['has_bytes'])}: {largest}; {more}"]
     if any(assumption.startswith(COUPLED) for assumption in found["assumptions"]):
         said.append("  in one piece, that is: oomfix.runtime splits larger ones")

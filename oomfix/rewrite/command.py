@@ -190,8 +190,7 @@ def _refuse_other_runs(paths: Sequence[str], prove: bool, command: str | None, o
 
 def _refuse_what_is_no_script(paths: Sequence[str], command: str | None) -> None:
     for path in filter(_STANDARD_INPUT.match, paths):
-        expected = "expected a file or folder, no standard input"
-        raise click.UsageError(f"{path}: scripts are changed where they stand, {expected}")
+        raise click.UsageError(f"{path}: expected a file or folder; scripts are rewritten in place, not from a stream")
     if command is not None and not command.strip():
         expected = "expected a command that trains, such as 'python train.py'"
         raise click.UsageError(f"--check-equivalence: got {command!r}, {expected}")

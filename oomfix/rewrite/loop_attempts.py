@@ -132,7 +132,7 @@ def _rewritten(reading: Reading, options: Options) -> Rewritten:
     if current is not reading.source:
         reading = Reading(Script.read(current, options.target_torch))
     found = _with_resets_apart(reading, options)
-    ended = tuple(Fixed("OOM305", line, "backward inside of autocast") for line in edits)
+    ended = tuple(Fixed("OOM305", line, "backward runs inside autocast") for line in edits)
     return found._replace(fixed=ended + found.fixed)
 
 

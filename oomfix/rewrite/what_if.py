@@ -51,7 +51,7 @@ class WhatIf(NamedTuple):
         """
         if self.preset.budget_gib is None:
             return []
-        verb = "runs out of" if found["out_of_memory"] else "gets by with"
+        verb = "runs out of" if found["out_of_memory"] else "fits"
         return [f"  {verb} the {self.preset.budget_gib:.1f} GiB of {self.name}"]
 
     def as_json(self) -> dict[str, Any]:

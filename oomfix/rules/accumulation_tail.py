@@ -9,16 +9,19 @@ from oomfix.script import Script
 
 
 class AccumulationTail(Rule):
-    """The last incomplete accumulation window of an epoch is never stepped.
+    """The optimizer never steps on the last, incomplete accumulation window of an epoch.
 
     Why: with 103 batches and a step every 4, the gradients of the last 3 (2.9% of the epoch, bench/results/rules.md)
-    are either thrown away by the next `zero_grad`, so that these samples never train the model, or leak into the first
+    either are thrown away by the next `zero_grad`, so that these samples never train the model, or leak into the first
     step of the next epoch.
 
-    Quiet when: the condition also fires on the last batch, a step follows the loop, or the window is counted across
-    epochs by a counter that is not reset.
+    Quiet when:
 
-    Fix: `oomfix.runtime` steps the tail with the right weight; by hand, `or (i + 1) == len(loader)`.
+    - the condition also fires on the last batch, or a step follows the loop;
+    - the window is counted across epochs, by a counter that is not reset.
+
+    Fix: `oomfix.runtime` steps on the tail with the right weight. By hand, add `or (i + 1) == len(loader)` to the
+    condition.
     """
 
     code = "OOM302"
@@ -34,7 +37,7 @@ class AccumulationTail(Rule):
             for decision in script.lost_tails(loop):
                 yield self.finding(
                     script.header(decision),
-                    f"the last window of fewer than `{loop.window.size}` batches is never stepped",
+                    f"the optimizer never steps on a last window of fewer than `{loop.window.size}` batches",
                 )
 
     INVALID = [

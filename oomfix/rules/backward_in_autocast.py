@@ -11,12 +11,12 @@ from oomfix.script import Script
 class BackwardInAutocast(Rule):
     """`.backward()` runs inside an autocast block.
 
-    Why: backward operations already run in the dtype that autocast chose for their forward. Under autocast, casts are
-    made and cached a second time, and the cache of cast weights lives until the block ends, beside the gradients:
+    Why: each backward operation already runs in the dtype that autocast chose for its forward. Under autocast, casts
+    are made and cached a second time, and the cache of cast weights lives until the block ends, beside the gradients:
     24.1 MiB instead of 16.1 MiB when the backward has ended (bench/results/rules.md). The documentation of autocast
     advises against it.
 
-    Quiet when: autocast is off on this way, or a framework does the backward.
+    Quiet when: autocast is disabled on this path, or a framework runs the backward.
 
     Fix: end the block after the loss.
     """
@@ -36,7 +36,7 @@ class BackwardInAutocast(Rule):
         for backward in script.distinct(inside):
             yield self.finding(
                 script.place(backward.node),
-                "backward inside of autocast: end the block after the loss",
+                "backward runs inside autocast: end the block after the loss",
             )
 
     INVALID = [

@@ -39,8 +39,8 @@ EVALUATES: tuple[Need, ...] = (b".eval(", *((b"torch", word) for word in _EVALUA
 `def test(` in a file that neither trains nor switches modes is most often a look at the shapes of a network.
 """
 
-NOT_ONE_TENSOR = "not seen to be one tensor"
-SHARED = "its statement gives another name the same value, which may need the graph"
+NOT_ONE_TENSOR = "it may not be a single tensor"
+SHARED = "the statement also binds the value to another name, which may need the graph"
 
 __all__ = [
     "EVALUATES",
@@ -153,7 +153,7 @@ class Rule(ABC):
             code=self.code,
             name=self.name,
             severity=severity or self.severity,
-            message=message if edits or by_hand is None else f"{message} (by hand: {by_hand})",
+            message=message if edits or by_hand is None else f"{message} (no automatic fix: {by_hand})",
             line=place.line,
             column=place.column,
             end_line=place.end_line,

@@ -11,13 +11,13 @@ from oomfix.script import Script
 class ClipBeforeUnscale(Rule):
     """Gradients are clipped while they are still multiplied by the loss scale.
 
-    Why: a GradScaler multiplies the loss by up to 65536 and more, and the gradients with it. Clipping them to a norm
-    of 1.0 then divides nearly every true gradient by the scale: what reaches the optimizer has a norm of 1.5e-05
-    instead of 1.0 (bench/results/rules.md), and changes whenever the scale does.
+    Why: a GradScaler multiplies the loss, and with it the gradients, by 65536 and more. Clipping these to a norm of 1.0
+    divides nearly every true gradient by the scale: what reaches the optimizer has a norm of 1.5e-05 instead of 1.0
+    (bench/results/rules.md), and changes whenever the scale does.
 
-    Quiet when: `scaler.unscale_(optimizer)` ran after the backward, or the loss was not scaled on this way.
+    Quiet when: `scaler.unscale_(optimizer)` ran after the backward, or the loss was not scaled on this path.
 
-    Fix: `scaler.unscale_(optimizer)` on the line before. `memory.step` does it in the right order.
+    Fix: call `scaler.unscale_(optimizer)` on the line before. `memory.step` does it in the right order.
     """
 
     code = "OOM303"
@@ -35,7 +35,7 @@ class ClipBeforeUnscale(Rule):
         for clip in script.distinct(scaled):
             yield self.finding(
                 script.place(clip.node),
-                "clips gradients that are still multiplied by the loss scale: call `scaler.unscale_(optimizer)` before",
+                "clips gradients that are still multiplied by the loss scale: call `scaler.unscale_(optimizer)` first",
             )
 
     INVALID = [

@@ -11,26 +11,33 @@ from oomfix.script.fixes.amp_names import AmpImport, AmpNames, AmpUse, Role, ren
 
 
 class DeprecatedAmp(Rule):
-    """Mixed precision goes through `torch.cuda.amp` or `torch.cpu.amp`, deprecated since torch 2.4.
+    """Mixed precision uses `torch.cuda.amp` or `torch.cpu.amp`, deprecated since torch 2.4.
 
-    What: every call and every decorator use of `autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` of
-    `torch.cuda.amp` and `torch.cpu.amp`, under whatever name the file has for them, and every import statement that
-    brings in one of them, or one of the modules. It is a note where the target torch is below 2.4, which has not
-    deprecated them yet, and on an import that is only a fallback for an older torch.
+    What: every call and every decorator use of `autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` from
+    `torch.cuda.amp` and `torch.cpu.amp`, under whatever name, and every import statement that brings in one of them or
+    one of the modules. It is a note where the target torch is below 2.4, which has not deprecated them yet, and on an
+    import that is only a fallback for an older torch.
 
-    Why: torch warns at each place of use, once in every process, and deprecated names may be dropped by any release.
-    `torch.amp` has the same functions and takes the device as a parameter: a script that names its device in one place
-    trains on another card, or on the CPU, without a change.
+    Why: torch warns at each place of use, once per process, and any release may drop deprecated names. `torch.amp` has
+    the same functions and takes the device as an argument: a script that names its device in one place trains on
+    another card, or on the CPU, without a change.
 
-    Quiet when: the functions come from `torch.amp` or `torch.autocast`, or from apex; a name is bound to those of
-    `torch.amp` first and to the deprecated ones only where an older torch has no others; the class is only named,
-    as in an annotation; or what is imported is not deprecated, such as `torch.cuda.amp.common`.
+    Quiet when:
 
-    Fix: `torch.amp` with the device. Positional arguments of autocast become keywords, since the new order differs. An
-    import and everything that uses it change together, names that `torch.amp` lacks stay where they were, and nothing
-    is rewritten where that could change what it means: a name that is bound twice, handed on as a value or exported, a
-    class derived from `GradScaler`, a file that chooses between versions by itself, a target torch without the new name
-    (`torch.amp.GradScaler` came with 2.3, `custom_fwd` and `custom_bwd` with 2.4).
+    - the functions come from `torch.amp`, `torch.autocast` or apex;
+    - a name is bound to those of `torch.amp` first, and to the deprecated ones only where an older torch has no others;
+    - the class is only named, as in an annotation;
+    - what is imported is not deprecated, such as `torch.cuda.amp.common`.
+
+    Fix: `torch.amp` with the device. Positional arguments of autocast become keywords, since their order differs. An
+    import and everything that uses it change together, and names that `torch.amp` lacks stay where they were. Nothing
+    is rewritten where that could change the meaning:
+
+    - a name that is bound twice, passed on as a value, or exported;
+    - a class derived from `GradScaler`;
+    - a file that chooses between versions by itself;
+    - a target torch without the new name (`torch.amp.GradScaler` came with 2.3, `custom_fwd` and `custom_bwd` with
+      2.4).
     """
 
     code = "OOM401"
@@ -65,21 +72,6 @@ class DeprecatedAmp(Rule):
             )
 
     INVALID = [
-        Invalid(
-            """
-from config import *
-scaler = T.cuda.amp.GradScaler()
-with T.cuda.amp.autocast():
-    loss = model(x)
-""",
-            (3, 4),
-            """
-from config import *
-scaler = T.amp.GradScaler("cuda")
-with T.amp.autocast("cuda"):
-    loss = model(x)
-""",
-        ),
         Invalid(
             """
 import torch
@@ -172,6 +164,21 @@ class Square(torch.autograd.Function):
         ),
         Invalid(
             """
+from config import *
+scaler = T.cuda.amp.GradScaler()
+with T.cuda.amp.autocast():
+    loss = model(x)
+""",
+            (3, 4),
+            """
+from config import *
+scaler = T.amp.GradScaler("cuda")
+with T.amp.autocast("cuda"):
+    loss = model(x)
+""",
+        ),
+        Invalid(
+            """
 try:
     from torch.cuda.amp import autocast
 except ImportError:
@@ -226,7 +233,7 @@ def _is_reported(use: AmpUse) -> bool:
 def _message(item: AmpImport | AmpUse) -> str:
     if isinstance(item, AmpImport):
         old = ", ".join(f"`{path}`" for _, path in item.names)
-        return f"imports {old}, deprecated since torch 2.4: use `torch.amp`, which takes the device"
+        return f"imports {old}, deprecated since torch 2.4: use `torch.amp`, which takes the device as an argument"
     _, device, *_ = item.path.split(".")
     arguments = f'device_type="{device}"' if item.api in ("custom_fwd", "custom_bwd") else f'"{device}"'
     old = f"torch.{device}.amp.{item.api}"

@@ -19,7 +19,7 @@ class EmptyCacheInLoop(Rule):
 
     Quiet when: it runs every N-th iteration, between epochs or stages, or after a caught out-of-memory error.
 
-    Fix: remove it; `oomfix.runtime` empties the cache when fragmentation, not habit, asks for it.
+    Fix: remove it. `oomfix.runtime` empties the cache only where it is fragmented.
     """
 
     code = "OOM501"
@@ -36,7 +36,7 @@ class EmptyCacheInLoop(Rule):
         for call in script.distinct(habitual):
             yield self.finding(
                 script.place(call.node),
-                "empties the CUDA cache on every iteration: slower steps, and no byte less at the peak",
+                "empties the CUDA cache on every iteration: steps are slower, and the peak is no lower",
                 edits=script.removal_of(call.node),
             )
 

@@ -19,24 +19,33 @@ _PREDICTING = (b"def predict(", b"def infer(", b"def inference(", b"def translat
 
 
 class EvalWithGrad(Rule):
-    """A model runs with gradients on where nothing is backpropagated.
+    """A model runs with gradients enabled where nothing is backpropagated.
 
-    What: a forward in a validation, test or inference pass, in a look at the network every few iterations
-    (`if i % 100 == 0:`), after all training (the last loop, or a framework's `trainer.fit(model)`), for an action
-    in an environment (`env.step(action)`), or of which only numbers are left (`criterion(model(x), y).item()`), outside
-    `torch.no_grad()` and `torch.inference_mode()`. Where a method of a network runs it for training as well, the
-    finding is where the evaluation calls that method.
+    What: a forward outside `torch.no_grad()` and `torch.inference_mode()`
+
+    - in a validation, test or inference pass;
+    - in a check of the network every few iterations (`if i % 100 == 0:`);
+    - after all training (the last loop, or a framework's `trainer.fit(model)`);
+    - for an action in an environment (`env.step(action)`);
+    - of which only numbers are used (`criterion(model(x), y).item()`).
+
+    Where a method of a network runs the forward for training as well, the finding is where the evaluation calls that
+    method.
 
     Why: autograd saves the activations of every layer for a backward that never comes. `model.eval()` does not change
-    that. Evaluation then needs as much memory as training, at a moment when the optimizer state is there as well: its
-    peak over the weights was 9.0 times that under `no_grad` for a network of 8 blocks (bench/results/rules.md).
+    that. Evaluation then needs as much memory as training, while the optimizer state is there as well: its peak over
+    the weights was 9.0 times that under `no_grad` for a network of 8 blocks (bench/results/rules.md).
 
-    Quiet when: gradients are off by context, decorator or `set_grad_enabled(False)`, here or in every caller in the
-    file; a backward goes through the forward, or an update reads what it gives; a framework (Lightning, Trainer) or a
-    pipeline (diffusers) runs the pass; the file holds unit tests.
+    Quiet when:
 
-    Fix: `@torch.no_grad()` on the function, or `with torch.no_grad():` around the pass. torch runs an
-    `nn.TransformerEncoder` in `eval()` on a faster path there, whose results differ in the last digits.
+    - gradients are disabled by a context, a decorator or `set_grad_enabled(False)`, here or in every caller in the
+      file;
+    - a backward goes through the forward, or an update reads its result;
+    - a framework (Lightning, Trainer) or a pipeline (diffusers) runs the pass;
+    - the file holds unit tests.
+
+    Fix: `@torch.no_grad()` on the function, or `with torch.no_grad():` around the pass. There, torch runs an
+    `nn.TransformerEncoder` in `eval()` mode on a faster path, whose results differ in the last digits.
     """
 
     code = "OOM201"
@@ -77,7 +86,7 @@ class EvalWithGrad(Rule):
         for forward in script.distinct(script.where_asked_for(recorded)):
             yield self.finding(
                 script.place(forward.node),
-                "evaluation with gradients on: every activation is saved for a backward that never comes",
+                "evaluation with gradients enabled: every activation is saved for a backward that never comes",
                 edits=no_grad_edits(script, forward),
                 by_hand=why_not_edited(script),
             )

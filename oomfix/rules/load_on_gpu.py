@@ -12,17 +12,17 @@ from oomfix.script.syntax.edits import quote_of
 
 
 class LoadOnGpu(Rule):
-    """`torch.load` without `map_location` puts a checkpoint back on the GPU it came from.
+    """`torch.load` without `map_location` loads a checkpoint back onto the GPU it was saved from.
 
     Why: a checkpoint saved from a GPU holds CUDA tensors, and loading it allocates all of them on that GPU, beside the
-    model and the optimizer that are already there: weights, and twice that again for Adam's state, 3.0 times the
-    weights in all (bench/results/rules.md). They stay as long as any name leads to the checkpoint. Under several
-    processes every rank does so on GPU 0.
+    model and the optimizer that are already there: the weights, and twice that again for Adam's state, 3.0 times the
+    weights in all (bench/results/rules.md). They stay as long as any name leads to the checkpoint. With several
+    processes, every rank does so on GPU 0.
 
     Quiet when: `map_location` is given, by name or as the second argument.
 
     Fix: `torch.load(path, map_location="cpu")`; `load_state_dict` copies to wherever the parameters are. A whole model
-    or a tensor loaded this way has to be moved to its device afterwards.
+    or a tensor that is loaded this way has to be moved to its device afterwards.
     """
 
     code = "OOM205"
@@ -49,7 +49,7 @@ class LoadOnGpu(Rule):
                 script.place(call),
                 "`torch.load` without `map_location` loads the checkpoint onto the GPU it was saved from",
                 edits=added_keyword(script.source, call, keyword) if script.only_loads_state(call) else (),
-                by_hand="it is not seen to go into `load_state_dict`",
+                by_hand="what it loads may go elsewhere than into `load_state_dict`",
             )
 
     INVALID = [

@@ -12,19 +12,22 @@ from oomfix.script.syntax.edits import detach
 class LossAccumulation(Rule):
     """A running total keeps the autograd graph of every iteration.
 
-    What: `total += loss`, `total = total + loss`, `log["loss"] += loss` where the added tensor carries a graph and
+    What: `total += loss`, `total = total + loss` or `log["loss"] += loss` where the added tensor carries a graph, and
     the total outlives the iteration and is only logged.
 
     Why: a tensor that requires grad holds the graph it came from, and the sum holds every tensor added to it. Where no
     backward runs through the loss, the graph holds every activation of the iteration: memory grows by a whole forward
-    each time, until the card is full. Where one does, before or after the addition, it frees the activations and only
-    the nodes of the graph stay, in host memory: a slow leak, reported as a warning. A network of 8 blocks keeps 40.0
-    MiB per iteration in the one case, 59 nodes in the other (bench/results/rules.md).
+    each time, until the card is full. Where a backward does run, before or after the addition, it frees the
+    activations. Only the nodes of the graph stay, in host memory: a slow leak, reported as a warning. A network of 8
+    blocks keeps 40.0 MiB per iteration in the first case, 59 nodes in the second (bench/results/rules.md).
 
-    Quiet when: the value is a number (`.item()`, `float(loss)`, `.tolist()`, a helper that returns one) or detached;
-    gradients are off where it was made; the terms are summed into one loss that is backpropagated.
+    Quiet when:
 
-    Fix: `total += loss.detach()`. It keeps the type and does not wait for the GPU, which `.item()` does each
+    - the value is a number (`.item()`, `float(loss)`, `.tolist()`, a helper that returns one) or detached;
+    - gradients are disabled where it is computed;
+    - the terms are summed into one loss that is backpropagated.
+
+    Fix: `total += loss.detach()`. It keeps the type and, unlike `.item()`, does not wait for the GPU on every
     iteration.
     """
 
@@ -40,7 +43,7 @@ class LossAccumulation(Rule):
             value = script.source.segment(keep.value)
             freed = script.trace.frees(keep)
             growth = (
-                "keeps the graph nodes of every iteration (a backward frees the activations)"
+                "keeps the graph nodes of every iteration alive (backward frees the activations)"
                 if freed
                 else "keeps every iteration's graph and activations alive"
             )

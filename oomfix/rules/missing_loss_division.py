@@ -10,23 +10,27 @@ from oomfix.script.analyses.windows import is_divided
 
 
 class MissingLossDivision(Rule):
-    """Gradients are accumulated over k iterations and the loss is not divided by k.
+    """Gradients are accumulated over k iterations, but the loss is not divided by k.
 
-    What: a step every k-th iteration, or a step after an inner loop over k batches, or over k pieces into which a batch
-    was cut (`x.chunk(k)`, `x.split(m)`, `x[i : i + m]`).
+    What: a step on every k-th iteration, or a step after an inner loop over k batches, or over k pieces of one batch
+    (`x.chunk(k)`, `x.split(m)`, `x[i : i + m]`).
 
     Why: k backwards of a mean loss add up to k times the gradient of the mean over all samples: 4.00 times with 4
-    backwards per step (bench/results/rules.md). The step is k times too long for the learning rate that was meant (Adam
-    hides it, weight decay and clipping do not), and changing k to fit a card changes the training.
+    backwards per step (bench/results/rules.md). The step is k times too long for the learning rate that was meant. Adam
+    hides this; weight decay and clipping do not. Changing k to fit a card then changes the training.
 
-    Quiet when: the loss is divided by anything on its way to the backward, or is the sum over its samples
-    (`reduction="sum"`); the iteration, or what it calls, reads k for more than to ask whether the window is full, and
-    may divide in a way that cannot be followed (`hook`, `p.grad`, `loss_of(out, y, 1 / k)`); a framework scales it;
-    what is cut is time, along another dimension than the first or with a state that goes from piece to piece.
+    Quiet when:
 
-    Fix: `oomfix.runtime` weights each part by its share of the samples, which is exact for ragged windows too; by
-    hand, `(loss / k).backward()`. This makes gradients k times smaller: a learning rate that was tuned with the mistake
-    has to grow.
+    - the loss is divided by anything on its way to the backward, or is the sum over its samples (`reduction="sum"`);
+    - the iteration, or what it calls, reads k for more than to ask whether the window is full, and may divide in a way
+      that cannot be followed (`hook`, `p.grad`, `loss_of(out, y, 1 / k)`);
+    - a framework scales the loss;
+    - the pieces are pieces of time: cut along another dimension than the first, or with a state that goes from one to
+      the next.
+
+    Fix: `oomfix.runtime` weights each part by its share of the samples, which is exact for ragged windows too. By hand,
+    `(loss / k).backward()`. Gradients become k times smaller, so a learning rate that was tuned with the mistake has to
+    grow.
     """
 
     code = "OOM301"
@@ -45,7 +49,7 @@ class MissingLossDivision(Rule):
                 for backward in undivided:
                     yield self.finding(
                         script.place(backward.node),
-                        f"gradients of `{loop.window.size}` backwards add up; the loss is not divided by their number",
+                        f"gradients of `{loop.window.size}` backwards add up, but the loss is not divided by that",
                     )
 
     INVALID = [

@@ -11,17 +11,20 @@ from oomfix.script import Script
 class NoAutocast(Rule):
     """A training forward runs in full precision.
 
-    Why: under autocast, matrix products and convolutions run in 16 bits and most activations are saved in 16 bits:
+    Why: under autocast, matrix products and convolutions run in 16 bits, and most activations are saved in 16 bits:
     about half the activation memory (56% for blocks of two linear layers and a normalisation, which stays in fp32;
-    bench/results/rules.md), and the tensor cores are used. Weights, gradients and optimizer state stay in fp32.
+    bench/results/rules.md). The tensor cores are used, too. Weights, gradients and optimizer state stay in fp32.
 
-    Quiet when: autocast is around the forward, also by a flag or on the other branch of one that is not simply off in
-    the file (`AMP = False`); a framework (Accelerate, Fabric, DeepSpeed, apex) decides the precision; the loss is
-    scaled and no autocast is in the file, as the network may have it; nothing in the file mentions a GPU, unless other
-    files make the networks and decide where they run; the forward is handed to `memory.forward_backward`, which brings
-    autocast along.
+    Quiet when:
 
-    Fix: `oomfix.runtime`, which takes bf16 where the card has it and fp16 with a gradient scaler where not.
+    - autocast is around the forward, also behind a flag or on its other branch, unless the file sets the flag to a
+      constant that is false (`AMP = False`);
+    - a framework (Accelerate, Fabric, DeepSpeed, apex) decides the precision;
+    - the loss is scaled although there is no autocast in the file: the network may have it;
+    - nothing in the file mentions a GPU, unless other files make the networks and decide where they run;
+    - the forward is passed to `memory.forward_backward`, which brings autocast along.
+
+    Fix: `oomfix.runtime`, which uses bf16 where the card has it, and otherwise fp16 with a gradient scaler.
     """
 
     code = "OOM202"
@@ -48,7 +51,7 @@ class NoAutocast(Rule):
         for forward in script.distinct(bare):
             yield self.finding(
                 script.place(forward.node),
-                "training forward in full precision: no autocast around it",
+                "training forward runs in full precision, without autocast",
             )
 
     INVALID = [

@@ -10,16 +10,19 @@ from oomfix.script.syntax.edits import remove_keyword
 
 
 class RetainGraph(Rule):
-    """`backward(retain_graph=True)` although no later backward needs the graph.
+    """`backward(retain_graph=True)` is called although no later backward needs the graph.
 
-    Why: a backward frees each activation as soon as it is used; with `retain_graph=True` all of them stay until the
-    last name that leads to the loss is gone, usually through the whole next forward. The activations
-    of two iterations are then alive at once: the peak was 1.7 times as high in a loop over a network of 8 blocks
+    Why: a backward frees each activation as soon as it is used. With `retain_graph=True` all of them stay until the
+    last name that leads to the loss is gone, usually through the whole next forward. The activations of two iterations
+    are then alive at once: the peak was 1.7 times as high in a loop over a network of 8 blocks
     (bench/results/rules.md).
 
-    Quiet when: another backward, or `torch.autograd.grad`, goes through the same forward afterwards; the graph is
-    carried into the next iteration, or a part of it was made once, before the loop; the flag is not literally `True`;
-    what is differentiated was made out of sight.
+    Quiet when:
+
+    - another backward, or `torch.autograd.grad`, goes through the same forward afterwards;
+    - the graph is carried into the next iteration, or a part of it was made once, before the loop;
+    - the flag is not literally `True`;
+    - what is differentiated was computed in code that is not in the file.
 
     Fix: drop the argument.
     """
@@ -36,27 +39,11 @@ class RetainGraph(Rule):
             if backward.node not in needed:
                 yield self.finding(
                     script.place(backward.node),
-                    "`retain_graph=True` keeps all activations, and no later backward needs them",
+                    "`retain_graph=True` keeps all activations alive, but no later backward needs them",
                     edits=remove_keyword(script.source, backward.node, "retain_graph"),
                 )
 
     INVALID = [
-        Invalid(
-            """
-class Model:
-    def add_penalty(self, weights):
-        self.penalty = torch.zeros(1)
-        self.penalty += torch.stack([w.square().sum() for w in weights]).sum()
-
-    def fit(self, loader):
-        for x, y in loader:
-            self.add_penalty(self.net.parameters())
-            loss = criterion(self.net(x), y) + self.penalty
-            loss.backward(retain_graph=True)
-            self.optimizer.step()
-""",
-            (11,),
-        ),
         Invalid(
             """
 for x, y in loader:
@@ -74,24 +61,24 @@ for x, y in loader:
     optimizer.step()
 """,
         ),
-    ]
-    VALID = [
-        """
+        Invalid(
+            """
 class Model:
-    def __init__(self, net, weights):
-        self.net = net
-        self.penalty = torch.zeros(1)
-        self.add_penalty(weights)
-
     def add_penalty(self, weights):
+        self.penalty = torch.zeros(1)
         self.penalty += torch.stack([w.square().sum() for w in weights]).sum()
 
     def fit(self, loader):
         for x, y in loader:
+            self.add_penalty(self.net.parameters())
             loss = criterion(self.net(x), y) + self.penalty
             loss.backward(retain_graph=True)
             self.optimizer.step()
 """,
+            (11,),
+        ),
+    ]
+    VALID = [
         """
 for x, y in loader:
     out = model(x)
@@ -114,5 +101,21 @@ for x, y in loader:
     out, hidden = model(x, hidden)
     criterion(out, y).backward(retain_graph=True)
     optimizer.step()
+""",
+        """
+class Model:
+    def __init__(self, net, weights):
+        self.net = net
+        self.penalty = torch.zeros(1)
+        self.add_penalty(weights)
+
+    def add_penalty(self, weights):
+        self.penalty += torch.stack([w.square().sum() for w in weights]).sum()
+
+    def fit(self, loader):
+        for x, y in loader:
+            loss = criterion(self.net(x), y) + self.penalty
+            loss.backward(retain_graph=True)
+            self.optimizer.step()
 """,
     ]

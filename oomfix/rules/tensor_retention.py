@@ -10,20 +10,23 @@ from oomfix.script.syntax.edits import detach
 
 
 class TensorRetention(Rule):
-    """A tensor with its autograd graph is put into something that outlives the iteration.
+    """A tensor is kept beyond its iteration together with its autograd graph.
 
-    What: `losses.append(loss)`, `outputs[i] = out`, `meter.update(loss)` where the meter's class is in the file and
-    keeps what it is given; `self.attention = attention` in a module's forward, which keeps one graph, not all (a
-    warning).
+    What: `losses.append(loss)`, `outputs[i] = out`, or `meter.update(loss)` where the class of the meter is in the file
+    and keeps what it is given. `self.attention = attention` in the forward of a module keeps one graph, not all of
+    them, and is a warning.
 
-    Why: each kept tensor holds the graph it came from. Without a backward through it, that is every activation of the
-    iteration, so memory grows by a whole forward per batch; with one, only graph nodes stay (a warning). For an output
-    of 0.5 MiB, a network of 8 blocks keeps 40.0 MiB (bench/results/rules.md).
+    Why: each tensor that is kept holds the graph it came from. Without a backward through it, that is every activation
+    of the iteration, so memory grows by a whole forward per batch. With a backward, only graph nodes stay (a warning).
+    For an output of 0.5 MiB, a network of 8 blocks keeps 40.0 MiB (bench/results/rules.md).
 
-    Quiet when: what is kept is detached, a number or made without gradients; the list is stacked and backpropagated
-    later (episodes, time steps); the meter is out of sight.
+    Quiet when:
 
-    Fix: `losses.append(loss.detach())` (an edit is offered where the value is certainly one tensor); for predictions
+    - what is kept is detached, a number, or computed without gradients;
+    - the list is stacked and backpropagated later (episodes, time steps);
+    - the class of the meter is not in the file.
+
+    Fix: `losses.append(loss.detach())`, offered as an edit where the value is certainly one tensor. For predictions
     that are only needed on the host, `out.detach().cpu()`.
     """
 
@@ -39,7 +42,7 @@ class TensorRetention(Rule):
             value = script.source.segment(keep.value)
             freed = script.trace.frees(keep)
             growth = (
-                "with the graph nodes of every iteration (a backward frees the activations)"
+                "with the graph nodes of every iteration (backward frees the activations)"
                 if freed
                 else "with every iteration's graph and activations"
             )
@@ -60,7 +63,7 @@ class TensorRetention(Rule):
                 f"`{script.source.segment(kept.node)}` keeps the attention map and its graph until the next forward",
                 severity=Severity.WARNING,
                 edits=detach(script.source, kept.detachable) if kept.detachable and not read else (),
-                by_hand=f"`{kept.name}` is read, and may be part of a loss" if read else not_alone,
+                by_hand=f"`{kept.name}` is read elsewhere, and may be part of a loss" if read else not_alone,
             )
 
     INVALID = [

@@ -9,19 +9,22 @@ from oomfix.script import Script
 
 
 class UndetachedState(Rule):
-    """A recurrent state goes into the next iteration with its graph.
+    """A recurrent state is carried into the next iteration with its graph.
 
-    Why: the state links each iteration's graph to the one before, so nothing of any earlier iteration can be freed.
-    The backward of the next iteration either fails ("Trying to backward through the graph a second time") or, with
-    `retain_graph=True`, goes back through all of them: memory and time grow with every batch. Where nothing is
-    backpropagated, as in a loop that generates a text, the graph grows with every step until the loop ends (a warning).
-    One GRU cell with 512 rows of 256 keeps 3.5 MiB more in every iteration (bench/results/rules.md).
+    Why: the state links the graph of each iteration to the one before, so nothing of any earlier iteration can be
+    freed. The backward of the next iteration either fails ("Trying to backward through the graph a second time") or,
+    with `retain_graph=True`, goes back through all of them: memory and time grow with every batch. Where nothing is
+    backpropagated, as in a loop that generates text, the graph grows until the loop ends (a warning). One GRU cell with
+    512 rows of 256 keeps 3.5 MiB more in every iteration (bench/results/rules.md).
 
-    Quiet when: the state is detached (also by a helper such as `repackage_hidden`, also every k-th iteration), set
-    anew in each iteration, or made without gradients; the iterations are the time steps of one loss.
+    Quiet when:
 
-    Fix: detach it where it is handed on, tuples item by item: `hidden = tuple(h.detach() for h in hidden)`; in a loop
-    without a backward, `with torch.no_grad():` around it.
+    - the state is detached, also by a helper such as `repackage_hidden`, or only every k-th iteration;
+    - it is reset in each iteration, or computed without gradients;
+    - the iterations are the time steps of one loss.
+
+    Fix: detach it before it is used again, tuples item by item: `hidden = tuple(h.detach() for h in hidden)`. Around a
+    loop without a backward, `with torch.no_grad():`.
     """
 
     code = "OOM104"
@@ -34,7 +37,7 @@ class UndetachedState(Rule):
             yield self.finding(
                 script.place(statement),
                 f"`{name}` is carried into the next iteration's forward with its graph: "
-                + ("detach it" if trains else "nothing is backpropagated here, turn gradients off"),
+                + ("detach it" if trains else "nothing is backpropagated here, so disable gradients"),
                 severity=Severity.ERROR if trains else Severity.WARNING,
             )
 

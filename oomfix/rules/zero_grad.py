@@ -14,17 +14,18 @@ from oomfix.script.syntax.nodes import only_argument
 class ZeroGrad(Rule):
     """Gradients are filled with zeros instead of being freed.
 
-    What: `zero_grad(set_to_none=False)` and loops of `p.grad.zero_()` (warnings), and every bare `zero_grad()` (a
-    note; a warning when the target torch is below 2.0, where the default was to fill).
+    What: `zero_grad(set_to_none=False)` and loops of `p.grad.zero_()` (warnings), and every bare `zero_grad()` (a note;
+    a warning if the target torch is below 2.0, where filling was the default).
 
-    Why: zeroed gradients stay allocated through the next forward, one more copy of the trainable parameters at its
-    peak (16.1 MiB for 16.1 MiB of weights, bench/results/rules.md), and each is written twice for nothing.
+    Why: zeroed gradients stay allocated through the next forward, one more copy of the trainable parameters at its peak
+    (16.1 MiB for 16.1 MiB of weights, bench/results/rules.md), and each is written twice for nothing.
 
-    Quiet when: `set_to_none=True` is given. From torch 2.0 on it is the default, and giving it only makes the script
-    mean the same on older versions: hence a note.
+    Quiet when: `set_to_none=True` is given. It is the default from torch 2.0 on. Giving it makes the script mean the
+    same on older versions, hence only a note.
 
-    Fix: `optimizer.zero_grad(set_to_none=True)`, or nothing at all where `memory.step` does it. By hand where zeros are
-    asked for: a parameter that a batch does not reach is then no longer moved by momentum and weight decay.
+    Fix: `optimizer.zero_grad(set_to_none=True)`, or nothing at all where `memory.step` does it. There is no automatic
+    fix where zeros are asked for: without them, momentum and weight decay no longer move a parameter that a batch does
+    not reach.
     """
 
     code = "OOM203"
@@ -48,7 +49,7 @@ class ZeroGrad(Rule):
             else:
                 yield self.finding(
                     script.place(call),
-                    "fills gradients with zeros on torch below 2.0 instead of freeing them",
+                    "on torch below 2.0, fills gradients with zeros instead of freeing them",
                     severity=Severity.WARNING if old else Severity.NOTE,
                     edits=() if script.defines_zero_grad else add_keyword(script.source, call, "set_to_none=True"),
                 )

@@ -71,13 +71,13 @@ def test_each_path_has_the_settings_of_its_own_project(project: Path):
         ("[tool]\noomfix = 3\n", "[tool.oomfix]: got 3, expected a table"),
         ('[tool.oomfix]\nselct = ["OOM1"]\n', "[tool.oomfix]: unknown key 'selct'; did you mean select?"),
         ("[tool.oomfix]\nfail_on = 'error'\n", "[tool.oomfix]: unknown key 'fail_on'; did you mean fail-on?"),
-        ("[tool.oomfix]\nselect = 'OOM1'\n", "[tool.oomfix] select: got 'OOM1', expected a list of texts"),
+        ("[tool.oomfix]\nselect = 'OOM1'\n", "[tool.oomfix] select: got 'OOM1', expected a list of strings"),
         (
             '[tool.oomfix]\nignore = ["OOM191"]\n',
             "[tool.oomfix] ignore: 'OOM191' is no rule and no prefix of one; did you mean OOM101?",
         ),
         ("[tool.oomfix]\nfail-on = 'all'\n", "fail-on: got 'all', expected one of error, warning, note, never"),
-        ("[tool.oomfix]\ntarget-torch = 2.3\n", "[tool.oomfix] target-torch: got 2.3, expected a text"),
+        ("[tool.oomfix]\ntarget-torch = 2.3\n", "[tool.oomfix] target-torch: got 2.3, expected a string"),
         ("[tool.oomfix]\ntarget-torch = 'new'\n", "'new': expected a torch version such as 2.3"),
     ],
 )

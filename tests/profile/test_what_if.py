@@ -98,7 +98,7 @@ def test_without_a_preset_the_script_runs_as_it_is(folder, monkeypatch):
     assert simulator.contents == {}
 
 
-@pytest.mark.parametrize(("out_of_memory", "verb"), [(None, "gets by with"), ("CUDA out of memory", "runs out of")])
+@pytest.mark.parametrize(("out_of_memory", "verb"), [(None, "fits"), ("CUDA out of memory", "runs out of")])
 def test_the_text_says_what_would_be_done_and_whether_the_preset_is_enough(folder, monkeypatch, out_of_memory, verb):
     Simulator(monkeypatch, out_of_memory=out_of_memory)
     monkeypatch.setattr(command, "lines", lambda found: ["the estimate"])

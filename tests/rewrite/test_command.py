@@ -146,7 +146,7 @@ def test_changes_that_leave_no_python_are_our_fault_not_that_of_the_file(folder,
 def test_standard_input_is_no_file_to_change():
     done = RUN.invoke(apply, ["--preset", "16gb", "-"], input=TRAIN)
     assert done.exit_code == 2
-    assert "-: scripts are changed where they stand, expected a file or folder, no standard input" in done.output
+    assert "-: expected a file or folder; scripts are rewritten in place, not from a stream" in done.output
 
 
 @pytest.mark.parametrize("path", ["/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"])
@@ -155,7 +155,7 @@ def test_a_name_of_standard_input_does_not_rewrite_the_file_that_is_redirected_t
         command = [sys.executable, "-m", "oomfix", "apply", "--preset", "16gb", path]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         done = subprocess.run(command, stdin=script, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and f"{path}: scripts are changed where they stand" in done.stderr
+    assert done.returncode == 2 and f"{path}: expected a file or folder" in done.stderr
     assert (folder / "train.py").read_text() == TRAIN
 
 

@@ -407,7 +407,7 @@ def test_what_could_mean_something_else_is_reported_with_its_reason_and_kept(cod
     findings = findings_of(code)
     assert sorted(finding.line for finding in findings) == lines
     assert [finding.edits for finding in findings] == [()] * len(lines)
-    assert all("(by hand: " in finding.message for finding in findings)
+    assert all("(no automatic fix: " in finding.message for finding in findings)
 
 
 def test_a_fallback_for_an_older_torch_is_a_note_on_its_import_alone() -> None:

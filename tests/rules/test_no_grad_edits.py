@@ -143,13 +143,13 @@ def test_no_edit_where_it_cannot_be_certain(code):
     ("name", "given", "reason"),
     [
         ("torch as th", "print(model(x))", "torch is not imported as `torch`"),
-        ("torch", "out = model(perturb(x))", "what is around it may need gradients"),
+        ("torch", "out = model(perturb(x))", "the code around it may need gradients"),
     ],
 )
 def test_a_finding_without_an_edit_says_why(name, given, reason):
     code = f"import {name}\n\ndef validate(model, loader):\n    model.eval()\n    for x in loader:\n        {given}\n"
     [finding] = EvalWithGrad().check(Script.read(Source.from_bytes("train.py", code.encode())))
-    assert finding.message.endswith(f"(by hand: {reason})")
+    assert finding.message.endswith(f"(no automatic fix: {reason})")
 
 
 def test_line_endings_and_decorators_are_kept():

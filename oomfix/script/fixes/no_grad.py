@@ -50,7 +50,7 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
 
 def why_not_edited(script: Script) -> str:
     """Why an evaluation pass of a script is left to be changed by hand."""
-    return "what is around it may need gradients" if _imports_torch(script) else "torch is not imported as `torch`"
+    return "the code around it may need gradients" if _imports_torch(script) else "torch is not imported as `torch`"
 
 
 def _imports_torch(script: Script) -> bool:
