@@ -98,14 +98,14 @@ class Pipeline:
 
     def _shown(self, path: str, settings: Settings, report: FileReport) -> AuditedFile:
         selection = Selection(settings.select, settings.ignore, tuple(self._configuration.codes))
-        findings = selection.visible(report)
+        visible = selection.visible(report)
         baseline = self._baseline(settings)
-        if baseline is not None:
-            findings = baseline.new(path, findings)
+        findings = visible if baseline is None else baseline.new(path, visible)
         if any(_fails(finding, settings.fail_on) for finding in findings):
             self.status = 1
         foreign = () if report.foreign is None else (report.foreign,)
-        return AuditedFile(path, findings, report.loops, (*report.errors, *foreign))
+        known = len(visible) - len(findings)
+        return AuditedFile(path, findings, report.loops, (*report.errors, *foreign), known)
 
     def _baseline(self, settings: Settings) -> Baseline | None:
         """The known findings; None where there are none, or they cannot be read, which is told once."""

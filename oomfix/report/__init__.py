@@ -12,12 +12,17 @@ SEVERITIES = ("error", "warning", "note")
 
 
 class AuditedFile(NamedTuple):
-    """A path and what is to be shown of it; a path that could not be audited has only errors."""
+    """A path and what is to be shown of it; a path that could not be audited has only errors.
+
+    Attributes:
+        known: the number of findings that a baseline leaves out.
+    """
 
     path: str
     findings: Sequence[Located] = ()
     loops: Sequence[dict[str, Any]] = ()
     errors: Sequence[str] = ()
+    known: int = 0
 
 
 class Report(NamedTuple):

@@ -189,14 +189,16 @@ def _summary(report: Report) -> Iterator[Line]:
     loops = sum(len(file.loops) for file in report.files)
     read = f"{counted(len(files), 'file')} with {counted(loops, 'training loop')}"
     unread = len({path for path, _ in report.errors()})
-    note = f"; {counted(unread, 'path')} not audited in full" if unread else ""
+    known = sum(file.known for file in report.files)
+    note = f"; {known} known" if known else ""
+    note += f"; {counted(unread, 'path')} not audited in full" if unread else ""
     if not files:
         yield [Span("nothing could be audited" if unread else "nothing to audit")]
         return
     counts = report.counts()
     total = counts.total()
     if not total:
-        yield [Span(f"no findings in {read}{note}")]
+        yield [Span(f"no {'new ' if known else ''}findings in {read}{note}")]
         return
     found = ", ".join(counted(counts[kind], kind) for kind in SEVERITIES if counts[kind])
     fixed = sum(1 for _, finding in report.findings() if finding.fix == "local")

@@ -49,7 +49,8 @@ class MissingLossDivision(Rule):
                 for backward in undivided:
                     yield self.finding(
                         script.place(backward.node),
-                        f"gradients of `{loop.window.size}` backwards add up, but the loss is not divided by that",
+                        f"gradients of `{loop.window.size}` backwards add up, but the loss is not divided by their "
+                        "number",
                     )
 
     INVALID = [

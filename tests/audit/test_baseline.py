@@ -20,6 +20,16 @@ def test_known_findings_stay_known_when_lines_above_change(oomfix):
     assert codes(oomfix, "a.py", "--baseline", "known.json") == []
 
 
+def test_the_summary_counts_what_the_baseline_leaves_out(oomfix):
+    (oomfix.folder / "a.py").write_text(FIRST)
+    oomfix("audit", "a.py", "--write-baseline", "known.json")
+    known = oomfix("audit", "a.py", "--baseline", "known.json").stdout
+    assert known == "no new findings in 1 file with 0 training loops; 1 known\n"
+    (oomfix.folder / "a.py").write_text(FIRST + "y = torch.load('b.pt')\n")
+    summary = oomfix("audit", "a.py", "--baseline", "known.json").stdout.splitlines()[-2]
+    assert summary == "1 warning in 1 file with 0 training loops; 0 of 1 with a fix shown; 1 known"
+
+
 def test_a_changed_line_and_a_second_equal_line_are_new(oomfix):
     (oomfix.folder / "a.py").write_text(FIRST)
     oomfix("audit", ".", "--write-baseline", "known.json")
