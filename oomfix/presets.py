@@ -58,17 +58,17 @@ class Preset:
         name: the preset's name, one of `PRESETS`.
         budget_gib: memory that tensors may take (GiB); None: what the card reports as free.
         micro_batches: into how many parts a batch is split; "auto": the fewest that fit.
-        first_micro_batches: the first guess of "auto" where the whole batch does not fit.
+        first_micro_batches: where "auto" starts if the whole batch does not fit.
         precision: "auto" is bf16 where the device has it, else fp16 with loss scaling, fp32 on the CPU; "no-fp16" is
             fp32 instead of fp16, for scripts that read or change gradients where a loss scale would be seen.
-        split: "verified" splits a batch only where the loss is seen to allow it; "always" trusts the user.
+        split: "verified" splits a batch only where a check shows that the loss allows it; "always" trusts the user.
         chunked_loss: cross entropies over large logits a few rows at a time never, when splitting is not enough, or
             from the start.
         checkpointing: activation checkpointing never, when both are not enough, or from the start.
         offloading: activations in host memory never, when all of that is not enough, or from the start.
         clip_norm: largest gradient norm, where the script does not clip by itself; None: no clipping.
-        empty_cache_every: empty the allocator's cache every so many steps; None: only where much of it was of no
-            use even at the peak, which is looked at every hundred steps.
+        empty_cache_every: empty the allocator's cache every so many steps; None: only where much of it was unused
+            even at the peak, which is checked every hundred steps.
         expandable_segments: let the CUDA allocator grow its segments (less fragmentation).
         memory_fraction: share of the card that the allocator may reserve, above 0, at most 1.
         prefetch_factor: batches that each loader worker prepares ahead, in `loader_kwargs`.

@@ -36,7 +36,7 @@ another preset without touching the script; OOMFIX_PRESET=off runs it as it was:
 Under torchrun the loop stays the same, with DistributedDataParallel or FSDP2 (`fully_shard`): see
 `calls/distributed.py` for what processes do together.
 
-Also there: `memory.backward(loss)` for loops that cannot be split, `memory.evaluate(forward, *batch)`,
+Also: `memory.backward(loss)` for loops that cannot be split, `memory.evaluate(forward, *batch)`,
 `memory.accumulate(loader, k)` with `memory.window_closed`, `memory.autocast()`, `memory.unscale_(optimizer)`,
 `memory.scaler`, `memory.zero_grad(optimizer)`, `memory.loader_kwargs()`, `memory.report()`.
 
@@ -49,7 +49,7 @@ By hand, each alone in any loop; a runnable page for each is in examples/:
 - stages: `stage(name)`, `free(...)`, `ProgressiveUnfreezing(model, phases)`
 - the card: `configure_allocator()`, `memory_fraction(share)`, `CacheJanitor()`, `loader_kwargs()`,
   `find_batch_size(run)`
-- seeing: `MemoryMonitor()`, `oom_report(error)` with `record_origins()`
+- monitoring: `MemoryMonitor()`, `oom_report(error)` with `record_origins()`
 """
 
 import os
@@ -121,7 +121,7 @@ def preset(name: str, /, **overrides: Any) -> MemoryManager:
         memory = runtime.preset("16gb")
         memory = runtime.preset("16gb", micro_batches=4, precision="bf16", budget_gib=12.0)
 
-    OOMFIX_PRESET in the environment names another preset, which keeps the overrides but for the budget; "off" keeps
+    OOMFIX_PRESET in the environment names another preset, which keeps the overrides except the budget; "off" keeps
     none. Calling it again with the same arguments returns the same object; with others, a new one, which knows nothing
     of gradients that the first has scaled for fp16: the one that ran a backward steps its optimizer. CUDA is not
     started, so processes may be forked afterwards. Where the preset asks for expandable segments and the environment

@@ -10,7 +10,7 @@ def check_forward(forward: Any) -> None:
     """Refuse what cannot be called.
 
     Raises:
-        TypeError: `forward` is no function.
+        TypeError: `forward` is not a function.
     """
     if callable(forward):
         return
@@ -26,7 +26,7 @@ def check_loss(loss: Any, options: Mapping[str, Any]) -> None:
         options: those of `Tensor.backward`.
 
     Raises:
-        TypeError: `loss` is no tensor.
+        TypeError: `loss` is not a tensor.
         ValueError: it has more than one number, or no graph.
     """
     if not isinstance(loss, torch.Tensor):

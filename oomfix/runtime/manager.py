@@ -48,7 +48,7 @@ class MemoryManager:
 
     Attributes:
         preset: the same.
-        off: the script runs as it was: its own precision, whole batches.
+        off: whether the script runs as it was: in its own precision, in whole batches.
     """
 
     def __init__(self, preset: Preset) -> None:
@@ -85,7 +85,7 @@ class MemoryManager:
     # -- preparing ---------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Put activation checkpointing on `model` where the preset asks for it from the start.
+        """Enable activation checkpointing on `model` where the preset asks for it from the start.
 
         Where the preset has it "if-needed", `forward_backward` puts it on when a call does not fit and may not be split
         any finer, after chunked losses and before offloading (`recovery/ladder.py`), and `memory.forward` when a call
@@ -95,7 +95,7 @@ class MemoryManager:
             The same object. Its type, state_dict keys, pickles and deep copies stay as they are.
 
         Raises:
-            TypeError: `model` is no module.
+            TypeError: `model` is not a module.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
@@ -125,7 +125,7 @@ class MemoryManager:
     def forward_backward(
         self, forward: Callable[..., Any], /, *batch: Any, batch_size: int | None = None, **named: Any
     ) -> Any:
-        """Run `forward(*batch, **named)` and the backward of its loss, in as many pieces as memory asks for.
+        """Run `forward(*batch, **named)` and the backward of its loss, in as many pieces as memory requires.
 
         Gradients are those of the whole batch, added to what `.grad` holds. After an out-of-memory error the
         call starts again in smaller pieces, as if it had never begun. Pieces draw the random numbers of the whole
@@ -148,7 +148,7 @@ class MemoryManager:
 
         Raises:
             DoesNotFitError: out of memory, and the batch cannot be cut any further; says what can be done.
-            TypeError: `forward` is no function.
+            TypeError: `forward` is not a function.
             ValueError: `forward` returned no loss, or `batch_size` is out of its range.
             RuntimeError: another process failed in this call, or models are distributed in a way that is refused.
 
@@ -216,7 +216,7 @@ class MemoryManager:
         Raises:
             DoesNotFitError: out of memory; the graph is gone by then, so there is no second try. The next call of each
                 model that went through `memory.forward` takes a technique more.
-            TypeError: `loss` is no tensor.
+            TypeError: `loss` is not a tensor.
             ValueError: it has more than one number, or no graph.
             RuntimeError: inside of `accumulate`, it cannot be weighed: see there what else shares its window.
         """
@@ -227,7 +227,7 @@ class MemoryManager:
     def step(self, optimizer: Any, *schedulers: Any, clip_norm: float | None = None, zero_grad: bool = True) -> None:
         """Unscale, clip, step the optimizer, then its schedulers, and drop the gradients.
 
-        An optimizer step is never tried twice. In fp16 a step whose gradients overflowed is skipped, and its
+        An optimizer step is never retried. In fp16 a step whose gradients overflowed is skipped, and its
         schedulers with it; `memory.skipped_steps` counts them, one step late where knowing at once would make
         the device wait, and schedulers are then stepped just before the next step.
 
@@ -281,7 +281,7 @@ class MemoryManager:
         step changes nothing.
 
         Raises:
-            TypeError: `optimizer` is none.
+            TypeError: `optimizer` is not an optimizer.
         """
         check_optimizer(optimizer)
         self._complete(optimizer)

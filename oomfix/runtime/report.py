@@ -102,7 +102,7 @@ class Report:
         techniques: what is on, since when, why, and what it saves.
         steps: optimizer steps, those left out included.
         skipped_steps: steps left out because fp16 gradients overflowed.
-        loss_scale: what losses are multiplied by in fp16; None: precision is another.
+        loss_scale: what losses are multiplied by in fp16; None in other precisions.
         retries: times that a call ran out of memory and started again.
         windows: accumulation windows begun.
     """

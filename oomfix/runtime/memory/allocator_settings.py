@@ -58,9 +58,9 @@ def configure_allocator(
 
 
 def memory_fraction(share: float, device: int | torch.device | None = None) -> None:
-    """Let this process reserve no more than `share` of a card's memory; over it, allocations run out of memory.
+    """Limit this process to `share` of a card's memory; allocations beyond it run out of memory.
 
-    For cards that others use too: a desktop, other processes. Nothing gets smaller by it: a process that needs
+    For cards that others use too: a desktop, other processes. It makes nothing smaller: a process that needs
     more fails earlier.
 
     Args:

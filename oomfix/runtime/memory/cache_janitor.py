@@ -10,7 +10,7 @@ _LONGEST_INTERVAL = 100_000
 
 
 class CacheJanitor:
-    """Gives unused blocks of the CUDA allocator back to the driver, where they are of no use to this process.
+    """Returns unused blocks of the CUDA allocator to the driver where this process has no use for them.
 
         janitor = runtime.CacheJanitor()
         for epoch in range(epochs):
@@ -51,7 +51,7 @@ class CacheJanitor:
         self._reserved_before = 0
 
     def after_step(self) -> int:
-        """To be called once per step.
+        """Call this once per step.
 
         Returns:
             Bytes given back to the driver; 0 nearly always.

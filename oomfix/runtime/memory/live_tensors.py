@@ -110,7 +110,7 @@ def oom_report(error: BaseException | None = None, *, top: int = 10, device_type
         device_type: which tensors count; None: those on the GPU if CUDA runs, else all.
 
     Raises:
-        TypeError: `error` is no exception.
+        TypeError: `error` is not an exception.
         ValueError: `top` is below 1.
 
     Looks at every object of the process, which takes up to seconds: not for every step.

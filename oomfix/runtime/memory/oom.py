@@ -20,7 +20,7 @@ _MESSAGES = (
 
 
 class DoesNotFitError(OutOfMemoryError):  # type: ignore[misc, valid-type]
-    """Not even the smallest piece of work that is still exact fits the memory; the message names the choices.
+    """Not even the smallest exact piece of work fits in memory; the message lists what can be done.
 
     A subclass of torch's OutOfMemoryError (and so of RuntimeError): handlers that catch that one still work.
     """

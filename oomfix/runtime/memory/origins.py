@@ -42,7 +42,7 @@ class Origin:
 
 @contextmanager
 def record_origins() -> Iterator[None]:
-    """Note where every tensor is made while the context is active, so that `oom_report` can say so.
+    """Record where every tensor is made while the context is active, for `oom_report`.
 
     Only with it does a report see what autograd keeps for backward, which Python code has no names for. What was
     noted is known until the tensor dies, also after the context. It runs Python code in every operation, so it is

@@ -30,7 +30,7 @@ def optimizer_in_backward(*optimizers: torch.optim.Optimizer) -> Iterator[None]:
     what is left is that the peak of that backward is not on top of them. For batches that
     `memory.forward_backward` splits, call `memory.step` instead; inside the context it runs batches whole.
 
-    Not to be had with it: clipping by the norm of all gradients, a GradScaler (fp16), gradients that processes
+    Incompatible with it: clipping by the norm of all gradients, a GradScaler (fp16), gradients that processes
     exchange after backward (DDP, FSDP), and windows of `memory.accumulate`. All are refused inside, but for a
     `clip_grad_norm_` of your own: behind the context it finds no gradients, and returns 0.
 

@@ -49,7 +49,7 @@ def find_batch_size(
 
     Raises:
         DoesNotFitError: not even `multiple_of` samples fit.
-        TypeError: `run` is no function, or something in `restore` has no state.
+        TypeError: `run` is not a function, or something in `restore` has no state.
         ValueError: a number out of its range.
 
     A larger batch trains differently. Where the batch size is part of a recipe, keep it and let

@@ -29,7 +29,7 @@ _switched: "weakref.WeakKeyDictionary[nn.Module, bool | None]" = weakref.WeakKey
 
 
 def enable_checkpointing(model: nn.Module, policy: Policy = "on", *, every: int = 1, skip_last: int = 0) -> list[str]:
-    """Let `model` keep only the inputs of its blocks for backward, and run the blocks again there.
+    """Make `model` keep only the inputs of its blocks for backward, and run the blocks again there.
 
     A block is run once more at its first use, on copies of its inputs: one that writes its input, its
     parameters or buffers other than running statistics, or that has forward hooks inside, then stays as it

@@ -33,7 +33,7 @@ def encode_in_chunks(
         texts = runtime.encode_in_chunks(model.encode_text, tokens, rows=64)
         runtime.contrastive_loss(images, texts, model.logit_scale.exp()).backward()
 
-    Backward runs each chunk again, with the random numbers of its first run, and lets go of its activations before
+    Backward runs each chunk again, with the random numbers of its first run, and releases its activations before
     the next. Gradients are those of the whole batch, up to the order of sums (1e-12 of the largest in float64).
 
     Args:
@@ -86,14 +86,14 @@ def encode_in_chunks(
 def contrastive_loss(
     first: torch.Tensor, second: torch.Tensor, scale: float | torch.Tensor = 1.0, *, rows: int | None = None
 ) -> torch.Tensor:
-    """CLIP's loss: each row of `first` is to be nearest to the same row of `second`, and the other way round.
+    """CLIP's loss: each row of `first` should be nearest to the same row of `second`, and vice versa.
 
     The similarities [samples, samples] are never made as a whole, nor their softmax.
 
     Args:
         first, second: embeddings [samples, features]; normalise them first if cosines are wanted.
         scale: what similarities are multiplied by (the inverse temperature); may be learned.
-        rows: similarities are made for so many rows at a time; None: as many as are 64 MiB.
+        rows: number of rows whose similarities exist at a time; None: as many as take 64 MiB.
 
     Returns:
         The mean of the two cross entropies, a scalar in fp32 (float64 for float64 embeddings).

@@ -46,7 +46,7 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """`functional.cross_entropy` that keeps one number per row for backward instead of all log-probabilities.
 
-    Logits of half precision are taken to fp32 a few rows at a time, never as a whole.
+    Half-precision logits are converted to fp32 a few rows at a time, never as a whole.
 
     Args:
         logits: [..., classes], any floating type.
@@ -55,7 +55,7 @@ def chunked_cross_entropy(
         reduction: "mean" divides by the weights of the targets that count; "sum"; "none" gives a loss per target.
         ignore_index: the target that does not count.
         label_smoothing: share of the target that is spread over all classes, 0 to 1.
-        rows: logits are looked at so many rows at a time; None: as many as are 64 MiB in fp32.
+        rows: number of rows to process at a time; None: as many as take 64 MiB in fp32.
 
     Returns:
         The loss, fp32 (float64 for float64 logits); shape [] or that of `target`.

@@ -34,7 +34,7 @@ def use_lean_step(optimizer: torch.optim.Optimizer) -> Step:
         "as it was" for optimizers without such a choice.
 
     Raises:
-        TypeError: `optimizer` is none.
+        TypeError: `optimizer` is not an optimizer.
 
     The forms differ by rounding. It saves where the step is the peak, in training with few
     activations: GPT-2 124M on one sample of 128 tokens peaks at 2.17 GiB instead of 2.34, and not at all at batch 16

@@ -26,8 +26,8 @@ class Freed:
     """What `free` did.
 
     Attributes:
-        freed_bytes: memory of tensors that exist no more, each storage once (bytes).
-        held_bytes: memory of tensors that were let go of, but that something else still refers to (bytes).
+        freed_bytes: memory of tensors that no longer exist, each storage once (bytes).
+        held_bytes: memory of released tensors that something else still refers to (bytes).
     """
 
     freed_bytes: int
@@ -39,7 +39,7 @@ class Freed:
 
 
 def free(*things: Any) -> Freed:
-    """Free the memory of things that are not needed any more, though names may still refer to them.
+    """Free the memory of objects that are no longer needed, even if names still refer to them.
 
     `del optimizer` frees nothing while a scheduler, a list or a closure refers to it too. Here the things
     themselves are emptied, then reference cycles are collected and the allocator's cache is given back.
@@ -111,7 +111,7 @@ def stage(name: str, keep: Iterable[torch.optim.Optimizer] = ()) -> Iterator[Sta
         keep: optimizers that outlive the stage.
 
     Raises:
-        TypeError: `keep` is no list of them.
+        TypeError: `keep` is not a list of them.
 
     An error in the stage frees them too. A stage inside a stage frees its own.
 

@@ -27,7 +27,7 @@ class ProgressiveUnfreezing:
             it). A parameter named twice trains from the earlier epoch.
 
     Raises:
-        TypeError: `model` is no module, or `phases` no mapping.
+        TypeError: `model` is not a module, or `phases` is not a mapping.
         ValueError: a name that `model` does not have, or an epoch below 0.
 
     DistributedDataParallel exchanges the gradients of what trained when it was made: make it anew whenever `at` returns
