@@ -225,9 +225,11 @@ def rules(form: str) -> None:
 def presets() -> None:
     """List the memory presets: what a card of each class can hold, and the policies that go with it.
 
-    A batch that does not fit is first cut into as many parts as the table says. The allocator's cache is emptied when
-    it is fragmented, or after so many steps. `auto` takes what is free on the card at hand; `off` trains as the script
-    says, in whole batches.
+    Capacity is what such a card shows, and budget what tensors may take of it. A batch that does not fit is first
+    split into as many parts as the table says. Checkpointing is on from the start, or only if splitting is not enough.
+    The allocator's cache is emptied when it is fragmented, or after so many steps.
+
+    `auto` takes what is free on the card at hand. `off` trains as the script says, in whole batches.
 
     Presets of your own, from [tool.oomfix.presets] in the nearest pyproject.toml, come last.
     """

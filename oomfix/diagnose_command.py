@@ -9,7 +9,7 @@ import click
 
 from oomfix.diagnose_kinds import Diagnosis
 from oomfix.spelling import counted
-from oomfix.terminal import write_lines
+from oomfix.terminal import tell, write_lines
 
 if TYPE_CHECKING:
     from oomfix.diagnose_script import Cause
@@ -21,6 +21,7 @@ _MOST_CAUSES = 5
 @click.argument("log", type=click.File("rb"), default="-")
 @click.option(
     "--script",
+    metavar="FILE",
     help="The script that died; it is audited if the file is here.  [default: that of the traceback, not audited]",
 )
 @click.option(
@@ -49,6 +50,8 @@ def diagnose(ctx: click.Context, log: BinaryIO, script: str | None, form: str) -
     else:
         for number, (diagnosis, causes) in enumerate(found):
             write_lines([*([""] if number else []), *lines(diagnosis, causes)])
+    if script is not None and not os.path.isfile(script):
+        tell(script, "no such file; it was not audited")
     ctx.exit(1 if found else 0)
 
 
@@ -63,7 +66,7 @@ def _causes(diagnosis: Diagnosis, script: str | None) -> "list[Cause]":
 
 def lines(diagnosis: Diagnosis, causes: "list[Cause]") -> list[str]:
     """A diagnosis as lines of text, with what the audit of the script has to say."""
-    text = [f"line {diagnosis.crash.line}: {diagnosis.kind}"]
+    text = [f"line {diagnosis.crash.line}: out of memory: {diagnosis.kind}"]
     text += [f"  {sentence}" for sentence in diagnosis.evidence]
     for cause in causes[:_MOST_CAUSES]:
         here = ", on the way to the error" if cause.on_the_way else ""

@@ -307,8 +307,14 @@ def test_another_process_is_no_fault_of_the_script(joined):
     assert joined(TORCH_2_13) == []
 
 
-def test_a_script_that_is_not_here_is_only_named():
+def test_the_text_begins_with_the_line_and_the_kind():
+    text = CliRunner().invoke(command, [], input="all well\n" + TORCH_1_13).output
+    assert text.startswith("line 2: out of memory: too large\n  ")
+
+
+def test_a_script_that_is_not_here_is_only_named_and_this_is_said():
     result = CliRunner().invoke(command, ["--script", "nowhere/fit.py"], input=TORCH_1_13)
+    assert "nowhere/fit.py: no such file; it was not audited\n" in result.stderr
     assert "nowhere/fit.py" in result.output and "OOM" not in result.output
 
 
