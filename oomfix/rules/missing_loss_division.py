@@ -23,7 +23,8 @@ class MissingLossDivision(Rule):
 
     - the loss is divided by anything on its way to the backward, or is the sum over its samples (`reduction="sum"`);
     - the iteration, or what it calls, reads k for more than to ask whether the window is full, and may divide in a way
-      that cannot be followed (`hook`, `p.grad`, `loss_of(out, y, 1 / k)`);
+      that cannot be followed (`hook`, `p.grad`, `loss_of(out, y, 1 / k)`), unless it does so on the other branch of a
+      flag;
     - a framework scales the loss;
     - the pieces are pieces of time: cut along another dimension than the first, or with a state that goes from one to
       the next.
@@ -44,9 +45,8 @@ class MissingLossDivision(Rule):
             if loop.window is None or loop.accumulates_by_itself or script.divides_gradients(loop):
                 continue
             divided = {backward.node for backward in loop.backwards if is_divided(backward, loop.window)}
-            undivided = [one for one in script.distinct(loop.accumulated_backwards) if one.node not in divided]
-            if undivided and not script.reads_window_size(loop):
-                for backward in undivided:
+            for backward in script.distinct(loop.accumulated_backwards):
+                if backward.node not in divided and not script.reads_window_size(loop, backward):
                     yield self.finding(
                         script.place(backward.node),
                         f"gradients of `{loop.window.size}` backwards add up, but the loss is not divided by their "
@@ -75,6 +75,21 @@ for x, y in loader:
     optimizer.step()
 """,
             (6,),
+        ),
+        Invalid(
+            """
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y)
+    if args.apex:
+        with amp.scale_loss(loss / args.steps, optimizer) as scaled:
+            scaled.backward()
+    else:
+        loss.backward()
+    if (i + 1) % args.steps == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            (8,),
         ),
     ]
     VALID = [
@@ -105,6 +120,28 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % args.accumulation == 0:
         scaler.step(optimizer)
         scaler.update()
+""",
+        """
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y)
+    if steps > 1:
+        scaler.scale(loss / steps).backward()
+    else:
+        scaler.scale(loss).backward()
+    if (i + 1) % steps == 0:
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        """
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y)
+    if large:
+        (loss / steps).backward()
+    else:
+        loss.backward()
+    if not large or (i + 1) % steps == 0:
+        optimizer.step()
+        optimizer.zero_grad()
 """,
         """
 for i, (x, y) in enumerate(loader):

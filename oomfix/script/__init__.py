@@ -222,11 +222,11 @@ class Script:
         """Whether the gradients of a loop are divided by hand before its step."""
         return are_divided(loop, self._dividing_functions, self._nodes)
 
-    def reads_window_size(self, loop: TrainingLoop) -> bool:
-        """Whether an iteration reads the size of its accumulation window for more than to ask whether it is full."""
+    def reads_window_size(self, loop: TrainingLoop, backward: Backward | None = None) -> bool:
+        """Whether an iteration (that comes to a backward) asks how large its window is beyond whether it is full."""
         from oomfix.script.analyses.window_sizes import reads_its_size
 
-        return reads_its_size(loop, self._nodes)
+        return reads_its_size(loop, self._nodes, backward)
 
     @cached_property
     def _dividing_functions(self) -> set[Scope]:

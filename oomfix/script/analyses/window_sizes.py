@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from oomfix.script.analyses.training_loop import TrainingLoop
+from oomfix.script.analyses.windows import is_window_name
+from oomfix.script.facts.trace import Backward
 from oomfix.script.syntax.names import last_name
 from oomfix.script.syntax.nodes import Scope, children, walk
 
@@ -17,11 +19,14 @@ _TOLD = re.compile(
 _RATE = re.compile(r"(^|_)(lr|learning_rate)(_|$)", re.IGNORECASE)
 
 
-def reads_its_size(loop: TrainingLoop, nodes: Iterable[tuple[ast.AST, Scope]]) -> bool:
+def reads_its_size(
+    loop: TrainingLoop, nodes: Iterable[tuple[ast.AST, Scope]], backward: Backward | None = None
+) -> bool:
     """Whether an iteration, or a function of the file that it names, may divide by the size of the window.
 
     Asking whether the window is full, counting up to its size and logging it are no such reads, nor is averaging what
-    was counted once it is full. `nodes` are all nodes of the file, each with the function it is in.
+    was counted once it is full. `nodes` are all nodes of the file, each with the function it is in. With a backward,
+    whether an iteration that comes to it does.
     """
     if loop.window is None or (loop.window.decision is None and loop.steps):
         return False  # a batch is cut into pieces with the help of their number
@@ -35,9 +40,24 @@ def reads_its_size(loop: TrainingLoop, nodes: Iterable[tuple[ast.AST, Scope]]) -
     functions = {function for _, function in nodes if function is not None and function.name in named}
     elsewhere = [statement for function in functions if not _is_around(function, loop) for statement in function.body]
     ahead = [part for part in children(loop.node) if part is not decision]
-    return any(_reads(part, names, decision) for part in (*ahead, *elsewhere)) or any(
+    passed_over = set() if backward is None else {id(part) for part in _other_sides(backward, loop, names)}
+    if decision is not None:
+        passed_over.add(id(decision))
+    return any(_reads(part, names, passed_over) for part in (*ahead, *elsewhere)) or any(
         _divides_gradients(statement, names) for statement in (decision.body if decision is not None else ())
     )
+
+
+def _other_sides(backward: Backward, loop: TrainingLoop, names: set[str]) -> Iterator[ast.stmt]:
+    """What an iteration that comes to a backward does not run: the other branches of flags.
+
+    A flag may say whether anything is accumulated at all: by the size, by its name, or where the window asks for it.
+    """
+    asked = _names_in(loop.window.test) if loop.window is not None else set()
+    for guard in backward.site.guards_within(loop.node):
+        told = _names_in(guard.test)
+        if isinstance(guard.statement, ast.If) and not told & (asked | names) and not any(map(is_window_name, told)):
+            yield from guard.statement.orelse if guard.value else guard.statement.body
 
 
 def _names_in(node: ast.AST) -> set[str]:
@@ -76,7 +96,7 @@ def _divides_elsewhere(node: ast.AST, names: set[str]) -> bool:
         case ast.BinOp(ast.Constant(int() | float() as share), ast.Div(), divisor) if share <= 1:
             return _is_named(divisor, names)  # `1000 / steps` is a number of steps
         case ast.Call(args=given) if "hook" in last_name(node):
-            return any(_reads(one, names, None) for one in given)
+            return any(_reads(one, names) for one in given)
         case ast.BinOp(rate, ast.Div(), divisor):
             return _is_named(divisor, names) and any(_RATE.search(str(_written(part))) for part in walk(rate))
         case ast.AugAssign(target, ast.Div(), divisor):
@@ -88,8 +108,8 @@ def _written(node: ast.AST) -> object:
     return node.value if isinstance(node, ast.Constant) else _last(node)
 
 
-def _reads(node: ast.AST, names: set[str], decision: ast.If | None) -> bool:
-    if node is decision or isinstance(node, ast.Compare | ast.JoinedStr):
+def _reads(node: ast.AST, names: set[str], passed_over: Collection[int] = ()) -> bool:
+    if id(node) in passed_over or isinstance(node, ast.Compare | ast.JoinedStr):
         return False
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv):
         return False
@@ -97,7 +117,7 @@ def _reads(node: ast.AST, names: set[str], decision: ast.If | None) -> bool:
         return False
     if isinstance(node, ast.AugAssign) and _adds_number(node):
         return False
-    return _is_named(node, names) or any(_reads(child, names, decision) for child in children(node))
+    return _is_named(node, names) or any(_reads(child, names, passed_over) for child in children(node))
 
 
 def _adds_number(statement: ast.AugAssign) -> bool:

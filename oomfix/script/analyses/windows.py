@@ -119,12 +119,17 @@ def _is_hand_counted(guard: Guard, loop: Loop) -> bool:
     return counted and reset
 
 
+def is_window_name(path: str) -> bool:
+    """Whether a name speaks of accumulation: `accumulation_steps`, `args.accumulate`."""
+    return bool(_WINDOW_NAME.search(path))
+
+
 def is_window_test(test: ast.expr) -> bool:
     """`(i + 1) % k == 0` and its kin: true once every few iterations."""
     for node in walk(test):
         if _remainder(node) is not None:
             return True
-        if isinstance(node, ast.Name | ast.Attribute) and _WINDOW_NAME.search(path_of(node) or ""):
+        if isinstance(node, ast.Name | ast.Attribute) and is_window_name(path_of(node) or ""):
             return isinstance(test, ast.Compare | ast.BoolOp) and not _is_compared_with_one(test)
     return False
 
@@ -161,7 +166,7 @@ def _counts_a_window(node: ast.For) -> bool:
         return False
     if not iterable.args:
         return False
-    return bool(_WINDOW_NAME.search(" ".join(_names(iterable)))) or _fetches_batches(node)
+    return is_window_name(" ".join(_names(iterable))) or _fetches_batches(node)
 
 
 def _fetches_batches(loop: Loop) -> bool:
