@@ -1092,3 +1092,19 @@ def test_the_forward_of_what_only_compares_outputs_is_none_of_a_network(read, na
 def test_the_forward_of_anything_else_is_one(read):
     lines = [forward.node.lineno for forward in read(DISTANCES.format(name="Projection")).trace.forwards.values()]
     assert lines == [7, 7, 8, 13, 13, 14]
+
+
+@pytest.mark.parametrize("mapping", ["dict", "collections.OrderedDict", "OrderedDict"])
+def test_a_step_that_puts_weights_into_a_mapping_leaves_its_graph_in_them(report, mapping):
+    code = f"""
+        import collections
+        import torch
+        from collections import OrderedDict
+        for x, y, query, target in loader:
+            weights = {mapping}(net.named_parameters())
+            loss = criterion(net(x.cuda(), weights), y)
+            gradients = torch.autograd.grad(loss, weights.values(), create_graph=True)
+            weights = {mapping}((name, w - 0.1 * g) for (name, w), g in zip(weights.items(), gradients))
+            criterion(net(query.cuda(), weights), target).backward()
+    """
+    assert report(code) == [("OOM202", 6), ("OOM202", 9)]

@@ -45,6 +45,10 @@ def forwards(report, *statements):
         ["out = SimpleNamespace()", "out.guess = model(x)", "loss = compare(out)"],
         ["objective.guess = model(x)", "loss = objective.loss()"],
         ["criterion.guess = model(x)", "criterion.y = y", "loss = criterion.get_loss()"],
+        # attributes that methods out of sight fill
+        ["objective.add(model(x), y)", "loss = objective.total_loss"],
+        ["objective.add(value=model(x))", "loss = F.mse_loss(objective.log_probs, y)"],
+        ["objective.add(model(x))", "loss = (objective.logprob * y).mean()"],
         # entries
         ["batch.update(model(x))", "loss = compute(batch)"],
         ["out = {}", "out.setdefault('a', []).append(model(x))", "loss = F.cross_entropy(torch.cat(out['a']), y)"],
@@ -65,6 +69,8 @@ def test_the_graph_of_an_output_is_followed(report, statements):
         ["criterion.guess = model(x).detach()", "loss = criterion.get_loss()"],
         ["meter.update({'guess': model(x).detach()})", "loss = total_loss(meter)"],
         ["batch.guess = y", "loss = total_loss(batch)"],
+        ["objective.add(model(x).detach())", "loss = (objective.log_probs * y).mean()"],
+        ["objective.add(model(x))", "loss = (objective.targets * y).mean()"],
         ["compare = functools.partial(F.mse_loss, y, reduction='sum')", "loss = compare(x)"],
     ],
 )

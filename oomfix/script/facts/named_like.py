@@ -31,7 +31,7 @@ _FORWARD_METHOD = re.compile(
     r"(features?|logits?|loss|^p_losses|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|^get_(action_and_)?values?)$",
     re.IGNORECASE,
 )
-_LIKELIHOOD = re.compile(r"(loss|likelihood|(^|_)nll|log_?prob)$", re.IGNORECASE)
+_LIKELIHOOD = re.compile(r"(loss|likelihood|(^|_)nll|log_?probs?)$", re.IGNORECASE)
 _GIVES_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
 _GIVES_INTEGERS = re.compile(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
 _RUNNING_METHOD = re.compile(
@@ -165,7 +165,7 @@ def looks_like_forward(method: str) -> bool:
 
 
 def is_likelihood(method: str) -> bool:
-    """Whether a method of a network is named like a loss or a likelihood, which is there to be differentiated."""
+    """Whether a method or an attribute is named like a loss or a likelihood, which is there to be differentiated."""
     return bool(_LIKELIHOOD.search(method))
 
 

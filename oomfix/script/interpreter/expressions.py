@@ -9,7 +9,7 @@ from typing import Any
 
 from oomfix.script.facts import torch_facts
 from oomfix.script.facts.definitions import Function, Inherited
-from oomfix.script.facts.named_like import looks_like_loss, looks_like_metric, looks_like_part
+from oomfix.script.facts.named_like import is_likelihood, looks_like_loss, looks_like_metric, looks_like_part
 from oomfix.script.facts.values import (
     MISSING,
     NONE,
@@ -134,7 +134,8 @@ class Expressions(Calls):
         if base.kind is Kind.MODULE and node.attr == "training":
             evaluating = self.state.evaluating.get(self._identity(base, path_of(node.value)))
             return NUMBER if evaluating is None else constant(not evaluating)
-        if base.kind in (Kind.MODULE, Kind.UNKNOWN, Kind.LOSS) and not base.graph and looks_like_loss(node.attr):
+        differentiable = looks_like_loss(node.attr) or is_likelihood(node.attr)
+        if base.kind in (Kind.MODULE, Kind.UNKNOWN, Kind.LOSS) and not base.graph and differentiable:
             left = self.binding_of(left_by_methods(node.value))
             return UNKNOWN if left is None else left.value
         if base.kind is Kind.MODULE:

@@ -75,6 +75,8 @@ class Externals(Methods):
             if content.graph and self.is_made_to_be_backpropagated():
                 return content.with_graph(Graph.MAYBE)  # an array of tensors, summed up
         if torch_facts.is_plain(name):
+            if name == "collections.OrderedDict":
+                return self._passed("dict", values)
             if name.startswith("collections."):
                 return Value(Kind.CONTAINER)
             return flatten(values[0]) if name.startswith("tqdm") and values else NUMBER
