@@ -77,6 +77,19 @@ class Model:
 """,
             (11,),
         ),
+        Invalid(
+            """
+loss, hidden = 0, None
+for i, (x, y) in enumerate(loader):
+    out, hidden = model(x, hidden)
+    loss = loss + criterion(out, y)
+    if i % 20 == 0:
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        loss, hidden = 0, hidden.detach()
+""",
+            (7,),
+        ),
     ]
     VALID = [
         """
@@ -117,5 +130,14 @@ class Model:
             loss = criterion(self.net(x), y) + self.penalty
             loss.backward(retain_graph=True)
             self.optimizer.step()
+""",
+        """
+hidden = None
+for i, (x, y) in enumerate(loader):
+    if i % 20 == 0:
+        hidden = hidden.detach()
+    out, hidden = model(x, hidden)
+    criterion(out, y).backward(retain_graph=True)
+    optimizer.step()
 """,
     ]

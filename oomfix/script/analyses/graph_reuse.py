@@ -7,11 +7,12 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 from oomfix.script.analyses.carried_leaves import carried_from_leaves
-from oomfix.script.analyses.rounds import carries_over, feeds_itself, read_first
+from oomfix.script.analyses.rounds import carries_over, fed_back, feeds_itself, read_first
+from oomfix.script.analyses.windows import is_window_test
 from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.leaves import leaves_of
 from oomfix.script.facts.trace import Backward, Loop, Trace, exclude_each_other
-from oomfix.script.syntax.names import last_of, path_of
+from oomfix.script.syntax.names import last_of, path_of, unpacked
 from oomfix.script.syntax.nodes import Scope, encloses, walk
 
 _COMPUTING = frozenset("softmax log_softmax exp sigmoid tanh relu matmul mm bmm normalize sqrt pow mean sum".split())
@@ -55,6 +56,7 @@ class GraphReuse:
             or self._uses_older_tensors(loop)
             or self._adds_older_attribute(loop)
             or carried_from_leaves(loop, self._nodes_beside(loop))
+            or _is_cut_off_at_times(backward, loop)
         ):
             return True
         sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
@@ -192,6 +194,21 @@ class GraphReuse:
         unseen = not (other.origins and backward.origins) and other.site.function is backward.site.function
         shared = other.origins & backward.origins or other.unseen & backward.unseen
         return bool(shared) or (unseen and other.node is not backward.node)
+
+
+def _is_cut_off_at_times(backward: Backward, loop: Loop) -> bool:
+    """`if i % k == 0: state = state.detach()`: between these, each backward goes through the rounds before as well."""
+    waited_for = {id(guard.statement) for guard in backward.site.guards}
+    rebound = {
+        path_of(name)
+        for node in walk(loop)
+        if isinstance(node, ast.If) and id(node) not in waited_for and is_window_test(node.test)
+        for statement in walk(node)
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        for name in unpacked(target)
+    }
+    return bool(rebound) and not rebound.isdisjoint(fed_back(loop))
 
 
 def _is_handed(function: Function, call: ast.Call) -> bool:

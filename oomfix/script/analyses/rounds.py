@@ -48,6 +48,11 @@ def _asks_environment(node: ast.Assign) -> bool:
 
 def feeds_itself(loop: Loop) -> bool:
     """Whether a round gives a call what that call has returned in the round before (`out, state = step(x, state)`)."""
+    return bool(fed_back(loop))
+
+
+def fed_back(loop: Loop) -> set[str]:
+    """The names of what a call of a round gets and returns, and that come from the round before."""
     fed = {
         name
         for node in walk(loop)
@@ -57,7 +62,7 @@ def feeds_itself(loop: Loop) -> bool:
         for argument in node.value.args
         for name in set(_names(target)) & _handed(argument)
     }
-    return bool(fed) and bool(fed & read_first(loop))
+    return fed & read_first(loop) if fed else fed
 
 
 def _handed(argument: ast.expr) -> set[str]:
