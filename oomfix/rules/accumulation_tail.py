@@ -63,6 +63,17 @@ for i, (x, y) in enumerate(loader):
 """,
             (4,),
         ),
+        Invalid(
+            """
+for i, (x, y) in enumerate(loader):
+    step = i + 1
+    (criterion(model(x), y) / 4).backward()
+    if step % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+            (5,),
+        ),
     ]
     VALID = [
         """
@@ -85,6 +96,15 @@ for epoch in range(epochs):
     for x, y in loader:
         (criterion(model(x), y) / 4).backward()
         step += 1
+        if step % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+        """
+for epoch in range(epochs):
+    for i, (x, y) in enumerate(loader):
+        step = epoch * len(loader) + i + 1
+        (criterion(model(x), y) / 4).backward()
         if step % 4 == 0:
             optimizer.step()
             optimizer.zero_grad()

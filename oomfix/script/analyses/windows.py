@@ -250,10 +250,20 @@ def _is_the_whole_run(loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
 
 def _is_counted_per_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
     counters = set(_names(test))
+    counters |= set(_counted_from(counters, loop))
     counted = [loop, *(outer for outer in own if _enumerates(outer) and encloses(outer, loop))]
     return any(counters & set(_names(node.target)) for node in counted) or any(
         _starts_with_the_epoch(counter, loop, own) for counter in counters
     )
+
+
+def _counted_from(counters: set[str], loop: Loop) -> Iterator[str]:
+    """`i`, of a counter that each round sets to `i + 1`."""
+    for node in walk(loop):
+        match node:
+            case ast.Assign([ast.Name(counter)], ast.BinOp(ast.Name(index), ast.Add(), ast.Constant())):
+                if counter in counters:
+                    yield index
 
 
 def _is_dropped_by_the_next_epoch(test: ast.expr, loop: ast.For | ast.AsyncFor, own: list[ast.AST]) -> bool:
