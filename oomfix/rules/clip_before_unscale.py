@@ -30,7 +30,9 @@ class ClipBeforeUnscale(Rule):
         scaled = [
             clip
             for clip in script.trace.clips
-            if "scaled" in clip.gradients and not script.precision.is_without_scaler(clip.site)
+            if "scaled" in clip.gradients
+            and not script.precision.is_without_scaler(clip.site)
+            and not script.precision.is_unscaled_where_scaled(clip)
         ]
         for clip in script.distinct(scaled):
             yield self.finding(
@@ -85,8 +87,47 @@ for x, y in loader:
 """,
             (12,),
         ),
+        Invalid(
+            """
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    with torch.autocast("cuda", enabled=args.amp):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    if args.amp:
+        scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+""",
+            (10,),
+        ),
     ]
     VALID = [
+        """
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled=args.amp)
+for x, y in loader:
+    with torch.autocast("cuda", enabled=args.amp):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    if args.amp:
+        scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+""",
+        """
+import torch
+def train(model, loader, optimizer, scaler, use_amp):
+    for x, y in loader:
+        with torch.autocast("cuda", enabled=use_amp):
+            loss = criterion(model(x), y)
+        scaler.scale(loss).backward()
+        if scaler.is_enabled():
+            scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+""",
         """
 import torch
 scaler = torch.amp.GradScaler("cuda")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from oomfix.script.analyses.training_loop import TrainingLoop
 from oomfix.script.facts.torch_facts import SCALERS
-from oomfix.script.facts.trace import Backward, Forward, Site, Trace
+from oomfix.script.facts.trace import Backward, Clip, Forward, Site, Trace
+from oomfix.script.interpreter.contexts import AUTOCAST
 from oomfix.script.syntax.imports import Imports
-from oomfix.script.syntax.names import last_of, path_of
+from oomfix.script.syntax.names import last_name, last_of, path_of
 from oomfix.script.syntax.nodes import walk
 
 if TYPE_CHECKING:
@@ -131,6 +132,29 @@ class Precision:
             if isinstance(guard.statement, ast.If)
         )
 
+    def is_unscaled_where_scaled(self, clip: Clip) -> bool:
+        """`if args.amp: scaler.unscale_(optimizer)` ahead of a clip: without this flag the scaler scales nothing."""
+        if "unscaled" not in clip.gradients:
+            return False
+        around = {id(guard.statement) for guard in clip.site.guards}
+        for event in self._trace.calls.get("unscale_", ()):
+            if event.order <= clip.order and event.site.runs == clip.site.runs:
+                asked = [guard for guard in event.site.guards if id(guard.statement) not in around]
+                if asked and all(guard.value and self._enables_scaling(guard.test) for guard in asked):
+                    return True
+        return False
+
+    def _enables_scaling(self, test: ast.expr) -> bool:
+        """`scaler.is_enabled()`, or what the scaler is made with."""
+        is_asked = isinstance(test, ast.Call) and last_name(test) == "is_enabled"
+        return is_asked or _last_or_all(test) in self._enabling
+
+    @cached_property
+    def _enabling(self) -> set[str]:
+        """What `GradScaler(enabled=args.amp)` is given, or autocast where the scaler is made out of sight."""
+        made = list(self._imports.calls(*SCALERS)) or self._imports.calls(*AUTOCAST)
+        return {_last_or_all(keyword.value) for call in made for keyword in call.keywords if keyword.arg == "enabled"}
+
     def unscaled(self, loop: TrainingLoop) -> list[Forward]:
         """The fp16 forwards of a loop whose gradients nothing scales."""
         half = [forward for forward in loop.forwards if forward.site.autocast == "float16"]
@@ -163,6 +187,12 @@ class Precision:
             for node in self._imports.nodes.of(ast.Assign)
             if isinstance(node.value, ast.Call) and _DATA_SCALER.search(ast.unparse(node.value.func))
         }
+
+
+def _last_or_all(node: ast.expr) -> str:
+    """`amp` of `args.amp`; what is no path, as it is written."""
+    path = path_of(node)
+    return ast.unparse(node) if path is None else last_of(path)
 
 
 def _definitions_around(loop: TrainingLoop) -> set[ast.stmt]:

@@ -14,7 +14,7 @@ _GRAD_MODES = ("torch", "torch.autograd", "torch.autograd.grad_mode")
 """The modules that offer torch's switches of gradients."""
 _SWITCHES = ("no_grad", "inference_mode", "enable_grad", "set_grad_enabled")
 _NULL = ("contextlib.nullcontext", "contextlib.suppress", "contextlib.ExitStack")
-_AUTOCAST = (
+AUTOCAST = (
     "torch.autocast",
     "torch.amp.autocast",
     "torch.amp.autocast_mode.autocast",
@@ -37,7 +37,7 @@ def makes_context(function: Value) -> bool:
     if function.kind is not Kind.EXTERNAL:
         return False
     module, _, name = function.ref.rpartition(".")
-    return function.ref in (*_AUTOCAST, *_NULL) or (module in _GRAD_MODES and name in _SWITCHES)
+    return function.ref in (*AUTOCAST, *_NULL) or (module in _GRAD_MODES and name in _SWITCHES)
 
 
 def context_of_call(node: ast.Call, qualified: str, given: Given) -> Value | None:
@@ -45,7 +45,7 @@ def context_of_call(node: ast.Call, qualified: str, given: Given) -> Value | Non
     module, _, name = qualified.rpartition(".")
     if module in _GRAD_MODES and (switch := _grad_switch(name, given.argument("mode").constant)) is not None:
         return switch
-    if qualified in _AUTOCAST:
+    if qualified in AUTOCAST:
         return _autocast(node, qualified, given)
     if qualified in _NULL:
         return NULL
