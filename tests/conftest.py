@@ -1,10 +1,20 @@
 """What no test leaves to the next, and no property depends on: how fast the machine is."""
 
+import gc
+
 import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_finish():
+    """What was imported lives as long as the tests: no collection need go through it, as each after an error of memory
+    would.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
