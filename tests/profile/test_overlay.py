@@ -18,6 +18,7 @@ def test_imports_find_the_rewritten_module_although_the_old_one_is_compiled_alre
     path.write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
     module = importlib.import_module("overlaid_module")
     assert module.value() == "old" and (tmp_path / "__pycache__").exists()
     del sys.modules["overlaid_module"]
