@@ -38,8 +38,9 @@ def test_networks_are_known_by_their_names(name):
         # a verb, also in camel case, also behind what it happens at
         *("self.saveModel", "loadNet", "hook.after_build_model", "self.describe_network", "learner.adapt_task_model"),
         *("spec.loader.exec_module", "pretrain_model", "fine_tune_net"),
+        *("stopping.store_model", "dump_net", "serialize_model", "tracker.watch_model", "unloadModel"),
         # what only begins like one
-        "logger.network_update",
+        *("logger.network_update", "logger.critical"),
         # capitals that stand for something else
         *("GAE", "DCT", "ELU", "DTW"),
         *("onehot_encoder", "label_encoder", "labelEncoder"),

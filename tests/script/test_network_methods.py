@@ -1239,3 +1239,41 @@ WAY_BACK = """
 def test_a_way_back_that_is_written_by_hand_is_no_forward(report):
     assert report(WAY_BACK.format(method="attention_backward")) == []
     assert report(WAY_BACK.format(method="attention_forward")) == [("OOM201", 20)]
+
+
+TRAINING_ITSELF = """
+    import torch
+    from torch import nn
+
+    class Learner(nn.Module):
+        def __init__(self, net, loaders, optimizer):
+            super().__init__()
+            self.net, self.optimizer = net.cuda(), optimizer
+            self.trained, self.validated = loaders
+
+        def {name}(self, epoch):
+            loss = self.measure()
+            self.history[epoch] = loss / len(self.validated)
+            self.net.train()
+
+        def measure(self):
+            self.net.eval()
+            with torch.no_grad():
+                return sum(criterion(self.net(x.cuda()), y).item() for x, y in self.validated)
+
+        def learn(self):
+            for epoch in range(9):
+                for x, y in self.trained:
+                    with torch.autocast("cuda", torch.bfloat16):
+                        loss = criterion(self.net(x.cuda()), y)
+                    self.optimizer.zero_grad()
+                    loss.backward()
+                    self.optimizer.step()
+                    if self.is_time(epoch):
+                        {call}
+"""
+
+
+@pytest.mark.parametrize("name", ["eval_all_tasks", "validate_once"])
+def test_an_evaluation_that_a_network_calls_for_its_effect_is_no_part_of_its_forward(report, name):
+    assert report(TRAINING_ITSELF.format(name=name, call=f"self.{name}(epoch=epoch)")) == []

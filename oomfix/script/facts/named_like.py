@@ -78,14 +78,15 @@ _VERB = re.compile(
     r"grow|shrink|select|choose|new|copy|convert|register|compile|summarize|clip|clamp|weights?|compute|calculate|calc|"
     r"wrap|unwrap|configure|validation|training|on|clone|move|merge|fuse|prune|quantize|shard|consolidate|push|upload|"
     r"download|fetch|import|find|remove|delete|replace|patch|check|is|has|describe|adapt|construct|compare|inspect|"
-    r"sample|generate|exec|pretrain|fine_?tune|append|insert|pop)"
+    r"sample|generate|exec|pretrain|fine_?tune|append|insert|pop|store|dump|unload|watch|serialize|instantiate|"
+    r"broadcast)"
     r"(_|$|(?-i:[A-Z]))",
     re.IGNORECASE,
 )
 _NO_NETWORK_NAME = re.compile(
     r"early_?stop|tokeni[sz]er|spacy|(one_?hot|label|ordinal)_?encoder$|(batch|data|label|target)_?extractor$|"
     r"(\w+_)?(batch|data|task|episode|train|test|valid|val)_?(generator|gen)$|"
-    r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu)$",
+    r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu|critical)$",
     re.IGNORECASE,
 )
 _CONVERTER = re.compile(r"(^|_)(convert(er)?|codec|tokeni[sz]er|vocab|alphabet)$", re.IGNORECASE)

@@ -80,10 +80,11 @@ class Functions(Core):
             return self._is_for_training(node)
         if is_bare(function) or _hands_on(function) or not self._is_part_of_forward(function):
             return False
-        own_loss = looks_like_loss(function.name) and (path_of(node.func) or "").startswith("self.")
-        if own_loss or runs_nothing(function.name) or goes_backwards(function.name):
+        own, for_effect = (path_of(node.func) or "").startswith("self."), self.is_for_effect(node)
+        own_pass = own and (looks_like_loss(function.name) or (function.evaluates and for_effect))
+        if own_pass or runs_nothing(function.name) or goes_backwards(function.name):
             return False  # the forwards are those that stand in it, if any
-        for_a_log = self.is_for_effect(node) and looks_like_logging(function.name)
+        for_a_log = for_effect and looks_like_logging(function.name)
         if function.name in ("train", "eval") and not node.args:
             return False  # it switches its parts, as `nn.Module` would
         return not for_a_log and not self._is_in_constructor_of(receiver)
