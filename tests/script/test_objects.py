@@ -324,6 +324,18 @@ def test_a_parameter_stands_for_an_object_of_the_class_that_it_is_named_after(re
 
 
 @pytest.mark.parametrize(
+    ("parameter", "cls"),
+    [
+        *(("agent", f"QAgent{edition}") for edition in ("PyTorch", "Torch", "_torch", "V2", "2")),
+        *(("agent2", "QAgent2"), ("agent: QAgentV2", "QAgentV2")),
+    ],
+)
+def test_the_library_and_the_version_may_be_left_out_of_the_name_of_a_class(read, parameter, cls):
+    code = QAGENT.format(parameter=parameter, name=parameter.split(":")[0], method="learn")
+    assert [loop.line for loop in read(code.replace("class QAgent", f"class {cls}")).loops] == [15]
+
+
+@pytest.mark.parametrize(
     ("parameter", "method"),
     [("agent: Other", "learn"), ("player", "learn"), ("t", "learn"), ("agent", "act"), ("agent: QAgent", "act")],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from functools import cached_property, reduce
 
@@ -21,6 +22,7 @@ from oomfix.script.syntax.parameters import named_parameters, placed_parameters
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
 _SHORTEST_NAME = 3
+_EDITION = re.compile(r"((py)?torch|v?\d+)$")
 _OBJECTS = (Kind.MODULE, Kind.INSTANCE, Kind.LOSS, Kind.OPTIMIZER)
 """What an object is made with in sight, and may be made with elsewhere: settings may be others there."""
 
@@ -273,14 +275,18 @@ class Follower(Flow):
 
     @cached_property
     def _classes_by_ending(self) -> dict[str, list[Class]]:
-        """The classes of the file by each ending of their names of three letters and more: `DQNAgent` by `agent`."""
+        """The classes of the file by each ending of their names of three letters and more: `DQNAgent` by `agent`.
+
+        The library and the version are no part of a name: `TrainerPyTorch`, `DQNAgentV2`.
+        """
         found: dict[str, list[Class]] = {}
         for owner in {method.owner: None for method in self.functions if method.owner is not None}:
             # A network or a Lightning module trains in other hands.
             if not (owner.is_module or owner.is_lightning):
                 name = owner.name.replace("_", "").lower()
-                for start in range(len(name) - _SHORTEST_NAME + 1):
-                    found.setdefault(name[start:], []).append(owner)
+                for whole in {name, _EDITION.sub("", name)}:
+                    for start in range(len(whole) - _SHORTEST_NAME + 1):
+                        found.setdefault(whole[start:], []).append(owner)
         return found
 
     def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
