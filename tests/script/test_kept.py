@@ -1209,3 +1209,60 @@ def test_a_loss_made_of_itself_behind_the_backward_may_be_a_number(report, funct
     converted = f"loss = {function}(loss)"
     assert kept(report(CONVERTED.format(function=function, ahead="pass", behind=converted))) == []
     assert kept(report(CONVERTED.format(function=function, ahead=converted, behind="pass"))) == [("OOM101", 10)]
+
+
+REBOUND = """
+    import torch
+    from project import Average, step
+    kept, meter = [], Average()
+    for i, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        {between}
+        loss.backward()
+        optimizer.step()
+        meter.add(loss.item())
+        {statement}
+"""
+
+
+@pytest.mark.parametrize("value", ["meter.get(clear=True)", "meter.average", "step(i)", "meter.average / 2"])
+@pytest.mark.parametrize("statement", ["loss = {}; kept.append(loss)", "if i % 9 == 0: loss = {}; kept.append([loss])"])
+def test_a_name_that_is_bound_anew_behind_its_backward_holds_no_graph(report, value, statement):
+    code = REBOUND.format(between="pass", statement=statement.format(value))
+    assert kept(report(code)) == []
+
+
+@pytest.mark.parametrize("between", ["loss = step(loss, i)", "if i % 9: loss = step(i); kept.append(loss)"])
+def test_ahead_of_its_backward_it_does(report, between):
+    code = REBOUND.format(between=between, statement="kept.append(loss)")
+    assert kept(report(code))[-1:] == [("OOM102", 10)]
+
+
+def test_between_two_backwards_it_does(report):
+    code = """
+        import torch
+        from project import first, second
+        kept = []
+        for x in loader:
+            loss = first(x)
+            loss.backward()
+            loss = second(x)
+            kept.append(loss)
+            loss.backward()
+            optimizer.step()
+    """
+    assert kept(report(code)) == [("OOM102", 8)]
+
+
+def test_what_the_next_round_backpropagates_does_as_well(report):
+    code = """
+        import torch
+        from project import step
+        loss = step(model, next(batches))
+        for i in range(100):
+            loss.backward()
+            optimizer.step()
+            loss = step(model, next(batches))
+            kept.append(loss)
+    """
+    assert kept(report(code)) == [("OOM102", 8)]

@@ -68,6 +68,8 @@ class Hints:
     """What is asked whether it is an optimizer: on the other way of the branch it may be a function, and is called."""
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
+    last_backward: dict[tuple[Scope, str], int] = field(default_factory=dict)
+    """The line of the last backward on each of these paths itself."""
     names: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
     """The functions in which a name is written."""
     attributes: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
@@ -290,7 +292,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         if called == "isinstance" and len(node.args) == 2 and _are_optimizers(node.args[1]):
             hints.optimizers.add(path_of(node.args[0]) or "")
         if looks_like_scaler(called) and not last_of(called)[:1].isupper() and len(node.args) > 1:
-            hints.backwarded.update(scoped(path, scope) for path in _additive_terms(node.args[0]))
+            _read_backward(node, node.args[0], scope, hints)
     if not isinstance(node.func, ast.Attribute):
         return
     method = node.func.attr
@@ -301,7 +303,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
             hints.leaves.add(receiver)
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
-        hints.backwarded.update(scoped(path, scope) for path in _additive_terms(root))
+        _read_backward(node, root, scope, hints)
     elif receiver is not None and method == "__call__":
         hints.called.add(receiver)
     elif receiver is not None and (method in _MODULE_METHODS or (method in _OF_RECURRENT and receiver != "self")):
@@ -310,6 +312,13 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.filled.add(receiver)
     elif receiver is not None and (method == "zero_grad" or (method in MOVES and not receiver.endswith("[*]"))):
         hints.moved.add(receiver)  # of several, each of which is moved, all may be mere functions of what they hold
+
+
+def _read_backward(node: ast.Call, root: ast.expr, scope: Scope, hints: Hints) -> None:
+    for path in _additive_terms(root):
+        key = scoped(path, scope)
+        hints.backwarded.add(key)
+        hints.last_backward[key] = max(node.lineno, hints.last_backward.get(key, 0))
 
 
 def _read_optimized(given: ast.expr, hints: Hints) -> None:

@@ -10,7 +10,18 @@ from oomfix.script.facts.definitions import Function, Instance
 from oomfix.script.facts.hints import Hints, scoped
 from oomfix.script.facts.named_like import looks_like_module, looks_like_record
 from oomfix.script.facts.torch_facts import holds_networks
-from oomfix.script.facts.trace import Autocast, Event, Guard, Keep, Loop, Manner, ModuleAttribute, Site, Trace
+from oomfix.script.facts.trace import (
+    Autocast,
+    Event,
+    Guard,
+    Keep,
+    Loop,
+    Manner,
+    ModuleAttribute,
+    Site,
+    Trace,
+    exclude_each_other,
+)
 from oomfix.script.facts.values import NO_ORIGINS, PLAIN_TENSOR, UNKNOWN, Graph, Kind, Value, flatten
 from oomfix.script.interpreter.contexts import autocast_under, grad_under
 from oomfix.script.interpreter.state import Binding, Frame, State
@@ -218,7 +229,7 @@ class Core(ABC):
         known = value.graph is Graph.YES or value.kind not in (Kind.UNKNOWN, Kind.TENSOR)
         if known or path is None or self.state.grad is not Graph.YES:
             return value
-        if not self._is_backwarded(path) or self._is_made_of_itself(path):
+        if not self._is_backwarded(path) or self._is_made_of_itself(path) or self.is_bound_anew(path):
             return value
         if value.kind is Kind.TENSOR and value.graph is Graph.NO:
             return value
@@ -238,6 +249,23 @@ class Core(ABC):
             case ast.Assign(value=ast.Call(args=arguments)):
                 return path in map(path_of, arguments)
         return False
+
+    def is_bound_anew(self, path: str | None) -> bool:
+        """`loss = meter.average`, behind the last backward on what this round has bound the name to."""
+        binding = self.lookup(path) if path is not None else None
+        if path is None or binding is None or not binding.value.origins:
+            return False
+        last = self.hints.last_backward.get(scoped(path, self._scope))
+        if last is None or self.statement is None or self.statement.lineno <= last:
+            return False
+        here = self.site()
+        return any(
+            (backward.origins | backward.unseen) & binding.value.origins
+            and backward.site.loops == binding.loops
+            and backward.site.shares_round(here)
+            and not exclude_each_other(backward.site.guards, here.guards)
+            for backward in self.trace.backwards
+        )
 
     def _is_backwarded(self, path: str) -> bool:
         """Whether a backward runs on a name of this function, or on what it is summed into."""

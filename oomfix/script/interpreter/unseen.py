@@ -297,6 +297,8 @@ class Unseen(Containers):
         positions = self.hints.graph_callees.get(path or "")
         if positions is None or self.state.grad is Graph.NO:
             return None
+        if isinstance(self.statement, ast.Assign) and self.is_bound_anew(path_of(self.statement.targets[0])):
+            return None
         graph = self.state.grad
         origins = content.origins or self.unseen_forward(path or "")
         if None in positions:
