@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 
 from oomfix.script.facts.named_like import is_likelihood, is_loss_not_weight
 from oomfix.script.facts.trace import Backward, Forward, Step, Trace
-from oomfix.script.syntax.names import MOVES, last_of, path_of
+from oomfix.script.syntax.names import MOVES, last_of, path_of, undistributed
 
 _OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
 """Under these names a network holds the optimizer of its parameters."""
@@ -78,11 +78,11 @@ def methods_of_trained(trace: Trace, calls: Sequence[ast.Call], assignments: Seq
     for backward in trace.backwards:
         ran = list(trace.forwards_of(backward.origins))
         for forward in ran:
-            network = (forward.path or "").rpartition(".")[0]
+            network = undistributed(forward.path or "").rpartition(".")[0]
             trained = f"{network}.parameters" in called or f"{network}.train" in called
             if forward.direct or forward.evaluating or backward.unseen or not trained:
                 continue
-            if len(ran) == 1 or _is_run_by_one_method(network, ran, called, assignments):
+            if len({one.method for one in ran}) == 1 or _is_run_by_one_method(network, ran, called, assignments):
                 found.add(forward.method)
     return found
 

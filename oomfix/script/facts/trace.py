@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from oomfix.script.facts.values import Graph
+from oomfix.script.syntax.names import undistributed
 from oomfix.script.syntax.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -131,8 +132,11 @@ class Forward(Event):
 
     @property
     def method(self) -> Hashable:
-        """What is called, as it is written, and the class of its `self`, also in a function within a method."""
-        path = self.path or ast.unparse(self.node.func)
+        """What is called, as it is written, and the class of its `self`, also in a function within a method.
+
+        `net.module.encode` of what distributes a network is `net.encode`.
+        """
+        path = undistributed(self.path or ast.unparse(self.node.func))
         owners = (function.owner for function in self.site.functions if function.owner is not None)
         return path, next(owners, None) if path.startswith("self.") else None
 

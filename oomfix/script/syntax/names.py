@@ -90,6 +90,12 @@ def imported(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
     return [(alias.asname or alias.name, f"{module}.{alias.name}") for alias in node.names]
 
 
+def undistributed(path: str) -> str:
+    """`net.encode` of `net.module.encode`: what `DistributedDataParallel` is put around is its `module`."""
+    holder, wrapped, rest = path.partition(".module.")
+    return f"{holder}.{rest}" if wrapped and holder != "self" else path
+
+
 def without_moves(node: ast.expr) -> ast.expr:
     """`Net(size)` of `Net(size).to(device)`: what is moved where it is made."""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MOVES:

@@ -232,6 +232,31 @@ def test_what_is_all_that_runs_a_trained_network_is_its_forward_beside_others(re
     assert [line for code, line in report(code) if code == "OOM202"] == found
 
 
+WRAPPED = """
+    import torch
+
+    class Trainer:
+        def fit(self, model, optimizer, loader):
+            {net}.cuda(); {net}.train()
+            for x, y in loader:
+                if self.distributed:
+                    loss = {net}.module.{wrapped}(x, y)
+                else:
+                    loss = {net}.step(x, y)
+                loss.backward()
+                optimizer.step()
+            with torch.no_grad():
+                print({net}(x))
+"""
+
+
+@pytest.mark.parametrize("net", ["model", "self.net"])
+@pytest.mark.parametrize(("wrapped", "found"), [("step", [8, 10]), ("other", [])])
+def test_a_method_of_a_network_is_the_same_behind_what_distributes_it(report, net, wrapped, found):
+    code = WRAPPED.format(net=net, wrapped=wrapped)
+    assert [line for code, line in report(code) if code == "OOM202"] == found
+
+
 def test_what_a_loader_draws_is_no_forward(report):
     """Nothing of it is on a device: `train()` chooses between two sets of data."""
     code = """
