@@ -96,3 +96,30 @@ SAMPLED = """
 )
 def test_samplers_turn_gradients_off_around_what_they_call(report, call, found):
     assert report(SAMPLED.format(call=call)) == found
+
+
+MEASURED = """
+    import torch
+    from project import choose
+
+    def validate(model, loader, {name}):
+        with torch.no_grad():
+            outputs = [(model(x.cuda()), y) for x, y in loader]
+        for out, y in outputs:
+            print({name}(out, y.cuda()).item())
+
+    def main(args):
+        model, {name} = choose(args), choose(args)
+        {name}.to("cuda")
+        validate(model.cuda(), args.loader, {name})
+"""
+
+
+@pytest.mark.parametrize("name", ["metric", "auroc_metric", "accuracy", "fid", "train_meter"])
+def test_a_metric_that_is_moved_to_a_device_is_no_network(report, name):
+    assert report(MEASURED.format(name=name)) == []
+
+
+@pytest.mark.parametrize("name", ["similarity", "geometric_branch", "reparameterizer"])
+def test_anything_else_that_is_moved_and_called_is_one(report, name):
+    assert report(MEASURED.format(name=name)) == [("OOM201", 8)]

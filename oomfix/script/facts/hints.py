@@ -18,6 +18,7 @@ from oomfix.script.facts.named_like import (
     abbreviates_loss,
     is_loss_not_weight,
     looks_like_loss,
+    looks_like_metric,
     looks_like_module,
     looks_like_network_with_loss,
     looks_like_part,
@@ -134,7 +135,7 @@ class Hints:
         if path in self.losses or path in self.optimizers:
             return False
         run = path in self.called and path not in self.asked_by_name
-        moved = path in self.moved and (run or path in self.owners_of_parts)
+        moved = path in self.moved and (run or path in self.owners_of_parts) and not looks_like_metric(path)
         each = f"{path.rpartition('[')[0]}[*]" if path.endswith("']") else path
         return moved or path in self.modules or each in self.modules
 

@@ -56,7 +56,8 @@ _LOGGING = re.compile(
 )
 _SAVING = re.compile(r"early_?stop|(^|_)save_\w*(model|net|state|weights|best)|check_?point(er|ing)?$", re.IGNORECASE)
 _METRIC = re.compile(
-    r"metric|meter|evaluator|logger|accuracy|confusion|perplexity|(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
+    r"(?<!para|volu)(?<!geo|sym|bio|iso)met(ric|er)|evaluator|logger|accuracy|confusion|perplexity|"
+    r"(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
     re.IGNORECASE,
 )
 _RECORD = re.compile(
