@@ -1266,3 +1266,20 @@ def test_what_the_next_round_backpropagates_does_as_well(report):
             kept.append(loss)
     """
     assert kept(report(code)) == [("OOM102", 8)]
+
+
+def test_a_term_of_a_loss_that_is_bound_anew_with_it_holds_no_graph(report):
+    code = """
+        import torch
+        from project import Average
+        kept, meter = [], Average()
+        for i, (x, y) in enumerate(loader):
+            first, second = criterion(model(x), y), penalty(model)
+            loss = first + second
+            loss.backward()
+            optimizer.step()
+            if i % 9 == 0:
+                loss, first = meter.get(clear=True)
+                kept.append({"loss": loss, "first": first})
+    """
+    assert kept(report(code)) == []

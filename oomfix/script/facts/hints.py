@@ -70,7 +70,7 @@ class Hints:
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
     last_backward: dict[tuple[Scope, str], int] = field(default_factory=dict)
-    """The line of the last backward on each of these paths itself."""
+    """The line of the last backward on each of these paths, or on what it is summed into."""
     names: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
     """The functions in which a name is written."""
     attributes: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
@@ -293,7 +293,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         if called == "isinstance" and len(node.args) == 2 and _are_optimizers(node.args[1]):
             hints.optimizers.add(path_of(node.args[0]) or "")
         if looks_like_scaler(called) and not last_of(called)[:1].isupper() and len(node.args) > 1:
-            _read_backward(node, node.args[0], scope, hints)
+            _note_backwarded(_additive_terms(node.args[0]), scope, node.lineno, hints)
     if not isinstance(node.func, ast.Attribute):
         return
     method = node.func.attr
@@ -304,7 +304,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
             hints.leaves.add(receiver)
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
-        _read_backward(node, root, scope, hints)
+        _note_backwarded(_additive_terms(root), scope, node.lineno, hints)
     elif receiver is not None and method == "__call__":
         hints.called.add(receiver)
     elif receiver is not None and (method in _MODULE_METHODS or (method in _OF_RECURRENT and receiver != "self")):
@@ -315,11 +315,12 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         hints.moved.add(receiver)  # of several, each of which is moved, all may be mere functions of what they hold
 
 
-def _read_backward(node: ast.Call, root: ast.expr, scope: Scope, hints: Hints) -> None:
-    for path in _additive_terms(root):
+def _note_backwarded(terms: list[str], scope: Scope, line: int | None, hints: Hints) -> None:
+    for path in terms:
         key = scoped(path, scope)
         hints.backwarded.add(key)
-        hints.last_backward[key] = max(node.lineno, hints.last_backward.get(key, 0))
+        if line is not None:
+            hints.last_backward[key] = max(line, hints.last_backward.get(key, 0))
 
 
 def _read_optimized(given: ast.expr, hints: Hints) -> None:
@@ -440,9 +441,9 @@ def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -
         before = len(hints.backwarded)
         for scope, target, value in assignments:
             path = path_of(target)
-            if path is not None and scoped(path, scope) in hints.backwarded:
+            if path is not None and (whole := scoped(path, scope)) in hints.backwarded:
                 if isinstance(value, ast.BinOp | ast.UnaryOp):
-                    hints.backwarded.update(scoped(term, scope) for term in _additive_terms(value))
+                    _note_backwarded(_additive_terms(value), scope, hints.last_backward.get(whole), hints)
         if len(hints.backwarded) == before:
             break
     hints.backwarded |= {

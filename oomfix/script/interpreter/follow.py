@@ -284,7 +284,7 @@ class Follower(Flow):
             # A network or a Lightning module trains in other hands.
             if not (owner.is_module or owner.is_lightning):
                 name = owner.name.replace("_", "").lower()
-                for whole in {name, _EDITION.sub("", name)}:
+                for whole in dict.fromkeys((name, _EDITION.sub("", name))):
                     for start in range(len(whole) - _SHORTEST_NAME + 1):
                         found.setdefault(whole[start:], []).append(owner)
         return found

@@ -23,7 +23,7 @@ from oomfix.script.facts.named_like import (
 from oomfix.script.facts.trace import Handed
 from oomfix.script.facts.values import NO_ORIGINS, UNKNOWN, Given, Graph, Kind, Value, combine
 from oomfix.script.interpreter.containers import Containers
-from oomfix.script.syntax.names import last_of, path_of, without_moves
+from oomfix.script.syntax.names import last_of, path_of, unpacked, without_moves
 
 _COPYING = re.compile(r"(deep_?)?(copy|clone)(_?(module|model|net|network|learner))?$", re.IGNORECASE)
 _OF_OPTIMIZERS = frozenset({"param_groups", "state", "defaults"})
@@ -297,7 +297,8 @@ class Unseen(Containers):
         positions = self.hints.graph_callees.get(path or "")
         if positions is None or self.state.grad is Graph.NO:
             return None
-        if isinstance(self.statement, ast.Assign) and self.is_bound_anew(path_of(self.statement.targets[0])):
+        targets = self.statement.targets if isinstance(self.statement, ast.Assign) else []
+        if any(self.is_bound_anew(path_of(one)) for target in targets for one in unpacked(target)):
             return None
         graph = self.state.grad
         origins = content.origins or self.unseen_forward(path or "")
