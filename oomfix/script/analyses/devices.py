@@ -78,7 +78,7 @@ class Devices:
             return False
         followed, names = self._devices_of_tensors
         names = [*names, *self._tensors]
-        elsewhere = bool(self._overruled) or self._runs_elsewhere
+        elsewhere = self._decides_for_another
         idle = [*self._overruled, *self._set_elsewhere, *self._unused, *self._said, *self._not_of_torch, *followed]
         idle += [*self._visible, *self._offered]
         idle += [text for text in self._printed if elsewhere or isinstance(text, ast.Constant)]
@@ -94,7 +94,7 @@ class Devices:
     @cached_property
     def are_left_open(self) -> bool:
         """Whether nothing is decided here: no GPU is hidden, no other device is named, and none that is never used."""
-        return not (self._hides_gpus or self._overruled or self._runs_elsewhere or self._unused_devices)
+        return not (self._hides_gpus or self._decides_for_another or self._unused_devices)
 
     @cached_property
     def _hides_gpus(self) -> bool:
@@ -106,6 +106,11 @@ class Devices:
     def _visible(self) -> list[ast.Assign]:
         """What names the GPUs that are there, which puts nothing on them."""
         return [node for node in self._nodes.of(ast.Assign) if _VISIBLE in _targets(node)]
+
+    @cached_property
+    def _decides_for_another(self) -> bool:
+        """Whether the file itself decides for a device that is no GPU of CUDA."""
+        return bool(self._overruled) or self._runs_elsewhere
 
     @cached_property
     def _runs_elsewhere(self) -> bool:
@@ -128,12 +133,12 @@ class Devices:
 
     @cached_property
     def _offered(self) -> list[ast.expr | ast.stmt]:
-        """Options for a GPU that the command line offers and nothing reads."""
+        """Options for a GPU that the command line offers and nothing reads; where the file decides, nothing of it."""
         if "add_argument" not in self._source.text:
             return []
         from oomfix.script.analyses.options_unread import unread_options
 
-        return unread_options(self._nodes, _CUDA)
+        return unread_options(self._nodes, _CUDA, in_sight=self._decides_for_another)
 
     @cached_property
     def _set_elsewhere(self) -> list[ast.stmt]:

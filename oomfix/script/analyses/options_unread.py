@@ -6,13 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from oomfix.script.syntax.names import last_name
+from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import Nodes
 
 _PARSING = frozenset({"parse_args", "parse_known_args"})
 
 
-def unread_options(nodes: Nodes, pattern: re.Pattern[str]) -> list[ast.expr | ast.stmt]:
+def unread_options(nodes: Nodes, pattern: re.Pattern[str], in_sight: bool = False) -> list[ast.expr | ast.stmt]:
     """The calls that add options of some names which nothing reads, and the statements that read them in vain.
 
     `parser.add_argument("--gpu")` and `GPU = args.gpu`, where `GPU` is all there is of it.
@@ -20,9 +20,10 @@ def unread_options(nodes: Nodes, pattern: re.Pattern[str]) -> list[ast.expr | as
     Args:
         nodes: those of the file.
         pattern: what the names have.
+        in_sight: do not ask whether other files, which are handed all options, may read them.
     """
     offered = {call: name for call in nodes.of(ast.Call) if (name := _option(call)) and pattern.search(name)}
-    if not offered or _are_handed_over(nodes):
+    if not offered or (_are_handed_over(nodes) and not in_sight):
         return []
     loaded = {node.id for node in nodes.of(ast.Name) if isinstance(node.ctx, ast.Load)}
     in_vain = {
@@ -32,7 +33,9 @@ def unread_options(nodes: Nodes, pattern: re.Pattern[str]) -> list[ast.expr | as
     }
     found: list[ast.expr | ast.stmt] = []
     for call, name in offered.items():
-        reads: list[ast.expr] = [node for node in nodes.of(ast.Attribute) if node.attr == name]
+        reads: list[ast.expr] = [
+            node for node in nodes.of(ast.Attribute) if node.attr == name and path_of(node) != f"torch.{name}"
+        ]
         if all(read in in_vain for read in reads):
             found += [call, *(in_vain[read] for read in reads)]
     return found

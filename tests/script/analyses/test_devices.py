@@ -435,6 +435,19 @@ def test_one_that_something_reads_may(read, parsed, read_then):
     assert read(OPTIONS.format(parsed=parsed, read=read_then)).may_run_on_cuda
 
 
+def test_an_option_with_the_name_of_a_module_of_torch_is_not_read_with_it(read):
+    asked = "args = parser.parse_args(); print(torch.cuda.is_available()); device = 'cpu'"
+    options = OPTIONS.replace("--gpu", "--cuda").format(parsed=asked, read="pass")
+    assert not read(options).may_run_on_cuda
+    assert read(options.replace("criterion(net(x)", "criterion(net(x.to(args.cuda))")).may_run_on_cuda
+
+
+@pytest.mark.parametrize("decided", ["device = 'cpu'", "device = torch.device('cuda'); device = torch.device('cpu')"])
+def test_one_that_other_files_may_read_moves_nothing_here_where_the_device_is_decided(read, decided):
+    parsed = f"{decided}; args = parser.parse_args(); data = load(args)"
+    assert not read(OPTIONS.format(parsed=parsed, read="pass")).may_run_on_cuda
+
+
 HELD = """
     import torch
 
