@@ -54,6 +54,7 @@ _LOGGING = re.compile(
     r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
     re.IGNORECASE,
 )
+_THAWING = re.compile(r"(^|_)(un_?freeze|thaw)", re.IGNORECASE)
 _SAVING = re.compile(r"early_?stop|(^|_)save_\w*(model|net|state|weights|best)|check_?point(er|ing)?$", re.IGNORECASE)
 _METRIC = re.compile(
     r"(?<!para|volu)(?<!geo|sym|bio|iso)met(ric|er)|evaluator|logger|accuracy|confusion|perplexity|"
@@ -228,6 +229,11 @@ def looks_like_differentiating(path: str) -> bool:
 def looks_like_logging(path: str) -> bool:
     """Whether a call is usually made to show or count something."""
     return bool(_LOGGING.search(path))
+
+
+def looks_like_thawing(path: str) -> bool:
+    """Whether a call is usually made to train weights again that were frozen: `unfreeze_layers(net, 3)`."""
+    return bool(_THAWING.search(last_of(path)))
 
 
 def looks_like_saving(path: str) -> bool:

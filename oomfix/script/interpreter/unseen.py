@@ -18,6 +18,7 @@ from oomfix.script.facts.named_like import (
     looks_like_noising,
     looks_like_optimizer,
     looks_like_saving,
+    looks_like_thawing,
     looks_like_training,
 )
 from oomfix.script.facts.trace import Handed
@@ -54,6 +55,8 @@ class Unseen(Containers):
             return self.run_argument(node, given, direct=False)
         if values and self._is_entry_of_network(node.func):
             return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
+        if looks_like_thawing(last):
+            self._thaw(node, given)
         content = combine(values)
         content = content if content.graph else self._left_on(node)
         if content.graph and looks_like_detaching(last):
@@ -108,6 +111,12 @@ class Unseen(Containers):
         if node.args and path is not None and self._is_parameter(path) and self.state.grad is not Graph.NO:
             return Value(Kind.TENSOR, Graph.MAYBE, self.unseen_forward(path))
         return UNKNOWN
+
+    def _thaw(self, node: ast.Call, given: Given) -> None:
+        """`unfreeze(net, stages=2)`: some of the network trains again."""
+        for argument, value in zip(node.args, given.positional, strict=False):
+            if self.is_network(argument, value):
+                self.freeze(argument, False)
 
     def is_network(self, node: ast.expr, value: Value) -> bool:
         """Whether an argument is a network, by what is known of it or by its uses."""

@@ -686,6 +686,8 @@ TUNED = """
         "for p, kept in zip(net.parameters(), trained): p.requires_grad = kept",
         "for i, p in enumerate(net.parameters()):\n            if i > 7: p.requires_grad = True",
         "for i, p in enumerate(net.parameters()):\n            if i: pass\n            else: p.requires_grad = True",
+        "unfreeze(net, 2)",
+        "if late: helpers.thaw_layers(net)",
     ],
 )
 def test_a_network_some_of_whose_parameters_train_again_records(report, thawed):
@@ -700,6 +702,8 @@ def test_a_network_some_of_whose_parameters_train_again_records(report, thawed):
         "for p in list(net.parameters())[-2:]: p.requires_grad = False",
         "for p in list(other.parameters())[-2:]: p.requires_grad = True",
         'for name, p in net.named_parameters():\n            if late: p.requires_grad = "head" in other',
+        "unfreeze(other, 2)",
+        "freeze(net, 2)",
     ],
 )
 def test_one_of_which_nothing_trains_again_records_nothing(report, thawed):
