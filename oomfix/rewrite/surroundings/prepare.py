@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from oomfix.rewrite.dataflow.blocks import Blocks
@@ -25,12 +26,13 @@ from oomfix.script.facts.named_like import looks_like_optimizer
 from oomfix.script.facts.trace import Forward
 from oomfix.script.syntax.edits import Edit, bounds, line_start
 from oomfix.script.syntax.names import last_name, path_of
-from oomfix.script.syntax.nodes import arguments_of, children, walk
+from oomfix.script.syntax.nodes import Nodes, arguments_of, children, walk
 from oomfix.script.syntax.parameters import names_of_parameters
 
 _MOST_CALLS = 5
 _MOST_ASSIGNMENTS = 2
 _MOVES = frozenset({"to", "cuda"})
+_OF_MODULES = frozenset({"parameters", "named_parameters", "modules", "state_dict", "load_state_dict"})
 _COLLECTING = frozenset({"list", "tuple", "dict", "filter", "map", "sorted", "zip"})
 
 _OWN_NAMES = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
@@ -61,14 +63,15 @@ def prepare_edits(reading: Reading, manager: str, trained: list[Forward]) -> lis
         trained: the forwards of rewritten loops.
     """
     script, blocks = reading.script, reading.blocks
-    models = _Models(blocks, reading.functions)
+    models = _Models(blocks, reading.functions, script.imports.nodes)
     made = sorted(_optimizers_made(script, blocks, models), key=lambda one: one.statement.lineno)
     places = models.places_of(trained)
     chosen: dict[Place, list[ast.stmt]] = {}
+    holders = set(models.holders_among(trained))
     for statement, given in made:
         place = _trained_place(given, places)
         if place is not None:
-            chosen.setdefault(place, []).append(statement)
+            chosen.setdefault(given if place in holders else place, []).append(statement)
     # where no call leads from the optimizer to the loop, the same name in both means the same model
     met = {forward.path for forward in trained if _is_among(models.places_of([forward]), made)}
     paths = {forward.path for forward in trained} - met - {place.path for place in chosen}
@@ -271,8 +274,8 @@ def _is_of_network(forward: Forward) -> bool:
 class _Models:
     """Finds what a model of a loop is called in the functions that lead to the loop."""
 
-    def __init__(self, blocks: Blocks, functions: FunctionsCalled) -> None:
-        self._blocks, self._functions = blocks, functions
+    def __init__(self, blocks: Blocks, functions: FunctionsCalled, nodes: Nodes) -> None:
+        self._blocks, self._functions, self._nodes = blocks, functions, nodes
         self._known: dict[Place, list[Place]] = {}
 
     def place(self, path: str, node: ast.AST) -> Place:
@@ -294,6 +297,18 @@ class _Models:
             found |= layer
             layer = {origin for place in layer for origin in self._origins_of(place)} - found
         return found
+
+    def holders_among(self, forwards: Iterable[Forward]) -> Iterator[Place]:
+        """What may be no model, but an object that holds one: only its `forward` is asked for, whose code is unseen."""
+        for forward in forwards:
+            if forward.code is None and last_name(forward.node) == "forward":
+                places = self.places_of([forward])
+                if not any(f"{place.path}.{name}" in self._called for place in places for name in _OF_MODULES):
+                    yield from places
+
+    @cached_property
+    def _called(self) -> set[str | None]:
+        return {path_of(call.func) for call in self._nodes.of(ast.Call)}
 
     def _run_as(self, forward: Forward) -> Iterator[Place]:
         """What a forward's model is called where it is run."""

@@ -52,6 +52,20 @@ def test_parameters_are_found_in_groups_and_lists(given):
     assert [call for call, _ in prepared(text)] == ["memory.prepare(net)"]
 
 
+@pytest.mark.parametrize(
+    ("ahead", "given", "expected"),
+    [
+        ("pass", "detector.model.parameters()", "memory.prepare(detector.model)"),
+        ("detector.load_state_dict(state)", "detector.model.parameters()", "memory.prepare(detector)"),
+        ("pass", "detector.parameters()", "memory.prepare(detector)"),
+    ],
+)
+def test_what_only_runs_a_forward_may_be_no_model_where_it_holds_one(ahead, given, expected):
+    text = f"from detectors import Detector\ndetector = Detector()\n{ahead}\n"
+    text += f"opt = torch.optim.SGD({given}, lr=0.1)\ntrain(detector, loader, opt)\n"
+    assert [call for call, _ in prepared(LOOP.replace("network(x)", "network.forward(x)") + text)] == [expected]
+
+
 def test_parameters_are_followed_through_a_name():
     text = LOOP + "net = Net().cuda()\nchosen = [p for p in net.parameters()]\n"
     text += "opt = torch.optim.SGD(chosen, lr=0.1)\ntrain(net, loader, opt)\n"
