@@ -47,6 +47,11 @@ def _ways(value: ast.expr) -> list[ast.expr]:
     return [*_ways(value.body), *_ways(value.orelse)] if isinstance(value, ast.IfExp) else [value]
 
 
+def _is_constant(value: ast.expr, kind: type) -> bool:
+    """Whether an expression gives a constant of some kind, whatever it chooses."""
+    return all(isinstance(way, ast.Constant) and isinstance(way.value, kind) for way in _ways(value))
+
+
 class Amp:
     """What a script does about precision, and the edits that hand it over.
 
@@ -206,12 +211,17 @@ class Amp:
     def _is_of_cuda(self, call: ast.Call) -> bool:
         """Whether a call means `torch.cuda.amp.autocast`, where the file imports it alone or next to the general one.
 
-        `autocast(device_type="cuda")` and `autocast("cuda")` are written for the latter.
+        `autocast(device_type="cuda")` and `autocast("cuda" if on_gpu else "cpu")` are written for the latter.
         """
         names_device = any(keyword.arg == "device_type" for keyword in call.keywords) or any(
-            isinstance(argument, ast.Constant) and isinstance(argument.value, str) for argument in call.args[:1]
+            _is_constant(argument, str) for argument in call.args[:1]
         )
         return not names_device and bool(self._script.imports.qualified(call.func) & set(_OF_CUDA))
+
+    def _may_name_device(self, call: ast.Call) -> bool:
+        """Whether the first argument of one of cuda may be a device after all: of `autocast(place)` of two modules."""
+        both = bool(self._script.imports.qualified(call.func) & set(_WITH_DEVICE))
+        return both and any(not _is_constant(argument, bool) for argument in call.args[:1])
 
     def _replacement(self, call: ast.Call) -> str | None:
         """The arguments for the manager's autocast; None where it has no such option, or is a decorator."""
@@ -221,6 +231,8 @@ class Amp:
         ):
             return None
         of_cuda = self._is_of_cuda(call)
+        if of_cuda and self._may_name_device(call):
+            return None
         slots = _SLOTS["cuda" if of_cuda else "device"]
         if len(call.args) > len(slots) or any(isinstance(argument, ast.Starred) for argument in call.args):
             return None

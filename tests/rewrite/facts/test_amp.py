@@ -281,7 +281,10 @@ def test_a_scaler_that_is_asked_for_its_flag_and_goes_out_of_sight_stays_the_scr
     assert "return scaler.scale(loss)\n" in text and "    scaler.step(optimizer)\n    scaler.update()\n" in text
 
 
-@pytest.mark.parametrize("given", ['device_type="cpu", enabled=False', '"cpu", enabled=False', '"cpu"'])
+@pytest.mark.parametrize(
+    "given",
+    ['device_type="cpu", enabled=False', '"cpu", enabled=False', '"cpu"', '"cuda" if on_gpu else "cpu"'],
+)
 def test_autocast_imported_from_two_places_keeps_the_device_it_is_given(given):
     text, _ = apply(f"""\
         try:
@@ -298,6 +301,23 @@ def test_autocast_imported_from_two_places_keeps_the_device_it_is_given(given):
             scaler.update()
         """)
     assert f"with memory.autocast({given}):" in text
+
+
+def test_autocast_of_two_places_that_is_given_what_may_be_a_device_stays():
+    text = """\
+        try:
+            from torch.amp import autocast
+        except ImportError:
+            from torch.cuda.amp import autocast
+        for x, y in loader:
+            with autocast({given}):
+                loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """
+    assert "with autocast(device.type):" in apply(text.format(given="device.type"))[0]
+    assert 'with memory.autocast("cuda", enabled=True):' in apply(text.format(given="True"))[0]
 
 
 def test_the_side_of_a_flag_that_no_call_takes_still_trains():
