@@ -38,7 +38,7 @@ from oomfix.runtime.state.gradients import (
 from oomfix.runtime.state.kept_batch import KeptBatch
 from oomfix.runtime.state.probe import Probe, Writes
 from oomfix.runtime.state.random_state import RandomState, is_generator
-from oomfix.runtime.state.referenced import leaves_in, state_of
+from oomfix.runtime.state.referenced import leaves_in, owners_of
 from oomfix.runtime.state.running_statistics import RunningStatistics
 from oomfix.runtime.state.whole_draws import WholeDraws, most_bytes
 from oomfix.runtime.verification.border import Border, Passing
@@ -124,7 +124,7 @@ class Iteration:
 
     def _owners(self) -> list[Any]:
         """Where the forward leaves attributes, numbered as in a check."""
-        return [*self.known.modules(), *state_of(self.forward)]
+        return owners_of(self.forward, self.known.modules())
 
     def device_type(self) -> str:
         """Where it runs."""

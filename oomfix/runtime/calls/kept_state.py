@@ -13,7 +13,7 @@ from oomfix.runtime.state.attributes import Attributes
 from oomfix.runtime.state.data_places import DataPlaces
 from oomfix.runtime.state.kept_statistics import KeptStatistics, has_statistics
 from oomfix.runtime.state.kept_tensors import KeptTensors
-from oomfix.runtime.state.referenced import state_of, tensors_of
+from oomfix.runtime.state.referenced import owners_of, tensors_of
 from oomfix.runtime.techniques.attributes_on_host import waits_on_host
 
 _SMALL = 2**20  # bytes of a tensor outside of modules that is kept before it was seen to change
@@ -57,17 +57,17 @@ class KeptState:
             self._kept = [place for place in self._places if not place.is_parameter]
         self._explores = explore
         looks = explore or self._attributes_change
-        self._attributes = Attributes([*self._living(), *state_of(forward)]) if looks else None
+        self._attributes = Attributes(owners_of(forward, self._living())) if looks else None
         self._data = None
         if explore:
             for place in self._places:
                 place.look()
-            held = (place.tensor() for place in self._places)
-            self._data = DataPlaces([*(tensor for tensor in held if tensor is not None), *tensors_of(forward)])
+            held = [tensor for place in self._places if (tensor := place.tensor()) is not None]
+            self._data = DataPlaces([*held, *tensors_of(forward, self._living())])
         self._loose = None
         if explore or self._loose_change:
             largest = sys.maxsize if self._loose_change else _SMALL if self._first else 0
-            self._loose = KeptTensors((t for t in tensors_of(forward) if t.grad_fn is None), largest)
+            self._loose = KeptTensors((t for t in tensors_of(forward, self._living()) if t.grad_fn is None), largest)
         tensors = [place.tensor() for place in self._kept]
         if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
             self._tensors, self._copies = [], []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomfix.runtime.held_objects import MOST_ENTRIES, held_by
 from oomfix.runtime.state.attributes import Containers
 from oomfix.runtime.state.random_state import is_generator
 from oomfix.runtime.state.variables import Variables, assigned_outside
@@ -18,7 +19,6 @@ from oomfix.runtime.trees import tensors
 
 _DEPTH = 3  # a helper's helper, or the attribute of an object in a list
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-MOST_ENTRIES = 64  # of a container: longer ones hold data, not models or flags
 
 
 def code_of(forward: Callable[..., Any]) -> Any:
@@ -54,7 +54,7 @@ def state_of(forward: Callable[..., Any]) -> list[Any]:
     """
     helpers = _helpers(forward)
     named = {id(value): (name, value) for helper in helpers for name, value in references(helper)}.values()
-    objects = [value for _, value in named if _is_object(value) and 0 < len(vars(value)) <= MOST_ENTRIES]
+    objects = [value for _, value in named if _is_object(value) and len(vars(value)) <= MOST_ENTRIES]
     functions = [function for helper in helpers if (function := _function_of(helper)) is not None]
     variables = [Variables(function) for function in functions if any(assigned_outside(function.__code__))]
     containers = Containers()
@@ -64,10 +64,17 @@ def state_of(forward: Callable[..., Any]) -> list[Any]:
     return [*objects, *variables, *([containers] if containers else [])]
 
 
-def tensors_of(forward: Callable[..., Any]) -> list[torch.Tensor]:
-    """Tensors outside of modules that `forward` may write: that it, its helpers, containers and objects refer to."""
+def owners_of(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> list[Any]:
+    """Whose attributes `forward` may change: the modules, where it keeps state, and the objects that these hold."""
+    owners = [*modules, *state_of(forward)]
+    return [*owners, *held_by(owners)]
+
+
+def tensors_of(forward: Callable[..., Any], modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Tensors outside of `modules` that `forward` may write: that it, its helpers, containers and objects refer to."""
+    modules = list(modules)
     values = [value for helper in _helpers(forward) for _, value in references(helper)]
-    for state in state_of(forward):
+    for state in owners_of(forward, modules)[len(modules) :]:
         values += (state if isinstance(state, Mapping) else vars(state)).values()
     shallow = [value for value in values if not isinstance(value, list | tuple | dict) or len(value) <= MOST_ENTRIES]
     return list({id(tensor): tensor for value in shallow for tensor in tensors(value)}.values())

@@ -24,7 +24,7 @@ from oomfix.runtime.state.drawing_calls import Shape
 from oomfix.runtime.state.gradients import GradientsNoted
 from oomfix.runtime.state.probe import Draws, Probe, Writes, storages_of
 from oomfix.runtime.state.random_state import RandomState, is_generator
-from oomfix.runtime.state.referenced import generators_in, state_of, tensors_of
+from oomfix.runtime.state.referenced import generators_in, owners_of, tensors_of
 from oomfix.runtime.state.running_statistics import quiet
 from oomfix.runtime.state.variables import Variables
 from oomfix.runtime.state.whole_draws import DrawnShapes, sizes_by_rows
@@ -178,7 +178,7 @@ class _Comparison:
         found = Evidence()
         holders = [names for module in modules for names in (module._parameters, module._buffers) if names]
         self._outside = [held for names in holders for held in names.values() if held is not None]
-        self._outside += tensors_of(self._forward)
+        self._outside += tensors_of(self._forward, modules)
         self._storages = storages_of(self._outside)
         places = DataPlaces(self._outside)
         gradients = GradientsNoted(t for t in self._outside if t.requires_grad and t.is_leaf)
@@ -439,7 +439,7 @@ class _Comparison:
             stack.enter_context(compat.force_eager())
             stack.enter_context(compat.without_autocast())
             stack.enter_context(torch.set_grad_enabled(self._how.graph))
-            self._owners = [*modules, *state_of(self._forward)]
+            self._owners = owners_of(self._forward, modules)
             self._attributes = Attributes(self._owners)
             try:
                 yield
