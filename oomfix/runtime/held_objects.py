@@ -44,7 +44,7 @@ def held_by(owners: Iterable[Any]) -> list[Any]:
 def _objects(values: Iterable[Any], depth: int) -> Iterator[Any]:
     """Those among `values` that may hold state, and in the containers among them."""
     for value in values:
-        kind = type(value)
+        kind: type = type(value)
         if _may_hold_state(kind):
             if len(getattr(value, "__dict__", ())) <= MOST_ENTRIES and hasattr(value, "__dict__"):
                 yield value
