@@ -203,3 +203,25 @@ def test_a_batch_behind_time_steps_that_does_not_fit_goes_on_in_micro_batches(re
     memory.forward_backward(limited, *batch)
     assert relative_error(model, reference) < 1e-12
     assert split_calls(memory) == 1
+
+
+def test_few_samples_that_tell_nothing_are_not_taken_for_steps():
+    """Anchors do not depend on each other either: the images of a batch stay its samples, which a window counts."""
+    torch.manual_seed(0)
+    model, memory = nn.Linear(6, 1).double(), runtime.preset("16gb", precision="fp32", micro_batches=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weights = model.weight.detach().clone()
+
+    def forward(x, positive):
+        loss = F.softplus(model(x).squeeze(-1))
+        return loss.sum() / (positive.sum() + 1e-6)
+
+    images = [2, 3]
+    batches = [(numbers(n, 7, 6, seed=n), torch.zeros(n, 7, dtype=torch.bool)) for n in images]
+    batches[0][1][0, 4] = batches[1][1][1, :3] = True
+    losses = [forward(*batch) * n / sum(images) for batch, n in zip(batches, images, strict=True)]
+    expected = torch.autograd.grad(sum(losses), model.weight)[0]
+    for x, positive in memory.accumulate(batches, 2):
+        memory.forward_backward(forward, x, positive)
+    memory.step(optimizer)
+    assert torch.allclose(weights - model.weight, expected, rtol=1e-12, atol=1e-15)

@@ -99,6 +99,8 @@ def _read_otherwise(
     """The verdict on what else the batch may be, if that allows a split; `verdict`: that on what it was taken for."""
     size, reading = batch.size, batch.reading
     for another in batch.other_readings():
+        if another == "steps" and verdict.reason in (NOTHING, OPEN):
+            continue  # few rows, which have not shown that they depend on each other
         batch.read(another)
         rows = math.ceil(most_rows * batch.size / size)
         other = _as_read(FewRows(forward, batch, modules), rows, False, None, with_gradients)
