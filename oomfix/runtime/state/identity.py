@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oomfix.runtime.held_objects import MOST_ENTRIES
+from oomfix.runtime.state.held_objects import MOST_ENTRIES
 from oomfix.runtime.state.referenced import code_of, is_of_torch, names_in, references
 
 Numbers = tuple[float, ...]

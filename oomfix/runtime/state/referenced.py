@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from oomfix.runtime.held_objects import MOST_ENTRIES, held_by
 from oomfix.runtime.state.attributes import Containers
+from oomfix.runtime.state.held_objects import MOST_ENTRIES, held_by
 from oomfix.runtime.state.random_state import is_generator
 from oomfix.runtime.state.variables import Variables, assigned_outside
 from oomfix.runtime.trees import tensors

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from oomfix.runtime import trees
 from oomfix.runtime.batches.batch import Batch
-from oomfix.runtime.held_objects import MOST_ENTRIES
 from oomfix.runtime.state.gradients import is_leaf_node, next_node, reached_leaves
+from oomfix.runtime.state.held_objects import MOST_ENTRIES
 from oomfix.runtime.state.referenced import references
 
 _PLAIN = frozenset({type(None), bool, int, float, str, slice, torch.dtype, torch.device})  # hold no tensor

@@ -9,7 +9,7 @@ from torch import nn
 
 from oomfix import runtime
 from oomfix.runtime.compat import OutOfMemoryError
-from oomfix.runtime.held_objects import held_by
+from oomfix.runtime.state.held_objects import held_by
 from tests.runtime.through import through
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
