@@ -12,7 +12,7 @@ from oomfix.rewrite.loop_attempts import MENDED, rewrite_loops
 from oomfix.rewrite.options import Options
 from oomfix.rewrite.surroundings.evaluation_calls import evaluation_call_edits
 from oomfix.rewrite.surroundings.local import Fixed, findings_in, fix_locally
-from oomfix.rewrite.text.edits import apply_edits, with_text
+from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rewrite.text.layout import Layout
 from oomfix.rewrite.text.long_lines import long_line_edits
 from oomfix.rewrite.text.unused import unused_amp_imports
@@ -55,27 +55,25 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     Raises:
         RecursionError: the source is nested absurdly.
     """
-    script = Script.read(source, options.target_torch)
-    current = source
+    current = reading = Reading(Script.read(source, options.target_torch))
     ended: tuple[Fixed, ...] = ()
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
-        current, loops, ended = rewrite_loops(script, options)
-        unused = unused_amp_imports(source.tree, current.tree, Layout(current))
-        current = with_text(current, apply_edits(current.text, unused))
-    last = fix_locally(current, rules, options.wants_finding, options.target_torch)
-    text = last.text
+        current, loops, ended = rewrite_loops(reading, options)
+        current = current.edited(unused_amp_imports(source.tree, current.source.tree, current.layout))
+    last = fix_locally(current.script, rules, options.wants_finding)
     found = last.found
-    if current is not source:
-        found = findings_in(script, rules)
+    if current is not reading:
+        found = findings_in(reading.script, rules)
         wanted = [one for one in found if options.wants_finding(one) and one.code not in _NOT_COUNTED_HERE]
-        ended += tuple(_gone(wanted, source, last.found, current))
-    changed = with_text(current, text)
+        ended += tuple(_gone(wanted, source, last.found, current.source))
+    changed = last.script.source
     wanted = [one for one in found if options.wants_finding(one) and one.fix != "runtime"]
     left = [one for one in last.left if one.fix != "runtime"]
     unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, left, changed))
+    text = changed.text
     if any(loop.rewrite != "none" for loop in loops):
-        text = apply_edits(text, evaluation_call_edits(Reading(Script.read(changed, options.target_torch))))
+        text = apply_edits(text, evaluation_call_edits(Reading(last.script)))
     text = apply_edits(text, long_line_edits(Layout(source), text))
     return Applied(text, loops, ended + last.fixed, unfixed)
 

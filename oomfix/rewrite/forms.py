@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from oomfix.parsing import Unreadable
 from oomfix.rewrite.cells import NotebookText, in_cells
+from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.verdict import Form, LoopOutcome
 from oomfix.rewrite.loop_attempts import rewrite_loops
 from oomfix.rewrite.notebook_json import CannotRestore
@@ -53,7 +54,7 @@ def _outcomes(script: Script, data: bytes, target_torch: tuple[int, int] | None)
     notebook = None if script.source.cells is None else NotebookText(script.source.path, data)
     if notebook is not None:
         script = Script.read(notebook.source, target_torch)
-    outcomes = rewrite_loops(script, Options(_ANY_PRESET, target_torch=target_torch)).loops
+    outcomes = rewrite_loops(Reading(script), Options(_ANY_PRESET, target_torch=target_torch)).loops
     return tuple(
         outcome if notebook is None else in_cells(outcome, notebook) for outcome in outcomes if outcome.function is None
     )

@@ -22,11 +22,9 @@ from oomfix.rewrite.preparations.inlined_helpers import inlined_helper_edits
 from oomfix.rewrite.preparations.metrics_apart import metric_edits
 from oomfix.rewrite.preparations.resets_apart import reset_edits
 from oomfix.rewrite.surroundings.local import Fixed
-from oomfix.rewrite.text.edits import apply_edits, line_before, with_lines, with_text
+from oomfix.rewrite.text.edits import line_before, with_lines
 from oomfix.rewrite.text.header import other_preset_in
 from oomfix.rules.base import Edit
-from oomfix.script import Script
-from oomfix.source import Source
 
 MENDED = {
     "OOM301": "the loss is divided by the size of its window",
@@ -41,23 +39,22 @@ class Rewritten(NamedTuple):
     """A file with its training loops rewritten.
 
     Attributes:
-        source: the file.
+        reading: the file.
         loops: what became of each, by line.
         fixed: what that mended.
     """
 
-    source: Source
+    reading: Reading
     loops: tuple[LoopOutcome, ...]
     fixed: tuple[Fixed, ...]
 
 
-def rewrite_loops(script: Script, options: Options) -> Rewritten:
+def rewrite_loops(reading: Reading, options: Options) -> Rewritten:
     """A script with its training loops rewritten and nothing else.
 
     Raises:
         RecursionError: the source is nested absurdly.
     """
-    reading = Reading(script)
     return _without_apex(reading, options) or _with_methods_as_backwards(reading, options)
 
 
@@ -109,8 +106,7 @@ def _rewritten_behind(edits: list[Edit], reading: Reading, options: Options) -> 
     def line(number: int) -> int:
         return line_before(text, edits, number)
 
-    current = with_text(reading.source, apply_edits(text, edits))
-    found = _rewritten(Reading(Script.read(current, options.target_torch)), options)
+    found = _rewritten(reading.edited(edits), options)
     loops = (
         loop._replace(
             line=line(loop.line),
@@ -120,7 +116,7 @@ def _rewritten_behind(edits: list[Edit], reading: Reading, options: Options) -> 
         )
         for loop in found.loops
     )
-    return Rewritten(found.source, tuple(loops), tuple(one._replace(line=line(one.line)) for one in found.fixed))
+    return Rewritten(found.reading, tuple(loops), tuple(one._replace(line=line(one.line)) for one in found.fixed))
 
 
 def _rewritten(reading: Reading, options: Options) -> Rewritten:
@@ -128,10 +124,7 @@ def _rewritten(reading: Reading, options: Options) -> Rewritten:
     if not options.wants("OOM305") or "autocast" not in reading.source.text:
         return _with_resets_apart(reading, options)
     edits = end_autocast_edits(reading)
-    current = with_text(reading.source, apply_edits(reading.source.text, edits.values()))
-    if current is not reading.source:
-        reading = Reading(Script.read(current, options.target_torch))
-    found = _with_resets_apart(reading, options)
+    found = _with_resets_apart(reading.edited(edits.values()), options)
     ended = tuple(Fixed("OOM305", line, "backward runs inside autocast") for line in edits)
     return found._replace(fixed=ended + found.fixed)
 
@@ -168,7 +161,7 @@ def _with_metrics_apart(reading: Reading, options: Options) -> Rewritten:
     found = _as_it_stands(reading, options)
     lines = set(metric_edits(reading))
     while lines:
-        other = _as_it_stands(_metrics_apart(reading, lines, options), options)
+        other = _as_it_stands(_metrics_apart(reading, lines), options)
         split = {loop.line for loop in other.loops if loop.rewrite == "micro-batched"}
         if lines <= split:
             return other
@@ -176,18 +169,17 @@ def _with_metrics_apart(reading: Reading, options: Options) -> Rewritten:
     return found
 
 
-def _metrics_apart(reading: Reading, lines: Set[int], options: Options) -> Reading:
+def _metrics_apart(reading: Reading, lines: Set[int]) -> Reading:
     """A script whose metrics stand behind the blocks around forwards, for the loops in these lines."""
     while edits := [edit for line, of_loop in metric_edits(reading).items() if line in lines for edit in of_loop]:
-        moved = with_text(reading.source, apply_edits(reading.source.text, edits))
-        reading = Reading(Script.read(moved, options.target_torch))
+        reading = reading.edited(edits)
     return reading
 
 
 def _as_it_stands(reading: Reading, options: Options) -> Rewritten:
     """The loops of a script rewritten with nothing moved ahead of that."""
     if not reading.loops:
-        return Rewritten(reading.source, tuple(_out_of_sight(reading)), ())
+        return Rewritten(reading, tuple(_out_of_sight(reading)), ())
     rewriter = LoopRewriter(reading, options.preset, options.overrides, options.wants)
     rewritten = rewriter.rewrite()
     fixed = tuple(Fixed(code, line, MENDED[code]) for code, line in rewriter.mended)

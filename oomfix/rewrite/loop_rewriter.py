@@ -33,7 +33,7 @@ from oomfix.rewrite.slicing.lifter import lift_backwards
 from oomfix.rewrite.surroundings.loader_arguments import Written, loader_arguments
 from oomfix.rewrite.surroundings.prepare import prepare_edits
 from oomfix.rewrite.surroundings.stages import stage_edits
-from oomfix.rewrite.text.edits import apply_edits, line_before, with_lines, with_text
+from oomfix.rewrite.text.edits import line_before, with_lines
 from oomfix.rewrite.text.free_names import FreeNames
 from oomfix.rewrite.text.header import (
     Overrides,
@@ -41,12 +41,10 @@ from oomfix.rewrite.text.header import (
     manager_in,
     runtime_name,
 )
-from oomfix.rewrite.text.layout import Layout
 from oomfix.rewrite.text.removal import together
 from oomfix.rewrite.text.unused import unused_scalers
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
-from oomfix.source import Source
 
 _MOST_PREPARATIONS = 8
 _PREPARATIONS = (
@@ -99,12 +97,11 @@ class LoopRewriter:
     def __init__(self, reading: Reading, preset: str, overrides: Overrides, wants: Callable[[str], bool]) -> None:
         script = reading.script
         self._preset, self._overrides, self._wants = preset, overrides, wants
-        self._target = script.target_torch
         self._loops = reading.loops
         self._known = manager_in(script)
         self._names = FreeNames(script)
         self._manager = self._known or self._names.one_of("memory", "gpu_memory", "oomfix_memory")
-        self._begun = _Stages(script.source)
+        self._begun = _Stages(reading)
         self._written_to_loaders: list[Written] = []
         self.mended: list[tuple[str, int]] = []
         judge = Judge(reading)
@@ -115,11 +112,7 @@ class LoopRewriter:
         self._reading, self._script, self._source = reading, reading.script, reading.source
         self._judge, self.verdicts = judge, verdicts
 
-    def _read_again(self, stages: _Stages) -> Reading:
-        """The script as some rounds of edits have left it."""
-        return Reading(Script.read(stages.source, self._target))
-
-    def rewrite(self) -> Source:
+    def rewrite(self) -> Reading:
         """The file with its loops rewritten."""
         if self._known is not None:
             self._leave(lambda verdict: verdict.sees_scale)
@@ -130,11 +123,9 @@ class LoopRewriter:
             rewritten = self._rewritten(scaling)
             if scaling != "script's" or all(verdict.form != "in-place" for verdict in self.verdicts):
                 self._note(scaling)
-                layout = Layout(rewritten)
-                removals = unused_scalers(rewritten.tree, self._manager, layout)
-                return with_text(rewritten, apply_edits(rewritten.text, removals))
+                return rewritten.edited(unused_scalers(rewritten.source.tree, self._manager, rewritten.layout))
             self._leave(_why_nothing_is_gained)
-        return self._source
+        return self._reading
 
     def lines_of(self, verdict: Verdict) -> tuple[int, int]:
         """The first and last line of a loop in the script as it was."""
@@ -163,19 +154,18 @@ class LoopRewriter:
             return
         stages = self._begun.copy()
         stages.edit(edits)
-        reading = self._read_again(stages)
-        judge = Judge(reading)
+        judge = Judge(stages.reading)
         verdicts = judge.verdicts()
         if len(verdicts) != len(self._loops) or any(verdicts[number].form == "none" for number in notes):
             return
         for number, verdict in enumerate(verdicts):
             verdict.notes = self.verdicts[number].notes + notes.get(number, [])
         self._begun, self.mended = stages, mended
-        self._take(reading, judge, verdicts)
+        self._take(stages.reading, judge, verdicts)
 
     # -- everything else ---------------------------------------------------------------------------------------
 
-    def _rewritten(self, scaling: Scaling) -> Source:
+    def _rewritten(self, scaling: Scaling) -> Reading:
         manager = self._manager
         edits = InPlace(self._reading, manager, scaling).edits(self.verdicts)
         edits += prepare_edits(self._reading, manager, _trained(self.verdicts))
@@ -193,12 +183,10 @@ class LoopRewriter:
         stages = self._begun.copy()
         stages.edit(together(self._source.text, edits))
         order = self._order()
-        reading = self._read_again(stages)
-        while (merged := merge_branches(reading, manager)).edits:
+        while (merged := merge_branches(stages.reading, manager)).edits:
             stages.edit(merged.edits)
-            reading = self._read_again(stages)
             order = [place for number, place in enumerate(order) if number not in merged.gone]
-        lifted = self._lift(stages, reading, order)
+        lifted = self._lift(stages, order)
         self._share()
         for verdict in self.verdicts:
             if verdict.form == "in-place" and verdict.reason is not None and verdict.liftable:
@@ -209,21 +197,21 @@ class LoopRewriter:
         stages.edit(lifted)
         stays = any(verdict.form == "in-place" or verdict.runs_ahead for verdict in self.verdicts)
         if scaling != "script's" and stays:
-            stages.edit(model_call_edits(self._read_again(stages), self.verdicts, manager))
-        return stages.source
+            stages.edit(model_call_edits(stages.reading, self.verdicts, manager))
+        return stages.reading
 
-    def _lift(self, stages: _Stages, reading: Reading, order: list[tuple[Verdict, bool]]) -> list[Edit]:
+    def _lift(self, stages: _Stages, order: list[tuple[Verdict, bool]]) -> list[Edit]:
         """The edits that lift slices, and what becomes of their loops in the verdicts.
 
         Where more is lifted, or less of it prints for every part of a batch, once joined statements have lines of their
         own, losses names, logs loops, and so on, `stages` takes that over. Where it is not, loops that stay are told
         what was in the way at last.
         """
-        first = lift_backwards(reading, order, self._manager)
+        first = lift_backwards(stages.reading, order, self._manager)
         apart = stages.copy()
-        while (last := self._lift_prepared(apart, reading, order, first)).is_more_than(first):
+        while (last := self._lift_prepared(apart, order, first)).is_more_than(first):
             stages.become(apart.copy())
-            first, reading = last, self._read_again(stages)
+            first = last
         repeats = last is not first and last.lifted == first.lifted
         told = {id(verdict): lifted.reason for verdict, lifted in last.loops if repeats}
         for verdict, lifted in first.loops:
@@ -231,23 +219,20 @@ class LoopRewriter:
             verdict.become(lifted._replace(reason=reason or lifted.reason))
         return first.edits
 
-    def _lift_prepared(
-        self, apart: _Stages, reading: Reading, order: list[tuple[Verdict, bool]], first: Attempt
-    ) -> Attempt:
+    def _lift_prepared(self, apart: _Stages, order: list[tuple[Verdict, bool]], first: Attempt) -> Attempt:
         """The first attempt that lifts more than another one, or the last, behind edits that `apart` is given."""
         last, names_losses = first, False
         for _ in range(_MOST_PREPARATIONS):
-            edits = separate(reading, last.joined_lines)
+            edits = separate(apart.reading, last.joined_lines)
             way = None
             if not edits and (last.stays or last.say_again):
-                ways = ((way, way(reading, self._manager)) for way in _PREPARATIONS)
+                ways = ((way, way(apart.reading, self._manager)) for way in _PREPARATIONS)
                 way, edits = next(((way, found) for way, found in ways if found), (None, []))
             if not edits:
                 break
             names_losses = way is name_losses
             apart.edit(edits)
-            reading = self._read_again(apart)
-            last = lift_backwards(reading, order, self._manager)
+            last = lift_backwards(apart.reading, order, self._manager)
             if last.is_more_than(first) and not last.joined_lines:
                 break
         # losses get names only where that lifts all
@@ -306,25 +291,25 @@ class LoopRewriter:
 
 
 class _Stages:
-    """A source on its way through several rounds of edits.
+    """A file on its way through several rounds of edits.
 
     Attributes:
-        source: as it is now.
+        reading: as it is now.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
         self._rounds: list[tuple[str, list[Edit]]] = []
 
     def copy(self) -> _Stages:
         """The same rounds, to go on from apart."""
-        copied = _Stages(self.source)
+        copied = _Stages(self.reading)
         copied._rounds = list(self._rounds)
         return copied
 
     def become(self, other: _Stages) -> None:
         """Take over the rounds of a copy."""
-        self.source, self._rounds = other.source, other._rounds
+        self.reading, self._rounds = other.reading, other._rounds
 
     def reason_told_of(self, later: _Stages, reason: str | None) -> str | None:
         """A reason told of a copy that was edited on, with the lines from before.
@@ -333,22 +318,22 @@ class _Stages:
         """
         if reason is None:
             return None
-        words = [set(_WORD.findall(stages.source.text)) for stages in (self, later)]
+        words = [set(_WORD.findall(stages.reading.source.text)) for stages in (self, later)]
         if not (words[1] - words[0]).isdisjoint(_WORD.findall(reason)):
             return None
         since = later.copy()
         since._rounds = later._rounds[len(self._rounds) :]
         for number in map(int, _LINE.findall(reason)):
-            before = self.source.lines[since._line_before(number) - 1]
+            before = self.reading.source.lines[since._line_before(number) - 1]
             # of statements that shared a line, each has its own now
-            if later.source.lines[number - 1].strip() not in before:
+            if later.reading.source.lines[number - 1].strip() not in before:
                 return None
         return since.with_lines_before(reason)
 
     def edit(self, edits: list[Edit]) -> None:
         """Make one round of edits."""
-        self._rounds.append((self.source.text, edits))
-        self.source = with_text(self.source, apply_edits(self.source.text, edits))
+        self._rounds.append((self.reading.source.text, edits))
+        self.reading = self.reading.edited(edits)
 
     def with_lines_before(self, reason: str) -> str:
         """A reason with the lines of the script as it was, not as it is now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from functools import cached_property
 
 from oomfix.rewrite.dataflow.blocks import Blocks
@@ -12,8 +13,10 @@ from oomfix.rewrite.dataflow.functions_called import FunctionsCalled
 from oomfix.rewrite.dataflow.measuring import last_called, measures
 from oomfix.rewrite.dataflow.step_functions import training_loops
 from oomfix.rewrite.facts.amp import Amp
+from oomfix.rewrite.text.edits import apply_edits, with_text
 from oomfix.rewrite.text.layout import Layout
 from oomfix.script import Script, TrainingLoop
+from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import walk
 
@@ -30,6 +33,16 @@ class Reading:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.source = script.source
+
+    def edited(self, edits: Iterable[Edit]) -> Reading:
+        """The file with edits made; this reading where they change nothing.
+
+        Raises:
+            EditsOverlap: two edits overlap.
+            EditsBreakSource: the new text is no Python.
+        """
+        source = with_text(self.source, apply_edits(self.source.text, edits))
+        return self if source is self.source else Reading(Script.read(source, self.script.target_torch))
 
     @cached_property
     def loops(self) -> list[TrainingLoop]:

@@ -29,66 +29,62 @@ class Fixed(NamedTuple):
 
 
 class LocalFixes(NamedTuple):
-    """A text after its local fixes.
+    """A file after its local fixes.
 
     Attributes:
-        text: the text.
+        script: the file.
         fixed: what was fixed.
         found: all findings of the text before.
         left: all findings of the text after.
     """
 
-    text: str
+    script: Script
     fixed: tuple[Fixed, ...]
     found: list[Finding]
     left: list[Finding]
 
 
-def fix_locally(
-    source: Source,
-    rules: Sequence[Rule],
-    wants: Callable[[Finding], bool],
-    target_torch: tuple[int, int] | None = None,
-) -> LocalFixes:
+def fix_locally(script: Script, rules: Sequence[Rule], wants: Callable[[Finding], bool]) -> LocalFixes:
     """Make the local edits of every wanted finding, until none is left to make.
 
     Fixes that overlap are made one after the other, each on the result of the one before. The edits of one finding
     are made together or not at all. A fix whose result does not parse, or still has the finding, is left out.
 
     Args:
-        source: the file.
+        script: the file.
         rules: the rules to ask.
         wants: whether a finding is to be fixed; those silenced by a comment are not asked for.
-        target_torch: the oldest torch that the script must run on.
     """
     fixed: list[Fixed] = []
     refused: set[_Place] = set()
-    current = source
-    left = found = findings_of(source, rules, target_torch)
+    current = script
+    left = found = findings_in(script, rules)
     for _ in range(_MOST_PASSES):
         findings = _of_first_stage(
-            [one for one in left if one.edits and wants(one) and _place(current, one) not in refused]
+            [one for one in left if one.edits and wants(one) and _place(current.source, one) not in refused]
         )
         if not findings:
             break
-        made, changed = _made_together(current, findings)
+        before = current.source
+        made, after = _made_together(before, findings)
         if not made:
-            refused |= {_place(current, finding) for finding in findings}
+            refused |= {_place(before, finding) for finding in findings}
             continue
-        found_then = findings_of(changed, rules, target_torch)
-        before, after = _counted(current, left), _counted(changed, found_then)
-        if in_vain := _in_vain(_counted(current, made), before, after):
+        changed = Script.read(after, script.target_torch)
+        found_then = findings_in(changed, rules)
+        were, are = _counted(before, left), _counted(after, found_then)
+        if in_vain := _in_vain(_counted(before, made), were, are):
             refused |= in_vain
             continue
         # one that is found again with another edit is not fixed before that is made
-        gone = _by_line(before) - _by_line(after)
+        gone = _by_line(were) - _by_line(are)
         for finding in made:
-            place = finding.code, _line(current, finding)
+            place = finding.code, _line(before, finding)
             if gone[place]:
                 gone[place] -= 1
                 fixed.append(Fixed(finding.code, finding.line, finding.message))
         current, left = changed, found_then
-    return LocalFixes(current.text, tuple(fixed), found, left)
+    return LocalFixes(current, tuple(fixed), found, left)
 
 
 _Place = tuple[str, str, str]
