@@ -56,6 +56,18 @@ def are_changed_in_place(
     return any(_changes_given(function, bound, held) for function, bound in runs)
 
 
+def sharing_memory(names: Set[str], statements: Sequence[ast.stmt]) -> set[str]:
+    """Names, and the paths of whatever statements may make share memory with them, or hold them."""
+    return _held_with(set(names), statements)
+
+
+def one_by_one(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """What an assignment binds to what: two pairs for `x, y = x.cuda(), y.cuda()`."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
+
+
 def with_views(names: Set[str], statements: Iterable[ast.stmt]) -> set[str]:
     """Names, and those that statements bind to the same tensors or to views of them: `w = y.view(-1)` for `y`."""
     found, size = set(names), 0
@@ -112,7 +124,11 @@ def _sharing(node: ast.AST) -> Iterator[tuple[set[str], set[str]]]:
     match node:
         case ast.Assign() | ast.AnnAssign() | ast.NamedExpr() if node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield {path for target in targets for path in _bound(target)}, set(_may_be(node.value))
+            if len(targets) == 1:
+                for target, value in one_by_one(targets[0], node.value):
+                    yield set(_bound(target)), set(_may_be(value))
+            else:
+                yield {path for target in targets for path in _bound(target)}, set(_may_be(node.value))
         case ast.For():
             yield set(_bound(node.target)), set(_may_be(node.iter))
         case ast.AugAssign(value=ast.List() | ast.Tuple()):

@@ -27,6 +27,7 @@ from oomfix.rewrite.facts.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.facts.network_use import PREPARATION, NetworkUse
 from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.rewrite.facts.skipped_batches import asks_if_not_finite
+from oomfix.rewrite.marked_targets import marked
 from oomfix.rewrite.slicing.asked_graphs import with_asserts
 from oomfix.rewrite.slicing.batch_names import BatchNames
 from oomfix.rewrite.slicing.between import Between, is_start
@@ -128,6 +129,7 @@ class Slicer:
         kept = taken_by_number(site, chosen, self._runs_forward, self._filled)
         kept += exchanged(site, [index for index in chosen if index not in kept], self._runs_forward, self._helpers)
         kept += refilled(site, [index for index in chosen if index not in kept], self._helpers)
+        kept += marked(site, [index for index in chosen if index not in kept], self._runs_forward, self._helpers)
         chosen = _with_remarks(site.block, [index for index in chosen if index not in kept])
         lifted = [site.block[index] for index in chosen]
         loss = site.root.id if isinstance(site.root, ast.Name) else None
