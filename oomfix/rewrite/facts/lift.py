@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from oomfix.rewrite.dataflow.blocks import Loop, next_in_chain
 from oomfix.rewrite.dataflow.liveness import Scope, nodes_of_scope_body
@@ -52,7 +53,7 @@ class Site:
     """The `if train:` around the backward, or `with timer():`, where the loss is computed outside of it; `block` is the
     one it is in."""
 
-    @property
+    @cached_property
     def loops(self) -> list[Loop]:
         """The loops of its scope that the backward stands in, the outermost first."""
         line = self.end.lineno

@@ -168,11 +168,13 @@ class _Branches:
         """Logs with what is computed for them alone: `grid = make_grid(x)`, ahead of `writer.add_image("x", grid)`."""
         found = list(logged)
         for one in reversed(body):
+            wanted = names_bound(one) & {name for log in found for name in names_read(log)}
+            if not wanted or one in found or not self._only_computes(one):
+                continue
             others = [other for other in (*body, *around.behind) if other is not one and other not in found]
             read = {path for other in others for path in self._effects.read(other) - _only_bound(other)}
-            wanted = names_bound(one) & {name for log in found for name in names_read(log)}
-            if wanted and one not in found and self._only_computes(one) and not overlap(self._left_behind(one), read):
-                found += [] if self._meets(one, body, found, around) else [one]
+            if not overlap(self._left_behind(one), read) and not self._meets(one, body, found, around):
+                found.append(one)
         return [one for one in body if one in found]
 
     def _only_computes(self, statement: ast.stmt) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from oomfix.rewrite.dataflow.changes import changed_paths
@@ -37,6 +38,26 @@ class _Use(NamedTuple):
     is_plain: bool
 
 
+class _Loops:
+    """What the loops around a backward do in their rounds.
+
+    Args:
+        loops: the loops.
+
+    Attributes:
+        bound: the names that they bind.
+    """
+
+    def __init__(self, loops: Sequence[ast.stmt]) -> None:
+        self._loops = loops
+        self.bound = {name for loop in loops for name in names_bound(loop)}
+
+    @cached_property
+    def changed(self) -> set[str]:
+        """The paths that they change."""
+        return {path for loop in self._loops for path in changed_paths(loop)}
+
+
 class ConstantTests:
     """Finds the names of slices that no iteration takes from the one before.
 
@@ -67,7 +88,8 @@ class ConstantTests:
         """
         bound = {name for statement in lift.lifted for name in names_bound(statement)}
         found = bound - outside - lift.site.bound_before - _bound_elsewhere(lift)
-        return {name for name in found if self._is_own(name, lift)}
+        loops = _Loops(lift.site.loops)
+        return {name for name in found if self._is_own(name, lift, loops)}
 
     def never_from_before(self, lift: Lift) -> set[str]:
         """The names that a slice binds and reads under such tests alone, and that nothing ahead of it binds.
@@ -80,19 +102,19 @@ class ConstantTests:
         bound = {name for statement in lift.lifted for name in names_bound(statement)} - lift.site.bound_before
         bound -= self._global
         bound -= {node.id for node in _stores_elsewhere(lift) if node.lineno <= lift.site.statement.lineno}
-        return {name for name in bound if self._is_own(name, lift, throughout=True)}
+        loops = _Loops(lift.site.loops)
+        return {name for name in bound if self._is_own(name, lift, loops, throughout=True)}
 
-    def _is_own(self, name: str, lift: Lift, *, throughout: bool = False) -> bool:
+    def _is_own(self, name: str, lift: Lift, loops: _Loops, *, throughout: bool = False) -> bool:
         uses = [use for part in (*lift.lifted, lift.site.root) for use in _uses(name, part, ())]
         binding = [use for use in uses if use.binds and not use.reads]
         last = max((use.place for use in binding), default=(0, 0))
         certain = uses if throughout else [*binding, *(use for use in uses if use.reads and use.place <= last)]
-        loops = lift.site.loops
         return bool(binding) and all(
             use.is_plain and all(self._is_constant(test, loops) for test in use.tests) for use in certain
         )
 
-    def _is_constant(self, test: ast.AST, loops: Sequence[ast.stmt]) -> bool:
+    def _is_constant(self, test: ast.AST, loops: _Loops) -> bool:
         """Whether a test asks for names and settings that nothing changes while loops run."""
         match test:
             case ast.Constant():
@@ -100,7 +122,7 @@ class ConstantTests:
             case ast.Compare(left=ast.Name() as left, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant()]):
                 return self._stays_bound(left.id, loops)
             case ast.Name():
-                return self._stays_bound(test.id, loops) and all(test.id not in changed_paths(loop) for loop in loops)
+                return self._stays_bound(test.id, loops) and test.id not in loops.changed
             case ast.Attribute() | ast.Subscript():
                 path = _setting(test)
                 root = (path or "").split(".")[0]
@@ -110,8 +132,8 @@ class ConstantTests:
                 return all(self._is_constant(one, loops) for one in children(test))
         return False
 
-    def _stays_bound(self, name: str, loops: Sequence[ast.stmt]) -> bool:
-        return name not in self._global and all(name not in names_bound(loop) for loop in loops)
+    def _stays_bound(self, name: str, loops: _Loops) -> bool:
+        return name not in self._global and name not in loops.bound
 
 
 def _running_later(tree: ast.Module) -> Iterator[ast.stmt]:

@@ -45,6 +45,9 @@ def all_are_given(nodes: Nodes, is_device: Callable[[str], bool], is_fitting: Ca
 
 def _takers(nodes: Nodes, is_device: Callable[[str], bool]) -> Iterator[_Taker]:
     owners = {method: node.name for node in nodes.of(ast.ClassDef) for method in node.body}
+    named: dict[str, list[ast.Call]] = {}
+    for call in nodes.of(ast.Call):
+        named.setdefault(last_name(call), []).append(call)
     for function in nodes.functions:
         constructs = function.name == "__init__" and function in owners
         for parameter in named_parameters(function.args):
@@ -52,9 +55,9 @@ def _takers(nodes: Nodes, is_device: Callable[[str], bool]) -> Iterator[_Taker]:
                 continue
             calls: list[ast.Call] = []
             if constructs:
-                calls = [call for call in nodes.of(ast.Call) if last_name(call) == owners[function]]
+                calls = named.get(owners[function], [])
             elif function not in owners:
-                calls = [call for call in nodes.of(ast.Call) if path_of(call.func) == function.name]
+                calls = [call for call in named.get(function.name, ()) if isinstance(call.func, ast.Name)]
             yield _Taker(calls, function.args, constructs, parameter)
 
 
