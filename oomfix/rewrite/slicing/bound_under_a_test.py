@@ -74,15 +74,16 @@ def _test_in(block: Sequence[ast.stmt], name: str) -> ast.expr | None:
     binding = [one for one in block if name in names_bound(one)]
     if not binding:
         return ast.Constant(value=False)
-    if len(binding) > 1:
-        return None
-    if name in definitely_bound(binding):
+    deletes = any(isinstance(node, ast.Delete) for one in binding for node in walk(one))
+    if name in definitely_bound(binding) and not deletes:
         return ast.Constant(value=True)
+    if len(binding) > 1 or deletes:
+        return None
     match binding[0]:
         case ast.With(items=items, body=body) if not any(name in names_bound(item) for item in items):
             return _test_in(body, name)
         case ast.If(test=test, body=body, orelse=orelse):
-            if name in names_bound(test) or any(isinstance(one, ast.Delete) for one in walk(binding[0])):
+            if name in names_bound(test):
                 return None
             then, otherwise = _test_in(body, name), _test_in(orelse, name)
             return None if then is None or otherwise is None else _either(test, then, otherwise)

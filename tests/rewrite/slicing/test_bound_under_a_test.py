@@ -103,6 +103,15 @@ def test_a_value_that_is_only_changed_keeps_its_test():
     assert_trains_the_same(script(bound, "print(aux.item() + 0.5)"))
 
 
+@pytest.mark.parametrize(
+    "again", ["aux /= often", "if number > 1:\n        aux = out.abs().mean()"], ids=["always", "not"]
+)
+@pytest.mark.parametrize("test", ["args.kind == 'soft'", "number % often == 1"])
+def test_a_branch_may_bind_a_name_several_times(again, test):
+    bound = SOFT.replace("    loss =", f"    {again}\n    loss =")
+    assert_trains_the_same(script(bound.format(test=test), READ.format(test=test)))
+
+
 def test_a_key_of_the_batch_may_be_asked_for():
     bound = SOFT.format(test="'y' in batch").replace("model(x)", "model(batch['x'])").replace(", y)", ", batch['y'])")
     assert_trains_the_same(script(bound, "print(aux.item() + 0.5)", between="batch = {'x': x, 'y': y}"))
@@ -127,6 +136,9 @@ NEAR_MISSES = {
     "it calls a function": SOFT.format(test="bool(args.kind)"),
     "it asks for rows": SOFT.format(test="x.shape[0] > 4"),
     "a loop may have no round": SOFT.replace("if {test}", "for _ in range(often)"),
+    "a branch deletes it": SOFT.format(test="hard") + "    del aux\n",
+    "two tests of a branch bind it": SOFT.format(test="hard:\n    if often > 3").replace("\n    aux", "\n        aux")
+    + "    if often > 2:\n        aux = out.sum()\n",
     "two tests bind it": SOFT.format(test="hard") + "if often > 3:\n    aux = out.sum()\n    loss = loss + aux\n",
 }
 
