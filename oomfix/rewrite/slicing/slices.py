@@ -27,7 +27,6 @@ from oomfix.rewrite.facts.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.facts.network_use import PREPARATION, NetworkUse
 from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.rewrite.facts.skipped_batches import asks_if_not_finite
-from oomfix.rewrite.marked_targets import marked
 from oomfix.rewrite.slicing.asked_graphs import with_asserts
 from oomfix.rewrite.slicing.batch_names import BatchNames
 from oomfix.rewrite.slicing.between import Between, is_start
@@ -35,6 +34,7 @@ from oomfix.rewrite.slicing.constant_tests import ConstantTests
 from oomfix.rewrite.slicing.empty_starts import with_empty_starts
 from oomfix.rewrite.slicing.hidden_states import states_made_before
 from oomfix.rewrite.slicing.kept_by_number import filled_from_inside, taken_by_number
+from oomfix.rewrite.slicing.marked_targets import marked
 from oomfix.rewrite.slicing.pools import exchanged
 from oomfix.rewrite.slicing.read_between import with_readers
 from oomfix.rewrite.slicing.refilled_tensors import refilled
