@@ -1,5 +1,6 @@
 """Attributes of modules and other objects, kept so that they can be compared and put back."""
 
+import functools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
@@ -28,6 +29,25 @@ class _Saved(NamedTuple):
     before: dict[str, Any]
     contents: dict[str, Any]
     is_same: Callable[[Any, Any], bool]
+
+
+class _Held:
+    """Containers, and what their copies hold."""
+
+    def __init__(self, live: list[Any], copies: list[Any]) -> None:
+        self._live = live
+        self._dicts = [container for container in live if isinstance(container, dict)]
+        self._lengths = list(map(len, copies))
+        self._held = list(chain.from_iterable(copies))
+        self._values = list(chain.from_iterable(copy.values() for copy in copies if isinstance(copy, dict)))
+
+    def are_same(self) -> bool:
+        """Whether they hold the very objects that their copies hold, in the same order."""
+        return (
+            list(map(len, self._live)) == self._lengths
+            and all(map(operator.is_, chain.from_iterable(self._live), self._held))
+            and all(map(operator.is_, chain.from_iterable(each.values() for each in self._dicts), self._values))
+        )
 
 
 class Attributes:
@@ -60,19 +80,24 @@ class Attributes:
                         self._places.append((index, name))
             is_same = _begins_with if isinstance(owner, Containers) else _same_content
             self._saved.append(_Saved(attributes, before, contents, is_same))
-        self._are_plain = all(isinstance(saved.attributes, dict) for saved in self._saved)
 
-    def _is_untouched(self) -> bool:
+    @functools.cached_property
+    def _all(self) -> _Held | None:
+        """Attributes and containers with their copies; None where attributes are no plain dictionary."""
+        saved = self._saved
+        if not all(isinstance(one.attributes, dict) for one in saved):
+            return None
+        live = [one.attributes for one in saved]
+        live += [one.before[name] for one in saved for name in one.contents]
+        live += [container for _, container, _ in self._inner]
+        copies: list[Any] = [one.before for one in saved]
+        copies += [content for one in saved for content in one.contents.values()]
+        copies += [content for _, _, content in self._inner]
+        return _Held(live, copies)
+
+    def are_untouched(self) -> bool:
         """Whether nothing at all has changed, seen without a look at each owner; False where that does not tell."""
-        if not self._are_plain:
-            return False
-        live = [saved.attributes for saved in self._saved]
-        copies = [saved.before for saved in self._saved]
-        containers = [saved.before[name] for saved in self._saved for name in saved.contents]
-        containers += [inner for _, inner, _ in self._inner]
-        contents = [content for saved in self._saved for content in saved.contents.values()]
-        contents += [content for _, _, content in self._inner]
-        return not any(self._empty) and _are_same([*live, *containers], [*copies, *contents])
+        return not any(self._empty) and self._all is not None and self._all.are_same()
 
     def changed(self) -> set[str]:
         """The names of the attributes that have changed."""
@@ -84,7 +109,7 @@ class Attributes:
         Of a container that was changed itself a copy, with copies of those in it; None for an attribute that is gone.
         """
         found: dict[tuple[int, str], Any] = {}
-        if self._is_untouched():
+        if self.are_untouched():
             return found
         for index, (attributes, before, contents, is_same) in enumerate(self._saved):
             if not _same_values(attributes, before):
@@ -106,7 +131,7 @@ class Attributes:
 
     def grown(self) -> dict[tuple[int, str], Any]:
         """Copies of the containers that were only added to, and count as unchanged, as `changes` gives others."""
-        if self._is_untouched():
+        if self.are_untouched():
             return {}
         grown = [place for place, container, content in self._inner if not _same_content(container, content)]
         for index, saved in enumerate(self._saved):
@@ -130,7 +155,7 @@ class Attributes:
         Args:
             keeps_records: what was added to lists that count as unchanged stays there.
         """
-        if self._is_untouched():
+        if self.are_untouched():
             return set()
         changes = self.changes()
         for index, name in changes:
@@ -165,16 +190,6 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(container, dict):
         return container.items()
     return () if isinstance(container, set) else enumerate(container)
-
-
-def _are_same(containers: list[Any], contents: list[Any]) -> bool:
-    """Whether `containers` hold the very objects that their copies hold, in the same order."""
-    if list(map(len, containers)) != list(map(len, contents)):
-        return False
-    if not all(map(operator.is_, chain.from_iterable(containers), chain.from_iterable(contents))):
-        return False
-    values, before = ([each.values() for each in some if isinstance(each, dict)] for some in (containers, contents))
-    return all(map(operator.is_, chain.from_iterable(values), chain.from_iterable(before)))
 
 
 def _same_values(attributes: MutableMapping[str, Any], before: dict[str, Any]) -> bool:

@@ -428,6 +428,8 @@ class _Comparison:
 
     def _changes(self) -> tuple[Left, Left]:
         """What has changed in attributes and containers, and which of these were only added to."""
+        if self._attributes.are_untouched():
+            return {}, {}
         both = self._attributes.changes(), self._attributes.grown()
         changed, grown = ({key: outputs.detached(value) for key, value in found.items()} for found in both)
         return changed, grown
