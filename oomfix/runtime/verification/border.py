@@ -8,7 +8,7 @@ batch passes such graphs itself, and may start again as long as it has not come 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,9 +49,9 @@ class Border:
         """The batch with leaves in place of those inputs."""
         return batch.mapped(lambda leaf: self._leaves[id(leaf)][1] if id(leaf) in self._leaves else leaf)
 
-    def closed(self, samples: int) -> AbstractContextManager[Any]:
+    def closed(self, samples: int) -> "Closed":
         """Context around a forward of rows of a batch of so many that uses leaves in place of what it finds."""
-        return _Closed(self, samples)
+        return Closed(self, samples)
 
     @contextmanager
     def checked(self, samples: int) -> Iterator[None]:
@@ -88,13 +88,13 @@ class Border:
     def stops_some(self, values: Iterable[Any], samples: int) -> bool:
         """Whether a leaf would take the place of anything in these, or in what they hold."""
         for value in values:
-            if type(value) in _PLAIN:
-                continue
             if isinstance(value, torch.Tensor):
-                if self._stops(value, samples):
+                if value.grad_fn is not None and self._stops(value, samples):
                     return True
-            elif (inner := trees.children(value)) and self.stops_some([child for _, child in inner], samples):
-                return True
+            elif type(value) not in _PLAIN:
+                inner = trees.children(value)
+                if inner and self.stops_some([child for _, child in inner], samples):
+                    return True
         return False
 
     def _stops(self, tensor: torch.Tensor, samples: int) -> bool:
@@ -163,26 +163,38 @@ def _first_from_before(loss: torch.Tensor, first_node: int) -> list[Node]:
     return found
 
 
-class _Closed(TorchFunctionMode):
+class Closed(TorchFunctionMode):
+    """Context around a forward of rows of a batch, in which leaves take the place of what a border stops.
+
+    Args:
+        border: makes the leaves.
+        samples: of the batch; what has a row for each of them is not stopped.
+    """
+
     def __init__(self, border: Border, samples: int) -> None:
         super().__init__()
         self._border = border
         self._samples = samples
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self.replaced(args, kwargs or {})
+        return func(*args, **kwargs)
+
+    def replaced(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a call as it is made inside."""
         # what is looked at here is nothing that the program does, as a watch around this would take it
         with torch._C.DisableTorchFunction():
             # hardly any call is given something to be replaced, for which its arguments are made anew
-            if self._border.stops_some((*args, *kwargs.values()), self._samples):
+            stops = self._border.stops_some(args, self._samples)
+            if stops or (kwargs and self._border.stops_some(kwargs.values(), self._samples)):
                 args, kwargs = trees.map_leaves(partial(self._border.passed, samples=self._samples), (args, kwargs))
-        return func(*args, **kwargs)
+        return args, kwargs
 
 
-def around_checked() -> AbstractContextManager[Any]:
+def around_checked() -> Closed | None:
     """What a forward runs in that is checked now."""
     border, samples = _checked[-1] if _checked else (None, 0)
-    return nullcontext() if border is None else border.closed(samples)
+    return None if border is None else border.closed(samples)
 
 
 def leaves_in_checked() -> list[torch.Tensor]:

@@ -373,20 +373,23 @@ class _Comparison:
         given = {id(tensor) for tensor in self._batch.tensors()}
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         self._turned += [(copy, copy._version) for copy in copies if steps_first]
-        watch = Watch(end - begin, held_out, self._writes, self._storages, mask_gaps, self._how.opened, steps_first)
+        border, opened = around_checked(), self._how.opened
+        watch = Watch(end - begin, held_out, self._writes, self._storages, mask_gaps, opened, steps_first)
+        # passed by every function of torch, so only the runs that are compared by it get it
+        watches = light or watched or bool(opened)
+        closing = watch.closing(border) if watches else border or nullcontext()
         if light:
             graph = self._how.graph or (self._how.graph_of_whole and end - begin == len(self._rows))
             with watch, torch.set_grad_enabled(graph):
-                result, divided_by, terms = self._result(args, kwargs, watch, end - begin)
+                result, divided_by, terms = self._result(args, kwargs, watch, end - begin, closing)
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
             weights, among = watch.nll_weights, watch.selected_among
             return _Run(result, *self._changes(), weights, divided_by, among, watch, calls, False, terms, [], True)
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
-        # the watch is passed by every function of torch, so only the runs that are compared by it get it
         drawn = DrawnShapes()
-        with watch if watched or self._how.opened else nullcontext(), probe, drawn:
-            result, divided_by, terms = self._result(args, kwargs, watch, end - begin)
+        with watch if watches else nullcontext(), probe, drawn:
+            result, divided_by, terms = self._result(args, kwargs, watch, end - begin, closing)
             calls, differentiates = watch.calls, probe.differentiates
             result = outputs.detached(self._see(result))
         tell = held_out is not None and watch.selected_among == probe.selected_among
@@ -396,11 +399,14 @@ class _Comparison:
             result, *left, weights, divided_by, among, watch, calls, differentiates, terms, drawn.drawn_shapes, tell
         )
 
-    def _result(self, args: Any, kwargs: Any, watch: Watch, rows: int) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
+    def _result(
+        self, args: Any, kwargs: Any, watch: Watch, rows: int, closing: AbstractContextManager[Any]
+    ) -> tuple[Any, list[Divisor], list[torch.Tensor]]:
         """What the forward returns, what the loss in it divides by, and its terms."""
         bounds = Bounds(watch.bent) if self._how.divides else None
         dividing = self._dividing(args, kwargs, rows, watch.bent)
-        with bounds or nullcontext(), dividing, self._noting(watch), around_checked():
+        # what notes the places of calls inside of it would find another way to them behind one context more
+        with closing, bounds or nullcontext(), dividing, self._noting(watch):
             result = self._forward(*args, **kwargs)
         loss = outputs.loss_in(result)
         if loss is None or loss.numel() != 1:
