@@ -123,3 +123,20 @@ def test_a_forward_that_draws_is_not_run_in_vain_before_it_is_checked_again():
     assert verdict.drew
     again, _ = rows_run_by_a_check(layers(1, Noise), verdict)
     assert again == rows
+
+
+def test_a_confirming_check_puts_one_context_around_a_forward():
+    """Every function of torch passes each of them, which takes as long as a small function does."""
+    model, contexts = layers(0), []
+    memory, optimizer = runtime.preset("16gb", micro_batches=2), torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 4), torch.arange(8) % 3
+    model.register_forward_hook(lambda *_: contexts.append(torch._C._len_torch_function_stack()))
+
+    def forward(x, y):
+        return nn.functional.cross_entropy(model(x), y)
+
+    for _ in range(2):
+        contexts.clear()
+        memory.forward_backward(forward, x, y)
+        memory.step(optimizer)
+    assert contexts == [1, 1, 1, 0, 0]

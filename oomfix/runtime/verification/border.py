@@ -185,8 +185,7 @@ class Closed(TorchFunctionMode):
         # what is looked at here is nothing that the program does, as a watch around this would take it
         with torch._C.DisableTorchFunction():
             # hardly any call is given something to be replaced, for which its arguments are made anew
-            stops = self._border.stops_some(args, self._samples)
-            if stops or (kwargs and self._border.stops_some(kwargs.values(), self._samples)):
+            if self._border.stops_some((*args, *kwargs.values()) if kwargs else args, self._samples):
                 args, kwargs = trees.map_leaves(partial(self._border.passed, samples=self._samples), (args, kwargs))
         return args, kwargs
 
