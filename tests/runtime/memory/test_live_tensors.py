@@ -18,6 +18,7 @@ from oomfix.runtime.memory import live_tensors, origins
 @pytest.fixture(autouse=True)
 def nothing_else_alive(monkeypatch):
     """What other tests left is not this test's business."""
+    gc.unfreeze()  # also not what was imported, which tests/conftest.py hides from the collector
     gc.collect()
     things = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor | nn.Module)]
     # fake ones hold no memory, and torch 2.3 empties those that its compiler left
@@ -37,6 +38,7 @@ def nothing_else_alive(monkeypatch):
     monkeypatch.setattr(live_tensors._Census, "__init__", with_those_counted)
     yield
     del things, storages  # alive until now, so that nothing new has their addresses
+    gc.freeze()
 
 
 def nbytes(tensors):
